@@ -1,0 +1,31 @@
+"""Position interpolation."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lcjax.rope.base import Rope, base_frequencies
+
+
+@Rope.register_subclass("linear")
+@dataclass(frozen=True, kw_only=True)
+class Linear(Rope):
+    """f_j = theta^(-2j/d) / factor: every position divided by `factor` (PI, arXiv 2306.15595)."""
+
+    factor: float  # target length / trained length, the same at every input length
+
+    hf_types = ("linear",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(self.factor >= 1, "factor", "be 1 or more: target length / trained length")
+
+    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
+        return base_frequencies(self.known("theta"), head_dim) / self.factor, 1.0
+
+    def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
+        return {"rope_type": "linear", "rope_theta": self.theta, "factor": self.factor}, {}
+
+    @classmethod
+    def from_hf_rope(cls, rope: dict, config: dict) -> "Linear":
+        return cls(theta=rope.get("rope_theta"), factor=float(rope["factor"]))

@@ -1,0 +1,82 @@
+"""YaRN: interpolate slow pairs, keep fast ones, and sharpen attention."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lcjax.rope.base import Rope, base_frequencies
+
+
+@Rope.register_subclass("yarn")
+@dataclass(frozen=True, kw_only=True)
+class Yarn(Rope):
+    """f_j = theta_j / factor * r_j + theta_j * (1 - r_j), cos and sin times A (arXiv 2309.00071).
+
+    r_j goes from 0 for pairs that turn more than `beta_fast` times in the trained length to 1 for
+    those that turn less than `beta_slow` times. All released models use `ramp="index"`, linear in
+    the index j between the rounded indices of these bounds; `ramp="frequency"` is the paper's
+    eq. 17-20, linear in the number of turns. They differ up to 3 times in the middle.
+    A = 0.1 ln(factor) + 1, at every length (sec. 3.4, sqrt(1/t)).
+    """
+
+    factor: float  # target length / trained length
+    original_length: int | None = None  # trained length; none: the checkpoint's
+    beta_fast: float = 32.0  # turns above which a pair is left alone (sec. 3.2, Llama)
+    beta_slow: float = 1.0  # turns below which a pair is interpolated fully
+    ramp: str = "index"  # index (code, all checkpoints) or frequency (paper)
+    truncate: bool = True  # round the bounds of the index ramp outwards (gpt-oss does not)
+    extrapolation: float = 1.0  # multiplies the share that is left alone
+    attention_factor: float | None = None  # A; none: from `factor` and the two below
+    mscale: float | None = None  # DeepSeek: A = get(mscale) / get(mscale_all_dim), when both are set
+    mscale_all_dim: float | None = None
+
+    hf_types = ("yarn",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(self.factor >= 1, "factor", "be 1 or more: target length / trained length")
+        length = self.original_length
+        self.require(length is None or length >= 1, "original_length", "be the trained length")
+        self.require(self.beta_slow > 0, "beta_slow", "be above 0 turns")
+        self.require(
+            self.beta_fast > self.beta_slow, "beta_fast", f"be above beta_slow={self.beta_slow}"
+        )
+        self.require(self.ramp in ("index", "frequency"), "ramp", "be index or frequency")
+        attention = self.attention_factor
+        self.require(attention is None or attention > 0, "attention_factor", "be above 0, or null")
+
+    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
+        theta = base_frequencies(self.known("theta"), head_dim)
+        ramp = self._index_ramp(head_dim) if self.ramp == "index" else self._turn_ramp(theta)
+        kept = (1 - ramp) * self.extrapolation
+        return theta / self.factor * (1 - kept) + theta * kept, self._attention_factor()
+
+    def _index_ramp(self, head_dim: int) -> np.ndarray:
+        def index(turns):  # of the pair that makes `turns` turns in the trained length
+            original = self.known("original_length")
+            ratio = math.log(original / (turns * 2 * math.pi)) / math.log(self.known("theta"))
+            return head_dim * ratio / 2
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)  # d - 1, not d/2 - 1, as published
+        if low == high:
+            high += 0.001
+        return np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+
+    def _turn_ramp(self, theta: np.ndarray) -> np.ndarray:
+        turns = self.known("original_length") * theta / (2 * math.pi)
+        return 1 - np.clip((turns - self.beta_slow) / (self.beta_fast - self.beta_slow), 0.0, 1.0)
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def get(mscale):
+            return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return get(self.mscale) / get(self.mscale_all_dim)
+        return get(1.0)
