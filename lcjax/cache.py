@@ -1,0 +1,132 @@
+"""What is kept of the past while generating: a fixed number of key/value slots per row.
+
+All rows of a batch fill the same slots, so shorter prompts are padded on the left; `segments` says
+which slots hold a token. Keys are kept rotated, which is exact as long as the rotation stays the
+same for the whole request, or unrotated (`rotated=False`) so that every step may rotate all of
+them anew: a rotation that depends on the length needs that to be exact (YaRN, section 3.3).
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lcjax.attention import Pattern, attend
+from lcjax.rope import rotate
+
+if TYPE_CHECKING:
+    from lcjax.models.config import ModelConfig
+    from lcjax.models.layers import Context
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of `filled` slots out of S, for every layer.
+
+    `layers` holds (keys, values), each [B, K, S, H]: stacked [L, ...] for scanned layers, else a
+    tuple with one pair per layer. Heads stand before slots, the order in which a decoding step
+    multiplies them, so that reading the cache never copies it.
+    """
+
+    layers: Any
+    segments: jax.Array  # int32 [B, S]: 1 where a slot holds a token, 0 where not
+    positions: jax.Array  # [B, S], the positions of the keys
+    filled: jax.Array  # int32 scalar
+    rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
+
+    @property
+    def capacity(self) -> int:
+        return self.segments.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The cache as one call sees it: slots `start .. start + T - 1` receive the new tokens."""
+
+    segments: jax.Array  # int32 [B, S], the new tokens included
+    positions: jax.Array  # [B, S]
+    start: jax.Array  # int32 scalar
+    rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
+
+
+def create(config: "ModelConfig", batch: int, capacity: int, *, rotated: bool = True) -> Cache:
+    """An empty cache of `capacity` slots in the compute dtype of `config`."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+    dtype = config.compute_dtype()
+
+    def pair(*stack):
+        return jnp.zeros((*stack, *shape), dtype), jnp.zeros((*stack, *shape), dtype)
+
+    scanned = config.scan_layers
+    layers = pair(config.num_layers) if scanned else tuple(pair() for _ in range(config.num_layers))
+    empty = jnp.zeros((batch, capacity), jnp.int32)
+    return Cache(layers, empty, empty, jnp.int32(0), rotated)
+
+
+def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tuple[Cache, View]:
+    """Reserves slots for `positions.shape[1]` new tokens; the layers are written afterwards.
+
+    `segments` [B, T] is 1 for a token and 0 for padding (all tokens if None). Writing past the
+    capacity cannot be seen under jit: callers size the cache for prompt + new tokens.
+    """
+    if segments is None:
+        segments = jnp.ones(positions.shape, jnp.int32)
+    at = (0, cache.filled)
+    all_segments = jax.lax.dynamic_update_slice(cache.segments, segments.astype(jnp.int32), at)
+    all_positions = jax.lax.dynamic_update_slice(
+        cache.positions, positions.astype(cache.positions.dtype), at
+    )
+    view = View(all_segments, all_positions, cache.filled, cache.rotated)
+    filled = cache.filled + positions.shape[1]
+    return dataclasses.replace(
+        cache, segments=all_segments, positions=all_positions, filled=filled
+    ), view
+
+
+def replace_layers(cache: Cache, layers: Any) -> Cache:
+    """The cache with the keys and values that the layers returned."""
+    return dataclasses.replace(cache, layers=layers)
+
+
+def attend_cached(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: tuple[jax.Array, jax.Array],
+    *,
+    pattern: Pattern,
+    context: "Context",
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Writes `k`, `v` [B, T, K, H] in their slots and attends over everything kept so far.
+
+    `layer` is (keys, values) [B, K, S, H]. Returns the output [B, T, N, H] and the new pair.
+    """
+    view, rotation = context.view, context.rotation
+    if view.rotated:
+        k = rotate(k, context.positions, rotation.inv_freq, rotation.scale)
+    keys, values = (
+        jax.lax.dynamic_update_slice(
+            kept, new.swapaxes(1, 2).astype(kept.dtype), (0, 0, view.start, 0)
+        )
+        for kept, new in zip(layer, (k, v), strict=True)
+    )
+    length = q.shape[1]
+    # A query that is padding itself sees nothing, like a key that is padding.
+    q_segments = jax.lax.dynamic_slice_in_dim(view.segments, view.start, length, axis=1)
+    out = attend(
+        q,
+        keys.swapaxes(1, 2),
+        values.swapaxes(1, 2),
+        pattern=pattern,
+        rotation=rotation,
+        q_positions=context.positions,
+        k_positions=view.positions,
+        q_index=view.start + jnp.arange(length, dtype=jnp.int32),
+        q_segments=q_segments,
+        k_segments=view.segments,
+        keys_rotated=view.rotated,
+    )
+    return out, (keys, values)

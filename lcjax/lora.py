@@ -1,0 +1,78 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W x + (alpha / rank) B A x.
+
+The layers create `lora_a` and `lora_b` beside the `kernel` of every targeted projection; here are
+their settings, and what is done with a trained tree.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lcjax.errors import InputError
+
+PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Which projections get an adapter, and how wide it is."""
+
+    rank: int = 8
+    alpha: float = 16.0  # the update is scaled by alpha / rank
+    targets: tuple[str, ...] = ("query", "key", "value", "out")
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise InputError(f"lora.rank={self.rank} must be at least 1")
+        unknown = [name for name in self.targets if name not in PROJECTIONS]
+        if unknown or not self.targets:
+            raise InputError(
+                f"lora.targets={list(self.targets)} must name some of: {', '.join(PROJECTIONS)}"
+            )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def merge(params: dict, lora: LoRA) -> dict:
+    """Adds every adapter to its kernel and drops the adapter: same outputs, no extra cost.
+
+    The sum is taken in float32 and rounded once to the kernel's dtype.
+    """
+    if not isinstance(params, dict):
+        return params
+    merged = {
+        name: merge(child, lora) for name, child in params.items() if not name.startswith("lora_")
+    }
+    if "lora_a" in params:
+        merged["kernel"] = _merged_kernel(params, lora.scale)
+    return merged
+
+
+def _merged_kernel(layer: dict, scale: float) -> jax.Array:
+    kernel, a, b = layer["kernel"], layer["lora_a"], layer["lora_b"]
+    # `a` is [in..., r] and `b` [r, out...]; stacked layers put one more axis before each.
+    stacked = a.ndim + b.ndim == kernel.ndim + 3
+
+    def update(a, b):
+        return jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), ([-1], [0]))
+
+    delta = jax.vmap(update)(a, b) if stacked else update(a, b)
+    return (kernel.astype(jnp.float32) + scale * delta).astype(kernel.dtype)
+
+
+def split(params: dict) -> tuple[dict, dict]:
+    """(tree without adapters, tree of adapters only); empty branches are left out."""
+    base, adapters = {}, {}
+    for name, child in params.items():
+        if isinstance(child, dict):
+            inner_base, inner_adapters = split(child)
+            if inner_base:
+                base[name] = inner_base
+            if inner_adapters:
+                adapters[name] = inner_adapters
+        else:
+            (adapters if name.startswith("lora_") else base)[name] = child
+    return base, adapters

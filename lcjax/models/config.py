@@ -1,0 +1,78 @@
+"""What a decoder is made of: the numbers that a checkpoint's config file holds."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from lcjax.attention import Causal, Pattern
+from lcjax.errors import InputError
+from lcjax.lora import LoRA
+from lcjax.rope import Default, Rope
+
+_CHOICES = {
+    "norm": ("rms", "layer"),
+    "activation": ("silu", "gelu_tanh"),
+    "block": ("sequential", "parallel"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "param_dtype": ("float32", "bfloat16", "float16"),
+    "remat": ("none", "full", "dots"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer: Llama, Mistral, Qwen2, SmolLM2 and Phi differ only in values."""
+
+    vocab_size: int
+    width: int  # D, the size of a token's hidden state
+    mlp_width: int  # F
+    num_layers: int
+    num_heads: int  # query heads
+    num_kv_heads: int  # key/value heads; must divide num_heads (grouped-query attention)
+    head_dim: int
+    max_length: int  # tokens the checkpoint was trained to read
+    norm: str = "rms"
+    norm_epsilon: float = 1e-5
+    activation: str = "silu"
+    block: str = "sequential"  # "parallel": attention and MLP read the same normed input (Phi-2)
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    rotary_fraction: float = 1.0  # share of each head's channels that is rotated
+    tie_embeddings: bool = False
+    rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
+    pattern: Pattern = dataclasses.field(default_factory=Causal)
+    dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
+    param_dtype: str = "float32"
+    remat: str = "none"  # what a training step recomputes: nothing, whole layers, all but matmuls
+    lora: LoRA | None = None
+    scan_layers: bool = True  # one compiled layer, weights stacked [L, ...]
+
+    def __post_init__(self):
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in choices:
+                raise InputError(f"model.{field}={value!r} is not one of {', '.join(choices)}")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"model.num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
+            )
+        if not 0 < self.rotary_fraction <= 1 or self.rotary_dim % 2:
+            raise InputError(
+                f"model.rotary_fraction={self.rotary_fraction} must leave an even number of rotated"
+                f" channels of head_dim={self.head_dim}, at least 2; it leaves {self.rotary_dim}"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of each head that the position rotates (`partial_rotary_factor`)."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        return dataclasses.replace(self, **changes)
+
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)

@@ -1,0 +1,159 @@
+"""The one model: embedding, L equal blocks, a final norm, and logits on demand."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lcjax import cache as cache_lib
+from lcjax.models.config import ModelConfig
+from lcjax.models.layers import MLP, Attention, Context, Norm
+from lcjax.rope import Rotation
+
+_REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+class SequentialBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen2."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
+        c = self.config
+        normed = Norm(c, name="attention_norm")(x)
+        attended, layer = Attention(c, name="attention")(normed, context, layer)
+        x = x + attended
+        return x + MLP(c, name="mlp")(Norm(c, name="mlp_norm")(x)), layer
+
+
+class ParallelBlock(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)) with one norm: Phi-2."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
+        c = self.config
+        normed = Norm(c, name="attention_norm")(x)
+        attended, layer = Attention(c, name="attention")(normed, context, layer)
+        return x + attended + MLP(c, name="mlp")(normed), layer
+
+
+_BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
+
+
+class Decoder(nn.Module):
+    """A causal language model that returns hidden states; `logits` projects the wanted ones.
+
+    `hidden, cache = model.apply({"params": params}, tokens, ...)`
+    """
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+        dtype = jnp.dtype(c.param_dtype)
+        # A standard deviation of 0.02 is what the Llama and GPT families start from.
+        self.embed = nn.Embed(
+            c.vocab_size, c.width, param_dtype=dtype, embedding_init=nn.initializers.normal(0.02)
+        )
+        block = _BLOCKS[c.block]
+        if c.remat != "none":
+            # Inside a scan nothing can be merged across layers anyway; without one, XLA must be
+            # kept from undoing the recomputation.
+            block = nn.remat(block, policy=_REMAT_POLICIES[c.remat], prevent_cse=not c.scan_layers)
+        if c.scan_layers:
+            self.layers = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=(nn.broadcast, 0),
+                out_axes=0,
+                length=c.num_layers,
+            )(c)
+        else:
+            self.layers = [block(c) for _ in range(c.num_layers)]
+        self.final_norm = Norm(c)
+        if not c.tie_embeddings:
+            self.head = nn.Dense(
+                c.vocab_size,
+                use_bias=c.head_bias,
+                dtype=c.compute_dtype(),
+                param_dtype=dtype,
+                kernel_init=nn.initializers.normal(0.02),
+            )
+        if c.rope.learned:
+            self.rope = self.param("rope", c.rope.init, c.rotary_dim)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        rotation: Rotation | None = None,
+        cache: cache_lib.Cache | None = None,
+    ) -> tuple[jax.Array, cache_lib.Cache | None]:
+        """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
+
+        Args:
+          tokens: int32 [B, T].
+          positions: [B, T], int or fractional; 0 .. T-1, or on from what the cache holds.
+          segments: int32 [B, T], documents numbered from 1 and 0 for padding; one document if None.
+          rotation: frequencies for this call; those of `config.rope` at length T (or at the
+            cache's capacity: the request's full length) if None.
+          cache: the past, from `lcjax.cache.create`.
+        """
+        c = self.config
+        start = 0 if cache is None else cache.filled
+        if positions is None:
+            positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+        if rotation is None:
+            length = tokens.shape[1] if cache is None else cache.capacity
+            learned = self.rope if c.rope.learned else None
+            rotation = c.rope.rotation(c.rotary_dim, length, learned)
+        view, layers = None, None
+        if cache is not None:
+            cache, view = cache_lib.extend(cache, segments, positions)
+            layers = cache.layers
+        context = Context(positions, segments, rotation, view)
+        x = self.embed.embedding[tokens].astype(c.compute_dtype())
+        if c.scan_layers:
+            x, layers = self.layers(x, context, layers)
+        else:
+            kept = []
+            for index, block in enumerate(self.layers):
+                x, layer = block(x, context, None if layers is None else layers[index])
+                kept.append(layer)
+            layers = tuple(kept)
+        if cache is not None:
+            cache = cache_lib.replace_layers(cache, layers)
+        if self.is_initializing():
+            self.logits(x[:, :1])  # so that `init` creates the head
+        return self.final_norm(x), cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 [..., V] of hidden states [..., D]."""
+        if self.config.tie_embeddings:
+            kernel = self.embed.embedding.astype(self.config.compute_dtype())
+            return jnp.einsum(
+                "...D,VD->...V", hidden, kernel, preferred_element_type=jnp.float32
+            )
+        return self.head(hidden).astype(jnp.float32)
+
+
+def unstack_layers(params: dict, config: ModelConfig) -> dict:
+    """`layers` [L, ...] -> layers_0, layers_1, ...: the tree of `scan_layers=False`."""
+    rest = {name: child for name, child in params.items() if name != "layers"}
+    for index in range(config.num_layers):
+        rest[f"layers_{index}"] = jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
+    return rest
+
+
+def stack_layers(params: dict, config: ModelConfig) -> dict:
+    """The inverse of `unstack_layers`."""
+    each = [params[f"layers_{index}"] for index in range(config.num_layers)]
+    rest = {name: child for name, child in params.items() if not name.startswith("layers_")}
+    return rest | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)}

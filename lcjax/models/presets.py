@@ -1,0 +1,52 @@
+"""Published architectures by name, for training from random weights and for cost estimates."""
+
+import difflib
+
+from lcjax.attention import Sliding
+from lcjax.errors import InputError
+from lcjax.models.config import ModelConfig
+from lcjax.rope import Default, Llama3
+
+
+def _llama2(width, mlp_width, layers, heads):
+    return ModelConfig(32_000, width, mlp_width, layers, heads, heads, 128, 4_096)
+
+
+PRESETS = {
+    # A model for tests and dry runs: every part of a Llama, trained in seconds on a laptop.
+    "tiny": ModelConfig(259, 64, 160, 2, 4, 2, 16, 128),
+    "smollm2-135m": ModelConfig(
+        *(49_152, 576, 1_536, 30, 9, 3, 64, 8_192),
+        tie_embeddings=True,
+        rope=Default(theta=100_000.0),
+    ),
+    "llama2-7b": _llama2(4_096, 11_008, 32, 32),
+    "llama2-13b": _llama2(5_120, 13_824, 40, 40),
+    "llama3.1-8b": ModelConfig(
+        *(128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072),
+        rope=Llama3(theta=500_000.0, factor=8.0, original_length=8_192),
+    ),
+    "mistral-7b": ModelConfig(
+        *(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768), pattern=Sliding(window=4_096)
+    ),
+    "phi-2": ModelConfig(
+        *(51_200, 2_560, 10_240, 32, 32, 32, 80, 2_048),
+        norm="layer",
+        activation="gelu_tanh",
+        block="parallel",
+        gated_mlp=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        rotary_fraction=0.4,
+    ),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """The architecture of that name; an unknown name is an error that lists the near ones."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS) or sorted(PRESETS)
+        raise InputError(f"model.preset={name!r} is not known; try {', '.join(near)}")
+    return PRESETS[name]

@@ -1,0 +1,100 @@
+"""Which axis of which array lies on which axis of the machine: one table.
+
+Mesh axes: `data` holds copies of the model, `fsdp` splits parameters and batch together (Rajbhandari
+et al. 2020, ZeRO), `tensor` splits heads and the feed-forward width (Shoeybi et al. 2019).
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from lcjax.errors import InputError
+
+AXES = ("data", "fsdp", "tensor")
+
+# (pattern at the end of a parameter's path, mesh axis of each array axis). The first match counts;
+# stacked layers have one more axis in front, which is never split.
+_RULES = (
+    (r"embed/embedding", ("tensor", "fsdp")),
+    (r"head/kernel", ("fsdp", "tensor")),
+    (r"head/bias", ("tensor",)),
+    (r"(query|key|value)/kernel", ("fsdp", "tensor", None)),
+    (r"(query|key|value)/bias", ("tensor", None)),
+    (r"(query|key|value)/lora_b", (None, "tensor", None)),
+    (r"attention/out/kernel", ("tensor", None, "fsdp")),
+    (r"attention/out/lora_a", ("tensor", None, None)),
+    (r"(gate|up)/kernel", ("fsdp", "tensor")),
+    (r"(gate|up)/bias", ("tensor",)),
+    (r"(gate|up)/lora_b", (None, "tensor")),
+    (r"down/kernel", ("tensor", "fsdp")),
+    (r"down/lora_a", ("tensor", None)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """How many devices lie along each axis; -1 (one axis at most) takes what is left."""
+
+    data: int = 1  # copies of the model, each reading its own part of the batch
+    fsdp: int = -1  # parameters, optimizer state and batch split
+    tensor: int = 1  # heads and feed-forward width split
+
+
+def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The mesh of all devices (or of `devices`) with axes data, fsdp, tensor."""
+    devices = jax.devices() if devices is None else devices
+    sizes = [getattr(shape, axis) for axis in AXES]
+    fixed = 1
+    for size in sizes:
+        fixed *= size if size != -1 else 1
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise InputError(f"mesh={sizes} for axes {AXES}: sizes are positive, and one may be -1")
+    if -1 in sizes and len(devices) % fixed == 0:
+        sizes[sizes.index(-1)] = len(devices) // fixed
+    elif fixed != len(devices):
+        raise InputError(
+            f"mesh.data x mesh.fsdp x mesh.tensor = {fixed} must divide (with one axis -1) or equal"
+            f" the {len(devices)} devices here; mesh.fsdp=-1 takes what is left"
+        )
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def spec_of(path: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> PartitionSpec:
+    """The partition of one parameter; an axis that the mesh does not divide stays whole."""
+    for pattern, axes in _RULES:
+        if re.search(rf"(^|/){pattern}$", path):
+            axes = (None,) * (len(shape) - len(axes)) + axes
+            return PartitionSpec(
+                *(
+                    axis if axis and size % mesh.shape[axis] == 0 else None
+                    for axis, size in zip(axes, shape, strict=True)
+                )
+            )
+    return PartitionSpec()
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """`layers/mlp/up/kernel` for a path of `jax.tree_util` keys."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in keys)
+
+
+def param_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
+    """Shardings for a tree of arrays or shapes whose paths end in parameter names.
+
+    Optimizer states repeat the parameter tree below their own names, so they match as well.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: NamedSharding(mesh, spec_of(path_of(keys), leaf.shape, mesh)), tree
+    )
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Rows of a batch [B, ...] lie over `data` and `fsdp`."""
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())

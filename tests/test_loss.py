@@ -1,0 +1,82 @@
+"""The chunked loss against optax on sizes that are no multiple of any block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lcjax.loss import cross_entropy, token_nll
+
+
+def _inputs(batch, length, width, vocabulary, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 5)
+    hidden = jax.random.normal(keys[0], (batch, length, width))
+    kernel = jax.random.normal(keys[1], (width, vocabulary)) * 0.3
+    bias = jax.random.normal(keys[2], (vocabulary,))
+    targets = jax.random.randint(keys[3], (batch, length), 0, vocabulary)
+    weights = (jax.random.uniform(keys[4], (batch, length)) > 0.3).astype(jnp.float32) * 1.5
+    return hidden, kernel, bias, targets, weights
+
+
+def _optax_loss(hidden, kernel, bias, targets, weights):
+    nll = optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel + bias, targets)
+    return (nll * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "vocabulary", "chunk"),
+    [(1, 1, 2, 1), (2, 13, 127, 4), (3, 37, 1001, 16), (2, 29, 257, None), (1, 50, 333, 999)],
+)
+def test_loss_and_gradients_equal_optax(batch, length, vocabulary, chunk):
+    hidden, kernel, bias, targets, weights = _inputs(batch, length, 24, vocabulary)
+    weights = weights.at[0, 0].set(0.7)  # at least one token counts
+
+    def ours(hidden, kernel, bias, weights):
+        total, count = cross_entropy(hidden, kernel, targets, weights, bias=bias, chunk=chunk)
+        return total / count
+
+    def peer(hidden, kernel, bias, weights):
+        return _optax_loss(hidden, kernel, bias, targets, weights)
+
+    arguments = (hidden, kernel, bias, weights)
+    got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2, 3)))(*arguments)
+    want = jax.value_and_grad(peer, argnums=(0, 1, 2, 3))(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
+
+
+def test_token_nll_is_the_loss_of_each_position():
+    hidden, kernel, bias, targets, _ = _inputs(2, 23, 16, 91)
+    want = optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel + bias, targets)
+    got = token_nll(hidden, kernel, targets, bias=bias, chunk=7)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_and_unscored_tokens_change_neither_loss_nor_gradients():
+    hidden, kernel, _, targets, weights = _inputs(2, 17, 16, 50)
+    weights = weights.at[:, 11:].set(0)
+
+    def loss(hidden, kernel, length):
+        total, count = cross_entropy(
+            hidden[:, :length], kernel, targets[:, :length], weights[:, :length], chunk=5
+        )
+        return total / count
+
+    long = jax.value_and_grad(loss, argnums=(0, 1))(hidden, kernel, 17)
+    short = jax.value_and_grad(loss, argnums=(0, 1))(hidden, kernel, 11)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), long, short)
+
+
+def test_logits_of_a_long_sequence_never_exist_in_the_backward_pass():
+    shapes = (
+        jax.ShapeDtypeStruct((1, 8192, 32), jnp.float32),
+        jax.ShapeDtypeStruct((32, 4001), jnp.float32),
+    )
+    targets, weights = jnp.zeros((1, 8192), jnp.int32), jnp.ones((1, 8192))
+
+    def loss(hidden, kernel):
+        return cross_entropy(hidden, kernel, targets, weights, chunk=64)[0]
+
+    memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()
+    whole = 8192 * 4001 * 4
+    assert memory.temp_size_in_bytes < whole / 8
