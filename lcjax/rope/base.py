@@ -42,6 +42,7 @@ class Rope(draccus.ChoiceRegistry):
     theta: float | None = None
 
     depends_on_length: ClassVar[bool] = False  # whether `length` changes the frequencies
+    learned: ClassVar[bool] = False  # whether `init` makes arrays that training changes
     hf_types: ClassVar[tuple[str, ...]] = ()  # names in transformers' configs, the first is written
 
     def __post_init__(self):
