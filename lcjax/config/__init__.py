@@ -1,0 +1,91 @@
+"""A YAML file plus `--a.b=value` overrides become frozen dataclasses, or one clear line.
+
+`parse` reads both, `dump` writes what `parse` reads back, `main` is the whole of a script. A method
+is a choice type: `model.rope.type=yarn` in the file, `--model.rope.type=linear` over it.
+"""
+
+import os
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import draccus
+import yaml
+
+from lcjax.config.decode import Text, section
+from lcjax.config.help import help_text
+from lcjax.config.read import read_yaml
+from lcjax.errors import InputError
+
+T = typing.TypeVar("T")
+
+
+def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
+    """The config that `--config file.yaml --a.b=value ...` describe; InputError when none is."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(words):
+        print(help_text(cls))
+        raise SystemExit(0)
+    tree, overrides = {}, []
+    while words:
+        key, equals, value = words.pop(0).partition("=")
+        if not key.startswith("--"):
+            raise InputError(
+                f"{key} is not understood; write --config file.yaml --section.key=value"
+            )
+        if not equals and (not words or words[0].startswith("--")):
+            raise InputError(f"{key} has no value; write {key}=value")
+        value = value if equals else words.pop(0)
+        if key == "--config":
+            tree = read_yaml(Path(value))
+        else:
+            overrides.append((key[2:], Text(value)))
+    # Whole sections go before their keys, and a type before the fields that it allows.
+    order = sorted(overrides, key=lambda pair: (pair[0].count("."), not pair[0].endswith("type")))
+    for key, value in order:
+        _override(tree, key, value)
+    return section(cls, tree, "")
+
+
+def _override(tree: typing.Any, key: str, value: Text) -> None:
+    """Sets `a.0.c` in the file's tree; another `type` drops the fields of the type it replaces."""
+    *sections, last = key.split(".")
+    for part in sections:
+        if isinstance(tree, list):
+            if not part.isdigit() or int(part) >= len(tree):
+                raise InputError(f"--{key}={value}: the list has {len(tree)} items, counted from 0")
+            tree = tree[int(part)]
+            continue
+        child = tree.get(part)
+        child = yaml.safe_load(child) if isinstance(child, Text) else child
+        tree[part] = child if isinstance(child, dict | list) else {}
+        tree = tree[part]
+    if not isinstance(tree, dict):
+        raise InputError(f"--{key}={value}: give the whole list, or one field: --{key}.x=")
+    if last == "type" and tree.get("type", value) != value:
+        tree.clear()
+    tree[last] = value
+
+
+def dump(config: typing.Any, path: str | os.PathLike) -> None:
+    """Writes the resolved config as YAML that `parse` reads back equal; replaces whole or not."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(draccus.dump(config, sort_keys=False), encoding="utf-8")
+    draft.replace(path)
+
+
+def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = None) -> int:
+    """Parses, runs, and turns what the user can put right into one line and exit code 2."""
+    try:
+        run(parse(cls, argv))
+    except (InputError, FileNotFoundError, PermissionError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        # The training loop puts what it has saved, and how to go on, into the exception.
+        print("interrupted:", " ".join(str(stop).split()) or "nothing to save", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,62 @@
+"""Reading YAML configs: `!include`, and errors that name the file and what it should have been."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
+
+from lcjax.errors import InputError
+
+
+def near(word: object, known: Iterable[str]) -> str:
+    """`did you mean factor? known: beta_fast, factor`: the end of an error about a name."""
+    known = sorted(known)
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"known: {', '.join(known) or 'none'}"
+
+
+def _refuse_twins(name: str, pairs: list[tuple[yaml.Node, yaml.Node]], sections_only: bool) -> None:
+    seen = set()
+    for key, value in pairs:
+        if key.value in seen and (not sections_only or isinstance(value, yaml.MappingNode)):
+            raise InputError(
+                f"{name}: `{key.value}` stands twice (here or through `<<:`); one would replace "
+                f"the other whole; merge inside: `{key.value}: {{<<: !include ..., key: value}}`"
+            )
+        seen.add(key.value)
+
+
+class _Loader(SafeLoaderWithInclusion):
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        own = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+        _refuse_twins(self.stream.name, own, sections_only=False)
+        return node
+
+    def flatten_mapping(self, node):
+        # `<<:` may give defaults for single values, but merges no deeper than one level: a base
+        # that sets `train.steps` under a child that sets `train.lr` would lose its steps unseen.
+        super().flatten_mapping(node)
+        _refuse_twins(self.stream.name, node.value, sections_only=True)
+
+
+def read_yaml(path: Path) -> dict:
+    """The file as nested dicts and lists, included files in place (paths relative to each file)."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            raw = yaml.load(stream, _Loader)
+    except FileNotFoundError as error:
+        missing = Path(error.filename)
+        where = "" if missing == path else f" (included from {path})"
+        beside = [file.name for file in missing.parent.glob("*.yaml")]
+        raise InputError(f"{missing}{where} does not exist; {near(missing.name, beside)}") from None
+    except RecursionError:
+        raise InputError(f"{path} includes itself; take one `!include` out") from None
+    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
+        why = " ".join(str(error).split())
+        raise InputError(f"{path} cannot be read as YAML: {why}") from None
+    if not isinstance(raw or {}, dict):
+        raise InputError(f"{path} must hold `key: value` lines, not one {type(raw).__name__}")
+    return raw or {}

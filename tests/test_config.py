@@ -1,0 +1,271 @@
+"""Configs: what the file says, what the command line changes, and what a mistake looks like."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import draccus
+import pytest
+
+from lcjax import config
+from lcjax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Rope(draccus.ChoiceRegistry):
+    theta: float | None = None
+
+
+@Rope.register_subclass("linear")
+@dataclass(frozen=True)
+class Linear(Rope):
+    scale: float = 2.0
+
+
+@Rope.register_subclass("yarn")
+@dataclass(frozen=True)
+class Yarn(Rope):
+    factor: float = 4.0  # target over trained length, 100 % of it
+    original_length: int | None = None
+
+    def __post_init__(self):
+        if self.factor < 1:
+            raise InputError(f"factor={self.factor} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str = "base"
+    rope: Rope | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    rope: Rope | None = None
+
+
+@dataclass(frozen=True)
+class Train:
+    lr: float = 1e-3
+    steps: int = 10  # optimiser updates
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    model: Model = field(default_factory=Model)
+    train: Train = field(default_factory=Train)
+    methods: tuple[Method, ...] = ()
+    lengths: tuple[int, ...] = (1024,)
+
+
+FILE = """
+model:
+  path: small
+  rope: {type: yarn, factor: 8, original_length: 4096}
+train: {lr: 1e-4}
+lengths: [4096, 8192]
+methods:
+  - name: plain
+  - name: stretched
+    rope: {type: linear, scale: 2}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def fails(*argv) -> str:
+    with pytest.raises(InputError) as error:
+        config.parse(Job, [str(word) for word in argv])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_file_becomes_typed_dataclasses(file):
+    job = config.parse(Job, ["--config", str(file)])
+    assert job == Job(
+        Model("small", Yarn(factor=8.0, original_length=4096)),
+        Train(lr=1e-4),
+        (Method("plain"), Method("stretched", Linear(scale=2.0))),
+        (4096, 8192),
+    )
+    assert type(job.model.rope.factor) is float
+
+
+def test_the_command_line_overrides_the_file_in_either_spelling(file):
+    argv = [f"--config={file}", "--train.lr=3e-5", "--train.steps", "7", "--train.resume=true"]
+    assert config.parse(Job, argv).train == Train(3e-5, 7, True)
+
+
+def test_a_list_can_be_given_with_or_without_brackets():
+    assert config.parse(Job, ["--lengths=[1,2]"]).lengths == (1, 2)
+    assert config.parse(Job, ["--lengths=1,2"]).lengths == (1, 2)
+    assert config.parse(Job, ["--lengths=5"]).lengths == (5,)
+
+
+def test_one_item_of_a_list_can_be_changed(file):
+    job = config.parse(Job, [f"--config={file}", "--methods.1.rope.scale=16"])
+    assert job.methods == (Method("plain"), Method("stretched", Linear(scale=16.0)))
+    assert "2 items" in fails("--config", file, "--methods.2.name=x")
+
+
+def test_another_type_on_the_command_line_drops_the_fields_of_the_old_one(file):
+    argv = [f"--config={file}", "--model.rope.scale=16", "--model.rope.type=linear"]
+    assert config.parse(Job, argv).model.rope == Linear(scale=16.0)
+
+
+def test_the_same_type_on_the_command_line_keeps_the_fields_of_the_file(file):
+    argv = [f"--config={file}", "--model.rope.type=yarn", "--model.rope.factor=2"]
+    assert config.parse(Job, argv).model.rope == Yarn(factor=2.0, original_length=4096)
+
+
+def test_an_optional_section_can_be_given_whole_or_taken_away(file):
+    given = config.parse(Job, ["--model.rope={type: yarn, factor: 3}", "--model.rope.theta=5"])
+    assert given.model.rope == Yarn(theta=5.0, factor=3.0)
+    assert config.parse(Job, [f"--config={file}", "--model.rope=null"]).model.rope is None
+
+
+def test_text_fields_keep_what_was_typed():
+    assert config.parse(Job, ["--model.path=007"]).model.path == "007"
+    assert config.parse(Job, ["--model.path=a: b, {c"]).model.path == "a: b, {c"
+    assert config.parse(Job, ["--model.path="]).model.path == ""
+
+
+def test_sections_are_included_relative_to_the_including_file(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "rope.yaml").write_text("type: linear\nscale: 4\n")
+    (tmp_path / "parts" / "model.yaml").write_text("path: big\nrope: !include rope.yaml\n")
+    (tmp_path / "job.yaml").write_text("model: {<<: !include parts/model.yaml, path: bigger}\n")
+    job = config.parse(Job, [f"--config={tmp_path / 'job.yaml'}"])
+    assert job.model == Model("bigger", Linear(scale=4.0))
+
+
+def test_a_section_that_would_replace_an_included_one_is_refused(tmp_path):
+    (tmp_path / "base.yaml").write_text("train: {steps: 5}\nlengths: [1]\n")
+    (tmp_path / "job.yaml").write_text("<<: !include base.yaml\ntrain: {lr: 1}\n")
+    message = fails("--config", tmp_path / "job.yaml")
+    assert "job.yaml" in message and "`train` stands twice" in message and "!include" in message
+    (tmp_path / "job.yaml").write_text("<<: !include base.yaml\nlengths: [2]\n")
+    assert config.parse(Job, [f"--config={tmp_path / 'job.yaml'}"]) == Job(
+        train=Train(steps=5), lengths=(2,)
+    )
+
+
+def test_a_key_written_twice_is_refused(tmp_path):
+    (tmp_path / "job.yaml").write_text("train:\n  lr: 1\n  lr: 2\n")
+    assert "`lr` stands twice" in fails("--config", tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("argument", "parts"),
+    [
+        ("--trian.lr=1", ["trian", "did you mean train?"]),
+        ("--train.stpes=1", ["train.stpes='1'", "did you mean steps?", "known: lr, resume, steps"]),
+        ("--train.steps=abc", ["train.steps='abc'", "int"]),
+        ("--train.steps=1.5", ["train.steps=1.5", "int"]),
+        ("--train.steps=true", ["train.steps=True", "int"]),
+        ("--train.steps=", ["train.steps=None", "int"]),
+        ("--train.resume=maybe", ["train.resume='maybe'", "bool"]),
+        ("--train=5", ["train=5", "section"]),
+        ("--lengths=1,x", ["lengths.1='x'", "int"]),
+        ("--methods=[{rope: null}]", ["methods.0.name is missing", "--methods.0.name="]),
+        ("--model.dtype=bf16", ["model.dtype='bf16'", "did you mean bfloat16?", "float32"]),
+        (
+            "--model.rope.type=yran",
+            ["model.rope.type='yran'", "did you mean yarn?", "linear"],
+        ),
+        ("--model.rope.factor=2", ["model.rope.type", "missing", "linear, yarn"]),
+        ("--model.rope={type: yarn, facter: 2}", ["model.rope.facter=2", "yarn", "factor"]),
+        ("--model.rope={type: yarn, factor: 0}", ["model.rope: factor=0.0 must be at least 1"]),
+        ("--train.lr", ["--train.lr has no value"]),
+        ("train.lr=1", ["train.lr", "--section.key=value"]),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_value_and_way_out(argument, parts):
+    message = fails(argument)
+    assert all(part in message for part in parts), message
+
+
+def test_a_mistake_in_the_file_is_named_like_one_on_the_command_line(file):
+    file.write_text(FILE.replace("scale: 2", "scael: 2"))
+    assert "methods.1.rope.scael=2 is no key of linear; did you mean scale?" in fails(
+        "--config", file
+    )
+
+
+def test_a_mapping_in_a_text_field_is_refused(file):
+    file.write_text("model: {path: {a: 1}}\n")
+    assert "model.path={'a': 1} is not valid; needs: str" in fails("--config", file)
+
+
+def test_unreadable_files_are_named(file, tmp_path):
+    assert "did you mean job.yaml?" in fails("--config", tmp_path / "jbo.yaml")
+    file.write_text("model: !include absent.yaml\n")
+    message = fails("--config", file)
+    assert "absent.yaml" in message and f"included from {file}" in message
+    file.write_text("model: {path: [\n")
+    assert "cannot be read as YAML" in fails("--config", file)
+    file.write_bytes(b"model: {path: \xff\xfe}\n")
+    assert "cannot be read as YAML" in fails("--config", file)
+    file.write_text("model: !include job.yaml\n")
+    assert "includes itself" in fails("--config", file)
+    file.write_text("just words\n")
+    assert "`key: value`" in fails("--config", file)
+
+
+def test_what_dump_writes_parse_reads_back_equal(file, tmp_path):
+    job = config.parse(Job, [f"--config={file}"])
+    config.dump(job, tmp_path / "run" / "config.yaml")
+    assert config.parse(Job, [f"--config={tmp_path / 'run' / 'config.yaml'}"]) == job
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_help_names_every_key_with_choices_defaults_and_comments(capsys):
+    with pytest.raises(SystemExit) as stop:
+        config.parse(Job, ["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "--train.steps  int = 10  # optimiser updates" in text
+    assert "--model.rope.type  linear | yarn = None" in text
+    assert "--model.rope.factor  [yarn] float = 4.0" in text and "100 % of it" in text
+    assert "--methods.0.name  str (required)" in text
+
+
+def test_main_returns_zero_and_hands_the_config_to_the_run():
+    seen = []
+    assert config.main(Job, seen.append, ["--train.steps=3"]) == 0
+    assert seen == [Job(train=Train(steps=3))]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (InputError("data.path=x\nis empty"), 2, "error: data.path=x is empty\n"),
+        (
+            FileNotFoundError(2, "No such file", "x.txt"),
+            2,
+            "error: [Errno 2] No such file: 'x.txt'\n",
+        ),
+        (KeyboardInterrupt("saved step 12 in out"), 130, "interrupted: saved step 12 in out\n"),
+    ],
+)
+def test_main_turns_what_the_user_can_put_right_into_one_line(error, code, line, capsys):
+    def run(_):
+        raise error
+
+    assert config.main(Job, run, []) == code
+    assert capsys.readouterr().err == line
+
+
+def test_main_lets_a_fault_of_the_program_through():
+    def run(_):
+        raise RuntimeError("a fault")
+
+    with pytest.raises(RuntimeError, match="a fault"):
+        config.main(Job, run, [])

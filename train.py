@@ -1,0 +1,9 @@
+"""Trains a model: python train.py --config configs/quickstart_train.yaml --train.lr=1e-4"""
+
+import sys
+
+from lcjax import config
+from lcjax.training import TrainConfig, run
+
+if __name__ == "__main__":
+    sys.exit(config.main(TrainConfig, run))
