@@ -192,6 +192,22 @@ def test_a_mistake_is_one_line_with_key_value_and_way_out(argument, parts):
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("rope.factor=0 is low", "model.rope.factor=0 is low"),
+        ("model.rope.factor=0 is low", "model.rope.factor=0 is low"),
+        ("factor=0 is low", "model.rope: factor=0 is low"),
+    ],
+)
+def test_what_a_dataclass_complains_of_gets_its_whole_key(said, shown, monkeypatch):
+    def refuse(self):
+        raise InputError(said)
+
+    monkeypatch.setattr(Yarn, "__post_init__", refuse)
+    assert fails("--model.rope.type=yarn") == shown
+
+
 def test_a_mistake_in_the_file_is_named_like_one_on_the_command_line(file):
     file.write_text(FILE.replace("scale: 2", "scael: 2"))
     assert "methods.1.rope.scael=2 is no key of linear; did you mean scale?" in fails(

@@ -81,5 +81,14 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
     try:
         return cls(**values)
     except ValueError as error:
-        known_where = str(error).startswith(dot) or not name
-        raise InputError(str(error) if known_where else f"{name}: {error}") from error
+        raise InputError(_placed(str(error), name)) from error
+
+
+def _placed(message: str, name: str) -> str:
+    """A dataclass's own complaint, `rope.factor=0 must ...`, with the whole key in front."""
+    parents, _, last = name.rpartition(".")
+    if not name or message.startswith(f"{name}."):
+        return message
+    if message.startswith(f"{last}."):
+        return f"{parents}.{message}" if parents else message
+    return f"{name}: {message}"

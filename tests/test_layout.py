@@ -1,0 +1,129 @@
+"""The shape of the code base: imports point one way, files stay short, nothing names a machine."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("lcjax", "pallas_kernels")
+SOURCES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+SCRIPTS = [ROOT / "train.py", ROOT / "eval.py"]
+CODE = [*SOURCES, *SCRIPTS, *sorted((ROOT / "tests").rglob("*.py"))]
+CODE += sorted((ROOT / "benchmarks").rglob("*.py"))
+
+# A part imports from its own line and the lines above it, never from one below.
+ORDER = [
+    {"errors", "config"},
+    {"rope", "attention"},
+    {"lora", "sharding", "loss", "memory", "models", "cache"},
+    {"cost", "checkpoint"},
+    {"convert"},
+    {"generate", "lm"},
+    {"data", "retrieval"},
+    {"training", "evaluation"},
+]
+RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
+
+# Who may import what: everywhere else these libraries are an implementation detail.
+ONLY_IN = {
+    "flax": ("lcjax/models/", "lcjax/memory/"),
+    "orbax": ("lcjax/checkpoint.py",),
+    "torch": (),
+}
+# Extras, and what takes seconds to import: only inside the function that needs it.
+LAZY = {
+    *("seqio", "tensorflow", "lm_eval", "bm25s", "wandb", "tensorboardX", "rouge_score"),
+    *("rapidfuzz", "transformers", "matplotlib", "gguf"),
+}
+KERNELS_NEED = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
+MACHINE = re.compile(r"/(?:work|root|home|tmp|Users|mnt)/|\b(?:TODO|FIXME|XXX)\b")
+
+
+def name(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def part(file: Path) -> str:
+    return file.relative_to(ROOT / "lcjax").parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Dotted names that the tree imports; `from a import b` gives `a.b`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def at_import_time(tree: ast.Module) -> set[str]:
+    """What importing the module imports: everything outside functions and TYPE_CHECKING."""
+
+    class Prune(ast.NodeTransformer):
+        def visit_FunctionDef(self, node):
+            return None
+
+        def visit_If(self, node):
+            return None if "TYPE_CHECKING" in ast.unparse(node.test) else node
+
+    return imports(Prune().visit(tree))
+
+
+def tops(names: set[str]) -> set[str]:
+    return {dotted.split(".")[0] for dotted in names}
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name)
+def test_imports_point_one_way(file):
+    found = imports(ast.parse(file.read_text()))
+    if name(file).startswith("pallas_kernels/"):
+        assert "lcjax" not in tops(found)
+        return
+    own = [dotted.split(".")[1] for dotted in found if dotted.startswith("lcjax.")]
+    if file == ROOT / "lcjax" / "__init__.py":
+        assert not own
+        return
+    assert part(file) in RANK, f"{name(file)}: give {part(file)} its place in ORDER"
+    upwards = {other for other in own if RANK[other] > RANK[part(file)]}
+    assert not upwards, f"{name(file)} imports from {upwards}, which stand above it"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name)
+def test_each_library_is_used_in_its_place_only(file):
+    tree = ast.parse(file.read_text())
+    used = tops(imports(tree))
+    for library, places in ONLY_IN.items():
+        allowed = name(file).startswith(places) if places else False
+        assert allowed or library not in used, f"{name(file)} imports {library}"
+    eager = tops(at_import_time(tree)) & LAZY
+    assert not eager, f"{name(file)}: import {eager} inside the function that needs it"
+    if name(file).startswith("pallas_kernels/"):
+        assert used <= KERNELS_NEED | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("file", CODE, ids=name)
+def test_files_stay_short_enough_to_read(file):
+    lines = len(file.read_text().splitlines())
+    limit = 40 if file in SCRIPTS else 400
+    assert lines <= limit, f"{name(file)} has {lines} lines; the limit is {limit}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_scripts_only_start_the_library(script):
+    assert tops(imports(ast.parse(script.read_text()))) == {"sys", "lcjax"}
+
+
+def test_no_file_names_a_machine_or_leaves_work_undone():
+    kinds = ("*.py", "*.yaml", "*.toml", "*.md", "run")
+    folders = ("lcjax", "pallas_kernels", "tests", "configs", "benchmarks", ".ci")
+    files = {file for folder in folders for kind in kinds for file in (ROOT / folder).rglob(kind)}
+    files |= {file for kind in kinds for file in ROOT.glob(kind)}
+    for file in files - {Path(__file__).resolve()}:
+        found = MACHINE.findall(file.read_text()) if file.is_file() else []
+        assert not found, f"{name(file)} says {found}"
