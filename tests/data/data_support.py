@@ -1,0 +1,59 @@
+"""A byte tokenizer and small corpora for the data tests."""
+
+import json
+
+import numpy as np
+
+BOS, EOS = 256, 257
+
+
+class Bytes:
+    """Bytes as tokens, with BOS and EOS."""
+
+    bos_id, eos_ids, vocab_size, fingerprint = BOS, (EOS,), 258, "bytes"
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class Plain(Bytes):
+    """The same without special tokens."""
+
+    bos_id, eos_ids = None, ()
+
+
+def make_texts(count, seed=0, low=1, high=90):
+    """Different documents of lower-case letters, with their number in front."""
+    rng = np.random.default_rng(seed)
+    return [
+        f"{i}:" + "".join(rng.choice(list("abcdefghij"), rng.integers(low, high)))
+        for i in range(count)
+    ]
+
+
+def write_jsonl(path, texts, field="text"):
+    path.write_text("".join(json.dumps({field: t, "id": i}) + "\n" for i, t in enumerate(texts)))
+    return str(path)
+
+
+def split_documents(batches):
+    """Tokens of every segment of every row, in order, as tuples."""
+    pieces = []
+    for batch in batches:
+        for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
+            for segment in range(1, segments.max() + 1):
+                pieces.append(tuple(tokens[segments == segment].tolist()))
+    return pieces
+
+
+def assert_same(left, right):
+    """Equal lists of batches, bit for bit."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key].dtype == b[key].dtype
+            np.testing.assert_array_equal(a[key], b[key], err_msg=key)
