@@ -1,0 +1,188 @@
+"""Invariances of the decoder: causality, documents, padding, caching, layouts, adapters."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import cache as cache_lib
+from lcjax import lora as lora_lib
+from lcjax.attention import Sliding
+from lcjax.errors import InputError
+from lcjax.lora import LoRA
+from lcjax.models import Decoder, ModelConfig, preset, stack_layers, unstack_layers
+from lcjax.rope import NTK, Default, Linear, Yarn
+
+TINY = preset("tiny")
+PHI = TINY.replace(
+    norm="layer",
+    activation="gelu_tanh",
+    block="parallel",
+    gated_mlp=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    head_bias=True,
+    rotary_fraction=0.5,
+)
+CONFIGS = {
+    "llama": TINY,
+    "window": TINY.replace(pattern=Sliding(window=5)),
+    "tied, biased": TINY.replace(tie_embeddings=True, qkv_bias=True),
+    "phi": PHI,
+    "ntk": TINY.replace(rope=NTK(theta=1e4, alpha=7.0)),
+    "linear": TINY.replace(rope=Linear(theta=1e4, factor=4.0)),
+    "yarn": TINY.replace(rope=Yarn(theta=1e4, factor=4.0, original_length=16)),
+}
+
+
+def _model(config: ModelConfig, seed: int = 0):
+    model = Decoder(config)
+    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))["params"]
+    # Biases and adapters start at zero, where a mistake in them would not show.
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return model, jax.tree.unflatten(tree, noisy)
+
+
+def _logits(model, params, tokens, **kwargs):
+    @jax.jit
+    def run(params, tokens, kwargs):
+        hidden, _ = model.apply({"params": params}, tokens, **kwargs)
+        return model.apply({"params": params}, hidden, method="logits")
+
+    return np.asarray(run(params, tokens, kwargs))
+
+
+def _tokens(seed, *shape, vocabulary=259):
+    return jax.random.randint(jax.random.key(seed), shape, 0, vocabulary)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_changing_a_token_changes_nothing_before_it(name):
+    model, params = _model(CONFIGS[name])
+    tokens = _tokens(1, 1, 23)
+    before = _logits(model, params, tokens)
+    after = _logits(model, params, tokens.at[0, 11].add(1))
+    np.testing.assert_array_equal(before[:, :11], after[:, :11])
+    assert np.abs(before[:, 11:] - after[:, 11:]).max() > 1e-3
+
+
+def test_packed_documents_equal_separate_ones():
+    model, params = _model(TINY)
+    first, second = _tokens(1, 1, 9), _tokens(2, 1, 14)
+    packed = jnp.concatenate([first, second, jnp.zeros((1, 3), jnp.int32)], axis=1)
+    segments = jnp.array([[1] * 9 + [2] * 14 + [0] * 3])
+    positions = jnp.array([[*range(9), *range(14), 0, 0, 0]])
+    together = _logits(model, params, packed, segments=segments, positions=positions)
+    np.testing.assert_allclose(together[:, :9], _logits(model, params, first), atol=2e-5)
+    np.testing.assert_allclose(together[:, 9:23], _logits(model, params, second), atol=2e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side):
+    model, params = _model(TINY)
+    tokens = _tokens(3, 1, 12)
+    pad = (5, 0) if side == "left" else (0, 5)
+    padded = jnp.pad(tokens, [(0, 0), pad], constant_values=7)
+    segments = jnp.pad(jnp.ones((1, 12), jnp.int32), [(0, 0), pad])
+    positions = jnp.pad(jnp.arange(12)[None], [(0, 0), pad])
+    got = _logits(model, params, padded, segments=segments, positions=positions)
+    got = got[:, 5:] if side == "left" else got[:, :12]
+    np.testing.assert_allclose(got, _logits(model, params, tokens), atol=2e-5)
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_reading_in_steps_equals_reading_at_once(name, rotated):
+    config = CONFIGS[name]
+    model, params = _model(config)
+    tokens = _tokens(4, 2, 21)
+    at_once = _logits(model, params, tokens)
+    cache = cache_lib.create(config, 2, 24, rotated=rotated)
+
+    @jax.jit
+    def step(params, cache, tokens):
+        hidden, cache = model.apply({"params": params}, tokens, cache=cache)
+        return model.apply({"params": params}, hidden, method="logits"), cache
+
+    parts = []
+    for start, stop in [(0, 8), (8, 16), (16, 17), (17, 18), (18, 21)]:
+        logits, cache = step(params, cache, tokens[:, start:stop])
+        parts.append(logits)
+    np.testing.assert_allclose(np.concatenate(parts, 1), at_once, atol=3e-5)
+    assert int(cache.filled) == 21
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_separate_layers_equal_scanned_ones(name):
+    config = CONFIGS[name].replace(lora=LoRA(rank=2))
+    model, params = _model(config)
+    tokens = _tokens(5, 2, 7)
+    apart = unstack_layers(params, config)
+    loop = Decoder(config.replace(scan_layers=False))
+    np.testing.assert_allclose(
+        _logits(loop, apart, tokens), _logits(model, params, tokens), atol=1e-5
+    )
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(apart, config), params)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_merged_adapters_give_the_same_logits(name):
+    config = CONFIGS[name].replace(lora=LoRA(rank=3, targets=("query", "out", "up", "down")))
+    model, params = _model(config)
+    tokens = _tokens(6, 2, 9)
+    merged = lora_lib.merge(params, config.lora)
+    plain = Decoder(config.replace(lora=None))
+    want = _logits(model, params, tokens)
+    np.testing.assert_allclose(_logits(plain, merged, tokens), want, atol=5e-5)
+    base, adapters = lora_lib.split(params)
+    assert np.abs(_logits(plain, base, tokens) - want).max() > 1e-3
+    assert {"lora_a", "lora_b"} == set(adapters["layers"]["attention"]["query"])
+
+
+def test_rematerialised_layers_give_the_same_gradients():
+    tokens = _tokens(7, 2, 11)
+
+    def grads(remat):
+        model, params = _model(TINY.replace(remat=remat))
+
+        def loss(params):
+            return (model.apply({"params": params}, tokens)[0] ** 2).sum()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    plain = grads("none")
+    for remat in ("full", "dots"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3),
+            grads(remat),
+            plain,
+        )
+
+
+def test_bfloat16_compute_stays_near_float32_and_keeps_float32_parameters():
+    model, params = _model(TINY)
+    half = Decoder(TINY.replace(dtype="bfloat16"))
+    tokens = _tokens(8, 2, 13)
+    want, got = _logits(model, params, tokens), _logits(half, params, tokens)
+    assert got.dtype == np.float32 and params["final_norm"]["scale"].dtype == jnp.float32
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+def test_bad_architectures_are_refused_with_the_rule():
+    with pytest.raises(InputError, match="num_kv_heads=3 must divide"):
+        dataclasses.replace(TINY, num_kv_heads=3)
+    with pytest.raises(InputError, match="rms, layer"):
+        TINY.replace(norm="batch")
+    with pytest.raises(InputError, match="even number"):
+        TINY.replace(rotary_fraction=0.2)
+    with pytest.raises(InputError, match="llama2-7b"):
+        preset("llama2_7b")
+
+
+def test_default_rope_is_resolved():
+    assert TINY.rope == Default(theta=10_000.0)
