@@ -1,0 +1,105 @@
+"""Texts of a run, tokenised when they are first asked for."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from lcjax.errors import InputError
+from lcjax.evaluation.windows import Document
+
+
+@dataclasses.dataclass
+class _Entry:
+    name: str
+    text: str | None  # given back once the tokens exist
+    size: int  # UTF-8 bytes
+    document: Document | None = None
+
+
+class Corpus:
+    """Named texts and one tokenizer.
+
+    Texts are read once and tokenised lazily: a text cannot have more tokens than bytes, so one
+    that is too short for the longest window is never tokenised.
+    """
+
+    def __init__(self, texts: Iterable[tuple[str, str]], tokenizer):
+        self.tokenizer = tokenizer
+        self._source = iter(texts)
+        self._entries: list[_Entry] = []
+        self._bytes_of: dict[int, float] = {}  # token id -> bytes; nan: part of a character
+
+    def documents(self, minimum: int = 2, limit: int = 0) -> list[Document]:
+        """The first `limit` documents (0: all) with at least `minimum` tokens, in corpus order."""
+        kept: list[Document] = []
+        for entry in self._walk():
+            # One token more than bytes: sentencepiece puts a blank in front.
+            if entry.document is None and entry.size + 1 < minimum:
+                continue
+            document = self._tokenised(entry)
+            if len(document) >= minimum:
+                kept.append(document)
+                if limit and len(kept) == limit:
+                    break
+        return kept
+
+    def longest(self) -> tuple[int, int]:
+        """Number of documents and the token count of the longest, for error messages."""
+        sizes = sorted(self._walk(), key=lambda entry: -entry.size)
+        best = 0
+        for entry in sizes:
+            if entry.size + 1 <= best:
+                break
+            best = max(best, len(self._tokenised(entry)))
+        return len(sizes), best
+
+    def _walk(self):
+        yield from list(self._entries)
+        for name, text in self._source:
+            if not text:
+                continue
+            entry = _Entry(name, text, len(text.encode()))
+            self._entries.append(entry)
+            yield entry
+        if not self._entries:
+            raise InputError(
+                "data: the corpus holds no text; name a folder or file with .txt, .jsonl or "
+                ".parquet that is not empty, python:stdlib, or package:NAME"
+            )
+
+    def _tokenised(self, entry: _Entry) -> Document:
+        if entry.document is None:
+            tokens = np.asarray(self.tokenizer.encode(entry.text), np.int32)
+            entry.document = Document(entry.name, tokens, self._byte_ends(tokens, entry.size))
+            entry.text = None
+        return entry.document
+
+    def _byte_ends(self, tokens: np.ndarray, total: int) -> np.ndarray | None:
+        """Bytes up to and with each token, float64 [n], so that the last is the text's size.
+
+        Tokens that are part of a character share what the whole ones leave over. None when the
+        tokenizer rewrites more than 0.1 % of a text: then bytes per token mean nothing.
+        """
+        unique, inverse = np.unique(tokens, return_inverse=True)
+        sizes = np.asarray([self._bytes(int(token)) for token in unique])[inverse]
+        partial = np.isnan(sizes)
+        rest = total - np.nansum(sizes)
+        if partial.any() and rest >= 0:
+            sizes[partial] = rest / partial.sum()
+        elif not partial.any() and abs(rest) <= max(1.0, 1e-3 * total) and total != rest:
+            sizes *= total / np.sum(sizes)
+        else:
+            return None
+        return np.cumsum(sizes)
+
+    def _bytes(self, token: int) -> float:
+        if token not in self._bytes_of:
+            # Behind a letter, because sentencepiece drops a blank at the start of a text.
+            anchor = list(self.tokenizer.encode("a"))
+            text = self.tokenizer.decode([*anchor, token])
+            bare = self.tokenizer.decode(anchor)
+            whole = "\ufffd" not in text and text.startswith(bare)
+            size = len(text.encode()) - len(bare.encode())
+            self._bytes_of[token] = float(size) if whole else float("nan")
+        return self._bytes_of[token]

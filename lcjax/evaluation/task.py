@@ -1,0 +1,103 @@
+"""What a benchmark is to the runner: units of work, scores for them, one number from scores."""
+
+import abc
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import draccus
+import numpy as np
+
+from lcjax.evaluation.corpus import Corpus
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The part of a run's settings that planning depends on."""
+
+    lengths: tuple[int, ...]
+    stride: int = 256
+    max_documents: int = 0
+    max_windows: int = 0
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """One thing to score: what is fed to the model, and what the record says about it.
+
+    Units with equal `shape` run in one compiled function. `digest` names the exact tokens, so
+    that a run is not continued on other data.
+    """
+
+    index: int
+    shape: tuple
+    tokens: np.ndarray  # int32 [n]
+    facts: Record
+    payload: Any = None
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.tokens, np.int32)).hexdigest()[:12]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """How the number of a task is read and printed."""
+
+    name: str
+    title: str
+    lower_is_better: bool
+    decimals: int
+    dash_above: float = float("inf")  # tables print a dash, files keep the number
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(draccus.ChoiceRegistry, abc.ABC):
+    """A benchmark. Units do not depend on the method, so all methods answer the same questions."""
+
+    name: str = ""  # name of its files; empty: made from the settings
+
+    @property
+    @abc.abstractmethod
+    def label(self) -> str:
+        """Unique name of the task within a run."""
+
+    @property
+    @abc.abstractmethod
+    def metric(self) -> Metric:
+        """The number that a table shows."""
+
+    @abc.abstractmethod
+    def check(self, limits: Limits) -> None:
+        """Raises InputError where settings cannot work, before a model is loaded."""
+
+    @abc.abstractmethod
+    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+        """Everything to score at one length; empty when the data does not reach that length."""
+
+    @abc.abstractmethod
+    def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
+        """One record per unit of one shape, in order, from one call of the model."""
+
+    @abc.abstractmethod
+    def summarise(self, records: Sequence[Record]) -> Record:
+        """`value` and its companions from all records of one method at one length."""
+
+    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+        """Numbers over all lengths, by method name."""
+        return {}
+
+    @abc.abstractmethod
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        """Draws what readers expect and returns the files."""
+
+    def reach(self, corpus: Corpus) -> str:
+        """Why a length got no units: the end of an error message."""
+        return "choose shorter lengths"

@@ -1,0 +1,175 @@
+"""Which tokens of a corpus a perplexity protocol reads and scores, as plain data.
+
+Papers print "perplexity, sliding window of 256" for computations that differ by 9 to 19 % on one
+model and text, because they choose and weigh windows differently. Here each choice has a name:
+
+| id            | windows                                     | scored      | mean over            | base    |
+|---------------|---------------------------------------------|-------------|----------------------|---------|
+| `slide_press` | per document, ends at L, L+S, ..., the end  | new tokens  | tokens               | e       |
+| `slide_full`  | token stream, starts 0, S, ...; last dropped| all         | windows              | 2.71828 |
+| `last_k`      | per document, starts 0, S, ..., full only   | last k      | windows              | e       |
+| `prefix_yarn` | the beginning of each document              | all         | windows (documents)  | e       |
+
+`slide_press` is Press et al. (Shortformer, section 2), the text of PI and E2-LLM; `slide_full` is
+what the published code of LongLoRA and of the LCEG study computes; `last_k` is CEPE's code;
+`prefix_yarn` is YaRN's code as its script calls it (`--truncate`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from lcjax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Token ids of one text.
+
+    `byte_ends[t]` is how many UTF-8 bytes of the text the tokens 0..t stand for, or the whole
+    array is None where the tokenizer cannot tell.
+    """
+
+    name: str
+    tokens: np.ndarray  # int32 [n]
+    byte_ends: np.ndarray | None = None  # float64 [n]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def with_first(self, token: int | None) -> "Document":
+        """The document with one more token in front (BOS), which stands for no byte."""
+        if token is None:
+            return self
+        ends = None if self.byte_ends is None else np.concatenate([[0.0], self.byte_ends])
+        return Document(self.name, np.concatenate([[token], self.tokens]).astype(np.int32), ends)
+
+    def cut(self, limit: int) -> "Document":
+        """The first `limit` tokens; 0 keeps all."""
+        if not limit or limit >= len(self):
+            return self
+        ends = None if self.byte_ends is None else self.byte_ends[:limit]
+        return Document(self.name, self.tokens[:limit], ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Tokens `start : start + size` of a document, of which `first : size` are scored.
+
+    `weight` is what the mean of this window counts in the mean of all windows.
+    """
+
+    index: int
+    document: int
+    start: int
+    size: int
+    first: int
+    weight: float
+
+    @property
+    def scored(self) -> int:
+        return self.size - self.first
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a protocol may ask beside the length."""
+
+    stride: int = 256
+    last: int = 256
+    has_bos: bool = False
+    drop_last: bool = True
+    per_document: int = 0
+
+
+Span = tuple[int, int, int]  # start, size, first scored position
+
+
+def _slide_press(total: int, length: int, options: Options) -> Iterator[Span]:
+    yield 0, min(total, length), 1
+    for start in range(options.stride, total - length + options.stride, options.stride):
+        yield start, min(length, total - start), length - options.stride
+
+
+def _slide_full(total: int, length: int, options: Options) -> Iterator[Span]:
+    # The published loop runs over range(0, total - length, stride) and leaves its last start out.
+    stop = total - length if options.drop_last else total - length + 1
+    starts = range(0, stop, options.stride)
+    yield from ((start, length, 1) for start in (starts[:-1] if options.drop_last else starts))
+
+
+def _last_k(total: int, length: int, options: Options) -> Iterator[Span]:
+    starts = range(0, total - length + 1, options.stride)
+    if options.per_document:
+        starts = starts[: options.per_document]
+    yield from ((start, length, length - options.last) for start in starts)
+
+
+def _prefix_yarn(total: int, length: int, options: Options) -> Iterator[Span]:
+    # L - 1 tokens of text; the place that is left over is BOS's.
+    yield 0, min(total, length if options.has_bos else length - 1), 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How windows are laid, and how their sums become one number."""
+
+    spans: Callable[[int, int, Options], Iterator[Span]]
+    mean_over: str  # tokens, windows
+    base: float = math.e
+    stream: bool = False  # documents are joined; else each stands alone
+    strided: bool = True
+    by_position: bool = False  # every position is scored, so a curve over positions means something
+
+
+PROTOCOLS = {
+    "slide_press": Protocol(_slide_press, "tokens"),
+    "slide_full": Protocol(_slide_full, "windows", base=2.71828, stream=True, by_position=True),
+    "last_k": Protocol(_last_k, "windows"),
+    "prefix_yarn": Protocol(_prefix_yarn, "windows", strided=False, by_position=True),
+}
+
+
+def join(documents: Sequence[Document]) -> Document:
+    """One stream of all documents, in order, with nothing between them."""
+    ends = None
+    if all(document.byte_ends is not None for document in documents):
+        offsets = np.cumsum([0.0] + [d.byte_ends[-1] for d in documents[:-1]])
+        pairs = zip(documents, offsets, strict=True)
+        ends = np.concatenate([document.byte_ends + offset for document, offset in pairs])
+    return Document("stream", np.concatenate([document.tokens for document in documents]), ends)
+
+
+def lay(
+    protocol: Protocol, documents: Sequence[Document], length: int, options: Options
+) -> list[Window]:
+    """All windows of `length` tokens that a protocol reads, in reading order."""
+    windows: list[Window] = []
+    for number, document in enumerate(documents):
+        for start, size, first in protocol.spans(len(document), length, options):
+            if size <= first:
+                continue
+            weight = float(size - first) if protocol.mean_over == "tokens" else 1.0
+            windows.append(Window(len(windows), number, start, size, first, weight))
+    return windows
+
+
+def choose(windows: Sequence[Window], limit: int, how: str, seed: int) -> list[Window]:
+    """At most `limit` windows (0: all): the `first`, evenly `spread`, or a seeded `random` draw.
+
+    Neighbouring windows share all but S tokens, and the first ones come from few documents, so
+    `spread` says more about a corpus than `first` at the same price.
+    """
+    if how not in ("first", "spread", "random"):
+        raise InputError(f"select={how!r} is unknown; choices: first, random, spread")
+    if not limit or limit >= len(windows):
+        return list(windows)
+    if how == "first":
+        return list(windows[:limit])
+    if how == "spread":
+        picks = (np.arange(limit) * len(windows)) // limit
+    else:
+        picks = np.sort(np.random.default_rng(seed).choice(len(windows), limit, replace=False))
+    return [windows[pick] for pick in picks]
