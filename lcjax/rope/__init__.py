@@ -1,9 +1,34 @@
 """Rotary position methods: one registered dataclass per method, pure functions, no hidden state."""
 
 from lcjax.rope.base import Rope, Rotation, rotate
+from lcjax.rope.clex import Clex
 from lcjax.rope.default import Default
+from lcjax.rope.dynamic_ntk import DynamicNTK
+from lcjax.rope.e2_llm import E2LLM
+from lcjax.rope.hf import from_hf
 from lcjax.rope.linear import Linear
+from lcjax.rope.llama3 import Llama3
+from lcjax.rope.longrope import LongRope
 from lcjax.rope.ntk import NTK
+from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions, Positions
 from lcjax.rope.yarn import Yarn
 
-__all__ = ["NTK", "Default", "Linear", "Rope", "Rotation", "Yarn", "rotate"]
+__all__ = [
+    "E2LLM",
+    "NTK",
+    "Clex",
+    "ClexPositions",
+    "Default",
+    "DynamicNTK",
+    "E2Positions",
+    "Linear",
+    "Llama3",
+    "LongRope",
+    "PlainPositions",
+    "Positions",
+    "Rope",
+    "Rotation",
+    "Yarn",
+    "from_hf",
+    "rotate",
+]

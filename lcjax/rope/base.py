@@ -18,9 +18,6 @@ from jaxtyping import Array, Float, Num
 
 from lcjax.errors import InputError
 
-# Key of a Hugging Face config under which settings that transformers has no name for travel.
-LCJAX_KEY = "lcjax_rope"
-
 
 class Rotation(NamedTuple):
     """What attention needs in order to rotate queries and keys; a pytree."""
@@ -43,7 +40,7 @@ class Rope(draccus.ChoiceRegistry):
 
     depends_on_length: ClassVar[bool] = False  # whether `length` changes the frequencies
     learned: ClassVar[bool] = False  # whether `init` makes arrays that training changes
-    hf_types: ClassVar[tuple[str, ...]] = ()  # names in transformers' configs, the first is written
+    hf_types: ClassVar[tuple[str, ...]] = ()  # names in Hugging Face configs that are read as this
 
     def __post_init__(self):
         if self.theta is not None:
@@ -122,6 +119,14 @@ class Rope(draccus.ChoiceRegistry):
             )
         return int(length)
 
+    def check_export(self, head_dim: int | None) -> int:
+        if head_dim is None:
+            raise InputError(
+                f"rope {self.type} has another form in transformers that depends on the number of "
+                "rotary channels: call to_hf(head_dim=...)"
+            )
+        return self.check_head_dim(head_dim)
+
     # Hugging Face
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
@@ -161,6 +166,18 @@ def ntk_theta(theta: float, alpha: float, head_dim: int) -> float:
             "d/(d-2); use more channels or rope type linear"
         )
     return float(theta) * math.pow(alpha, head_dim / (head_dim - 2))
+
+
+def hf_number(rope: dict, key: str, default: float | None = None) -> float:
+    """A number of a Hugging Face rope dictionary; an error that names the key when it is none."""
+    value = rope.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(
+            f"rope_parameters.{key}={value!r} of the Hugging Face config must be a number for "
+            f"rope type {rope.get('rope_type')}; correct config.json"
+        )
+    return float(value)
 
 
 def rotate(

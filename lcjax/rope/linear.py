@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.rope.base import Rope, base_frequencies
+from lcjax.rope.base import Rope, base_frequencies, hf_number
 
 
 @Rope.register_subclass("linear")
@@ -28,4 +28,4 @@ class Linear(Rope):
 
     @classmethod
     def from_hf_rope(cls, rope: dict, config: dict) -> "Linear":
-        return cls(theta=rope.get("rope_theta"), factor=float(rope["factor"]))
+        return cls(theta=rope.get("rope_theta"), factor=hf_number(rope, "factor"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.rope.base import Rope, base_frequencies
+from lcjax.rope.base import Rope, base_frequencies, hf_number
 
 
 @Rope.register_subclass("yarn")
@@ -28,7 +28,9 @@ class Yarn(Rope):
     truncate: bool = True  # round the bounds of the index ramp outwards (gpt-oss does not)
     extrapolation: float = 1.0  # multiplies the share that is left alone
     attention_factor: float | None = None  # A; none: from `factor` and the two below
-    mscale: float | None = None  # DeepSeek: A = get(mscale) / get(mscale_all_dim), when both are set
+    mscale: float | None = (
+        None  # DeepSeek: A = get(mscale) / get(mscale_all_dim), when both are set
+    )
     mscale_all_dim: float | None = None
 
     hf_types = ("yarn",)
@@ -80,3 +82,48 @@ class Yarn(Rope):
         if self.mscale and self.mscale_all_dim:
             return get(self.mscale) / get(self.mscale_all_dim)
         return get(1.0)
+
+    def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
+        if self.ramp == "index" and self.extrapolation == 1.0:
+            return self._hf_yarn(), {}
+        # transformers has no such ramp, but its longrope takes any division of the frequencies.
+        head_dim = self.check_export(head_dim)
+        inv_freq, scale = self.compute(head_dim, self.known("original_length"))
+        divisors = (base_frequencies(self.theta, head_dim) / inv_freq).tolist()
+        return {
+            "rope_type": "longrope",
+            "rope_theta": self.theta,
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "factor": self.factor,
+            "attention_factor": scale,
+            "original_max_position_embeddings": self.original_length,
+        }, {}
+
+    def _hf_yarn(self) -> dict:
+        return {
+            "rope_type": "yarn",
+            "rope_theta": self.theta,
+            "factor": self.factor,
+            "original_max_position_embeddings": self.original_length,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "truncate": None if self.truncate else False,  # older readers warn about the key
+            "attention_factor": self.attention_factor,
+            "mscale": self.mscale,
+            "mscale_all_dim": self.mscale_all_dim,
+        }
+
+    @classmethod
+    def from_hf_rope(cls, rope: dict, config: dict) -> "Yarn":
+        optional = ("attention_factor", "mscale", "mscale_all_dim")
+        return cls(
+            theta=rope.get("rope_theta"),
+            factor=hf_number(rope, "factor"),
+            original_length=rope.get("original_max_position_embeddings"),
+            # transformers reads 0 as "the default"
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
+            truncate=bool(rope.get("truncate", True)),
+            **{k: hf_number(rope, k) for k in optional if rope.get(k) is not None},
+        )

@@ -1,0 +1,231 @@
+"""CLEX: frequencies that follow a learned differential equation in the length factor."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from lcjax.errors import InputError
+from lcjax.rope.base import Rope, Rotation, base_frequencies, hf_number
+
+# Inside the network the published layer uses this base whatever the model's own base is.
+_NETWORK_THETA = 10000.0
+
+# Names of the layer's arrays in published checkpoints -> ours.
+PUBLISHED_NAMES = {
+    "model.clex_layer.proj_func.ode_up_proj": "up",
+    "model.clex_layer.proj_func.ode_down_proj": "down",
+    "model.clex_layer.inv_freq": "inv_freq",
+}
+
+
+@Rope.register_subclass("clex")
+@dataclass(frozen=True, kw_only=True)
+class Clex(Rope):
+    """f(t) = exp(z(t)), t = ceil(n / P) >= 1 the length factor (CLEX, arXiv 2310.16450).
+
+    dz/dt = act((z + ln xi(t)) U) D + d ln xi / dt,  z(1) = ln theta_j, with the NTK frequencies
+    xi_j(t) = 10000^(-2j/d) alpha^(-2j/(d-2)), alpha = 2t - 1. While D = 0, its initial value, f(t)
+    is NTK of strength 2t - 1. Learned arrays: `up` U [R/2, m R], `down` D [m R, R/2], and
+    `inv_freq`, the checkpoint's own frequencies at t = 1 (a buffer: it gets no gradient).
+
+    The published solver, torchdiffeq's "rk4", is the 3/8 rule with step `time_dt`. Here the known
+    part d ln xi / dt is integrated in closed form and only the network's part by the rule: the same
+    limit, without the published code's 2e-5 of rounding over 3,100 float32 steps.
+    """
+
+    original_length: int | None = None  # P; none: the checkpoint's trained length
+    max_factor: int = 16  # longest input is max_factor * P (LCEG: 32)
+    param_factor: int = 1  # m, hidden width of the network / rotary channels
+    act: str = "silu"  # silu or tanh; old checkpoints that name none used silu
+    time_dt: float = 0.01
+    log_scale: bool = False  # queries times ln(n) / ln(P), below P too; published: evaluation only
+
+    depends_on_length = True
+    hf_types = ("clex",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        length = self.original_length
+        self.require(length is None or length > 1, "original_length", "be the trained length")
+        self.require(self.max_factor >= 1, "max_factor", "be 1 or more times the trained length")
+        self.require(self.param_factor >= 1, "param_factor", "be 1 or more")
+        self.require(self.act in ("silu", "tanh"), "act", "be silu or tanh")
+        self.require(0 < self.time_dt <= 1, "time_dt", "be in (0, 1]; published: 0.01")
+
+    def init(self, key: Array, head_dim: int) -> dict[str, Array]:
+        """U uniform in +-1/sqrt(m R) (torch's kaiming_uniform(a=sqrt 5) of that layout), D = 0."""
+        half, hidden = self._shape(head_dim)
+        bound = 1 / math.sqrt(hidden)
+        theta = base_frequencies(self.known("theta"), head_dim)
+        return {
+            "up": jax.random.uniform(key, (half, hidden), jnp.float32, -bound, bound),
+            "down": jnp.zeros((hidden, half), jnp.float32),
+            "inv_freq": jnp.asarray(theta, jnp.float32),
+        }
+
+    def length_factor(self, length: int) -> int:
+        """t = ceil(n / P) of a request of `length` tokens."""
+        trained = self.known("original_length")
+        factor = math.ceil(self.check_length(length) / trained)
+        if factor > self.max_factor:
+            raise InputError(
+                f"length={length} must be at most {self.max_factor * trained}: rope clex was made "
+                f"for max_factor={self.max_factor} times original_length={trained}; shorten the "
+                "input or train with a larger max_factor"
+            )
+        return factor
+
+    def frequencies(
+        self, head_dim: int, length: int, params: dict | None = None
+    ) -> tuple[Float[Array, " R//2"], float]:
+        params = self._check_params(params, self.check_head_dim(head_dim))
+        factor = self.length_factor(length)
+        if factor == 1:
+            return jax.lax.stop_gradient(params["inv_freq"].astype(jnp.float32)), 1.0
+        return self.table(params)[factor - 1], 1.0
+
+    def rotation(self, head_dim: int, length: int, params: dict | None = None) -> Rotation:
+        inv_freq, scale = self.frequencies(head_dim, length, params)
+        if not self.log_scale:
+            return Rotation(inv_freq, scale)
+        return Rotation(inv_freq, scale, math.log(length) / math.log(self.known("original_length")))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def table(self, params: dict[str, Array]) -> Float[Array, "max_factor R//2"]:
+        """Frequencies of t = 1, 2, .. max_factor by one integration, row t - 1 for t."""
+        path, times = self._integrate(params, jnp.float32(self.max_factor)), self._grid()
+        # Between grid points torchdiffeq interpolates linearly; whole numbers mostly lie on them.
+        whole = np.arange(1, self.max_factor + 1, dtype=np.float64)
+        after = np.clip(np.searchsorted(times, whole - 1e-4), 1, max(len(times) - 1, 1))
+        if len(times) == 1:
+            return self._frequencies_from(params, path, whole[:, None].astype(np.float32))
+        span = times[after] - times[after - 1]
+        part = np.clip((whole - times[after - 1]) / span, 0, 1)[:, None].astype(np.float32)
+        learned = path[after - 1] * (1 - part) + path[after] * part
+        return self._frequencies_from(params, learned, whole[:, None].astype(np.float32))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def frequencies_at(
+        self, params: dict[str, Array], t: Float[Array, ""]
+    ) -> Float[Array, " R//2"]:
+        """Frequencies of a traced length factor 1 <= t <= max_factor, differentiable in U and D.
+
+        The grid always has max_factor's number of steps; those beyond `t` have length 0.
+        """
+        t = jnp.asarray(t, jnp.float32)
+        return self._frequencies_from(params, self._integrate(params, t)[-1], t)
+
+    def _grid(self) -> np.ndarray:
+        """Float64 times 1, 1 + dt, ..; the last is max_factor."""
+        steps = math.ceil((self.max_factor - 1) / self.time_dt - 1e-6)
+        return np.minimum(1 + self.time_dt * np.arange(steps + 1), self.max_factor)
+
+    def _integrate(self, params: dict[str, Array], end: Array) -> Float[Array, "steps+1 R//2"]:
+        """w = z - ln theta - ln(xi(t) / xi(1)) on the grid cut at `end`, by the 3/8 rule."""
+        up, down = (params[k].astype(jnp.float32) for k in ("up", "down"))
+        start = self._log_frequencies(self.known("theta"), 2 * up.shape[0])
+        network = self._log_frequencies(_NETWORK_THETA, 2 * up.shape[0])
+        act = jax.nn.silu if self.act == "silu" else jnp.tanh
+        full = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+        def slope(t, w):
+            drift = self._drift(t, up.shape[0])
+            z = w + start + drift
+            return full(act(full(z + network + drift, up)), down)
+
+        def step(w, interval):
+            t, h = interval[0], interval[1] - interval[0]
+            k1 = slope(t, w)
+            k2 = slope(t + h / 3, w + h * k1 / 3)
+            k3 = slope(t + 2 * h / 3, w + h * (k2 - k1 / 3))
+            k4 = slope(t + h, w + h * (k1 - k2 + k3))
+            w = w + h * (k1 + 3 * (k2 + k3) + k4) / 8
+            return w, w
+
+        times = jnp.minimum(jnp.asarray(self._grid(), jnp.float32), end)
+        zero = jnp.zeros(up.shape[0], jnp.float32)
+        _, path = jax.lax.scan(step, zero, jnp.stack([times[:-1], times[1:]], -1))
+        return jnp.concatenate([zero[None], path])
+
+    def _frequencies_from(self, params: dict[str, Array], learned: Array, t: Array) -> Array:
+        half = params["up"].shape[0]
+        start = self._log_frequencies(self.known("theta"), 2 * half)
+        inv_freq = jax.lax.stop_gradient(params["inv_freq"].astype(jnp.float32))
+        return jnp.where(t <= 1, inv_freq, jnp.exp(learned + start + self._drift(t, half)))
+
+    @staticmethod
+    def _log_frequencies(theta: float, head_dim: int) -> np.ndarray:
+        return np.log(base_frequencies(theta, head_dim)).astype(np.float32)
+
+    @staticmethod
+    def _drift(t: Array, half: int) -> Array:
+        """ln(xi(t) / xi(1)) = -2j/(d-2) ln(2t - 1)."""
+        exponent = (np.arange(half) / (half - 1)).astype(np.float32)
+        return -exponent * jnp.log(2 * t - 1)
+
+    def _shape(self, head_dim: int) -> tuple[int, int]:
+        if head_dim < 4:
+            raise InputError(
+                f"rotary channels={head_dim} must be at least 4 for rope clex, whose exponents "
+                "have d - 2 below; use more channels or rope type linear"
+            )
+        return head_dim // 2, self.param_factor * head_dim
+
+    def _check_params(self, params: Mapping[str, Any] | None, head_dim: int) -> dict[str, Array]:
+        half, hidden = self._shape(head_dim)
+        shapes = {"up": (half, hidden), "down": (hidden, half), "inv_freq": (half,)}
+        if params is None or set(shapes) - set(params):
+            raise InputError(
+                f"rope clex needs its learned arrays {', '.join(shapes)}: load a CLEX checkpoint "
+                "or start from rope.init(key, head_dim)"
+            )
+        for name, shape in shapes.items():
+            if params[name].shape != shape:
+                raise InputError(
+                    f"rope.{name} has shape {params[name].shape} but must have {shape} for "
+                    f"{head_dim} rotary channels and param_factor={self.param_factor}; set "
+                    "param_factor to the checkpoint's"
+                )
+        return {name: jnp.asarray(params[name]) for name in shapes}
+
+    def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
+        """Plain rope, which CLEX is up to `original_length`; transformers cannot do the rest."""
+        return {"rope_type": "default", "rope_theta": self.theta}, {}
+
+    @classmethod
+    def from_hf_rope(cls, rope: dict, config: dict) -> "Clex":
+        return cls(
+            theta=rope.get("rope_theta"),
+            original_length=config.get("max_position_embeddings"),
+            max_factor=int(hf_number(rope, "max_factor")),
+            param_factor=int(hf_number(rope, "param_factor", 1)),
+            act=rope.get("act") or "silu",
+            time_dt=hf_number(rope, "time_dt", 0.01),
+            log_scale=bool(config.get("log_scale", False)),
+        )
+
+
+def load_published(
+    tensors: Mapping[str, Any], rope: Clex, head_dim: int
+) -> dict[str, Float[Array, "..."]]:
+    """Our parameters from a published checkpoint's arrays (CLEX-7B-16K, CLEX-Phi-2-32K, ...).
+
+    `inv_freq` is taken as stored, not computed: training in bfloat16 has rounded it, and the
+    weights have learned with those frequencies.
+    """
+    missing = [name for name in PUBLISHED_NAMES if name not in tensors]
+    if missing:
+        raise InputError(
+            f"the checkpoint lacks {', '.join(missing)}, which rope clex needs; choose another "
+            "rope type or a CLEX checkpoint"
+        )
+    named = {ours: jnp.asarray(tensors[name]) for name, ours in PUBLISHED_NAMES.items()}
+    checked = rope._check_params(named, rope.check_head_dim(head_dim))
+    return {name: array.astype(jnp.float32) for name, array in checked.items()}

@@ -1,0 +1,62 @@
+"""The scaling of Llama 3.1 and 3.2."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lcjax.rope.base import Rope, base_frequencies, hf_number
+
+
+@Rope.register_subclass("llama3")
+@dataclass(frozen=True, kw_only=True)
+class Llama3(Rope):
+    """f_j = (1 - m_j) theta_j / factor + m_j theta_j, m linear in the turns per trained length L.
+
+    m_j = clip((L theta_j / 2 pi - low) / (high - low), 0, 1): pairs that make more than `high`
+    turns within L stay, those with less than `low` are divided by `factor` (Llama 3.1's model code).
+    """
+
+    factor: float = 8.0  # Llama-3.1; 32 in Llama-3.2
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int | None = None  # trained length L (8192); none: the checkpoint's
+
+    hf_types = ("llama3",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(self.factor >= 1, "factor", "be 1 or more: target length / trained length")
+        self.require(self.low_freq_factor > 0, "low_freq_factor", "be above 0 turns")
+        self.require(
+            self.high_freq_factor > self.low_freq_factor,
+            "high_freq_factor",
+            f"be above low_freq_factor={self.low_freq_factor}",
+        )
+        length = self.original_length
+        self.require(length is None or length >= 1, "original_length", "be the trained length")
+
+    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
+        theta = base_frequencies(self.known("theta"), head_dim)
+        turns = self.known("original_length") * theta / (2 * math.pi)
+        span = self.high_freq_factor - self.low_freq_factor
+        kept = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        return (1 - kept) * theta / self.factor + kept * theta, 1.0
+
+    def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
+        return {
+            "rope_type": "llama3",
+            "rope_theta": self.theta,
+            "factor": self.factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_max_position_embeddings": self.original_length,
+        }, {}
+
+    @classmethod
+    def from_hf_rope(cls, rope: dict, config: dict) -> "Llama3":
+        return cls(
+            theta=rope.get("rope_theta"),
+            original_length=rope.get("original_max_position_embeddings"),
+            **{k: hf_number(rope, k) for k in ("factor", "low_freq_factor", "high_freq_factor")},
+        )

@@ -1,0 +1,95 @@
+"""LongRoPE: a searched divisor for every frequency."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lcjax.errors import InputError
+from lcjax.rope.base import Rope, base_frequencies, hf_number
+
+
+@Rope.register_subclass("longrope")
+@dataclass(frozen=True, kw_only=True)
+class LongRope(Rope):
+    """f_j = theta_j / ext_j, ext = long_factor beyond the trained length L, else short_factor.
+
+    A = sqrt(1 + ln(factor) / ln(L)) in both modes (LongRoPE, arXiv 2402.13753; Phi-3's form). The
+    paper also leaves the first tokens unscaled; no released model does. A request that grows past L
+    needs its keys rotated anew, so its length has to be known beforehand.
+    """
+
+    short_factor: tuple[float, ...]  # [R/2] divisors up to the trained length
+    long_factor: tuple[float, ...]  # [R/2] divisors beyond it
+    original_length: int | None = None  # trained length L; none: the checkpoint's
+    factor: float | None = None  # target length / trained length, for A only
+    attention_factor: float | None = None  # A; none: from `factor`
+
+    depends_on_length = True
+    hf_types = ("longrope", "su")  # su: Phi-3's name before transformers 4.43
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("short_factor", "long_factor"):
+            numbers = all(isinstance(x, (int, float)) and x > 0 for x in getattr(self, name))
+            self.require(numbers, name, "hold numbers above 0")
+            object.__setattr__(self, name, tuple(float(x) for x in getattr(self, name)))
+        self.require(
+            len(self.long_factor) == len(self.short_factor),
+            "long_factor",
+            f"have as many numbers as short_factor, {len(self.short_factor)}",
+        )
+        length = self.original_length
+        self.require(length is None or length > 1, "original_length", "be the trained length")
+        self.require(self.factor is None or self.factor > 0, "factor", "be above 0, or null")
+        attention = self.attention_factor
+        self.require(attention is None or attention > 0, "attention_factor", "be above 0, or null")
+
+    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
+        if len(self.short_factor) != head_dim // 2:
+            raise InputError(
+                f"rope.short_factor has {len(self.short_factor)} numbers for {head_dim} rotary "
+                f"channels: longrope needs {head_dim // 2}, one for each pair"
+            )
+        beyond = self.check_length(length) > self.known("original_length")
+        divisors = np.asarray(self.long_factor if beyond else self.short_factor, np.float64)
+        return base_frequencies(self.known("theta"), head_dim) / divisors, self._attention_factor()
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        factor = self.known("factor")
+        if factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(factor) / math.log(self.known("original_length")))
+
+    def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
+        rope = {
+            "rope_type": "longrope",
+            "rope_theta": self.theta,
+            "short_factor": list(self.short_factor),
+            "long_factor": list(self.long_factor),
+            "factor": self.factor,
+            "attention_factor": self.attention_factor,
+            "original_max_position_embeddings": self.original_length,
+        }
+        # Phi-3's own code reads the trained length at the top of the config
+        length = self.original_length
+        return rope, {} if length is None else {"original_max_position_embeddings": length}
+
+    @classmethod
+    def from_hf_rope(cls, rope: dict, config: dict) -> "LongRope":
+        for key in ("short_factor", "long_factor"):
+            if not isinstance(rope.get(key), (list, tuple)):
+                raise InputError(
+                    f"rope_parameters.{key}={rope.get(key)!r} of the Hugging Face config must be a "
+                    "list of numbers for rope type longrope; correct config.json"
+                )
+        optional = ("factor", "attention_factor")
+        return cls(
+            theta=rope.get("rope_theta"),
+            short_factor=tuple(rope["short_factor"]),
+            long_factor=tuple(rope["long_factor"]),
+            original_length=rope.get("original_max_position_embeddings"),
+            **{k: hf_number(rope, k) for k in optional if rope.get(k) is not None},
+        )

@@ -1,0 +1,166 @@
+"""Where tokens stand in training: methods that sample positions instead of counting them.
+
+Each takes document-relative positions [B, T] and returns new ones with the rotation to use, and is
+a pure function of its key: same key, same positions, on any number of devices.
+"""
+
+from dataclasses import dataclass
+
+import draccus
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from lcjax.errors import InputError
+from lcjax.rope.base import Rope, Rotation
+from lcjax.rope.clex import Clex
+from lcjax.rope.default import Default
+from lcjax.rope.e2_llm import E2LLM
+from lcjax.rope.linear import Linear
+
+_KEPT = 4  # E2-LLM: tokens at the start of a document that are not offset (sec. 3.2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions(draccus.ChoiceRegistry):
+    """A way to choose training positions: `train.positions` of a YAML file."""
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "plain"
+
+    def sample(
+        self,
+        key: Array,
+        positions: Int[Array, "B T"],
+        *,
+        rope: Rope,
+        head_dim: int,
+        params: dict | None = None,
+    ) -> tuple[Num[Array, "B T"], Rotation]:
+        """New positions of a batch and its rotation; `head_dim` counts rotary channels."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `sample`")
+
+
+@Positions.register_subclass("plain")
+@dataclass(frozen=True, kw_only=True)
+class PlainPositions(Positions):
+    """Positions as they are, with the rope's own rotation for rows of T tokens."""
+
+    def sample(self, key, positions, *, rope, head_dim, params=None):
+        del key
+        return positions, rope.rotation(head_dim, positions.shape[1], params)
+
+
+@Positions.register_subclass("e2_llm")
+@dataclass(frozen=True, kw_only=True)
+class E2Positions(Positions):
+    """Scales g ~ U{1..max_scale} and offsets t ~ U{0..max(0, gL - R)} (arXiv 2401.06951, sec. 3.2).
+
+    Token m stands at m/g for m < 4 and (m + t)/g after, so that windows of R tokens visit all of
+    [0, L) at every density. The formulas draw once a step and the text once a sample; every row
+    draws its own here, which covers both. The frequencies stay plain.
+    """
+
+    max_scale: int = 20  # G_max (sec. 4.1)
+    window: int | None = None  # R, tokens that a training row spans; none: the row's length
+    original_length: int | None = None  # L; none: the rope's
+
+    def __post_init__(self):
+        for name in ("max_scale", "window", "original_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"positions.{name}={value} (e2_llm) must be 1 or more")
+
+    def sample(self, key, positions, *, rope, head_dim, params=None):
+        if not isinstance(rope, (E2LLM, Default, Linear)):
+            raise InputError(
+                f"positions.type=e2_llm trains plain frequencies, but rope.type={rope.type}; set "
+                "rope.type=e2_llm"
+            )
+        original = self.original_length or getattr(rope, "original_length", None)
+        if original is None:
+            raise InputError(
+                "positions.original_length=None (e2_llm) is not known: set it to the trained "
+                "length, or use rope.type=e2_llm"
+            )
+        rows, length = positions.shape
+        scale_key, offset_key = jax.random.split(key)
+        scale = jax.random.randint(scale_key, (rows,), 1, self.max_scale + 1)
+        longest = e2_max_offset(scale, original, self.window or length)
+        offset = jax.random.randint(offset_key, (rows,), 0, longest + 1)
+        rotation = Default(theta=rope.known("theta")).rotation(head_dim, length)
+        return e2_positions(positions, scale, offset), rotation
+
+
+def e2_max_offset(scale: Int[Array, " B"], original: int, window: int) -> Int[Array, " B"]:
+    """t_max = max(0, g L - R): the window may reach the end of the interpolated range."""
+    return jnp.maximum(0, scale * original - window)
+
+
+def e2_positions(
+    positions: Int[Array, "B T"], scale: Int[Array, " B"], offset: Int[Array, " B"]
+) -> Float[Array, "B T"]:
+    """m / g for the first four tokens of a document, (m + t) / g for the rest."""
+    moved = positions + jnp.where(positions < _KEPT, 0, offset[:, None])
+    return moved.astype(jnp.float32) / scale[:, None].astype(jnp.float32)
+
+
+@Positions.register_subclass("clex")
+@dataclass(frozen=True, kw_only=True)
+class ClexPositions(Positions):
+    """One length factor t ~ U{min_factor..max_factor} a step, and T sorted positions below T t.
+
+    As CLEX trains (its code; the paper draws t from an interval): the model meets distances of the
+    longer context on rows of T tokens. All rows of a batch share t and the positions, and
+    document-relative token m takes the m-th of them. No log scaling of queries in training.
+    """
+
+    min_factor: int = 1  # 2 in early checkpoints
+    max_factor: int | None = None  # none: the rope's
+
+    def __post_init__(self):
+        if self.min_factor < 1:
+            raise InputError(f"positions.min_factor={self.min_factor} (clex) must be 1 or more")
+
+    def sample(self, key, positions, *, rope, head_dim, params=None):
+        if not isinstance(rope, Clex):
+            raise InputError(
+                f"positions.type=clex needs rope.type=clex, but rope.type={rope.type}; change one"
+            )
+        largest = self.max_factor or rope.max_factor
+        if not self.min_factor <= largest <= rope.max_factor:
+            raise InputError(
+                f"positions.max_factor={largest} (clex) must be between min_factor="
+                f"{self.min_factor} and rope.max_factor={rope.max_factor}"
+            )
+        length = positions.shape[1]
+        if length < 3:
+            raise InputError(f"row length={length} must be 3 or more for positions.type=clex")
+        factor_key, drawn_key = jax.random.split(key)
+        factor = jax.random.randint(factor_key, (), self.min_factor, largest + 1)
+        drawn = _draw_sorted(drawn_key, length - 2, length * factor - 2, length * largest - 2)
+        row = clex_positions(drawn, length, factor, rope.known("original_length"))
+        params = rope._check_params(params, rope.check_head_dim(head_dim))
+        return row[positions], Rotation(rope.frequencies_at(params, factor))
+
+
+def clex_positions(
+    drawn: Int[Array, " T-2"], length: int, factor: Int[Array, ""], original: int
+) -> Float[Array, " T"]:
+    """0, (r_i + 1) / s for the sorted draws r_i, and n t // s - 1; s = max(1, n // P).
+
+    For s > 2 the last one can fall short of its neighbour, as in the published code.
+    """
+    scale = max(1, length // original)
+    last = (length * factor) // scale - 1
+    inner = (drawn + 1).astype(jnp.float32) / scale
+    return jnp.concatenate([jnp.zeros(1), inner, jnp.asarray(last, jnp.float32)[None]])
+
+
+def _draw_sorted(key: Array, count: int, below: Array, bound: int) -> Int[Array, " count"]:
+    """`count` distinct numbers from 0..below-1 in order, uniformly; `below` is traced."""
+    rank = jax.random.bits(key, (bound,), jnp.uint32)
+    rank = jnp.where(jnp.arange(bound) < below, rank, jnp.iinfo(jnp.uint32).max)
+    # A stable sort puts a real number before the masked ones even when their ranks are equal.
+    return jnp.sort(jnp.argsort(rank, stable=True)[:count])
