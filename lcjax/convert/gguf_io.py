@@ -1,0 +1,223 @@
+"""GGUF files (llama.cpp): weights, config and tokenizer from one file.
+
+Tensors are de-quantised by the `gguf` package, rows at a time. llama.cpp stores the query and key
+projections of the `llama` architecture with the two halves of each head interleaved (rows
+0, H/2, 1, H/2+1, ...); `rows` puts them back into Hugging Face's half-split order.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lcjax.convert import gguf_rope
+from lcjax.convert.hf_config import config_from_hf
+from lcjax.convert.weights import TensorInfo
+from lcjax.errors import InputError
+from lcjax.models.config import ModelConfig
+
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "phi2": "phi"}
+
+# (GGUF name, Hugging Face names); several when llama.cpp stores them as one fused tensor.
+_SEQUENTIAL = {
+    "attn_norm": ("input_layernorm",),
+    "attn_q": ("self_attn.q_proj",),
+    "attn_k": ("self_attn.k_proj",),
+    "attn_v": ("self_attn.v_proj",),
+    "attn_output": ("self_attn.o_proj",),
+    "ffn_norm": ("post_attention_layernorm",),
+    "ffn_gate": ("mlp.gate_proj",),
+    "ffn_up": ("mlp.up_proj",),
+    "ffn_down": ("mlp.down_proj",),
+}
+_PARALLEL = {
+    "attn_norm": ("input_layernorm",),
+    "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn_q": ("self_attn.q_proj",),
+    "attn_k": ("self_attn.k_proj",),
+    "attn_v": ("self_attn.v_proj",),
+    "attn_output": ("self_attn.dense",),
+    "ffn_up": ("mlp.fc1",),
+    "ffn_down": ("mlp.fc2",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Rows of a stored tensor that make up one Hugging Face tensor."""
+
+    tensor: Any  # gguf.ReaderTensor
+    start: int
+    heads: int  # heads whose rows are interleaved; 0: rows are in order
+
+
+class GGUFFile:
+    """A GGUF file as a source of Hugging Face tensors."""
+
+    ignored: frozenset[str] = frozenset({"rope_freqs.weight"})
+
+    def __init__(self, path: str | Path):
+        self.path = str(path)
+        self._reader = _open(self.path)
+        self.metadata = self._reader.fields
+        self.architecture = self.get("general.architecture")
+        if self.architecture not in _FAMILIES:
+            raise InputError(
+                f"{path}: GGUF architecture {self.architecture!r} is not supported; supported: "
+                f"{', '.join(_FAMILIES)}"
+            )
+        self.stored = {t.name: t for t in self._reader.tensors}
+        self.hf_config = self._hf_config()
+        self._parts: dict[str, _Part] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, tensor in self.stored.items():
+            self._add(name, tensor)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value; `{arch}` in the key stands for the architecture."""
+        if "{arch}" in key:
+            key = key.replace("{arch}", self.architecture)
+        field = self.metadata.get(key)
+        return default if field is None else field.contents()
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            key = key.replace("{arch}", self.architecture)
+            raise InputError(f"{self.path}: the metadata key {key!r} is missing; convert it again")
+        return value
+
+    def config(self) -> ModelConfig:
+        return config_from_hf(self.hf_config, self.path)
+
+    def _hf_config(self) -> dict[str, Any]:
+        """The metadata in the words of a Hugging Face config."""
+        kind = _FAMILIES[self.architecture]
+        heads = self.need("{arch}.attention.head_count")
+        width = self.need("{arch}.embedding_length")
+        head_dim = self.get("{arch}.attention.key_length", width // heads)
+        embedding = self.stored.get("token_embd.weight")
+        if embedding is None:
+            raise InputError(f"{self.path}: the tensor token_embd.weight is missing")
+        hf = dict(
+            model_type=kind,
+            vocab_size=int(embedding.shape[1]),
+            hidden_size=width,
+            intermediate_size=self.need("{arch}.feed_forward_length"),
+            num_hidden_layers=self.need("{arch}.block_count"),
+            num_attention_heads=heads,
+            num_key_value_heads=self.get("{arch}.attention.head_count_kv", heads),
+            head_dim=head_dim,
+            max_position_embeddings=self.need("{arch}.context_length"),
+            tie_word_embeddings="output.weight" not in self.stored,
+            attention_bias="blk.0.attn_q.bias" in self.stored,
+            mlp_bias="blk.0.ffn_up.bias" in self.stored,
+            sliding_window=self.get("{arch}.attention.sliding_window"),
+            dtype=self._dtype(),
+        )
+        if kind == "phi":
+            hf["layer_norm_eps"] = self.need("{arch}.attention.layer_norm_epsilon")
+        else:
+            hf["rms_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_rms_epsilon"))
+        rotated = self.get("{arch}.rope.dimension_count", head_dim)
+        if kind == "phi":
+            hf["partial_rotary_factor"] = rotated / head_dim
+        elif rotated != head_dim:
+            raise InputError(
+                f"{self.path}: {self.architecture}.rope.dimension_count={rotated} must equal the "
+                f"head size {head_dim} for this architecture"
+            )
+        return hf | gguf_rope.to_hf(self, rotated)
+
+    def _dtype(self) -> str:
+        kinds = {_dtype_of(t) for t in self.stored.values() if len(t.shape) > 1}
+        return kinds.pop() if len(kinds) == 1 else "float32"
+
+    def _add(self, name: str, tensor: Any) -> None:
+        shape = tuple(int(n) for n in tensor.shape[::-1])
+        names, suffix = self._hf_names(name)
+        head_dim = self.hf_config["head_dim"]
+        heads = [self.hf_config["num_attention_heads"]]
+        heads += [self.hf_config["num_key_value_heads"]] * 2
+        start = 0
+        for i, hf_name in enumerate(names):
+            rows = heads[i] * head_dim if len(names) > 1 else shape[0]
+            rotated = self.architecture == "llama" and re.search(r"\.[qk]_proj", hf_name)
+            interleaved = heads["k_proj" in hf_name] if rotated else 0
+            full = hf_name + suffix
+            self._parts[full] = _Part(tensor, start, interleaved)
+            self.tensors[full] = TensorInfo((rows, *shape[1:]), _dtype_of(tensor))
+            start += rows
+
+    def _hf_names(self, name: str) -> tuple[tuple[str, ...], str]:
+        stem, _, suffix = name.rpartition(".")
+        phi = self.architecture == "phi2"
+        top = {
+            "token_embd": "model.embed_tokens",
+            "output_norm": "model.final_layernorm" if phi else "model.norm",
+            "output": "lm_head",
+        }
+        if stem in top:
+            return (top[stem],), f".{suffix}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        inner = (_PARALLEL if phi else _SEQUENTIAL).get(match[2]) if match else None
+        if inner is None:
+            return (name,), ""
+        return tuple(f"model.layers.{match[1]}.{x}" for x in inner), f".{suffix}"
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor, de-quantised, in Hugging Face's order."""
+        part = self._parts[name]
+        if not part.heads:
+            return _dequantize(part.tensor, part.start + start, part.start + stop)
+        size = self.tensors[name].shape[0] // part.heads
+        first, last = start // size * size, -(-stop // size) * size  # whole heads
+        block = _dequantize(part.tensor, part.start + first, part.start + last)
+        block = block.reshape(-1, size // 2, 2, *block.shape[1:]).swapaxes(1, 2)
+        return block.reshape(last - first, *block.shape[3:])[start - first : stop - first]
+
+
+def _open(path: str) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise InputError(f"{path}: GGUF files need the package `gguf`: pip install gguf") from error
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such file")
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        with open(path, "rb") as file:
+            magic = file.read(4)
+        what = "truncated or damaged" if magic == b"GGUF" else "not a GGUF file"
+        size = Path(path).stat().st_size
+        raise InputError(f"{path}: {what} ({size} bytes: {error}); download it again") from error
+
+
+def _short(value: float) -> float:
+    """The shortest decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _dtype_of(tensor: Any) -> str:
+    return {"F16": "float16", "BF16": "bfloat16"}.get(tensor.tensor_type.name, "float32")
+
+
+def _dequantize(tensor: Any, start: int, stop: int) -> np.ndarray:
+    from gguf import dequantize
+
+    data = tensor.data[start:stop]
+    kind = tensor.tensor_type.name
+    if kind in ("F32", "F16"):
+        return data
+    if kind == "BF16":
+        return data.view(ml_dtypes.bfloat16)
+    try:
+        return dequantize(data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise InputError(
+            f"{tensor.name}: the quantisation {kind} cannot be read; use a file in F16, Q8_0 or Q4_K"
+        ) from error

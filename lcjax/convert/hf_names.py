@@ -1,0 +1,127 @@
+"""One table of tensor names: Hugging Face tensor <-> path in the parameter tree.
+
+A row reads `(tensor, axes, path, our axes, condition)`. Letters are the library's array axes; a comma
+separates the axes of the stored tensor, so `"NH,D" -> "DNH"` says: a matrix [N*H, D] is viewed as
+[N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are stacked on a
+leading axis L under `layers/`.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from lcjax.models.config import ModelConfig
+
+_LLAMA = (
+    ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
+    ("model.layers.{}.input_layernorm.weight", "D", "layers/attention_norm/scale", "D", ""),
+    ("model.layers.{}.self_attn.q_proj.weight", "NH,D", "layers/attention/query/kernel", "DNH", ""),
+    ("model.layers.{}.self_attn.k_proj.weight", "KH,D", "layers/attention/key/kernel", "DKH", ""),
+    ("model.layers.{}.self_attn.v_proj.weight", "KH,D", "layers/attention/value/kernel", "DKH", ""),
+    ("model.layers.{}.self_attn.o_proj.weight", "D,NH", "layers/attention/out/kernel", "NHD", ""),
+    (
+        "model.layers.{}.self_attn.q_proj.bias",
+        "NH",
+        "layers/attention/query/bias",
+        "NH",
+        "qkv_bias",
+    ),
+    ("model.layers.{}.self_attn.k_proj.bias", "KH", "layers/attention/key/bias", "KH", "qkv_bias"),
+    (
+        "model.layers.{}.self_attn.v_proj.bias",
+        "KH",
+        "layers/attention/value/bias",
+        "KH",
+        "qkv_bias",
+    ),
+    ("model.layers.{}.self_attn.o_proj.bias", "D", "layers/attention/out/bias", "D", "out_bias"),
+    ("model.layers.{}.post_attention_layernorm.weight", "D", "layers/mlp_norm/scale", "D", ""),
+    ("model.layers.{}.mlp.gate_proj.weight", "F,D", "layers/mlp/gate/kernel", "DF", ""),
+    ("model.layers.{}.mlp.up_proj.weight", "F,D", "layers/mlp/up/kernel", "DF", ""),
+    ("model.layers.{}.mlp.down_proj.weight", "D,F", "layers/mlp/down/kernel", "FD", ""),
+    ("model.layers.{}.mlp.gate_proj.bias", "F", "layers/mlp/gate/bias", "F", "mlp_bias"),
+    ("model.layers.{}.mlp.up_proj.bias", "F", "layers/mlp/up/bias", "F", "mlp_bias"),
+    ("model.layers.{}.mlp.down_proj.bias", "D", "layers/mlp/down/bias", "D", "mlp_bias"),
+    ("model.norm.weight", "D", "final_norm/scale", "D", ""),
+    ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
+)
+
+_PHI = (
+    ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
+    ("model.layers.{}.input_layernorm.weight", "D", "layers/attention_norm/scale", "D", ""),
+    ("model.layers.{}.input_layernorm.bias", "D", "layers/attention_norm/bias", "D", ""),
+    ("model.layers.{}.self_attn.q_proj.weight", "NH,D", "layers/attention/query/kernel", "DNH", ""),
+    ("model.layers.{}.self_attn.k_proj.weight", "KH,D", "layers/attention/key/kernel", "DKH", ""),
+    ("model.layers.{}.self_attn.v_proj.weight", "KH,D", "layers/attention/value/kernel", "DKH", ""),
+    ("model.layers.{}.self_attn.dense.weight", "D,NH", "layers/attention/out/kernel", "NHD", ""),
+    ("model.layers.{}.self_attn.q_proj.bias", "NH", "layers/attention/query/bias", "NH", ""),
+    ("model.layers.{}.self_attn.k_proj.bias", "KH", "layers/attention/key/bias", "KH", ""),
+    ("model.layers.{}.self_attn.v_proj.bias", "KH", "layers/attention/value/bias", "KH", ""),
+    ("model.layers.{}.self_attn.dense.bias", "D", "layers/attention/out/bias", "D", ""),
+    ("model.layers.{}.mlp.fc1.weight", "F,D", "layers/mlp/up/kernel", "DF", ""),
+    ("model.layers.{}.mlp.fc1.bias", "F", "layers/mlp/up/bias", "F", ""),
+    ("model.layers.{}.mlp.fc2.weight", "D,F", "layers/mlp/down/kernel", "FD", ""),
+    ("model.layers.{}.mlp.fc2.bias", "D", "layers/mlp/down/bias", "D", ""),
+    ("model.final_layernorm.weight", "D", "final_norm/scale", "D", ""),
+    ("model.final_layernorm.bias", "D", "final_norm/bias", "D", ""),
+    ("lm_head.weight", "V,D", "head/kernel", "DV", ""),
+    ("lm_head.bias", "V", "head/bias", "V", ""),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One leaf of the tree and the stored tensors that it is made of."""
+
+    path: str  # "layers/attention/query/kernel"
+    names: tuple[str, ...]  # one per layer, or a single one
+    stacked: bool  # whether the leaf has a leading layer axis
+    view: tuple[int, ...]  # the stored tensor with its axes split
+    tensor_shape: tuple[int, ...]
+    order: tuple[int, ...]  # axes of the view in the leaf's order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf."""
+        layer = tuple(self.view[axis] for axis in self.order)
+        return (len(self.names), *layer) if self.stacked else layer
+
+    def to_tensor(self, layer: np.ndarray) -> np.ndarray:
+        """One layer of the leaf -> the stored tensor."""
+        return layer.transpose(np.argsort(self.order)).reshape(self.tensor_shape)
+
+
+def is_phi(config: ModelConfig) -> bool:
+    """Whether the config is of the Phi family (parallel block, LayerNorm, biases everywhere)."""
+    return config.block == "parallel"
+
+
+def entries(config: ModelConfig) -> tuple[Entry, ...]:
+    """The leaves of `config`'s tree in the order in which the model uses them."""
+    sizes = dict(
+        V=config.vocab_size,
+        D=config.width,
+        F=config.mlp_width,
+        N=config.num_heads,
+        K=config.num_kv_heads,
+        H=config.head_dim,
+    )
+    flags = {"": True, "untied": not config.tie_embeddings}
+    flags |= {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "mlp_bias")}
+    rows = _PHI if is_phi(config) else _LLAMA
+    return tuple(_entry(row[:4], sizes, config.num_layers) for row in rows if flags[row[4]])
+
+
+def _entry(row: tuple[str, ...], sizes: dict[str, int], num_layers: int) -> Entry:
+    name, axes, path, ours = row
+    letters = axes.replace(",", "")
+    stacked = "{}" in name
+    return Entry(
+        path=path,
+        names=tuple(name.format(i) for i in range(num_layers)) if stacked else (name,),
+        stacked=stacked,
+        view=tuple(sizes[letter] for letter in letters),
+        tensor_shape=tuple(math.prod(sizes[x] for x in group) for group in axes.split(",")),
+        order=tuple(letters.index(letter) for letter in ours),
+    )

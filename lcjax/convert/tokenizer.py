@@ -1,0 +1,198 @@
+"""Tokenizers behind one protocol, whatever the checkpoint ships.
+
+`encode` adds no special tokens and reads text as text: "<|im_end|>" typed by a user becomes
+ordinary tokens, so a document cannot end a turn. Only with `allow_special=True`, meant for the
+output of `render_chat`, do the strings of special tokens become those tokens.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lcjax.convert.chat import render
+from lcjax.errors import InputError
+
+Message = dict[str, str]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the rest of the library needs of a tokenizer."""
+
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    pad_id: int | None
+    vocab_size: int
+    fingerprint: str  # equal for tokenizers that give equal ids
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str: ...
+
+    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str: ...
+
+    def save(self, folder: str | Path) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Specials:
+    """The tokens with a role, and how a conversation is written."""
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    unk_id: int | None = None
+    chat_template: str | None = None
+    add_bos: bool = False  # whether the model expects the bos token before a text
+    max_length: int | None = None
+
+
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` package: `tokenizer.json`, or built from GGUF metadata."""
+
+    def __init__(self, backend: Any, specials: Specials):
+        self._json = backend.to_str()
+        self._specials = specials
+        self._backends: dict[bool, Any] = {}  # by allow_special
+        self.bos_id = specials.bos_id
+        self.eos_ids = specials.eos_ids
+        self.pad_id = specials.pad_id
+        # Ids may have holes: the model needs a row for the highest one.
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.fingerprint = fingerprint(self._json)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled backend forgets whether it splits special tokens; workers build their own.
+        return self.__dict__ | {"_backends": {}}
+
+    def _backend(self, allow_special: bool) -> Any:
+        if allow_special not in self._backends:
+            from tokenizers import Tokenizer as Backend
+
+            backend = Backend.from_str(self._json)
+            backend.encode_special_tokens = not allow_special
+            backend.no_truncation()
+            backend.no_padding()
+            self._backends[allow_special] = backend
+        return self._backends[allow_special]
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        return self._backend(allow_special).encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        ids = [int(i) for i in ids]
+        return self._backend(False).decode(ids, skip_special_tokens=skip_special)
+
+    def token(self, index: int | None) -> str | None:
+        return None if index is None else self._backend(False).id_to_token(index)
+
+    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        return render(
+            self._specials.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_strings(),
+        )
+
+    def _special_strings(self) -> dict[str, str]:
+        eos = self.eos_ids[0] if self.eos_ids else None
+        found = dict(
+            bos_token=self.token(self.bos_id),
+            eos_token=self.token(eos),
+            pad_token=self.token(self.pad_id),
+            unk_token=self.token(self._specials.unk_id),
+        )
+        return {name: text for name, text in found.items() if text is not None}
+
+    def save(self, folder: str | Path) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` opens."""
+        folder = Path(folder)
+        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
+        settings: dict[str, Any] = self._special_strings() | dict(
+            tokenizer_class="PreTrainedTokenizerFast",
+            clean_up_tokenization_spaces=False,
+            add_bos_token=self._specials.add_bos,
+        )
+        if self._specials.max_length:
+            settings["model_max_length"] = self._specials.max_length
+        if self._specials.chat_template:
+            settings["chat_template"] = self._specials.chat_template
+        write_json(folder / "tokenizer_config.json", settings)
+
+
+def fingerprint(*parts: str | bytes) -> str:
+    """A short hash of what determines the ids."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()[:16]
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
+    """A tokenizer may have fewer ids than the model has rows (padding), never more."""
+    if tokenizer.vocab_size > vocab_size:
+        raise InputError(
+            f"{where}: the tokenizer has {tokenizer.vocab_size} ids but the model only "
+            f"{vocab_size} embedding rows; use the tokenizer that the model was trained with"
+        )
+
+
+def check_same(tokenizer: Tokenizer, fingerprint: str, vocab_size: int, where: str) -> None:
+    """Refuses a tokenizer other than the one that `where` (a corpus, a run) was made with."""
+    if tokenizer.fingerprint != fingerprint:
+        raise InputError(
+            f"{where} was made with another tokenizer ({vocab_size} ids, fingerprint {fingerprint})"
+            f" than this model's ({tokenizer.vocab_size} ids, {tokenizer.fingerprint}); make it "
+            "again with this tokenizer, or use the model it belongs to"
+        )
+
+
+class TextStream:
+    """Turns ids into text piece by piece; never emits a part of a character.
+
+    Decoding each id alone would break characters of several tokens and lose sentencepiece's
+    spaces, so a window of recent ids is decoded with and without the new one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._ids: list[int] = []
+        self._start = 0  # first id of the window
+        self._shown = 0  # ids whose text was emitted
+
+    def _decode(self, stop: int | None = None) -> str:
+        return self._tokenizer.decode(
+            self._ids[self._start : stop], skip_special=self._skip_special
+        )
+
+    def push(self, index: int) -> str:
+        """The text that `index` completes; empty while a character is incomplete."""
+        self._ids.append(int(index))
+        text = self._decode()
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new = text[len(self._decode(self._shown)) :]
+        self._start, self._shown = self._shown, len(self._ids)
+        return new
+
+    def finish(self) -> str:
+        """What is left, with U+FFFD for a character that never became complete."""
+        new = self._decode()[len(self._decode(self._shown)) :]
+        self._start = self._shown = len(self._ids)
+        return new
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Non-empty pieces of text as ids arrive."""
+        for index in ids:
+            if piece := self.push(index):
+                yield piece
+        if piece := self.finish():
+            yield piece

@@ -1,0 +1,162 @@
+"""From stored tensors to the parameter tree, shard by shard.
+
+A source is a file (or several) of named tensors that can hand out rows of its leading axis. Each
+device's shard of each leaf is read on its own: only the bytes that this process holds are read, and
+the host never has more than one shard of one leaf beside the model itself.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from lcjax.convert import hf_names
+from lcjax.errors import InputError
+from lcjax.models.config import ModelConfig
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class TensorInfo(NamedTuple):
+    """What a file's index says about one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # "float32", "float16" or "bfloat16": what `rows` returns
+
+
+class Source(Protocol):
+    """Named tensors in a file or folder."""
+
+    path: str
+    tensors: dict[str, TensorInfo]
+    ignored: frozenset[str]  # tensors that hold nothing to learn (rotary tables) or a known copy
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows `start:stop` of the leading axis."""
+        ...
+
+
+def stored_dtype(source: Source) -> str:
+    """The narrowest dtype that holds every tensor exactly."""
+    found = {info.dtype for info in source.tensors.values()}
+    return found.pop() if len(found) == 1 else "float32"
+
+
+def check(source: Source, config: ModelConfig) -> None:
+    """Lists every missing, unexpected and mis-shaped tensor in one error."""
+    wanted = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
+    missing = [name for name in wanted if name not in source.tensors]
+    extra = [n for n in source.tensors if n not in wanted and n not in source.ignored]
+    shaped = [
+        f"{name} is {list(source.tensors[name].shape)}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in source.tensors and source.tensors[name].shape != shape
+    ]
+    faults = [
+        f"{kind}: {_some(items)}"
+        for kind, items in (("missing", missing), ("wrong shape", shaped), ("unexpected", extra))
+        if items
+    ]
+    if faults:
+        raise InputError(
+            f"{source.path}: tensors do not fit the model its config describes; "
+            f"{'; '.join(faults)}; check that config and weights belong together"
+        )
+
+
+def _some(items: Iterable[str], limit: int = 10) -> str:
+    items = list(items)
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
+
+
+def read_params(
+    source: Source,
+    config: ModelConfig,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    progress: Callable[[int], Any] | None = None,
+) -> dict:
+    """The parameter tree in `config.param_dtype`, on `mesh` as the sharding table says.
+
+    Without a mesh everything goes to the default device. `progress` is told the bytes of each leaf.
+    """
+    check(source, config)
+    dtype = DTYPES[config.param_dtype]
+    table = hf_names.entries(config)
+    shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, dtype) for e in table})
+    shardings = _shardings(mesh, shapes)
+    leaves = {}
+    for entry in table:
+        leaves[entry.path] = jax.make_array_from_callback(
+            entry.shape,
+            lookup(shardings, entry.path),
+            lambda index, entry=entry: _read_block(source, entry, index, dtype),
+        )
+        if progress:
+            progress(leaves[entry.path].nbytes)
+    return nest(leaves)
+
+
+def _shardings(mesh: jax.sharding.Mesh | None, shapes: dict) -> dict:
+    if mesh is None:
+        one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda _: one, shapes)
+    from lcjax.sharding import param_shardings
+
+    return param_shardings(mesh, shapes)
+
+
+def _read_block(
+    source: Source, entry: hf_names.Entry, index: tuple[slice, ...], dtype: np.dtype
+) -> np.ndarray:
+    """`leaf[index]`: reads the rows it needs of each layer's tensor."""
+    layers = range(len(entry.names))
+    if entry.stacked:
+        layers, index = layers[index[0]], index[1:]
+    bounds = [range(size)[part] for size, part in zip(_layer_shape(entry), index, strict=True)]
+    view_bounds = [bounds[i] for i in np.argsort(entry.order)]
+    out = np.empty((len(layers), *(len(b) for b in bounds)), dtype)
+    for slot, layer in enumerate(layers):
+        out[slot] = _read_layer(source, entry, entry.names[layer], view_bounds)
+    return out if entry.stacked else out[0]
+
+
+def _layer_shape(entry: hf_names.Entry) -> tuple[int, ...]:
+    return entry.shape[1:] if entry.stacked else entry.shape
+
+
+def _read_layer(
+    source: Source, entry: hf_names.Entry, name: str, bounds: list[range]
+) -> np.ndarray:
+    first = bounds[0]
+    step = entry.tensor_shape[0] // entry.view[0]  # rows of the tensor per unit of the view
+    rows = source.rows(name, first.start * step, first.stop * step)
+    block = rows.reshape(len(first), *entry.view[1:])
+    rest = tuple(slice(b.start, b.stop) for b in bounds[1:])
+    return block[(slice(None), *rest)].transpose(entry.order)
+
+
+def nest(leaves: dict[str, Any]) -> dict:
+    """`{"a/b": x}` -> `{"a": {"b": x}}`."""
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return tree
+
+
+def lookup(tree: dict, path: str) -> Any:
+    """The leaf at `"a/b"`."""
+    for part in path.split("/"):
+        tree = tree[part]
+    return tree
