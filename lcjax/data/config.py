@@ -29,7 +29,7 @@ class DataConfig:
     overlong: str = "split"  # first_fit, best_fit: longer than a row: split, truncate or drop
     packing_bins: int = 32  # first_fit, best_fit: rows that are filled at the same time
     document_mask: bool = True  # attention and positions stop at documents, else only at rows
-    add_bos: bool | None = None  # BOS before each document; null: if the tokenizer has one
+    add_bos: bool | None = None  # BOS before each document; null: as the model was trained
     add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
     min_document_tokens: int = 1  # documents with fewer tokens (BOS, EOS not counted) are left out
     shuffle: bool = True  # documents in another random order in every epoch
@@ -66,7 +66,7 @@ class DataConfig:
         for i, source in enumerate(self.sources):
             if not source.weight > 0 or source.weight == float("inf"):
                 raise InputError(
-                    f"data.sources[{i}].weight={source.weight} must be a positive number;"
+                    f"data.sources.{i}.weight={source.weight} must be a positive number;"
                     " leave the source out to switch it off"
                 )
 

@@ -210,7 +210,7 @@ def _pyarrow():
 def _no_field(where: str, name: str, present) -> InputError:
     return InputError(
         f"{where} has no field {name!r}; it has {', '.join(sorted(present)) or 'none'}:"
-        " set data.sources[...].text_field"
+        " name the right one with data.sources.0.text_field"
     )
 
 
