@@ -1,26 +1,21 @@
-"""From documents to batches: tokenise, shuffle, repeat, pack, mix, batch, with an exact position.
+"""Batches of rows for this process, from an iterator with an exact, restorable position."""
 
-Everything between the documents and the batch is grain's: packing, mixing, shuffling, prefetch.
-"""
-
+import atexit
+import functools
 import json
+import weakref
 from dataclasses import asdict
 from typing import Any
 
 import grain
-import numpy as np
 
 from lcjax.data.config import DataConfig
 from lcjax.data.corpus import Corpus, all_empty, open_split
+from lcjax.data.rows import Batch, Fields, PadBatch, Tokenise, mixed_rows, pack
 from lcjax.errors import InputError
 
-Batch = dict[str, np.ndarray]
-_PACKERS = {
-    "first_fit": grain.experimental.FirstFitPackIterDataset,
-    "best_fit": grain.experimental.BestFitPackIterDataset,
-}
-# These change how fast batches come, never which.
-_SPEED = ("threads", "prefetch")
+# Fields that may change at a resume: how fast batches come, and after how many they end.
+_FREE = ("threads", "prefetch", "repeat")
 
 
 def make_loader(
@@ -58,12 +53,12 @@ def make_loader(
     needed = batch_size * config.length if split == "train" else 1
     _require_tokens(corpora, tokenise, needed=needed, repeat=repeat)
     if split == "train":
-        rows = _mixed_rows(corpora, config, tokenise)
+        rows = mixed_rows(corpora, config, tokenise)
     else:
         sources = [grain.MapDataset.source(corpus) for corpus in corpora]
-        rows = _pack(grain.MapDataset.concatenate(sources).map(tokenise), config, shuffle=False)
-    batches = rows.map(_Fields(config.document_mask)).batch(
-        batch_size, batch_fn=_PadBatch(batch_size)
+        rows = pack(grain.MapDataset.concatenate(sources).map(tokenise), config, shuffle=False)
+    batches = rows.map(Fields(config.document_mask)).batch(
+        batch_size, batch_fn=PadBatch(batch_size)
     )
     share = batch_size // process_count
     own = slice(process_index * share, (process_index + 1) * share)
@@ -86,9 +81,20 @@ class Loader(grain.DatasetIterator):
     def __init__(self, batches: grain.DatasetIterator, identity: dict[str, Any]):
         super().__init__(batches)
         self._identity = identity
+        # grain's reading threads must end before Python takes its modules down.
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def __next__(self) -> Batch:
+        self._assert_not_closed()
         return next(self._parent)
+
+    def close(self) -> None:
+        """Ends the threads that read ahead; no batch comes after it."""
+        if not self._closed:
+            super().close()
+            self._parents = ()
+            atexit.unregister(self._at_exit)
 
     def get_state(self) -> dict[str, Any]:
         # The round trip detaches the state from grain's live objects and makes tuples lists, so
@@ -104,121 +110,17 @@ class Loader(grain.DatasetIterator):
                     f"{key} was {saved} when the position in the data was saved and is {value}"
                     " now: restore it, or start the data anew"
                 )
-        self._parent.set_state(_slices_as_tuples(state["position"]))
+        try:
+            self._parent.set_state(_slices_as_tuples(state["position"]))
+        except IndexError:
+            raise InputError(
+                "the saved position lies behind the end of the data: raise data.repeat"
+            ) from None
 
 
-class Tokenise:
-    """(name, text) -> {"pair": int32 [n, 2]}: each token of a document beside the one after it.
-
-    The last token has none: -1. None for a document that is left out.
-    """
-
-    def __init__(self, config: DataConfig, tokenizer):
-        self._tokenizer, self._least = tokenizer, config.min_document_tokens
-        # A tokenizer may have a BOS that its model never saw before a text (chat templates do).
-        expected = getattr(tokenizer, "add_bos", tokenizer.bos_id is not None)
-        wanted = expected if config.add_bos is None else config.add_bos
-        self._bos = _special("bos", wanted, tokenizer.bos_id)
-        self._eos = _special("eos", config.add_eos, next(iter(tokenizer.eos_ids), None))
-        # grain's fitting packers want every document to fit a row.
-        whole = config.pack != "concat"
-        self._limit = config.length if whole and config.overlong != "split" else None
-        self._drop = config.overlong == "drop"
-
-    def __call__(self, document: tuple[str, str]) -> dict[str, np.ndarray] | None:
-        text = document[1]
-        ids = self._tokenizer.encode(text) if text.strip() else []
-        if len(ids) < self._least:
-            return None
-        tokens = np.array([*self._bos, *ids, *self._eos], np.int32)
-        pair = np.stack([tokens, np.append(tokens[1:], np.int32(-1))], axis=1)
-        if self._limit is not None and len(pair) > self._limit:
-            return None if self._drop else {"pair": pair[: self._limit]}
-        return {"pair": pair}
-
-
-class _SplitOverlong(grain.experimental.FlatMapTransform):
-    """Pieces of at most a row; their targets still reach into the next piece."""
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def flat_map(self, element):
-        pair = element["pair"]
-        return [{"pair": pair[i : i + self._length]} for i in range(0, len(pair), self._length)]
-
-
-class _Fields:
-    """grain's packed row -> the fields of a training batch."""
-
-    def __init__(self, document_mask: bool):
-        self._document_mask = document_mask
-
-    def __call__(self, row: dict[str, np.ndarray]) -> Batch:
-        segments, positions = row["pair_segment_ids"], row["pair_positions"]
-        tokens, targets = row["pair"][:, 0], row["pair"][:, 1]
-        text = segments > 0
-        if not self._document_mask:
-            segments = text.astype(np.int32)
-            positions = np.where(text, np.arange(len(text), dtype=np.int32), 0)
-        return {
-            "tokens": np.ascontiguousarray(tokens),
-            "targets": np.maximum(targets, 0),
-            "segments": segments,
-            "positions": positions,
-            "weights": (text & (targets >= 0)).astype(np.float32),
-        }
-
-
-class _PadBatch:
-    """Stacks rows; missing ones of the last batch become rows of padding."""
-
-    def __init__(self, batch_size: int):
-        self._batch_size = batch_size
-
-    def __call__(self, rows: list[Batch]) -> Batch:
-        return grain.experimental.batch_and_pad(rows, batch_size=self._batch_size)
-
-
-def _mixed_rows(corpora: list[Corpus], config: DataConfig, tokenise) -> grain.IterDataset:
-    """Each source packed for itself, then rows drawn by weight: shares hold in tokens.
-
-    Mixing documents instead would give sources of long documents more than their share.
-    """
-    streams = []
-    for i, corpus in enumerate(corpora):
-        docs = grain.MapDataset.source(corpus)
-        if config.shuffle:
-            docs = docs.shuffle(seed=_derived_seed(config.seed, i))
-        docs = docs.repeat(config.repeat).map(tokenise)
-        streams.append(_pack(docs, config, shuffle=config.shuffle))
-    rows = streams[0]
-    if len(streams) > 1:
-        weights = [corpus.source.weight for corpus in corpora]
-        rows = grain.IterDataset.mix(streams, weights)
-    if config.shuffle_rows > 1:
-        rows = grain.experimental.WindowShuffleIterDataset(
-            rows, window_size=config.shuffle_rows, seed=config.seed
-        )
-    return rows
-
-
-def _pack(docs: grain.MapDataset, config: DataConfig, *, shuffle: bool) -> grain.IterDataset:
-    # grain's own default of 500 documents ahead would be gigabytes of books.
-    read = grain.ReadOptions(config.threads, prefetch_buffer_size=4 * config.threads)
-    pieces = docs.to_iter_dataset(read)
-    size = {"pair": config.length}
-    if config.pack == "concat":
-        return grain.experimental.ConcatThenSplitIterDataset(pieces, length_struct=size)
-    if config.overlong == "split":
-        pieces = grain.experimental.FlatMapIterDataset(pieces, _SplitOverlong(config.length))
-    return _PACKERS[config.pack](
-        pieces,
-        length_struct=size,
-        num_packing_bins=config.packing_bins,
-        seed=config.seed,
-        shuffle_bins=shuffle,
-    )
+def _close(loader: weakref.ref) -> None:
+    if (alive := loader()) is not None:
+        alive.close()
 
 
 def _require_tokens(
@@ -249,7 +151,7 @@ def _require_tokens(
 
 def _identity(config: DataConfig, corpora: list[Corpus], tokenizer, split: str) -> dict[str, Any]:
     """What the order of the batches depends on."""
-    fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _SPEED}
+    fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _FREE}
     # Where the text lies may change, what it is may not.
     del fields["data.path"], fields["data.sources"]
     fields["data weights"] = [corpus.source.weight for corpus in corpora]
@@ -274,17 +176,6 @@ def _slices_as_tuples(state: Any) -> Any:
             for key, value in state.items()
         }
     return [_slices_as_tuples(item) for item in state] if isinstance(state, list) else state
-
-
-def _special(name: str, wanted: bool | None, token: int | None) -> list[int]:
-    if wanted and token is None:
-        raise InputError(f"data.add_{name}=true, but the tokenizer has no {name.upper()} token")
-    return [] if wanted is False or token is None else [token]
-
-
-def _derived_seed(seed: int, index: int) -> int:
-    """Another seed per source; grain adds the epoch to it, so neighbours must not be close."""
-    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
 def _check_processes(batch_size: int, index: int, count: int) -> None:

@@ -62,8 +62,9 @@ def _plain_files(given: str, path: Path) -> list[tuple[str, Path]]:
 def _package_files(given: str) -> list[tuple[str, Path]]:
     """Files in an installed package; finding it does not run any of its code."""
     name, _, inside = given.removeprefix("package:").partition("/")
+    module = name.replace("-", "_")
     # find_spec of a dotted name would import the parent package.
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None or not (spec.submodule_search_locations or spec.has_location):
         raise InputError(
             f"data.path={given}: no package {name!r} is installed here; try `pip install {name}`"

@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from data_support import (
     write_jsonl,
 )
 
+import lcjax
 from lcjax.data import DataConfig, Source, make_loader
 from lcjax.errors import InputError
 
@@ -214,6 +219,28 @@ def test_a_state_is_plain_json_even_where_no_document_is_cut(tmp_path):
         assert_same(batches[step:], list(resumed))
 
 
+def test_leaving_without_closing_is_silent(path):
+    code = (
+        "from lcjax.data import DataConfig, make_loader; from data_support import Bytes;"
+        f"loader = make_loader(DataConfig(path={path!r}, length=16), Bytes(), 1); next(loader)"
+    )
+    folders = [str(Path(lcjax.__file__).parent.parent), str(Path(__file__).parent)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_closed_loader_says_so(path):
+    loader = make_loader(config_for(path), Bytes(), 2)
+    next(loader)
+    loader.close()
+    loader.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(loader)
+
+
 def test_one_loader_can_be_set_back(path):
     loader = make_loader(config_for(path, repeat=None), Bytes(), 2)
     next(loader)
@@ -242,7 +269,28 @@ def test_a_state_of_other_settings_or_other_text_is_refused(path, texts, tmp_pat
     changed = write_jsonl(tmp_path / "text.jsonl", texts[:-1])
     with pytest.raises(InputError, match=r"number of documents was \[40\] .* is \[39\]"):
         make_loader(config_for(changed), Bytes(), 2).set_state(state)
-    make_loader(config_for(path, threads=1, prefetch=0), Bytes(), 2).set_state(state)
+
+
+def test_more_epochs_may_be_added_but_none_that_were_read_taken_away(path):
+    loader = make_loader(config_for(path, repeat=2), Bytes(), 2)
+    batches = list(loader)
+    state = loader.get_state()
+    longer = make_loader(config_for(path, repeat=3), Bytes(), 2)
+    longer.set_state(state)
+    more = list(longer)
+    assert len(batches) / 2 == pytest.approx(len(more), abs=1)
+    with pytest.raises(InputError, match=r"behind the end of the data: raise data.repeat"):
+        make_loader(config_for(path, repeat=1), Bytes(), 2).set_state(state)
+
+
+@pytest.mark.parametrize("pack", PACKINGS)
+def test_threads_and_prefetch_change_nothing_but_the_speed(pack, path):
+    config = config_for(path, pack)
+    loader = make_loader(config, Bytes(), 4)
+    wanted = [next(loader), *loader]
+    for threads, prefetch in [(0, 0), (1, 0), (5, 7)]:
+        other = make_loader(replace(config, threads=threads, prefetch=prefetch), Bytes(), 4)
+        assert_same(wanted, list(other))
 
 
 @pytest.mark.parametrize("pack", PACKINGS)
