@@ -1,0 +1,167 @@
+"""What a model costs before it runs: parameters, FLOPs per token, cache bytes; and device peaks.
+
+FLOPs count multiplications and additions of matrix products only, two per multiply-add (Kaplan et
+al. 2020, arXiv 2001.08361, sec. 2.1; Chowdhery et al. 2022, PaLM, appendix B). What an
+implementation repeats (rematerialisation) or does in vain (masked blocks) is not counted, so
+FLOPs / (time * peak) is the *model* FLOPs utilisation.
+"""
+
+import dataclasses
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax.models import Decoder, ModelConfig
+
+# Dense peak FLOP/s of one device in bfloat16 with float32 sums, from the vendors' data sheets.
+# The first name that is found in `device.device_kind`, lower case, counts.
+PEAK_FLOPS = (
+    ("tpu7x", 2_307e12),
+    ("tpu v6", 918e12),
+    ("tpu v5p", 459e12),
+    ("tpu v5 lite", 197e12),
+    ("tpu v5e", 197e12),
+    ("tpu v5", 459e12),  # v5p reports itself as "TPU v5"
+    ("tpu v4", 275e12),
+    ("tpu v3", 123e12),
+    ("tpu v2", 46e12),
+    ("gb200", 2_500e12),
+    ("b200", 2_250e12),
+    ("gh200", 989e12),
+    ("h200", 989e12),
+    ("h100 pcie", 756e12),
+    ("h100 nvl", 835e12),
+    ("h100", 989e12),
+    ("a100", 312e12),
+    ("l40s", 362e12),
+    ("l4", 121e12),
+    ("a10g", 70e12),
+    ("v100", 125e12),
+    ("t4", 65e12),
+)
+
+_SAMPLED_QUERIES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Counts for one model at one length; FLOPs are per token, averaged over the sequence."""
+
+    parameters: int
+    trained_parameters: int
+    parameter_bytes: int
+    matmul_flops: float  # forward, through weight matrices, the head included
+    attention_flops: float  # forward, queries with keys and weights with values
+    weight_gradient_flops: float  # backward, for the trained weights only
+    kv_cache_bytes: int  # of one sequence of that length
+
+    @property
+    def forward_flops(self) -> float:
+        return self.matmul_flops + self.attention_flops
+
+    @property
+    def training_flops(self) -> float:
+        """Forward, the gradients of activations, and those of the trained weights.
+
+        Attention has two products forward and four backward. With every weight trained this is
+        the familiar three times forward; with adapters on frozen weights it is nearer two.
+        """
+        activations = self.matmul_flops + 2 * self.attention_flops
+        return self.forward_flops + activations + self.weight_gradient_flops
+
+
+def estimate(config: ModelConfig, length: int, *, trained=lambda path: True) -> Cost:
+    """The cost of `config` on sequences of `length` tokens.
+
+    `trained(path)` says which parameters are trained: `layers/attention/query/kernel`, ...
+    """
+    shapes = parameter_shapes(config)
+    matmul = weight_gradients = 0.0
+    parameters = trained_parameters = nbytes = 0
+    for path, leaf in shapes.items():
+        size = math.prod(leaf.shape)
+        parameters += size
+        nbytes += size * leaf.dtype.itemsize
+        trained_parameters += size if trained(path) else 0
+        product = path.endswith(("/kernel", "/lora_a", "/lora_b")) or (
+            # Reading a row of the table is no product; a tied head is one.
+            path == "embed/embedding" and config.tie_embeddings
+        )
+        matmul += 2 * size if product else 0
+        weight_gradients += 2 * size if product and trained(path) else 0
+    per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
+    cache_width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    return Cost(
+        parameters=parameters,
+        trained_parameters=trained_parameters,
+        parameter_bytes=nbytes,
+        matmul_flops=matmul,
+        attention_flops=config.num_layers * per_pair * visible_keys(config, length),
+        weight_gradient_flops=weight_gradients,
+        kv_cache_bytes=config.num_layers * cache_width * length,
+    )
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter by path, without making any."""
+    from lcjax.sharding import path_of
+
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    tree = jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens)["params"]
+    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def visible_keys(config: ModelConfig, length: int) -> float:
+    """Keys that a query sees under the config's pattern, averaged over a sequence.
+
+    Counted from the pattern's own masks, on queries spread evenly over the sequence.
+    """
+    count = min(length, _SAMPLED_QUERIES)
+    # Middles of equal pieces: exact for all masks whose row sums are linear in each piece.
+    queries = ((np.arange(count) + 0.5) * length / count - 0.5).round().astype(np.int64)
+    keys = np.arange(length, dtype=np.int64)
+    total = 0
+    with jax.ensure_compile_time_eval():
+        for step in config.pattern.passes(queries[None], keys[None]):
+            for piece in np.array_split(queries, max(1, count * length // 2**22)):
+                seen = np.asarray(step.mask.element(piece[:, None], keys[None]))
+                total += int(np.broadcast_to(seen, (len(piece), length)).sum())
+    return total / count
+
+
+def peak_flops(device: jax.Device | None = None) -> float | None:
+    """Peak FLOP/s of a device from the table, or None for a device that is not in it."""
+    device = device or jax.devices()[0]
+    kind = device.device_kind.lower()
+    return next((peak for name, peak in PEAK_FLOPS if name in kind), None)
+
+
+def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) -> float:
+    """FLOP/s of the best of some square matrix products on the default device, now.
+
+    The yardstick where no data sheet helps, such as a CPU: there "devices" share the same cores,
+    so it stands for the whole machine.
+    """
+    a = jnp.full((size, size), 0.5, jnp.dtype(dtype))
+    product = jax.jit(jnp.dot)
+    product(a, a).block_until_ready()
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(a, a).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def machine_peak(dtype: str) -> tuple[float, str]:
+    """(FLOP/s of all devices together, where that number is from)."""
+    devices = jax.devices()
+    peak = peak_flops(devices[0])
+    if peak is not None:
+        return peak * len(devices), f"{len(devices)} x {devices[0].device_kind}, bfloat16 peak"
+    count = 1 if devices[0].platform == "cpu" else len(devices)
+    source = f"measured {dtype} matrix product on this {devices[0].platform}"
+    return measured_peak(dtype) * count, source

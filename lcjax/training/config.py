@@ -1,0 +1,147 @@
+"""The YAML sections of `train.py`."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lcjax.data import DataConfig
+from lcjax.errors import InputError
+from lcjax.lm import ModelSection
+from lcjax.lora import LoRA
+from lcjax.rope.positions import PlainPositions, Positions
+from lcjax.sharding import Mesh
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A trace of some steps for xprof or Perfetto, in `<run>/profile`."""
+
+    start: int = 10  # first step of the trace; compilation is over by then
+    steps: int = 3
+
+    def __post_init__(self):
+        _positive("train.profile", self, "start", "steps")
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """How the weights change."""
+
+    steps: int = 1000  # updates in all
+    batch_size: int = 8  # rows per update, over all devices and microbatches
+    accumulation: int = 1  # microbatches that an update is split into, to save memory
+    lr: float = 2e-5  # the highest learning rate
+    schedule: Literal["cosine", "linear", "constant", "lceg"] = "cosine"  # after the warm-up
+    warmup_steps: int = 20
+    min_lr: float = 0.0  # where cosine and linear end, as a fraction of lr
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    # Rules for parameters without decay: Hugging Face's and LLaMA's practice, norms and biases.
+    no_decay: tuple[str, ...] = ("norms", r"(^|/)bias$", "rope")
+    clip: float | None = 1.0  # largest global norm of the gradient; null: none
+    ema: float | None = None  # decay of a running average of the weights, such as 0.999
+    # What is trained: rules out of all, lora, embeddings, norms, rope, or regular expressions on
+    # parameter paths. Empty: lora where train.lora is set, else all. LongLoRA's "LoRA+" is
+    # [lora, embeddings, norms].
+    trainable: tuple[str, ...] = ()
+    lora: LoRA | None = None  # adapters beside the kernels
+    positions: Positions = field(default_factory=PlainPositions)  # where training tokens stand
+    on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
+    seed: int = 0  # of new weights and of sampled positions
+    loss_chunk: int | None = None  # positions projected to the vocabulary at once; null: fitting
+    log_every: int = 10
+    save_every: int = 500
+    keep: int = 2  # newest checkpoints that are kept
+    export: bool = True  # write <run>/model, a Hugging Face folder, at the end
+    profile: Profile | None = None
+
+    def __post_init__(self):
+        _positive("train", self, "steps", "batch_size", "accumulation", "lr", "eps")
+        _positive("train", self, "log_every", "save_every", "keep")
+        _positive(
+            "train", self, *[n for n in ("clip", "loss_chunk") if getattr(self, n) is not None]
+        )
+        if self.batch_size % self.accumulation:
+            nearest = _nearest_divisor(self.batch_size, self.accumulation)
+            raise InputError(
+                f"train.accumulation={self.accumulation} must divide train.batch_size="
+                f"{self.batch_size}; nearest: {nearest}"
+            )
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise InputError(
+                f"train.warmup_steps={self.warmup_steps} must lie in 0 ... train.steps={self.steps}"
+            )
+        for name, low, high in (("min_lr", 0, 1), ("ema", 0, 1), ("weight_decay", 0, 10)):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InputError(f"train.{name}={value} must lie in {low} ... {high}")
+
+    def rules(self) -> tuple[str, ...]:
+        """`trainable`, with what an empty list stands for."""
+        return self.trainable or (("lora",) if self.lora is not None else ("all",))
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """Where the results go, and what happens when some are there."""
+
+    folder: str = "runs/train"
+    existing: Literal["resume", "overwrite", "refuse"] = "resume"  # a run that is there already
+    accept: tuple[str, ...] = ()  # keys that may differ from the run that is resumed
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Loss on the held-out documents (`data.holdout`) while training."""
+
+    every: int = 0  # steps; 0: never
+    batches: int | None = 16  # of train.batch_size rows; null: all
+
+    def __post_init__(self):
+        if self.every < 0 or (self.batches is not None and self.batches < 1):
+            raise InputError(
+                f"eval.every={self.every} must be 0 or more, eval.batches={self.batches} 1 or more"
+            )
+
+
+@dataclass(frozen=True)
+class TrackSection:
+    """Where metrics go besides <run>/metrics.jsonl."""
+
+    tensorboard: bool = False  # event files in <run>/tensorboard (extra: tensorboard)
+    wandb: str | None = None  # project name on Weights & Biases (extra: wandb)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that `train.py` reads."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainSection = field(default_factory=TrainSection)
+    mesh: Mesh = field(default_factory=Mesh)
+    run: RunSection = field(default_factory=RunSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    track: TrackSection = field(default_factory=TrackSection)
+
+    def __post_init__(self):
+        if self.eval.every and not self.data.holdout:
+            raise InputError(
+                f"eval.every={self.eval.every} needs held-out documents; set data.holdout, as 0.01"
+            )
+
+    def replace(self, **changes) -> "TrainConfig":
+        return dataclasses.replace(self, **changes)
+
+
+def _positive(section: str, owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not value > 0:
+            raise InputError(f"{section}.{name}={value} must be above 0")
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: abs(d - wanted))

@@ -1,0 +1,83 @@
+"""The run folder: what lies where, and whether a run that is there may go on.
+
+config.yaml      the resolved settings        model.yaml   the model's numbers
+checkpoints/     train states                 tokenizer/   the tokenizer
+metrics.jsonl    one line per log             loss.png     the curve
+model/           the result, a Hugging Face folder         base.json  which frozen weights it needs
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import draccus
+import jax
+
+from lcjax import config as config_lib
+from lcjax.checkpoint import FOLDER
+from lcjax.errors import InputError
+from lcjax.training.config import TrainConfig
+
+CONFIG, MODEL_CONFIG, METRICS, BASE = "config.yaml", "model.yaml", "metrics.jsonl", "base.json"
+_OWN = (CONFIG, MODEL_CONFIG, METRICS, BASE, FOLDER, "tokenizer", "model", "adapter", "loss.png")
+
+# Keys that do not change what a run computes (up to rounding): a resumed run may have others.
+# The loader itself checks that the text behind data.path is the same.
+_FREE = ("run.", "eval.", "track.", "mesh.", "data.threads", "data.prefetch", "data.path")
+_FREE += ("data.sources", "model.remat", "train.accumulation", "train.on_nan", "train.loss_chunk")
+_FREE += ("train.log_every", "train.save_every", "train.keep", "train.export", "train.profile")
+
+
+def prepare(config: TrainConfig) -> Path:
+    """The folder, ready for this run: new, emptied of an old run, or the same run's to go on in."""
+    folder = Path(config.run.folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"run.folder={folder} is a file; name a folder")
+    main = jax.process_index() == 0
+    if (folder / CONFIG).exists():
+        if config.run.existing == "refuse":
+            raise InputError(
+                f"run.folder={folder} holds a run; name another folder, or set run.existing to"
+                " resume or overwrite"
+            )
+        if config.run.existing == "overwrite":
+            _clear(folder) if main else None
+        else:
+            _check_same(config, folder)
+    if main:
+        config_lib.dump(config, folder / CONFIG)
+    return folder
+
+
+def _clear(folder: Path) -> None:
+    """Removes what a run writes, and nothing else that lies there."""
+    for path in [folder / name for name in _OWN] + list(folder.glob("bad_batch_*.npz")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _check_same(config: TrainConfig, folder: Path) -> None:
+    old = flat(config_lib.parse(TrainConfig, ["--config", str(folder / CONFIG)]))
+    new = flat(config)
+    for key in sorted(old.keys() | new.keys()):
+        if key.startswith((*_FREE, *config.run.accept)):
+            continue
+        if old.get(key) != new.get(key):
+            raise InputError(
+                f"{key}={new.get(key)} but the run in {folder} began with {old.get(key)}; give the"
+                f" old value, another run.folder, run.existing=overwrite, or run.accept=[{key}]"
+            )
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """{"train.lr": 1e-4, ...} of a config."""
+
+    def walk(tree, prefix):
+        if not isinstance(tree, dict):
+            return {prefix[:-1]: tree}
+        leaves = {}
+        for name, child in tree.items():
+            leaves |= walk(child, f"{prefix}{name}.")
+        return leaves
+
+    return walk(json.loads(json.dumps(draccus.encode(config))), "")

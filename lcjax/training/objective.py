@@ -1,0 +1,46 @@
+"""The training objective: the next token's negative log-likelihood, at trained positions."""
+
+from collections.abc import Callable
+
+import jax
+
+from lcjax.loss import cross_entropy
+from lcjax.models import Decoder, ModelConfig, head
+from lcjax.training.partition import union
+
+Batch = dict[str, jax.Array]
+# (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights)
+Objective = Callable[[dict, dict, Batch, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def language_model(config: ModelConfig, positions, *, chunk: int | None = None) -> Objective:
+    """Cross-entropy of `targets`, weighted by `weights`, summed over the batch.
+
+    `positions` (`lcjax.rope.positions`) places the tokens: where they stand, or somewhere in a
+    longer context, drawn anew for every batch.
+    """
+    model = Decoder(config)
+
+    def objective(trained, frozen, batch, key):
+        params = union(trained, frozen)
+        places, rotation = positions.sample(
+            key,
+            batch["positions"],
+            rope=config.rope,
+            head_dim=config.rotary_dim,
+            params=params.get("rope"),
+        )
+        hidden, _ = model.apply(
+            {"params": params},
+            batch["tokens"],
+            positions=places,
+            segments=batch["segments"],
+            rotation=rotation,
+        )
+        kernel, bias = head(params, config)
+        with jax.named_scope("loss"):
+            return cross_entropy(
+                hidden, kernel, batch["targets"], batch["weights"], bias=bias, chunk=chunk
+            )
+
+    return objective

@@ -1,0 +1,85 @@
+"""Which parameters are trained: path rules split the tree in two, and `union` joins it again.
+
+Only the trained tree is differentiated, so frozen weights have no gradient, no moments and no
+place in a checkpoint.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+
+import jax
+
+from lcjax.errors import InputError
+
+# Names for common rules; anything else is a regular expression, searched in the path.
+NAMED_RULES = {
+    "all": r"",
+    "lora": r"(^|/)lora_[ab]$",
+    "embeddings": r"^(embed|head)/",
+    "norms": r"norm/(scale|bias)$",
+    "rope": r"^rope/",
+}
+
+
+def flatten(tree: dict, prefix: str = "") -> dict[str, jax.Array]:
+    """Nested dicts as one: {"layers/mlp/up/kernel": leaf}."""
+    flat = {}
+    for name, child in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(child, dict):
+            flat |= flatten(child, f"{path}/")
+        else:
+            flat[path] = child
+    return flat
+
+
+def unflatten(flat: dict[str, jax.Array]) -> dict:
+    """The inverse of `flatten`."""
+    tree: dict = {}
+    for path, leaf in flat.items():
+        *branches, last = path.split("/")
+        node = tree
+        for branch in branches:
+            node = node.setdefault(branch, {})
+        node[last] = leaf
+    return tree
+
+
+def split(tree: dict, keep: Callable[[str], bool]) -> tuple[dict, dict]:
+    """(leaves whose path `keep` accepts, the others), both as nested dicts."""
+    flat = flatten(tree)
+    kept = {path: leaf for path, leaf in flat.items() if keep(path)}
+    rest = {path: leaf for path, leaf in flat.items() if path not in kept}
+    return unflatten(kept), unflatten(rest)
+
+
+def union(first: dict, second: dict) -> dict:
+    """The tree of both halves' leaves, in an order that does not depend on how it was split."""
+    flat = flatten(first) | flatten(second)
+    return unflatten(dict(sorted(flat.items())))
+
+
+def matcher(rules: Iterable[str], key: str) -> Callable[[str], bool]:
+    """A test of paths: does any rule hold? `key` names the config field in errors."""
+    patterns = []
+    for rule in rules:
+        try:
+            patterns.append(re.compile(NAMED_RULES.get(rule, rule)))
+        except re.error as error:
+            raise InputError(
+                f"{key}: rule {rule!r} is no regular expression ({error}); "
+                f"names: {', '.join(NAMED_RULES)}"
+            ) from None
+    return lambda path: any(pattern.search(path) for pattern in patterns)
+
+
+def trainable(paths: Iterable[str], rules: tuple[str, ...]) -> Callable[[str], bool]:
+    """The test for trained parameters; a rule that holds for no path is an error."""
+    paths, key = list(paths), "train.trainable"
+    for rule in rules:
+        if not any(map(matcher((rule,), key), paths)):
+            near = difflib.get_close_matches(rule, [*NAMED_RULES, *paths], n=3, cutoff=0.3)
+            way_out = "set train.lora too" if rule == "lora" else f"near: {', '.join(near)}"
+            raise InputError(f"{key}: rule {rule!r} matches no parameter; {way_out or 'try all'}")
+    return matcher(rules, key)

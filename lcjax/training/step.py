@@ -1,0 +1,105 @@
+"""One update: gradients over microbatches, clipping, AdamW, and a guard against non-finite numbers.
+
+The loss is the sum of negative log-likelihoods over all weights of the *global* batch. Dividing by
+that one total before the microbatches are summed makes any accumulation equal to one large batch,
+also when microbatches hold different numbers of tokens.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lcjax.training import optim
+from lcjax.training.objective import Batch, Objective
+from lcjax.training.state import TrainState
+
+Info = dict[str, jax.Array]
+
+
+def make_train_step(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    schedule: optim.Schedule,
+    *,
+    accumulation: int = 1,
+    ema_decay: float | None = None,
+) -> Callable[[TrainState, dict, Batch], tuple[TrainState, Info]]:
+    """`train_step(state, frozen, batch) -> (state, info)`: pure, to be jitted with donation.
+
+    A step whose loss or gradient is not finite leaves parameters, moments and average as they
+    were; it only counts. Whether the run goes on is the loop's decision.
+    """
+
+    def train_step(state: TrainState, frozen: dict, batch: Batch) -> tuple[TrainState, Info]:
+        key = jax.random.fold_in(state.rng, state.step)
+        loss, tokens, grads = accumulate(objective, state.params, frozen, batch, key, accumulation)
+        norm, lr = optax.global_norm(grads), schedule(state.step)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        with jax.named_scope("update"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, optim.wide(state.params))
+            params, ema = optim.apply(state.params, updates, lr), state.ema
+            if ema_decay is not None:
+                ema = optim.average(ema, params, ema_decay)
+            new, old = (params, opt_state, ema), (state.params, state.opt_state, state.ema)
+            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        info = {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": jnp.asarray(lr, jnp.float32),
+            "tokens": tokens,
+            "finite": finite,
+            "skipped": skipped,
+        }
+        return TrainState(state.step + 1, skipped, *kept, state.rng), info
+
+    return train_step
+
+
+def accumulate(
+    objective: Objective, params: dict, frozen: dict, batch: Batch, key: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, dict]:
+    """(mean loss per weight, sum of weights, float32 gradients of the mean) of a whole batch."""
+    total = batch["weights"].astype(jnp.float32).sum()
+    # A batch of padding only has no loss rather than 0 / 0.
+    inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+
+    def mean_share(params, micro, key):
+        return objective(params, frozen, micro, key)[0] * inverse
+
+    def one(carry, xs):
+        loss, grads = jax.value_and_grad(mean_share)(params, *xs)
+        return jax.tree.map(lambda sum, x: sum + x.astype(jnp.float32), carry, (loss, grads)), None
+
+    start = (jnp.float32(0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    if count == 1:
+        (loss, grads), _ = one(start, (batch, key))
+    else:
+        keys = jax.random.split(key, count)
+        (loss, grads), _ = jax.lax.scan(one, start, (microbatches(batch, count), keys))
+    return loss, total, grads
+
+
+def microbatches(batch: Batch, count: int) -> Batch:
+    """[B, ...] -> [count, B / count, ...], microbatch m holding the rows m, m + count, ...
+
+    Each device holds consecutive rows of a sharded batch. Taken with a stride, every microbatch
+    has rows of every device, and nothing moves between devices.
+    """
+
+    def one(x):
+        return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(one, batch)
+
+
+def make_eval_step(objective: Objective) -> Callable[[dict, dict, Batch], Info]:
+    """`eval_step(params, frozen, batch) -> {"nll": sum, "tokens": sum of weights}`."""
+
+    def eval_step(params, frozen, batch):
+        nll, tokens = objective(params, frozen, batch, jax.random.key(0))
+        return {"nll": nll, "tokens": tokens}
+
+    return eval_step
