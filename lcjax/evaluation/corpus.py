@@ -8,6 +8,18 @@ import numpy as np
 from lcjax.errors import InputError
 from lcjax.evaluation.windows import Document
 
+BOS_RULES = ("auto", "always", "never")
+
+
+def start_token(tokenizer, rule: str) -> int | None:
+    """BOS where a text should begin with it; `auto` asks what the model was trained with."""
+    wanted = getattr(tokenizer, "add_bos", tokenizer.bos_id is not None)
+    if rule == "never" or (rule == "auto" and not wanted):
+        return None
+    if tokenizer.bos_id is None:
+        raise InputError(f"bos={rule!r}, but this model's tokenizer has no BOS; use bos=auto")
+    return tokenizer.bos_id
+
 
 @dataclasses.dataclass
 class _Entry:

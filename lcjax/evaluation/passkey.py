@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lcjax.errors import InputError
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import Corpus, start_token
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 
 WORDING = "lcjax-1"
@@ -97,7 +97,7 @@ class Passkey(Task):
                     "protocol": f"passkey_{self.match}",
                     "wording": WORDING,
                     "length": length,
-                    "bos": "document" if tokenizer.bos_id is not None else "absent",
+                    "bos": "none" if start_token(tokenizer, "auto") is None else "document",
                     "depth": depth,
                     "key_start": start,
                     "trial": trial,
@@ -135,16 +135,19 @@ class Passkey(Task):
         if self.template == "chat":
             messages = [{"role": "user", "content": _SLOT}]
             before, _, after = tokenizer.render_chat(messages).partition(_SLOT)
-        head = list(tokenizer.encode(before + _INSTRUCTION.rstrip()))
-        if tokenizer.bos_id is not None:
-            # Some chat templates write BOS themselves.
-            head = [tokenizer.bos_id, *(token for token in head if token != tokenizer.bos_id)]
+        special = {"allow_special": self.template == "chat"}  # the template's marks are tokens
+        head = list(tokenizer.encode(before + _INSTRUCTION.rstrip(), **special))
+        bos = start_token(tokenizer, "auto")
+        if bos is not None:
+            # Some chat templates write BOS themselves, perhaps behind sentencepiece's blank.
+            written = head.index(bos) + 1 if bos in head[:2] else 0
+            head = [bos, *head[written:]]
         needle = _NEEDLE + _REPEAT * (self.repeat - 1)
         return Pieces(
             head=head + _inner(tokenizer, "\n\n"),
             needle=_inner(tokenizer, needle.format(key=key)),
             resume=_inner(tokenizer, _RESUME),
-            tail=_inner(tokenizer, _QUESTION + after + _ANSWER),
+            tail=_inner(tokenizer, _QUESTION + after + _ANSWER, **special),
         )
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
@@ -196,12 +199,14 @@ def judge(answer: str, key: str, tokenizer) -> dict[str, bool]:
     }
 
 
-def _inner(tokenizer, text: str) -> list[int]:
+def _inner(tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
     """Ids of `text` as they are inside a longer text.
 
     Encoded behind a letter, which is then taken off, because sentencepiece puts a blank in front
     of whatever it is given.
     """
     anchor = list(tokenizer.encode("a"))
-    ids = list(tokenizer.encode("a" + text))
-    return ids[len(anchor) :] if ids[: len(anchor)] == anchor else list(tokenizer.encode(text))
+    ids = list(tokenizer.encode("a" + text, allow_special=allow_special))
+    if ids[: len(anchor)] == anchor:
+        return ids[len(anchor) :]
+    return list(tokenizer.encode(text, allow_special=allow_special))

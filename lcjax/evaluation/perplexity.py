@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lcjax.errors import InputError
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import BOS_RULES, Corpus, start_token
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.windows import PROTOCOLS, Options, Protocol, choose, join, lay
 
@@ -22,7 +22,7 @@ class Perplexity(Task):
 
     protocol: str = "slide_press"  # slide_press, slide_full, last_k or prefix_yarn
     last: int = 256  # last_k: scored tokens at the end of a window
-    bos: str = "document"  # document: BOS, if the tokenizer has one, before each; or none
+    bos: str = "auto"  # BOS before each document: auto (if the model expects it), always, never
     min_tokens: int = 0  # shortest document that counts; 0: the longest of the lengths
     max_tokens: int = 0  # documents are cut here, so that all lengths score the same text; 0: no
     first_documents: int = 0  # only so many documents (the LCEG study: 10, CEPE at 128K: 10)
@@ -48,7 +48,7 @@ class Perplexity(Task):
         for key, value, known in (
             ("protocol", self.protocol, tuple(PROTOCOLS)),
             ("select", self.select, SELECT),
-            ("bos", self.bos, ("document", "none")),
+            ("bos", self.bos, BOS_RULES),
             ("position_bins", self.position_bins, ("linear", "log")),
         ):
             if value not in known:
@@ -85,8 +85,7 @@ class Perplexity(Task):
         return f"tasks.{self.label}"
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
-        tokenizer = corpus.tokenizer
-        bos = tokenizer.bos_id if self.bos == "document" else None
+        bos = start_token(corpus.tokenizer, self.bos)
         minimum = 2 if self._rules.stream else self.min_tokens or max(limits.lengths)
         counts = [n for n in (self.first_documents, limits.max_documents) if n]
         # YaRN's windows leave one place to BOS; the other protocols count it as a token of text.
@@ -106,7 +105,7 @@ class Perplexity(Task):
                 "protocol": self.protocol,
                 "length": length,
                 "stride": limits.stride if self._rules.strided else None,
-                "bos": self.bos if tokenizer.bos_id is not None else "absent",
+                "bos": "none" if bos is None else "document",
                 "document": window.document,
                 "source": document.name,
                 "start": window.start,
@@ -157,9 +156,8 @@ class Perplexity(Task):
         }
         if self._rules.by_position:
             edges = bin_edges(unit.facts["length"], self.position_bins)
-            places = np.searchsorted(
-                edges, np.arange(unit.facts["first"], unit.facts["size"]), "right"
-            )
+            positions = np.arange(unit.facts["first"], unit.facts["size"])
+            places = np.searchsorted(edges, positions, "right")
             sums = np.bincount(places - 1, known, len(edges) - 1)
             counts = np.bincount(places - 1, finite, len(edges) - 1)
             record["position_nll"] = sums.tolist()

@@ -3,12 +3,12 @@
 Papers print "perplexity, sliding window of 256" for computations that differ by 9 to 19 % on one
 model and text, because they choose and weigh windows differently. Here each choice has a name:
 
-| id            | windows                                     | scored      | mean over            | base    |
-|---------------|---------------------------------------------|-------------|----------------------|---------|
-| `slide_press` | per document, ends at L, L+S, ..., the end  | new tokens  | tokens               | e       |
-| `slide_full`  | token stream, starts 0, S, ...; last dropped| all         | windows              | 2.71828 |
-| `last_k`      | per document, starts 0, S, ..., full only   | last k      | windows              | e       |
-| `prefix_yarn` | the beginning of each document              | all         | windows (documents)  | e       |
+| id            | windows                                      | scored     | mean over | base    |
+|---------------|----------------------------------------------|------------|-----------|---------|
+| `slide_press` | of a document: end at L, L+S, ..., its end   | new tokens | tokens    | e       |
+| `slide_full`  | of the stream: start at 0, S, ..., less last | all        | windows   | 2.71828 |
+| `last_k`      | of a document: start at 0, S, ..., all full  | last k     | windows   | e       |
+| `prefix_yarn` | the beginning of each document               | all        | windows   | e       |
 
 `slide_press` is Press et al. (Shortformer, section 2), the text of PI and E2-LLM; `slide_full` is
 what the published code of LongLoRA and of the LCEG study computes; `last_k` is CEPE's code;

@@ -1,0 +1,39 @@
+"""The config of `eval.py`."""
+
+import dataclasses
+
+from lcjax.attention import Pattern
+from lcjax.data import DataConfig
+from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
+from lcjax.evaluation.perplexity import Perplexity
+from lcjax.evaluation.task import Task
+from lcjax.lm import ModelSection
+from lcjax.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One row of a table: the model as it is, or with another position method or checkpoint."""
+
+    name: str
+    rope: Rope | None = None  # none: the checkpoint's own
+    pattern: Pattern | None = None  # none: the checkpoint's own
+    path: str | None = None  # another checkpoint than model.path, such as a training run
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Which methods are compared, on what, at which lengths."""
+
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    methods: tuple[Method, ...] = (Method("base"),)  # rows of the tables, in this order
+    tasks: tuple[Task, ...] = (Perplexity(),)  # what is measured
+    lengths: tuple[int, ...] = (1024, 2048, 4096)  # context lengths in tokens, everything counted
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)  # path, sources, holdout
+    stride: int = 256  # tokens from one perplexity window to the next
+    max_documents: int = 0  # documents of the corpus that are read; 0: all that are long enough
+    max_windows: int = 0  # perplexity windows per length; 0: all
+    batch: int = 1  # windows that run at once; may change when a run is continued
+    seed: int = 0  # of random choices: keys, places, which windows
+    out: str = "runs/eval"  # records, tables, figures
+    resume: bool = True  # continue the run in `out`, when it is this one

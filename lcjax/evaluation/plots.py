@@ -1,0 +1,221 @@
+"""Figures of a report. matplotlib is imported when one is drawn, and never opens a window."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from lcjax.evaluation.task import Metric, Record
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too faint on white.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
+_MARKERS = "osD^vPX*"
+_GREY = "#777777"
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "axes.labelsize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": _GREY,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 2.0,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "savefig.dpi": 160,
+}
+
+
+@contextmanager
+def _canvas(path: Path, width: float, height: float):
+    """A figure that is saved on leaving; the same numbers give the same bytes."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Software": None})
+
+
+def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
+    """One line per method over the lengths, on a log2 axis with token counts as ticks."""
+    with _canvas(path, 8.4, 4.4) as figure:
+        axes = figure.add_subplot()
+        for index, (method, own) in enumerate(_by_method(cells).items()):
+            own = sorted(own, key=lambda cell: cell["length"])
+            x = [cell["length"] for cell in own]
+            y = [_number(cell["value"]) for cell in own]
+            axes.plot(x, y, label=method, **_look(index), clip_on=False, zorder=3)
+        axes.set_xscale("log", base=2)
+        lengths = sorted({cell["length"] for cell in cells})
+        axes.set_xticks(lengths, [_tokens(length) for length in lengths])
+        axes.minorticks_off()
+        axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
+        _value_axis(axes, [_number(cell["value"]) for cell in cells], metric)
+        axes.set_xlabel("context length in tokens")
+        axes.set_ylabel(metric.name)
+        axes.set_title(metric.title[0].upper() + metric.title[1:] + " by context length")
+        _mark_trained(axes, {cell["trained"] for cell in cells}, axes.get_xlim())
+        _legend(axes)
+    return path
+
+
+def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
+    """Log when methods are worlds apart, with plain numbers, and not beyond what tables print."""
+    finite = [value for value in values if np.isfinite(value)]
+    if not finite or not metric.lower_is_better:
+        axes.set_ylim(-0.03, 1.03)
+        return
+    low, high = min(finite), max(finite)
+    if low > 0 and high > 8 * low:
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        if high > metric.dash_above:
+            axes.set_ylim(low / 1.3, max(metric.dash_above, 2 * low))
+    else:
+        room = 0.12 * (high - low) or 0.05 * high
+        axes.set_ylim(low - room, high + room)
+
+
+def over_positions(curves: Sequence[Record], path: Path) -> Path:
+    """Mean loss by position in the window, with a band of one standard error over windows."""
+    with _canvas(path, 8.4, 4.4) as figure:
+        axes = figure.add_subplot()
+        for index, curve in enumerate(curves):
+            x, y = np.asarray(curve["position"]), np.asarray(curve["nll"])
+            look = {"color": _COLOURS[index % len(_COLOURS)]}
+            label = f"{curve['method']} ({_tokens(curve['length'])})"
+            axes.plot(x, y, label=label, linewidth=1.6, zorder=3, **look)
+            if curve["windows"] > 1:
+                band = np.asarray(curve["standard_error"])
+                axes.fill_between(x, y - band, y + band, alpha=0.18, linewidth=0, **look)
+        longest = max(curve["length"] for curve in curves)
+        if any(curve["log"] for curve in curves):
+            axes.set_xscale("log", base=2)
+            ticks = [2**k for k in range(1, int(np.log2(longest)) + 1, 2)]
+        else:
+            ticks = [longest * k // 8 for k in range(9)]
+        axes.set_xticks(ticks, [_tokens(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlim(1 if curves[0]["log"] else 0, longest)
+        axes.set_xlabel("position in the window, in tokens")
+        axes.set_ylabel("negative log-likelihood, nats per token")
+        axes.set_title("Loss by position")
+        _mark_trained(axes, {curve["trained"] for curve in curves}, axes.get_xlim())
+        _legend(axes)
+    return path
+
+
+def heat_maps(records: Sequence[Record], title: str, path: Path) -> Path:
+    """Accuracy by length and depth, one panel a method, one colour scale, depth 0 on top."""
+    methods = _by_method(records)
+    lengths = sorted({record["length"] for record in records})
+    depths = sorted({record["depth"] for record in records})
+    columns = min(3, len(methods))
+    rows = -(-len(methods) // columns)
+    wide, high = max(2.6, 0.62 * len(lengths) + 1.2), max(2.4, 0.3 * len(depths) + 1.3)
+    with _canvas(path, max(5.2, columns * wide + 1), rows * high + 0.5) as figure:
+        panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+        for axes, (method, own) in zip(panels, methods.items(), strict=False):
+            picture = _panel(axes, own, lengths, depths)
+            axes.set_title(method, fontsize=10.5)
+        for axes in panels[len(methods) :]:
+            axes.set_visible(False)
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        figure.supxlabel("context length in tokens (dashed: trained length)", fontsize=10)
+        figure.supylabel("depth of the key", fontsize=10)
+        bar = figure.colorbar(picture, ax=list(panels), shrink=0.9, pad=0.02)
+        bar.outline.set_visible(False)
+    return path
+
+
+def _panel(axes, records: Sequence[Record], lengths: list[int], depths: list[float]):
+    sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
+    for record in records:
+        cell = depths.index(record["depth"]), lengths.index(record["length"])
+        sums[cell] += record["correct"]
+        counts[cell] += 1
+    share = np.ma.masked_where(counts == 0, sums / np.maximum(counts, 1))
+    axes.patch.set(hatch="///", edgecolor="#CCCCCC")  # shows through where nothing was measured
+    picture = axes.pcolormesh(
+        np.arange(len(lengths) + 1),
+        np.arange(len(depths) + 1),
+        share,
+        cmap="cividis",
+        vmin=0,
+        vmax=1,
+        edgecolors="white",
+        linewidth=0.6,
+    )
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    turn = 45 if len(lengths) > 5 else 0
+    axes.set_xticks(np.arange(len(lengths)) + 0.5, [_tokens(n) for n in lengths], rotation=turn)
+    axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:.0%}" for depth in depths])
+    axes.tick_params(length=0)
+    trained = records[0]["trained"]
+    inside = sum(length <= trained for length in lengths)
+    # Between columns: the last length that the model was trained for, and the first it was not.
+    if 0 < inside < len(lengths):
+        axes.axvline(inside, color="white", linewidth=3.2)
+        axes.axvline(inside, color="#D55E00", linewidth=1.8, linestyle=(0, (4, 3)))
+    return picture
+
+
+def _by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for item in items:
+        groups.setdefault(item["method"], []).append(item)
+    return groups
+
+
+def _look(index: int) -> dict:
+    marker = _MARKERS[index % len(_MARKERS)]
+    return {"color": _COLOURS[index % len(_COLOURS)], "marker": marker}
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else float(value)
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,}"
+
+
+def _mark_trained(axes, trained: set[int], limits: tuple[float, float]) -> None:
+    for length in sorted(trained):
+        if limits[0] <= length <= limits[1]:
+            axes.axvline(length, color=_GREY, linestyle=(0, (5, 4)), linewidth=1.2, zorder=1)
+            axes.annotate(
+                f"trained length {_tokens(length)}",
+                (length, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(-5, -4),
+                textcoords="offset points",
+                rotation=90,
+                ha="right",
+                va="top",
+                fontsize=8.5,
+                color=_GREY,
+            )
+
+
+def _legend(axes) -> None:
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), borderaxespad=0, labelspacing=0.7)

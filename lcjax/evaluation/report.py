@@ -1,0 +1,145 @@
+"""From records to what people read: summary, tables and figures."""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from lcjax.evaluation.records import FORMAT, clean
+from lcjax.evaluation.tables import grid, markdown, to_csv
+from lcjax.evaluation.task import Metric, Record, Task
+
+_PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
+_COMMON = ("protocol", "stride", "bos", "trained", "tokenizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a run found: cells (one per task, method and length), the files, and the text."""
+
+    cells: list[Record]
+    summary: Record
+    files: list[Path]
+    text: str  # the tables, as printed
+
+
+def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> Record:
+    """One cell of a table: the task's numbers, what they depend on, and what they cost."""
+    common = {key: records[0].get(key) for key in _COMMON}
+    return {
+        "task": task.label,
+        "method": method,
+        "length": length,
+        **common,
+        **task.summarise(records),
+        **_cost(records),
+    }
+
+
+def _cost(records: Sequence[Record]) -> Record:
+    """Tokens read per second, without the batches that compiled unless there are no others."""
+    warm = [record for record in records if not record["compiled"]]
+    timed = warm or records
+    seconds = sum(record["seconds"] for record in timed)
+    return {
+        "seconds": sum(record["seconds"] for record in records),
+        "tokens_per_second": sum(r["size"] for r in timed) / seconds if seconds else None,
+        "includes_compilation": not warm,
+        "peak_bytes": max(record["peak_bytes"] for record in records),
+    }
+
+
+def write(
+    folder: Path, config: Mapping, tasks: Mapping[Task, Sequence[Record]], *, order: Sequence[str]
+) -> Report:
+    """Writes summary.json, tables/ and figures/ of a run; methods come in the order given."""
+    cells, files, texts, entries = [], [], [], []
+    for task, unsorted in tasks.items():
+        records = sorted(
+            unsorted, key=lambda r: (order.index(r["method"]), r["length"], r["window"])
+        )
+        groups: dict[tuple[str, int], list[Record]] = {}
+        for record in records:
+            groups.setdefault((record["method"], record["length"]), []).append(record)
+        own = [cell_of(task, *key, group) for key, group in groups.items()]
+        aggregates = task.aggregates(own, records)
+        text = _tables(task, own, aggregates)
+        files += _save_tables(folder / "tables", task, own, text)
+        files += task.figures(own, records, folder / "figures")
+        metric = dataclasses.asdict(task.metric)
+        metric.pop("dash_above")
+        entry = {"task": task.label, "metric": metric, "cells": own, "aggregates": aggregates}
+        entries.append(entry)
+        cells += own
+        texts.append(text)
+    summary = {
+        "format": FORMAT,
+        "versions": versions(),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "seed": config.get("seed"),
+        "config": config,
+        "tasks": entries,
+    }
+    path = folder / "summary.json"
+    path.write_text(json.dumps(clean(summary), indent=1, default=str) + "\n", encoding="utf-8")
+    return Report(cells, summary, [path, *files], "\n".join(texts))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computed the numbers."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"  # such as lcjax itself, run from a checkout
+    return found
+
+
+def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
+    """Markdown: the number, then what explains it, then what it cost."""
+    first = cells[0]
+    facts = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
+    if first["stride"] is not None:
+        facts.insert(1, f"stride {first['stride']}")
+    trained = sorted({cell["trained"] for cell in cells})
+    facts.append("trained length " + ", ".join(f"{length:,}" for length in trained))
+    parts = [f"### {task.metric.title}\n", ", ".join(facts) + "\n"]
+    parts.append(markdown(grid(cells, "value", task.metric)))
+    if len({cell["tokenizer"] for cell in cells}) > 1 and "bits_per_byte" in first:
+        parts.append("Tokenizers differ: compare bits per byte.\n")
+        parts.append(markdown(grid(cells, "bits_per_byte", Metric("", "", True, 3))))
+    if any(cell.get("nan_tokens") for cell in cells):
+        parts.append("Perplexity without the windows that gave NaN:\n")
+        parts.append(markdown(grid(cells, "value_without_nan", task.metric)))
+    if aggregates:
+        keys = list(next(iter(aggregates.values())))
+        rows = [["method", *keys]]
+        rows += [[name, *(f"{entry[k]:,}" for k in keys)] for name, entry in aggregates.items()]
+        parts.append(markdown(rows))
+    parts.append("Tokens per second / peak memory in GB:\n")
+    parts.append(markdown(_cost_grid(cells)))
+    return "\n".join(parts)
+
+
+def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
+    speed = grid(cells, "tokens_per_second", Metric("", "", False, 0))
+    scaled = [{**cell, "peak": cell["peak_bytes"] / 1e9} for cell in cells]
+    peak = grid(scaled, "peak", Metric("", "", True, 2))
+    for row, other in zip(speed[1:], peak[1:], strict=True):
+        for column in range(1, len(row)):
+            fast, small = row[column].strip("*"), other[column].strip("*")
+            row[column] = f"{fast} / {small}" if fast or small else ""
+    return speed
+
+
+def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{task.label}.md", folder / f"{task.label}.csv"]
+    files[0].write_text(text, encoding="utf-8")
+    files[1].write_text(to_csv(cells), encoding="utf-8")
+    return files

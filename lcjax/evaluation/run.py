@@ -1,0 +1,199 @@
+"""One run: every method answers the same questions at every length; records, then a report."""
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import draccus
+from tqdm import tqdm
+
+from lcjax.config import dump
+from lcjax.data import documents
+from lcjax.errors import InputError
+from lcjax.evaluation import measure, report
+from lcjax.evaluation.config import EvalConfig, Method
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.records import Key, Store
+from lcjax.evaluation.task import Limits, Record, Task, Unit
+from lcjax.lm import LanguageModel, ModelSection
+
+Loader = Callable[[ModelSection], Any]
+Plan = dict[tuple[str, int], list[Unit]]  # by task and length
+
+
+def run(config: EvalConfig, *, load: Loader = LanguageModel.load) -> report.Report:
+    """Scores what is not scored yet and writes the report; `load` opens a model section."""
+    limits = check(config)
+    settings = draccus.encode(config)
+    store = Store(config.out, settings, resume=config.resume)
+    dump(config, store.folder / "config.yaml")
+    try:
+        records = _Runner(config, limits, store, load).records()
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(
+            f"finished records are in {store.folder}; the same command continues from there"
+        ) from stop
+    order = [method.name for method in config.methods]
+    result = report.write(store.folder, settings, records, order=order)
+    print(f"\n{result.text}\nWritten:")
+    print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
+    return result
+
+
+def check(config: EvalConfig) -> Limits:
+    """Everything that can be refused before a model is loaded."""
+    for key, names in (
+        ("methods", [method.name for method in config.methods]),
+        ("tasks", _labels(config)),
+        ("lengths", list(config.lengths)),
+    ):
+        if not names:
+            raise InputError(f"{key} is empty; give at least one")
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        if twice:
+            raise InputError(f"{key}: {', '.join(twice)} stands twice; give each its own name")
+    for label in _labels(config):
+        if not re.fullmatch(r"[\w.-]+", label):
+            raise InputError(
+                f"tasks: name={label!r} names files; use letters, digits, dot, dash, underscore"
+            )
+    for length in config.lengths:
+        if length < 2:
+            raise InputError(f"lengths: {length} must be at least 2: one token to predict another")
+    for key, least in (("stride", 1), ("batch", 1), ("max_documents", 0), ("max_windows", 0)):
+        if getattr(config, key) < least:
+            raise InputError(f"{key}={getattr(config, key)} must be at least {least}")
+    limits = Limits(
+        tuple(sorted(config.lengths)),
+        config.stride,
+        config.max_documents,
+        config.max_windows,
+        config.seed,
+    )
+    for task in config.tasks:
+        task.check(limits)
+    return limits
+
+
+def _labels(config: EvalConfig) -> list[str]:
+    return [task.label for task in config.tasks]
+
+
+class _Runner:
+    """Loads models one after another, and asks them what no record answers yet."""
+
+    def __init__(self, config: EvalConfig, limits: Limits, store: Store, load: Loader):
+        self._config, self._limits, self._store, self._load = config, limits, store, load
+        self._plans: dict[str, Plan] = {}  # by tokenizer
+        self._done = {task.label: store.read(task.label) for task in config.tasks}
+        self._kept: dict[Task, list[Record]] = {task: [] for task in config.tasks}
+
+    def records(self) -> dict[Task, list[Record]]:
+        """All records of the run, by task; new ones are on disk before the next batch starts."""
+        base = self._load(self._config.model)
+        plan = self._plan(base.tokenizer)
+        total = sum(map(len, plan.values())) * len(self._config.methods)
+        with tqdm(total=total, unit="window", dynamic_ncols=True) as bar:
+            for method in self._config.methods:
+                model = base
+                if method.path is not None:
+                    model = self._load(self._other(method))
+                    # Another tokenizer cuts the same texts into other windows.
+                    own = self._plan(model.tokenizer)
+                    bar.total += sum(map(len, own.values())) - sum(map(len, plan.values()))
+                self._method(method, model, bar)
+        return self._kept
+
+    def _other(self, method: Method) -> ModelSection:
+        """The model section with another checkpoint, whose own position method counts."""
+        return dataclasses.replace(
+            self._config.model,
+            path=method.path,
+            preset=None,
+            rope=None,
+            pattern=None,
+            tokenizer=None,
+        )
+
+    def _plan(self, tokenizer) -> Plan:
+        name = tokenizer.fingerprint
+        if name not in self._plans:
+            data = self._config.data
+            corpus = Corpus(documents(data, "validation" if data.holdout else "train"), tokenizer)
+            self._plans[name] = {
+                (task.label, length): task.plan(corpus, length, self._limits)
+                for task in self._config.tasks
+                for length in self._limits.lengths
+            }
+            for task in self._config.tasks:
+                self._refuse_empty(task, corpus, self._plans[name])
+        return self._plans[name]
+
+    def _refuse_empty(self, task: Task, corpus: Corpus, plan: Plan) -> None:
+        empty = [n for n in self._limits.lengths if not plan[task.label, n]]
+        if empty:
+            lengths = ", ".join(map(str, empty))
+            raise InputError(f"lengths: {lengths} no window in {task.label}: {task.reach(corpus)}")
+
+    def _method(self, method: Method, model, bar: tqdm) -> None:
+        plan = self._plan(model.tokenizer)
+        changes = {"rope": method.rope, "pattern": method.pattern}
+        changes = {key: value for key, value in changes.items() if value is not None}
+        for length in self._limits.lengths:
+            facts = {"method": method.name, "length": length, "trained": model.config.max_length}
+            facts["tokenizer"] = model.tokenizer.fingerprint
+            subject = None
+            measure.reset_peak()
+            for task in self._config.tasks:
+                left = self._left(task, method.name, plan[task.label, length], bar)
+                if left and subject is None:
+                    subject = model.with_method(**changes, length=length)
+                bar.set_description(f"{method.name} {length:,} {task.label}")
+                for records in self._score(task, subject, left, facts):
+                    self._store.append(task.label, records)
+                    self._kept[task] += records
+                    bar.update(len(records))
+
+    def _left(self, task: Task, method: str, units: Sequence[Unit], bar: tqdm) -> list[Unit]:
+        """Units without a record; finished ones are taken over, if they saw the same tokens."""
+        left = []
+        for unit in units:
+            key: Key = method, unit.facts["length"], unit.index
+            record = self._done[task.label].get(key)
+            if record is None:
+                left.append(unit)
+                continue
+            if record["digest"] != unit.digest:
+                raise InputError(
+                    f"data: the tokens of window {unit.index} at length {key[1]} are not those of "
+                    f"{self._store.path(task.label)}; the data has changed since, so choose "
+                    "another out folder"
+                )
+            self._kept[task].append(record)
+            bar.update(1)
+        return left
+
+    def _score(
+        self, task: Task, model, units: Sequence[Unit], facts: Record
+    ) -> Iterator[list[Record]]:
+        """Records of one batch after another; units of one shape share a compiled function."""
+        shapes: dict[tuple, list[Unit]] = {}
+        for unit in units:
+            shapes.setdefault(unit.shape, []).append(unit)
+        for group in shapes.values():
+            for start in range(0, len(group), self._config.batch):
+                chunk = group[start : start + self._config.batch]
+                begin = time.perf_counter()
+                scores = task.score(model, chunk, self._config.batch)
+                spent = (time.perf_counter() - begin) / len(chunk)
+                cost = {
+                    "seconds": spent,
+                    "compiled": start == 0,
+                    "peak_bytes": measure.peak_bytes(),
+                }
+                yield [
+                    {**facts, "window": u.index, "digest": u.digest, **u.facts, **score, **cost}
+                    for u, score in zip(chunk, scores, strict=True)
+                ]

@@ -1,0 +1,122 @@
+"""A model whose losses are known in closed form, and a tokenizer of single bytes."""
+
+import dataclasses
+import math
+import types
+
+import numpy as np
+
+VOCAB = 257  # BOS and 256 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer:
+    """One token per UTF-8 byte: id 0 is BOS, byte b is id b + 1."""
+
+    bos_id: int | None = 0
+    fingerprint: str = "bytes"
+    eos_ids: tuple[int, ...] = ()
+    vocab_size: int = VOCAB
+
+    def encode(self, text, *, allow_special=False):
+        if not allow_special:
+            return [byte + 1 for byte in text.encode()]
+        ids = []
+        for index, part in enumerate(text.split("<s>")):
+            ids += [0] * (index > 0) + [byte + 1 for byte in part.encode()]
+        return ids
+
+    def decode(self, ids, *, skip_special=False):
+        return bytes(token - 1 for token in ids if token).decode(errors="replace")
+
+    def render_chat(self, messages, add_generation_prompt=True):
+        turns = "".join(f"[{m['role']}]{m['content']}[end]" for m in messages)
+        return "<s>" + turns + "[assistant]" * add_generation_prompt
+
+
+def bigram_table(seed: int = 0) -> np.ndarray:
+    """-log p(next | token), float64 [V, V]."""
+    logits = np.random.default_rng(seed).normal(size=(VOCAB, VOCAB))
+    return np.log(np.exp(logits).sum(-1, keepdims=True)) - logits
+
+
+TABLE = bigram_table()
+
+
+def token_loss(context, token, bonus: float = 2.0) -> float:
+    """The bigram's loss, and a part that shrinks with the length of the context."""
+    return TABLE[context[-1], token] + bonus / len(context)
+
+
+class BigramModel:
+    """LanguageModel's protocol over `token_loss`; counts calls and can die or break on the way.
+
+    Padding gets a huge loss, so that a runner that counts it cannot go unnoticed.
+    """
+
+    def __init__(self, tokenizer=None, *, bonus=2.0, trained=32, log=None, fail_after=None):
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.config = types.SimpleNamespace(max_length=trained)
+        self.bonus, self.length = bonus, None
+        self.log = [] if log is None else log
+        self.fail_after, self.broken = fail_after, None
+
+    def with_method(self, rope=None, pattern=None, length=None):
+        bonus = self.bonus if rope is None else self.bonus / rope.factor
+        copy = BigramModel(
+            self.tokenizer,
+            bonus=bonus,
+            trained=self.config.max_length,
+            log=self.log,
+            fail_after=self.fail_after,
+        )
+        copy.length, copy.broken = length, self.broken
+        return copy
+
+    def nll(self, tokens, first=1, lengths=None):
+        if self.fail_after is not None and len(self.log) >= self.fail_after:
+            raise KeyboardInterrupt
+        self.log.append((tokens.shape, first))
+        losses = np.full(tokens.shape, 1e9, np.float64)
+        losses[:, 1:] = TABLE[tokens[:, :-1], tokens[:, 1:]]
+        losses[:, 1:] += self.bonus / np.arange(1, tokens.shape[1])
+        losses[:, :first] = 0
+        for row, size in enumerate(lengths):
+            losses[row, size:] = 1e9
+        if self.broken is not None:
+            losses[tokens == self.broken] = np.nan
+        return losses
+
+    def generate(self, prompts, sampling):
+        """Answers with the last key of the prompt, if it lies within the trained length."""
+        answers = []
+        for prompt in prompts:
+            text = self.tokenizer.decode(prompt[-self.config.max_length :])
+            digits = "".join(c if c.isdigit() else " " for c in text).split()
+            answers.append(f" {digits[-1]}." if digits else " unknown")
+        return answers
+
+
+def texts(sizes=(37, 24, 12, 51), seed=1):
+    """Named random texts of so many characters."""
+    rng = np.random.default_rng(seed)
+    letters = np.array(list("abcdefgh \n"))
+    return [(f"text{i}", "".join(rng.choice(letters, size))) for i, size in enumerate(sizes)]
+
+
+def documents(bos, corpus_texts=None, minimum=0):
+    """Token lists of the texts that reach `minimum`, with or without BOS."""
+    ids = [ByteTokenizer().encode(text) for _, text in corpus_texts or texts()]
+    return [[0] * bos + tokens for tokens in ids if len(tokens) + bos >= minimum]
+
+
+def slide_press(docs, length, stride):
+    """Perplexity with the latest window that holds a token, one token after another."""
+    losses = []
+    for doc in docs:
+        for place in range(1, len(doc)):
+            start = 0
+            while start + length <= place:
+                start += stride
+            losses.append(token_loss(doc[start:place], doc[place]))
+    return math.exp(math.fsum(losses) / len(losses))

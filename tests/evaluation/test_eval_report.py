@@ -1,0 +1,113 @@
+"""Tables of fixed cells, letter by letter, and figures that show something."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+
+from lcjax.evaluation import Perplexity, plots
+from lcjax.evaluation.tables import grid, markdown, to_csv
+from lcjax.evaluation.task import Metric
+
+METRIC = Perplexity().metric
+
+
+def cell(method, length, value, **more):
+    fixed = {"task": "perplexity_slide_press", "protocol": "slide_press", "trained": 8192}
+    return {**fixed, "method": method, "length": length, "value": value, **more}
+
+
+CELLS = [
+    cell("base", 4096, 6.224, windows=3, peak_bytes=10, tokens_per_second=2.5),
+    cell("base", 16384, 1234.5, windows=1, peak_bytes=12, tokens_per_second=2.0),
+    cell("yarn", 4096, 6.2242, windows=3, peak_bytes=10, tokens_per_second=2.5),
+    cell("yarn", 16384, 5.5, windows=1, peak_bytes=None, tokens_per_second=2.0),
+    cell("a, b", 4096, float("nan"), windows=3, peak_bytes=10, tokens_per_second=2.5),
+]
+
+
+def test_markdown_bolds_the_best_dashes_the_broken_and_leaves_the_missing_empty():
+    assert markdown(grid(CELLS, "value", METRIC)) == (
+        "| method |    4,096 |   16,384 |\n"
+        "| ------ | -------: | -------: |\n"
+        "| base   | **6.22** |        – |\n"
+        "| yarn   | **6.22** | **5.50** |\n"
+        "| a, b   |      nan |          |\n"
+    )
+
+
+def test_csv_keeps_every_number_in_full():
+    assert to_csv(CELLS) == (
+        "task,protocol,method,length,value,trained,windows,tokens_per_second,peak_bytes\n"
+        "perplexity_slide_press,slide_press,base,4096,6.224,8192,3,2.5,10\n"
+        "perplexity_slide_press,slide_press,base,16384,1234.5,8192,1,2.0,12\n"
+        "perplexity_slide_press,slide_press,yarn,4096,6.2242,8192,3,2.5,10\n"
+        "perplexity_slide_press,slide_press,yarn,16384,5.5,8192,1,2.0,\n"
+        'perplexity_slide_press,slide_press,"a, b",4096,nan,8192,3,2.5,10\n'
+    )
+
+
+def test_accuracy_is_best_when_high_and_a_single_row_is_not_bold():
+    metric = Metric("accuracy", "accuracy", False, 2)
+    rows = grid([cell("a", 8, 0.25), cell("b", 8, 1.0)], "value", metric)
+    assert [row[1] for row in rows] == ["8", "0.25", "**1.00**"]
+    assert grid([cell("a", 8, 0.25)], "value", metric)[1][1] == "0.25"
+
+
+def pixels(path) -> np.ndarray:
+    """RGBA values of a PNG, uint8 [height, width, 4], through matplotlib's reader."""
+    from matplotlib.image import imread
+
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    (size,) = struct.unpack(">I", data[8:12])
+    assert zlib.crc32(data[12 : 16 + size]) == struct.unpack(">I", data[16 + size : 20 + size])[0]
+    return (imread(path) * 255).astype(np.uint8)
+
+
+def has_colour(image, colour, at_least=50):
+    rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return (np.abs(image[..., :3].astype(int) - rgb).max(-1) < 12).sum() >= at_least
+
+
+def test_perplexity_over_lengths_shows_a_line_per_method(tmp_path):
+    finite = [entry for entry in CELLS if entry["value"] == entry["value"]]
+    image = pixels(plots.over_lengths(finite, METRIC, tmp_path / "a.png"))
+    assert min(image.shape[:2]) > 400
+    assert has_colour(image, "#0072B2") and has_colour(image, "#D55E00")
+    assert not has_colour(image, "#009E73")
+
+
+def test_figures_survive_values_that_are_missing_or_not_numbers(tmp_path):
+    broken = [cell("a", 8, float("nan")), cell("a", 16, float("inf")), cell("b", 8, 3.0)]
+    assert pixels(plots.over_lengths(broken, METRIC, tmp_path / "a.png")).std() > 5
+    only = [cell("a", 8, float("nan"))]
+    assert pixels(plots.over_lengths(only, METRIC, tmp_path / "b.png")).std() > 1
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_loss_by_position_draws_curve_and_band(tmp_path, log):
+    position = np.arange(1, 4096, 64)
+    curve = {"position": position, "nll": 3 - 0.1 * np.log(position), "windows": 4, "log": log}
+    curve |= {"standard_error": np.full(len(position), 0.1), "trained": 2048}
+    curves = [{**curve, "method": "yarn", "length": 4096}]
+    image = pixels(plots.over_positions(curves, tmp_path / "a.png"))
+    assert has_colour(image, "#0072B2")
+    assert has_colour(image, "#D0E3F0", 500)  # the band: 18 % of the line's colour on white
+
+
+def test_heat_maps_show_right_and_wrong_on_one_scale_with_the_trained_length(tmp_path):
+    records = [
+        {"method": method, "length": length, "depth": depth, "trained": 8192}
+        | {"correct": method == "yarn" or length <= 8192}
+        for method in ("base", "yarn")
+        for length in (4096, 8192, 16384)
+        for depth in (0.0, 0.5, 1.0)
+    ]
+    image = pixels(plots.heat_maps(records, "Passkey", tmp_path / "a.png"))
+    assert has_colour(image, "#FDE737", 3000) and has_colour(image, "#00224D", 1000)
+    assert has_colour(image, "#D55E00", 100)
+    # Bad cells lie beyond the trained length: the dark ones are in one panel, on its right.
+    dark = (np.abs(image[..., :3].astype(int) - [0, 34, 77]).max(-1) < 12).nonzero()[1]
+    assert np.percentile(dark, 5) < image.shape[1] / 2

@@ -1,0 +1,231 @@
+"""Whole runs with the fake model: comparing, stopping, continuing, refusing."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from evaluation_support import BigramModel, ByteTokenizer, documents, slide_press, texts
+
+from lcjax.config import parse
+from lcjax.data import DataConfig
+from lcjax.errors import InputError
+from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, run
+from lcjax.rope import Linear
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, text in texts():
+        (folder / f"{name}.txt").write_text(text)
+    return EvalConfig(
+        methods=(Method("base"), Method("linear", rope=Linear(factor=2.0))),
+        lengths=(24, 12),
+        data=DataConfig(path=str(folder)),
+        stride=4,
+        batch=2,
+        out=str(tmp_path / "out"),
+    )
+
+
+def records(config, label="perplexity_slide_press"):
+    with open(f"{config.out}/records/{label}.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def timeless(found):
+    cost = ("seconds", "peak_bytes", "compiled", "tokens_per_second", "includes_compilation")
+    return [{k: v for k, v in entry.items() if k not in cost} for entry in found]
+
+
+def fake(**settings):
+    return lambda section: BigramModel(**settings)
+
+
+def test_a_run_compares_methods_at_all_lengths_and_equals_the_reference(config, capsys):
+    report = run(config, load=fake())
+    assert [(c["method"], c["length"]) for c in report.cells] == [
+        ("base", 12), ("base", 24), ("linear", 12), ("linear", 24),
+    ]  # fmt: skip
+    docs = documents(1, minimum=24)
+    for cell in report.cells[:2]:
+        assert cell["value"] == pytest.approx(slide_press(docs, cell["length"], 4), rel=1e-12)
+        assert (cell["protocol"], cell["stride"], cell["bos"]) == ("slide_press", 4, "document")
+    assert report.cells[2]["value"] < report.cells[0]["value"]
+    printed = capsys.readouterr().out
+    assert "| linear |" in printed and all(str(path) in printed for path in report.files)
+
+
+def test_every_record_says_how_it_was_made(config):
+    run(config, load=fake())
+    keys = {"protocol", "length", "stride", "bos", "method", "window", "digest", "trained"}
+    keys |= {"source", "start", "size", "first", "weight", "nll", "scored", "nan", "bytes"}
+    assert all(keys <= record.keys() for record in records(config))
+
+
+def test_a_killed_run_continues_without_scoring_anything_twice(config):
+    whole = run(dataclasses.replace(config, out=config.out + "_whole"), load=fake())
+    log = []
+    with pytest.raises(KeyboardInterrupt, match="same command continues"):
+        run(config, load=fake(log=log, fail_after=7))
+    done = len(records(config))
+    assert 0 < done < sum(cell["windows"] for cell in whole.cells)
+    path = f"{config.out}/records/perplexity_slide_press.jsonl"
+    with open(path, "a") as file:
+        file.write('{"method": "base", "le')  # what a kill in the middle of a write leaves
+    resumed = run(config, load=fake(log=log))
+    assert timeless(resumed.cells) == timeless(whole.cells)
+    keys = [(r["method"], r["length"], r["window"]) for r in records(config)]
+    assert len(keys) == len(set(keys)) == sum(cell["windows"] for cell in whole.cells)
+    calls = len(log)
+    run(config, load=fake(log=log))
+    assert len(log) == calls
+
+
+def test_the_batch_may_change_when_a_run_continues(config):
+    with pytest.raises(KeyboardInterrupt):
+        run(config, load=fake(fail_after=3))
+    run(dataclasses.replace(config, batch=5), load=fake())
+
+
+def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config):
+    found = []
+    for name in ("a", "b"):
+        own = dataclasses.replace(
+            config,
+            out=f"{config.out}_{name}",
+            lengths=(500, 1000),
+            tasks=(
+                Perplexity(protocol="last_k", last=4, select="random"),
+                Passkey(depths=3),
+            ),
+            data=DataConfig(path=_long(config)),
+            stride=4,
+            max_windows=3,
+            seed=5,
+        )
+        report = run(own, load=fake())
+        figures = [path.read_bytes() for path in report.files if path.suffix == ".png"]
+        lines = timeless(records(own, "perplexity_last_k") + records(own, "passkey"))
+        found.append((figures, lines, timeless(report.cells)))
+        assert len(figures) == 2
+    assert found[0] == found[1]
+
+
+def _long(config):
+    path = config.data.path + "/long.txt"
+    with open(path, "w") as file:
+        file.write(texts((1500,))[0][1])
+    return path
+
+
+def test_the_summary_is_strict_json_with_config_versions_and_seed(config):
+    model = BigramModel()
+    model.broken = ByteTokenizer().encode("h")[0]
+    report = run(config, load=lambda section: model)
+    text = (report.files[0]).read_text()
+    summary = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert summary["seed"] == 0 and summary["config"]["stride"] == 4
+    assert {"jax", "numpy", "python"} <= summary["versions"].keys()
+    (task,) = summary["tasks"]
+    assert task["cells"][0]["value"] is None and task["cells"][0]["nan_tokens"] > 0
+    assert math.isnan(report.cells[0]["value"])
+    assert "without the windows that gave NaN" in report.text
+
+
+def test_a_checkpoint_with_another_tokenizer_gets_its_own_windows(config):
+    other = ByteTokenizer(bos_id=None, fingerprint="bytes without bos")
+    sections = []
+
+    def load(section):
+        sections.append(section)
+        return BigramModel() if section.path is None else BigramModel(other, trained=64)
+
+    methods = (*config.methods, Method("trained", path="runs/1"))
+    report = run(dataclasses.replace(config, methods=methods), load=load)
+    assert [section.path for section in sections] == [None, "runs/1"]
+    cells = {cell["method"]: cell for cell in report.cells if cell["length"] == 24}
+    assert cells["trained"]["trained"] == 64 and cells["trained"]["bos"] == "none"
+    assert cells["trained"]["tokens_scored"] == cells["base"]["tokens_scored"] - 3
+    assert "compare bits per byte" in report.text
+
+
+def changed(config, **fields):
+    return lambda: run(dataclasses.replace(config, **fields), load=fake())
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"lengths": (12, 52, 60)}, ["60 no window", "longest of 4 documents has 51 tokens"]),
+        ({"lengths": (1,)}, ["lengths: 1", "at least 2"]),
+        ({"lengths": (12, 12)}, ["lengths: 12 stands twice"]),
+        ({"lengths": ()}, ["lengths is empty"]),
+        ({"lengths": (13,)}, ["13", "multiple of stride=4", "12, 16"]),
+        ({"methods": (Method("a"), Method("a"))}, ["methods: a stands twice"]),
+        ({"tasks": (Perplexity(), Perplexity(last=2))}, ["perplexity_slide_press stands twice"]),
+        ({"tasks": (Perplexity(protocol="press"),)}, ["protocol='press'", "slide_press"]),
+        ({"tasks": (Perplexity(name="a/b"),)}, ["name='a/b'"]),
+        ({"batch": 0}, ["batch=0"]),
+        ({"stride": 0}, ["stride=0"]),
+        (
+            {"tasks": (Perplexity(protocol="slide_full"),), "lengths": (400,)},
+            ["400 no window", "the 4 documents, joined"],
+        ),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(config, fields, parts):
+    with pytest.raises(InputError) as error:
+        changed(config, **fields)()
+    assert all(part in str(error.value) for part in parts), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_with_another_run_is_refused_and_names_the_difference(config):
+    run(config, load=fake())
+    with pytest.raises(InputError, match=r"stride was 4, is 2"):
+        changed(config, stride=2)()
+    with pytest.raises(InputError, match=r"methods\.1\.rope\.factor was 2\.0, is 4\.0"):
+        changed(config, methods=(Method("base"), Method("linear", rope=Linear(factor=4.0))))()
+    with pytest.raises(InputError, match="resume=true"):
+        changed(config, resume=False)()
+
+
+def test_changed_text_is_refused_when_a_run_continues(config):
+    run(config, load=fake())
+    path = f"{config.data.path}/text3.txt"
+    with open(path) as file:
+        text = file.read()
+    with open(path, "w") as file:
+        file.write(text[::-1])
+    with pytest.raises(InputError, match="the data has changed"):
+        run(config, load=fake())
+
+
+def test_a_damaged_record_is_named_by_file_and_line(config):
+    run(config, load=fake())
+    path = f"{config.out}/records/perplexity_slide_press.jsonl"
+    with open(path) as file:
+        lines = file.readlines()
+    lines[1] = "{}\n"
+    with open(path, "w") as file:
+        file.writelines(lines)
+    with pytest.raises(InputError, match=r"slide_press\.jsonl:2 is not a record"):
+        run(config, load=fake())
+
+
+def test_the_config_is_read_from_yaml_and_the_command_line(tmp_path, config):
+    file = tmp_path / "eval.yaml"
+    file.write_text(
+        "model: {path: somewhere}\nlengths: [1024, 2048]\n"
+        "tasks:\n- {type: perplexity, protocol: prefix_yarn}\n- {type: passkey, trials: 2}\n"
+        "methods:\n- name: base\n- {name: pi, rope: {type: linear, factor: 4}}\n"
+    )
+    parsed = parse(EvalConfig, [f"--config={file}", "--tasks.1.trials=3", "--lengths=8,16"])
+    assert parsed.tasks == (Perplexity(protocol="prefix_yarn"), Passkey(trials=3))
+    assert parsed.methods == (Method("base"), Method("pi", rope=Linear(factor=4.0)))
+    assert parsed.lengths == (8, 16)
+    run(config, load=fake())
+    assert parse(EvalConfig, [f"--config={config.out}/config.yaml"]) == config
