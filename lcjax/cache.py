@@ -62,8 +62,9 @@ def create(config: "ModelConfig", batch: int, capacity: int, *, rotated: bool = 
 
     scanned = config.scan_layers
     layers = pair(config.num_layers) if scanned else tuple(pair() for _ in range(config.num_layers))
-    empty = jnp.zeros((batch, capacity), jnp.int32)
-    return Cache(layers, empty, empty, jnp.int32(0), rotated)
+    # Two arrays, not one twice: a caller that donates the cache may give each buffer only once.
+    segments, positions = (jnp.zeros((batch, capacity), jnp.int32) for _ in range(2))
+    return Cache(layers, segments, positions, jnp.int32(0), rotated)
 
 
 def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tuple[Cache, View]:

@@ -144,6 +144,14 @@ class Decoder(nn.Module):
         return self.head(hidden).astype(jnp.float32)
 
 
+def head(params: dict, config: ModelConfig) -> tuple[jax.Array, jax.Array | None]:
+    """(kernel [D, V] in the compute dtype, bias [V] or None) of the projection to logits."""
+    dtype = config.compute_dtype()
+    if config.tie_embeddings:
+        return params["embed"]["embedding"].T.astype(dtype), None
+    return params["head"]["kernel"].astype(dtype), params["head"].get("bias")
+
+
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
     """`layers` [L, ...] -> layers_0, layers_1, ...: the tree of `scan_layers=False`."""
     rest = {name: child for name, child in params.items() if name != "layers"}

@@ -5,7 +5,7 @@ import difflib
 from lcjax.attention import Sliding
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.rope import Default
+from lcjax.rope import Default, Llama3
 
 
 def _llama2(width, mlp_width, layers, heads):
@@ -22,6 +22,10 @@ PRESETS = {
     ),
     "llama2-7b": _llama2(4_096, 11_008, 32, 32),
     "llama2-13b": _llama2(5_120, 13_824, 40, 40),
+    "llama3.1-8b": ModelConfig(
+        *(128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072),
+        rope=Llama3(theta=500_000.0, factor=8.0, original_length=8_192),
+    ),
     "mistral-7b": ModelConfig(
         *(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768), pattern=Sliding(window=4_096)
     ),

@@ -1,0 +1,245 @@
+"""Generation: chunked prefill, then one token at a time, streamed as text.
+
+Two compiled functions do the work: `_prefill` reads a chunk of the prompts into the cache, and
+`_step` picks a token and reads it. The next step is always under way before the last one's tokens
+are looked at, so the accelerator does not wait for Python.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax import cache as cache_lib
+from lcjax.convert.tokenizer import TextStream, Tokenizer
+from lcjax.errors import InputError
+from lcjax.models import Decoder
+from lcjax.rope import Rotation
+
+_BUCKET = 64  # prompts are padded on the left to a multiple, so that few shapes are compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is picked and when to stop."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0  # the end-of-text token is not picked before
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # the smallest set of tokens with this much probability is kept
+    stop: tuple[str, ...] = ()  # text before the first of these is the answer
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InputError(
+                f"min_new_tokens={self.min_new_tokens} must lie between 0 and"
+                f" max_new_tokens={self.max_new_tokens}"
+            )
+        if self.temperature < 0:
+            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p} must lie in (0, 1]")
+        if "" in self.stop:
+            raise InputError("stop strings must not be empty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New text of one row; `finish` is "stop", "length" or, while it goes on, None."""
+
+    row: int
+    text: str
+    ids: tuple[int, ...]
+    finish: str | None = None
+
+
+def stream(
+    model: Decoder,
+    params: dict,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling = Sampling(),
+    *,
+    rotation: Callable[[int], Rotation],
+    follows_length: bool = True,
+    exact: bool = False,
+    prefill_chunk: int = 2048,
+) -> Iterator[Piece]:
+    """Yields pieces of text for every prompt (lists of token ids) until all have finished.
+
+    `rotation(length)` is that of a request of `length` tokens; `follows_length` says whether it
+    changes with the length at all. A row's rotation is fixed by its own prompt plus
+    `max_new_tokens`, so that a step never disagrees with the keys in the cache. `exact=True` lets
+    it follow the length instead: the cache keeps unrotated keys, and every step rotates all of
+    them anew.
+    """
+    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+        raise InputError("prompts must be a non-empty list of non-empty token lists")
+    tokens, segments, padding = _pad_left(prompts)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    exact = exact and follows_length
+    rotations = _Rotations(rotation, lengths, sampling.max_new_tokens, exact)
+    cache = cache_lib.create(
+        model.config, len(prompts), tokens.shape[1] + sampling.max_new_tokens, rotated=not exact
+    )
+    positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
+    for start in _starts(tokens.shape[1], prefill_chunk):
+        part = slice(*start)
+        logits, cache = _prefill(
+            model,
+            params,
+            cache,
+            tokens[:, part],
+            segments[:, part],
+            positions[:, part],
+            rotations.at(0),
+        )
+    yield from _decode(model, params, tokenizer, logits, cache, lengths, rotations, sampling)
+
+
+def _decode(model, params, tokenizer, logits, cache, lengths, rotations, sampling):
+    rows = [_Row(index, tokenizer, sampling) for index in range(len(lengths))]
+    key = jax.random.key(sampling.seed)
+    eos = jnp.array(tokenizer.eos_ids, jnp.int32)
+    token = _pick(logits, key, 0, eos, sampling)
+    for count in range(sampling.max_new_tokens):
+        current = token
+        if count + 1 < sampling.max_new_tokens:
+            positions = (lengths + count)[:, None]
+            logits, cache = _step(model, params, cache, token, positions, rotations.at(count + 1))
+            token = _pick(logits, key, count + 1, eos, sampling)
+        for row, picked in zip(rows, np.asarray(current), strict=True):
+            if row.finish is None:
+                piece = row.add(int(picked))
+                if piece.text or piece.finish:
+                    yield piece
+        if all(row.finish for row in rows):
+            return
+
+
+class _Rotations:
+    """The rotation of every row before each step, in the shapes of one compiled call."""
+
+    def __init__(self, rotation, lengths, new_tokens, exact):
+        self._rotation, self._lengths = rotation, lengths
+        self._fixed = None if exact else self._build(lengths + new_tokens)
+
+    def at(self, step: int) -> Rotation:
+        return self._fixed or self._build(self._lengths + step)
+
+    def _build(self, lengths) -> Rotation:
+        rows = [self._rotation(int(length)) for length in lengths]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *rows)
+        # One number per row, against angles [B, T, R/2] and queries [B, T, N, H].
+        return Rotation(
+            stacked.inv_freq, stacked.scale[:, None, None], stacked.query_scale[:, None, None, None]
+        )
+
+
+class _Row:
+    """Tokens of one row turned into text that ends before a stop string."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, sampling: Sampling):
+        self.finish: str | None = None
+        self._index, self._sampling, self._eos = index, sampling, tokenizer.eos_ids
+        self._decoder, self._count, self._held = TextStream(tokenizer), 0, ""
+
+    def add(self, token: int) -> Piece:
+        self._count += 1
+        if token in self._eos:
+            self.finish = "stop"
+            return Piece(self._index, self._held + self._decoder.finish(), (token,), self.finish)
+        self._held += self._decoder.push(token)
+        if self._count == self._sampling.max_new_tokens:
+            self._held += self._decoder.finish()
+            self.finish = "length"
+        for stop in self._sampling.stop:
+            if stop in self._held:
+                self._held, self.finish = self._held.split(stop)[0], "stop"
+        keep = 0 if self.finish else _overlap(self._held, self._sampling.stop)
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return Piece(self._index, text, (token,), self.finish)
+
+
+def _overlap(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that may be the start of a stop string."""
+    sizes = [
+        size
+        for stop in stops
+        for size in range(1, min(len(stop), len(text) + 1))
+        if text.endswith(stop[:size])
+    ]
+    return max(sizes, default=0)
+
+
+def _pad_left(prompts):
+    """tokens and segments int32 [B, T], and the padding [B] before each prompt."""
+    longest = max(len(prompt) for prompt in prompts)
+    longest = -(-longest // _BUCKET) * _BUCKET
+    tokens = np.zeros((len(prompts), longest), np.int32)
+    padding = np.array([longest - len(prompt) for prompt in prompts])
+    for row, prompt in enumerate(prompts):
+        tokens[row, padding[row] :] = prompt
+    segments = (np.arange(longest)[None] >= padding[:, None]).astype(np.int32)
+    return tokens, segments, padding
+
+
+def _starts(length: int, chunk: int) -> list[tuple[int, int]]:
+    """Chunks of the prompt; the odd one comes first, where there is least to attend to."""
+    first = length % chunk
+    edges = ([0, first] if first else [0]) + list(range(first + chunk, length + 1, chunk))
+    return list(zip(edges, edges[1:], strict=False))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _prefill(model, params, cache, tokens, segments, positions, rotation):
+    hidden, cache = model.apply(
+        {"params": params},
+        tokens,
+        positions=positions,
+        segments=segments,
+        rotation=rotation,
+        cache=cache,
+    )
+    return model.apply({"params": params}, hidden[:, -1], method="logits"), cache
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _step(model, params, cache, token, positions, rotation):
+    hidden, cache = model.apply(
+        {"params": params}, token[:, None], positions=positions, rotation=rotation, cache=cache
+    )
+    return model.apply({"params": params}, hidden[:, -1], method="logits"), cache
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _pick(logits, key, step, eos, sampling):
+    """The next token [B] of float32 logits [B, V]."""
+    early = step < sampling.min_new_tokens
+    logits = logits.at[:, eos].add(jnp.where(early, -jnp.inf, 0.0))
+    if sampling.temperature == 0:
+        return logits.argmax(-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if sampling.top_p < 1:
+        logits = _nucleus(logits, sampling.top_p)
+    return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
+
+
+def _nucleus(logits: jax.Array, top_p: float) -> jax.Array:
+    """Keeps the most probable tokens up to and including the one that reaches `top_p`.
+
+    Nucleus sampling, Holtzman et al. 2020, section 3.1.
+    """
+    order = jnp.argsort(-logits, axis=-1)
+    ranked = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
+    before = jnp.cumsum(ranked, axis=-1) - ranked
+    kept = jnp.put_along_axis(
+        jnp.zeros(logits.shape, bool), order, before < top_p, axis=-1, inplace=False
+    )
+    return jnp.where(kept, logits, -jnp.inf)

@@ -1,0 +1,217 @@
+"""A model ready for use: `LanguageModel.load(...)` reads, scores and writes text.
+
+    lm = LanguageModel.load("smollm2-135m-instruct", rope=Yarn(factor=4))
+    print(lm.chat("What is a dog?"))
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax import convert
+from lcjax import generate as generation
+from lcjax.attention import Pattern
+from lcjax.convert.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary
+from lcjax.errors import InputError
+from lcjax.generate import Piece, Sampling
+from lcjax.loss import token_nll
+from lcjax.models import Decoder, ModelConfig, head, preset, unstack_layers
+from lcjax.rope import Default, Rope, Rotation
+from lcjax.sharding import param_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSection:
+    """The `model:` section: where the weights come from, and the method on top of them."""
+
+    path: str | None = None  # HF folder, .gguf, run folder, hub id, or smollm2-135m-instruct
+    preset: str | None = None  # instead of path: an architecture with random weights
+    rope: Rope | None = None  # position method; none: the checkpoint's own
+    pattern: Pattern | None = None  # attention pattern; none: the checkpoint's own
+    dtype: str | None = None  # of activations; none: bfloat16 on accelerators, float32 on CPU
+    param_dtype: str | None = None  # of weights; none: the checkpoint's own
+    remat: str = "none"  # what a training step recomputes: none, dots (all but matmuls), full
+    tokenizer: str | None = None  # path of another tokenizer; none: the checkpoint's own
+    seed: int = 0  # of random weights
+
+    def __post_init__(self):
+        if self.path is not None and self.preset is not None:
+            raise InputError(
+                f"model.path={self.path!r} and model.preset={self.preset!r}: give only one"
+            )
+
+
+def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
+    """`config` with the method and the numerics of `section`."""
+    changes: dict[str, Any] = {"remat": section.remat}
+    if section.rope is not None:
+        changes["rope"] = resolve_rope(section.rope, config)
+    if section.pattern is not None:
+        changes["pattern"] = section.pattern
+    if section.param_dtype is not None:
+        changes["param_dtype"] = section.param_dtype
+    on_cpu = jax.default_backend() == "cpu"
+    changes["dtype"] = section.dtype or ("float32" if on_cpu else "bfloat16")
+    return config.replace(**changes)
+
+
+def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
+    """Fills what `rope` leaves open with the base and the trained length of the checkpoint."""
+    length = getattr(config.rope, "original_length", None) or config.max_length
+    return rope.resolve(theta=config.rope.theta, length=length)
+
+
+def build(
+    section: ModelSection, mesh: jax.sharding.Mesh | None = None
+) -> tuple[Decoder, dict, Tokenizer]:
+    """The decoder, its parameters (on `mesh` if given) and the tokenizer of a `model:` section."""
+    if section.path is None and section.preset is None:
+        raise InputError(
+            "model.path=null: give a checkpoint (an HF folder, a .gguf file, a hub id, or"
+            f" {convert.SMOLLM2}), or model.preset for random weights"
+        )
+    if section.path is not None:
+        params, config, tokenizer = convert.load(
+            section.path, mesh=mesh, param_dtype=section.param_dtype
+        )
+        config = resolve(section, config)
+        if config.rope.learned and "rope" not in params:
+            params = params | {"rope": config.rope.init(jax.random.key(0), config.rotary_dim)}
+    else:
+        config = resolve(section, preset(section.preset))
+        params, tokenizer = _random(config, section.seed, mesh), ByteTokenizer()
+    if section.tokenizer is not None:
+        tokenizer = convert.load_tokenizer(section.tokenizer)
+        check_vocabulary(tokenizer, config.vocab_size, f"model.tokenizer={section.tokenizer}")
+    return Decoder(config), params, tokenizer
+
+
+def _random(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None) -> dict:
+    def init(key):
+        return Decoder(config).init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+
+    key = jax.random.key(seed)
+    shardings = None if mesh is None else param_shardings(mesh, jax.eval_shape(init, key))
+    return jax.jit(init, out_shardings=shardings)(key)
+
+
+class LanguageModel:
+    """Weights, tokenizer and method together; `with_method` swaps the method, not the weights."""
+
+    def __init__(
+        self, model: Decoder, params: dict, tokenizer: Tokenizer, *, length: int | None = None
+    ):
+        """`length` fixes the tokens that rotations are made for; each call's own if None."""
+        self.config, self.tokenizer, self.length = model.config, tokenizer, length
+        config = model.config
+        # On a CPU a scanned layer would first copy its weights out of the stack: twice the memory
+        # traffic, which is what decoding waits for.
+        if config.scan_layers and jax.default_backend() == "cpu":
+            params, config = unstack_layers(params, config), config.replace(scan_layers=False)
+        self.params = params
+        # The rotation is an argument of every call: methods share one compiled function.
+        self._model = Decoder(config.replace(rope=Default(theta=10_000.0), lora=config.lora))
+
+    @classmethod
+    def load(cls, source: str | ModelSection, **settings: Any) -> "LanguageModel":
+        """Opens a checkpoint by path or name with the fields of `ModelSection`, or a section."""
+        if not isinstance(source, ModelSection):
+            source = ModelSection(path=str(source), **settings)
+        return cls(*build(source))
+
+    def with_method(
+        self,
+        *,
+        rope: Rope | None = None,
+        pattern: Pattern | None = None,
+        length: int | None = None,
+    ) -> "LanguageModel":
+        """The same weights under another position method or pattern, set up for `length`."""
+        other = object.__new__(LanguageModel)
+        other.tokenizer, other.params, other.length = self.tokenizer, self.params, length
+        changes: dict[str, Any] = {}
+        if rope is not None:
+            changes["rope"] = resolve_rope(rope, self.config)
+        if pattern is not None:
+            changes["pattern"] = pattern
+        other.config = self.config.replace(**changes)
+        if other.config.rope.learned and "rope" not in self.params:
+            raise InputError(
+                f"rope type {other.config.rope.type} is learned, and this checkpoint has no"
+                " weights for it; train it first, or load a checkpoint that has them"
+            )
+        other._model = Decoder(self._model.config.replace(pattern=other.config.pattern))
+        return other
+
+    def rotation(self, length: int) -> Rotation:
+        """What queries and keys are rotated with in a request of `length` tokens."""
+        length = max(length, self.length or 0)
+        return self.config.rope.rotation(
+            self.config.rotary_dim, length, self.params.get("rope")
+        )
+
+    def nll(
+        self, tokens: np.ndarray, *, first: int = 1, lengths: np.ndarray | None = None
+    ) -> np.ndarray:
+        """-log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first and past `lengths`.
+
+        Args:
+          tokens: int [B, T], padded on the right.
+          first: the first scored position, at least 1; only from there logits are computed.
+          lengths: int [B], tokens of each row that count; all if None.
+        """
+        tokens = np.asarray(tokens, np.int32)
+        rows, length = tokens.shape
+        if not 1 <= first < length:
+            raise InputError(f"first={first} must lie between 1 and the length {length} - 1")
+        scored = _score(self._model, self.params, tokens, self.rotation(length), first)
+        nll = np.zeros((rows, length), np.float32)
+        nll[:, first:] = scored
+        if lengths is not None:
+            nll[np.arange(length)[None] >= np.asarray(lengths)[:, None]] = 0
+        return nll
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling = Sampling(), **options
+    ) -> list[str]:
+        """New text for every prompt (text or token ids); options as in `lcjax.generate.stream`."""
+        texts = [""] * len(prompts)
+        for piece in self.stream(prompts, sampling, **options):
+            texts[piece.row] += piece.text
+        return texts
+
+    def stream(
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling = Sampling(), **options
+    ) -> Iterator[Piece]:
+        """Like `generate`, piece by piece as the text appears."""
+        ids = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        return generation.stream(
+            self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
+            follows_length=self.config.rope.depends_on_length, **options,
+        )  # fmt: skip
+
+    def chat(self, messages: str | list[dict[str, str]], sampling: Sampling = Sampling()) -> str:
+        """The model's answer to a conversation (or one question) in its own chat format."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        text = self.tokenizer.render_chat(messages)
+        ids = self.tokenizer.encode(text, allow_special=True)
+        return self.generate([ids], sampling)[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, after the BOS token if the model expects one."""
+        ids = self.tokenizer.encode(text)
+        return [self.tokenizer.bos_id, *ids] if self.tokenizer.add_bos else ids
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _score(model: Decoder, params: dict, tokens: jax.Array, rotation: Rotation, first: int):
+    """float32 [B, T - first]; only the scored positions are projected to the vocabulary."""
+    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    kernel, bias = head(params, model.config)
+    return token_nll(hidden[:, first - 1 : -1], kernel, tokens[:, first:], bias=bias)
