@@ -1,0 +1,172 @@
+"""Recipes: each one parses, says what it promises, and is the method that it names."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lcjax import config, cost
+from lcjax.evaluation.config import EvalConfig
+from lcjax.models.presets import preset
+from lcjax.rope import Default, Rope
+from lcjax.training.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+EVALUATIONS = [file for file in RECIPES if "eval" in file.stem]
+TRAININGS = [file for file in RECIPES if file not in EVALUATIONS]
+PUBLISHED = [file for file in RECIPES if not file.stem.startswith("quickstart")]
+STUDIED = [file for file in TRAININGS if "32k" in file.stem or "64k" in file.stem]  # LCEG
+PARTS = ("Paper", "Reproduces", "Hardware", "Expected", "Data", "Command")
+LLAMA = preset("llama2-7b")
+A100 = 312e12
+
+
+def stem(file: Path) -> str:
+    return file.stem
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def read(file: Path, *overrides: str):
+    cls = EvalConfig if file in EVALUATIONS else TrainConfig
+    return config.parse(cls, ["--config", str(file), *overrides])
+
+
+def header(file: Path) -> dict[str, str]:
+    """The comment at the top, by label; continuation lines are joined."""
+    lines = file.read_text().split("\n\n")[0].splitlines()
+    assert all(line.startswith("# ") for line in lines)
+    parts, label = {"Title": lines[0][2:]}, "Title"
+    for line in lines[1:]:
+        started = re.match(r"# ([A-Z][a-z]+): (.*)", line)
+        if started:
+            label = started[1]
+            parts[label] = started[2]
+        else:
+            parts[label] += " " + line[2:].strip().removesuffix("\\")
+    return parts
+
+
+def ropes(file: Path) -> list[Rope]:
+    recipe = read(file)
+    found = [recipe.model.rope, *(method.rope for method in getattr(recipe, "methods", ()))]
+    return [rope or Default() for rope in found]
+
+
+def ready(rope: Rope) -> Rope:
+    return rope.resolve(theta=10_000.0, length=4_096)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=stem)
+def test_a_recipe_says_what_it_promises(file):
+    parts = header(file)
+    assert [part for part in PARTS if len(parts.get(part, "")) < 10] == []
+    assert re.search(r"arXiv \d{4}\.\d{5}", parts["Paper"])
+    assert re.search(r"about [\d.]+ (h|min)", parts["Hardware"])
+    assert "estimate" in parts["Hardware"] or "measured" in parts["Hardware"]
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=stem)
+def test_the_command_of_a_recipe_runs_that_recipe(file):
+    script = "eval.py" if file in EVALUATIONS else "train.py"
+    name = file.relative_to(ROOT).as_posix()
+    assert header(file)["Command"].startswith(f"python {script} --config {name}")
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=stem)
+def test_every_command_in_a_header_parses(file):
+    commands = re.split(r"(?=python \w+\.py )", header(file)["Command"])[1:]
+    for command in commands:
+        quoted = re.findall(r'"(--[^"]*)"', command)
+        plain = re.sub(r'"--[^"]*"', "", command).replace("FOLDER", "texts").split()
+        cls = EvalConfig if plain[1] == "eval.py" else TrainConfig
+        assert config.parse(cls, [*plain[2:], *quoted])
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=stem)
+def test_the_ropes_of_a_recipe_become_frequencies(file):
+    for rope in map(ready, ropes(file)):
+        params = rope.init(jax.random.key(0), LLAMA.head_dim) or None
+        for length in (4_096, 32_768):
+            frequencies, scale = rope.frequencies(LLAMA.head_dim, length, params)
+            assert frequencies.shape == (LLAMA.head_dim // 2,)
+            assert np.isfinite(frequencies).all() and (np.diff(frequencies) <= 0).all()
+            assert 1.0 <= scale < 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "fastest", "slowest", "scale"),
+    [
+        # Llama-2, 128 channels, base 1e4: theta^(-126/128) over 8, 29, 121 and 32.
+        ("pi_7b_32k", 2_048, 1 / 8, 1.443477e-5, 1.0),
+        ("ntk_7b_32k", 2_048, 1, 3.982007e-6, 1.0),
+        ("ntk_7b_32k", 65_536, 1, 1.154782e-4 / 61, 1.0),
+        ("ntk_7b_64k", 2_048, 1, 9.543653e-7, 1.0),
+        ("yarn_7b_32k", 2_048, 1, 1.443477e-5, 1.207944),
+        ("longrope_7b", 4_096, 1, 1.154782e-4, 1.190238),
+        ("longrope_7b", 4_097, 1, 1.154782e-4 / 32, 1.190238),
+        ("e2llm_7b", 32_768, 1 / 8, 1.443477e-5, 1.0),
+    ],
+)
+def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, scale):
+    rope = ready(read(ROOT / "configs" / f"{name}.yaml").model.rope)
+    frequencies, factor = rope.frequencies(LLAMA.head_dim, length)
+    np.testing.assert_allclose(frequencies[[0, -1]], [fastest, slowest], rtol=1e-6)
+    np.testing.assert_allclose(factor, scale, rtol=1e-6)
+
+
+def test_clex_starts_as_ntk_and_reaches_131072_tokens():
+    rope = ready(read(ROOT / "configs" / "clex_7b_32k.yaml").model.rope)
+    params = rope.init(jax.random.key(0), LLAMA.head_dim)
+    frequencies, _ = rope.frequencies(LLAMA.head_dim, 131_072, params)
+    # While the network gives 0, factor t is NTK of strength 2t - 1: t = 32 here.
+    np.testing.assert_allclose(frequencies[-1], 1.154782e-4 / 63, rtol=1e-4)
+
+
+@pytest.mark.parametrize("file", STUDIED, ids=stem)
+def test_the_controlled_study_gives_every_method_the_same_training(file):
+    recipe = read(file)
+    train = recipe.train
+    rows = train.steps * train.batch_size
+    assert abs(rows * recipe.data.length - 1e9) < 0.02e9
+    assert (train.batch_size, train.lr, train.schedule, train.warmup_steps) == (
+        *(32, 2e-5, "constant", 20),
+    )
+    assert (train.weight_decay, train.ema, train.lora, recipe.data.document_mask) == (
+        *(0.0, None, None, False),
+    )
+
+
+@pytest.mark.parametrize("file", PUBLISHED, ids=stem)
+def test_hours_on_a_recipe_follow_from_its_flops(file):
+    said = re.search(
+        r"(\d+) x A100-80GB, about (\d+) h \(estimate: ([\d.e+]+) FLOPs at (\d+) %",
+        header(file)["Hardware"],
+    )
+    devices, hours, flops, share = (float(number) for number in said.groups())
+    recipe = read(file)
+    if file in TRAININGS:
+        tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.length
+        expected = cost.estimate(LLAMA, recipe.data.length).training_flops * tokens
+    else:
+        runs = len(recipe.methods) * len(recipe.tasks) * recipe.max_windows
+        expected = sum(n * cost.estimate(LLAMA, n).forward_flops * runs for n in recipe.lengths)
+    assert flops == pytest.approx(expected, rel=0.01)
+    assert hours == pytest.approx(flops / (devices * A100 * share / 100) / 3600, abs=0.6)
+
+
+def test_what_the_quickstart_trains_is_what_it_evaluates():
+    train, evaluation = (read(ROOT / "configs" / f"quickstart_{x}.yaml") for x in ("train", "eval"))
+    trained = [method for method in evaluation.methods if method.path]
+    assert [method.path for method in trained] == [f"{train.run.folder}/model"]
+    assert evaluation.model.path == train.model.path
+    assert (evaluation.data.path, evaluation.data.holdout, evaluation.data.seed) == (
+        *(train.data.path, train.data.holdout, train.data.seed),
+    )
+    assert min(evaluation.lengths) < 8_192 < max(evaluation.lengths)
