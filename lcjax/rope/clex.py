@@ -48,6 +48,7 @@ class Clex(Rope):
     log_scale: bool = False  # queries times ln(n) / ln(P), below P too; published: evaluation only
 
     depends_on_length = True
+    learned = True
     hf_types = ("clex",)
 
     def __post_init__(self):
@@ -156,9 +157,9 @@ class Clex(Rope):
 
     def _frequencies_from(self, params: dict[str, Array], learned: Array, t: Array) -> Array:
         half = params["up"].shape[0]
-        start = self._log_frequencies(self.known("theta"), 2 * half)
-        inv_freq = jax.lax.stop_gradient(params["inv_freq"].astype(jnp.float32))
-        return jnp.where(t <= 1, inv_freq, jnp.exp(learned + start + self._drift(t, half)))
+        theta = base_frequencies(self.known("theta"), 2 * half).astype(np.float32)
+        stored = jax.lax.stop_gradient(params["inv_freq"].astype(jnp.float32))
+        return jnp.where(t <= 1, stored, theta * jnp.exp(learned + self._drift(t, half)))
 
     @staticmethod
     def _log_frequencies(theta: float, head_dim: int) -> np.ndarray:

@@ -94,11 +94,15 @@ def _fill_lengths(rope: dict, config: dict) -> None:
     longest = config.get("max_position_embeddings")
     key = "original_max_position_embeddings"
     # A value at the top of the config (Phi-3) beats the one in the dictionary.
-    rope[key] = config.get(key) or rope.get(key) or longest
-    if rope[key] is None:
+    trained = config.get(key) or rope.get(key) or longest
+    if trained is None:
         return
-    rope[key] = int(hf_number(rope, key))
-    if rope.get("factor") is None and longest is not None:
+    rope[key] = int(hf_number({**rope, key: trained}, key))
+    if rope.get("factor") is not None or longest is None:
+        return
+    # longrope takes its attention factor from the factor, and nothing else; llama3 has to name one
+    unset = rope.get("attention_factor") is None and rope["rope_type"] != "llama3"
+    if rope["rope_type"] == "yarn" or unset:
         rope["factor"] = longest / rope[key]
 
 

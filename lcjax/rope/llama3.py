@@ -13,8 +13,8 @@ from lcjax.rope.base import Rope, base_frequencies, hf_number
 class Llama3(Rope):
     """f_j = (1 - m_j) theta_j / factor + m_j theta_j, m linear in the turns per trained length L.
 
-    m_j = clip((L theta_j / 2 pi - low) / (high - low), 0, 1): pairs that make more than `high`
-    turns within L stay, those with less than `low` are divided by `factor` (Llama 3.1's model code).
+    m_j = clip((L theta_j / 2 pi - low) / (high - low), 0, 1): pairs with more than `high` turns
+    within L stay, those with less than `low` are divided by `factor` (Llama 3.1's model code).
     """
 
     factor: float = 8.0  # Llama-3.1; 32 in Llama-3.2

@@ -161,6 +161,6 @@ def clex_positions(
 def _draw_sorted(key: Array, count: int, below: Array, bound: int) -> Int[Array, " count"]:
     """`count` distinct numbers from 0..below-1 in order, uniformly; `below` is traced."""
     rank = jax.random.bits(key, (bound,), jnp.uint32)
-    rank = jnp.where(jnp.arange(bound) < below, rank, jnp.iinfo(jnp.uint32).max)
+    rank = jnp.where(jnp.arange(bound) < below, rank, jnp.uint32(2**32 - 1))
     # A stable sort puts a real number before the masked ones even when their ranks are equal.
     return jnp.sort(jnp.argsort(rank, stable=True)[:count])

@@ -1,0 +1,175 @@
+"""Training positions of E2-LLM and CLEX: the formulas, their ranges, their packing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rope_golden import document
+
+from lcjax.errors import InputError
+from lcjax.rope import (
+    E2LLM,
+    Clex,
+    ClexPositions,
+    Default,
+    DynamicNTK,
+    E2Positions,
+    Linear,
+    PlainPositions,
+    Yarn,
+)
+from lcjax.rope.positions import _draw_sorted, clex_positions, e2_max_offset, e2_positions
+
+E2 = E2LLM(theta=1e4, original_length=64)
+CLEX = Clex(theta=1e4, original_length=16, max_factor=4, time_dt=0.25)
+
+
+def counted(rows, length):
+    return jnp.broadcast_to(jnp.arange(length), (rows, length))
+
+
+@pytest.mark.parametrize("case", document()["e2_llm_positions"]["cases"])
+def test_e2_positions_are_those_of_the_formula(case):
+    scale, offset = jnp.array([case["g"]]), jnp.array([case["t"]])
+    assert int(e2_max_offset(scale, case["L"], case["R"])[0]) == case["t_max"]
+    out = e2_positions(jnp.array([case["index"]]), scale, offset)
+    np.testing.assert_allclose(out[0], case["position"], rtol=1e-6)
+    last = e2_positions(jnp.array([[case["R"] - 1]]), scale, offset)
+    np.testing.assert_allclose(last, case["max_scaled_position"], rtol=1e-6)
+
+
+def test_e2_rows_draw_their_own_scale_and_offset_over_the_whole_range():
+    length, rows = 16, 2000
+    sample = E2Positions(max_scale=8).sample(
+        jax.random.key(0), counted(rows, length), rope=E2, head_dim=8
+    )
+    positions, rotation = (np.asarray(x) for x in (sample[0], sample[1].inv_freq))
+    scale = np.rint(1 / positions[:, 1])
+    assert set(scale) == set(range(1, 9))
+    np.testing.assert_allclose(positions[:, :4] * scale[:, None], counted(rows, 4), atol=1e-5)
+    offset = np.rint(positions[:, 4] * scale) - 4
+    assert offset.min() == 0
+    assert (offset <= scale * 64 - length).all()
+    assert (offset[scale == 8] > 0.95 * (8 * 64 - length)).any()
+    assert positions.max() < 64, "never past the trained length"
+    assert positions.max() > 62
+    np.testing.assert_array_equal(rotation, Default(theta=1e4).frequencies(8, 1)[0])
+
+
+def test_e2_documents_of_a_packed_row_start_at_zero():
+    packed = jnp.array([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]])
+    positions, _ = E2Positions(window=6).sample(jax.random.key(3), packed, rope=E2, head_dim=8)
+    np.testing.assert_array_equal(positions[0, :6], positions[0, 6:])
+    assert positions[0, 0] == 0
+
+
+def test_e2_needs_a_plain_rope_and_a_trained_length():
+    positions = counted(1, 8)
+    with pytest.raises(InputError, match=r"positions\.type=e2_llm .* rope\.type=yarn"):
+        E2Positions().sample(jax.random.key(0), positions, rope=Yarn(factor=2.0), head_dim=8)
+    with pytest.raises(InputError, match=r"positions\.original_length=None"):
+        E2Positions().sample(jax.random.key(0), positions, rope=Default(theta=1e4), head_dim=8)
+    with pytest.raises(InputError, match=r"positions\.max_scale=0 \(e2_llm\) must be 1"):
+        E2Positions(max_scale=0)
+    out, _ = E2Positions(original_length=64).sample(
+        jax.random.key(0), positions, rope=Linear(theta=1e4, factor=2.0), head_dim=8
+    )
+    assert out.shape == (1, 8)
+
+
+def test_plain_positions_stay_and_the_rope_sees_the_row_length():
+    rope = DynamicNTK(theta=1e4, factor=2.0, original_length=8)
+    positions, rotation = PlainPositions().sample(
+        jax.random.key(0), counted(2, 32), rope=rope, head_dim=8
+    )
+    np.testing.assert_array_equal(positions, counted(2, 32))
+    np.testing.assert_array_equal(rotation.inv_freq, rope.frequencies(8, 32)[0])
+
+
+@pytest.mark.parametrize("length", [8, 16, 64])
+def test_clex_positions_cover_the_longer_context(length):
+    params = CLEX.init(jax.random.key(0), 8)
+    scale = max(1, length // 16)
+    sample = jax.jit(
+        lambda key: ClexPositions().sample(
+            key, counted(2, length), rope=CLEX, head_dim=8, params=params
+        )
+    )
+    table, seen = np.asarray(CLEX.table(params)), set()
+    for seed in range(30):
+        positions, rotation = sample(jax.random.key(seed))
+        row = np.asarray(positions[0])
+        np.testing.assert_array_equal(row, positions[1])
+        factor = round((row[-1] + 1) * scale / length)
+        np.testing.assert_allclose(rotation.inv_freq, table[factor - 1], rtol=1e-5)
+        assert rotation.query_scale == 1.0
+        assert row[0] == 0
+        assert row[-1] == length * factor // scale - 1
+        units = row[1:-1] * scale
+        np.testing.assert_array_equal(units, np.rint(units))
+        assert (np.diff(row[:-1]) > 0).all()
+        assert units.min() >= 1
+        assert units.max() <= length * factor - 2
+        seen.add(factor)
+    assert seen == {1, 2, 3, 4}
+
+
+def test_clex_factor_1_at_the_trained_length_counts_every_position():
+    drawn = _draw_sorted(jax.random.key(0), 14, jnp.int32(14), 4 * 16 - 2)
+    np.testing.assert_array_equal(clex_positions(drawn, 16, jnp.int32(1), 16), np.arange(16))
+
+
+def test_clex_last_position_can_fall_short_as_published():
+    drawn = jnp.array([*range(29), 189])  # the largest draw for n t = 192
+    row = clex_positions(drawn, 32, jnp.int32(6), 8)
+    assert (float(row[-2]), float(row[-1])) == (47.5, 47.0)
+
+
+def test_clex_draws_are_uniform_and_distinct():
+    draw = jax.vmap(lambda key: _draw_sorted(key, 6, jnp.int32(12), 40))
+    drawn = np.asarray(draw(jax.random.split(jax.random.key(0), 4000)))
+    assert (np.diff(drawn, axis=1) > 0).all()
+    share = np.bincount(drawn.ravel(), minlength=12) / 4000
+    assert len(share) == 12
+    np.testing.assert_allclose(share, 0.5, atol=0.05)
+
+
+def test_clex_training_reaches_the_network_with_gradients():
+    params = CLEX.init(jax.random.key(0), 8)
+
+    @jax.jit
+    def loss(params, key):
+        positions, rotation = ClexPositions(min_factor=2).sample(
+            key, counted(1, 16), rope=CLEX, head_dim=8, params=params
+        )
+        return jnp.sum(jnp.cos(positions[..., None] * rotation.inv_freq))
+
+    grads = jax.grad(loss)(params, jax.random.key(1))
+    assert float(jnp.abs(grads["down"]).max()) > 0
+    assert not grads["inv_freq"].any()
+
+
+def test_clex_positions_need_a_clex_rope_with_room():
+    with pytest.raises(InputError, match=r"positions\.type=clex needs rope\.type=clex"):
+        ClexPositions().sample(jax.random.key(0), counted(1, 8), rope=E2, head_dim=8)
+    with pytest.raises(InputError, match=r"positions\.max_factor=9 .* rope\.max_factor=4"):
+        ClexPositions(max_factor=9).sample(
+            jax.random.key(0), counted(1, 8), rope=CLEX, head_dim=8, params={}
+        )
+    with pytest.raises(InputError, match=r"row length=2 must be 3 or more"):
+        ClexPositions().sample(jax.random.key(0), counted(1, 2), rope=CLEX, head_dim=8, params={})
+
+
+def test_the_same_key_gives_the_same_positions():
+    for positions, rope, params in (
+        (E2Positions(), E2, None),
+        (ClexPositions(min_factor=2), CLEX, CLEX.init(jax.random.key(0), 8)),
+    ):
+        first, second, other = (
+            positions.sample(
+                jax.random.key(seed), counted(2, 12), rope=rope, head_dim=8, params=params
+            )[0]
+            for seed in (5, 5, 6)
+        )
+        np.testing.assert_array_equal(first, second)
+        assert (np.asarray(first) != np.asarray(other)).any()

@@ -1,0 +1,137 @@
+"""The rotation itself: precision, layout, partial rotation, relative positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rope_golden import cos_sin_tolerance
+
+from lcjax.rope import Default, Rotation, Yarn, rotate
+
+HEAD = 64
+INV_FREQ, _ = Default(theta=1e4).frequencies(HEAD, 1)
+
+
+def features(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def rotate64(x, positions, inv_freq, scale=1.0):
+    """The half-split rotation in float64."""
+    angle = positions[:, :, None, None] * inv_freq.astype(np.float64)
+    half = inv_freq.shape[-1]
+    a, b = x[..., :half].astype(np.float64), x[..., half : 2 * half].astype(np.float64)
+    cos, sin = scale * np.cos(angle), scale * np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
+
+
+def test_rotation_is_right_at_position_131071():
+    x = features((1, 3, 2, HEAD))
+    positions = np.array([[0, 65536, 131071]])
+    out = np.asarray(rotate(jnp.asarray(x), jnp.asarray(positions), INV_FREQ))
+    bound = cos_sin_tolerance(1.0, positions[0], INV_FREQ)  # of cos and sin
+    size = np.abs(x[..., : HEAD // 2]) + np.abs(x[..., HEAD // 2 :])
+    tolerance = np.tile(bound[None, :, None] * size, 2)
+    assert (np.abs(out - rotate64(x, positions, INV_FREQ)) <= tolerance).all()
+    assert tolerance.max() < 0.5, "the tolerance has to be able to fail"
+
+
+def test_bfloat16_features_are_rotated_by_float32_angles():
+    x = jnp.asarray(features((1, 4, 1, HEAD)), jnp.bfloat16)
+    positions = np.array([[257, 4097, 32767, 131071]])
+    out = rotate(x, jnp.asarray(positions), INV_FREQ)
+    assert out.dtype == jnp.bfloat16
+    exact = rotate64(np.asarray(x, np.float32), positions, INV_FREQ)
+    # rounding of the result, beside the float32 angle's own 8e-3 at the last position
+    np.testing.assert_allclose(np.asarray(out, np.float32), exact, rtol=2**-8, atol=0.02)
+
+
+def test_scores_depend_on_the_distance_only():
+    q, k = (jnp.asarray(features((1, 1, 1, HEAD), seed)) for seed in (1, 2))
+
+    def score(i, j):
+        return jnp.sum(
+            rotate(q, jnp.array([[i]]), INV_FREQ) * rotate(k, jnp.array([[j]]), INV_FREQ)
+        )
+
+    near = float(score(7, 3))
+    np.testing.assert_allclose([score(107, 103), score(1004, 1000)], near, atol=1e-3)
+    assert abs(float(score(8, 3)) - near) > 1e-2
+
+
+def test_the_scale_multiplies_scores_twice():
+    x = jnp.asarray(features((1, 5, 1, HEAD)))
+    positions = jnp.arange(5)[None]
+    plain, scaled = (rotate(x, positions, INV_FREQ, scale) for scale in (1.0, 1.5))
+    gram = [jnp.einsum("BTNH,BSNH->BTS", y, y) for y in (plain, scaled)]
+    np.testing.assert_allclose(gram[1], 2.25 * gram[0], rtol=1e-5)
+
+
+def test_partial_rotation_passes_the_other_channels():
+    x = jnp.asarray(features((2, 5, 3, 80)))
+    positions = jnp.broadcast_to(jnp.arange(5), (2, 5))
+    inv_freq, _ = Default(theta=1e4).frequencies(32, 1)
+    out = rotate(x, positions, inv_freq)
+    np.testing.assert_array_equal(out[..., 32:], x[..., 32:])
+    np.testing.assert_array_equal(out[..., :32], rotate(x[..., :32], positions, inv_freq))
+    assert float(jnp.abs(out[:, 1:, :, :32] - x[:, 1:, :, :32]).max()) > 0.1
+
+
+def test_half_split_is_interleaved_after_a_permutation_of_channels():
+    x = features((1, 6, 2, HEAD))
+    positions = np.arange(6)[None] * 11
+    angle = positions[:, :, None, None] * INV_FREQ
+    even, odd = x[..., 0::2], x[..., 1::2]
+    interleaved = np.empty_like(x)
+    interleaved[..., 0::2] = even * np.cos(angle) - odd * np.sin(angle)
+    interleaved[..., 1::2] = odd * np.cos(angle) + even * np.sin(angle)
+    order = np.concatenate([np.arange(0, HEAD, 2), np.arange(1, HEAD, 2)])
+    out = rotate(jnp.asarray(x[..., order]), jnp.asarray(positions), INV_FREQ)
+    np.testing.assert_allclose(np.asarray(out), interleaved[..., order], atol=2e-5)
+
+
+def test_fractional_positions_are_interpolation():
+    x = jnp.asarray(features((1, 8, 1, HEAD)))
+    positions = jnp.arange(8)[None]
+    np.testing.assert_allclose(
+        rotate(x, positions / 8, INV_FREQ), rotate(x, positions, INV_FREQ / 8), atol=1e-6
+    )
+
+
+def test_rows_may_have_their_own_frequencies():
+    x = jnp.asarray(features((2, 4, 1, HEAD)))
+    positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
+    both = np.stack([INV_FREQ, INV_FREQ / 3])
+    out = rotate(x, positions, both)
+    for row in range(2):
+        one = slice(row, row + 1)
+        np.testing.assert_allclose(out[one], rotate(x[one], positions[one], both[row]), atol=1e-6)
+
+
+def test_a_rotation_is_an_argument_of_a_compiled_function():
+    x = jnp.asarray(features((1, 4, 1, HEAD)))
+    positions = jnp.arange(4)[None]
+    traces = []
+
+    @jax.jit
+    def turn(x, rotation: Rotation):
+        traces.append(1)
+        return rotate(x, positions, rotation.inv_freq, rotation.scale)
+
+    for factor in (2.0, 8.0):
+        rope = Yarn(theta=1e4, factor=factor, original_length=128)
+        rotation = rope.rotation(HEAD, 1)
+        expected = rotate64(
+            np.asarray(x), np.asarray(positions), np.asarray(rotation.inv_freq), rotation.scale
+        )
+        np.testing.assert_allclose(turn(x, rotation), expected, atol=1e-5)
+    assert len(traces) == 1, "another factor must not compile again"
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_gradients_of_features_are_the_inverse_rotation(length):
+    x = jnp.asarray(features((1, length, 1, HEAD)))
+    positions = jnp.arange(length)[None] + 5
+    back = jax.grad(lambda x: jnp.sum(rotate(x, positions, INV_FREQ) * x))(x)
+    expected = rotate(x, positions, INV_FREQ) + rotate(x, -positions, INV_FREQ)
+    np.testing.assert_allclose(back, expected, atol=1e-5)
