@@ -248,8 +248,11 @@ def test_help_names_every_key_with_choices_defaults_and_comments(capsys):
     text = capsys.readouterr().out
     assert stop.value.code == 0
     assert "--train.steps  int = 10  # optimiser updates" in text
-    assert "--model.rope.type  linear | yarn = None" in text
-    assert "--model.rope.factor  [yarn] float = 4.0" in text and "100 % of it" in text
+    assert "--model.rope.type  linear | yarn = null" in text
+    assert (
+        "--model.rope.factor  float = 4.0  # target over trained length, 100 % of it  [yarn]"
+        in text
+    )
     assert "--methods.0.name  str (required)" in text
 
 
