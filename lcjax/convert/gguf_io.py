@@ -14,11 +14,15 @@ import ml_dtypes
 import numpy as np
 
 from lcjax.convert import gguf_rope
+from lcjax.convert.gguf_reader import Tensor, read_index
 from lcjax.convert.hf_config import config_from_hf
 from lcjax.convert.weights import TensorInfo
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 
+# kinds that are stored as they are
+_PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_CHUNK = 2**20  # weights that are de-quantised at a time
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "phi2": "phi"}
 
 # (GGUF name, Hugging Face names); several when llama.cpp stores them as one fused tensor.
@@ -49,7 +53,7 @@ _PARALLEL = {
 class _Part:
     """Rows of a stored tensor that make up one Hugging Face tensor."""
 
-    tensor: Any  # gguf.ReaderTensor
+    tensor: Tensor
     start: int
     heads: int  # heads whose rows are interleaved; 0: rows are in order
 
@@ -57,19 +61,15 @@ class _Part:
 class GGUFFile:
     """A GGUF file as a source of Hugging Face tensors."""
 
-    ignored: frozenset[str] = frozenset({"rope_freqs.weight"})
-
     def __init__(self, path: str | Path):
         self.path = str(path)
-        self._reader = _open(self.path)
-        self.metadata = self._reader.fields
+        self.metadata, self.stored = read_index(Path(path))
         self.architecture = self.get("general.architecture")
         if self.architecture not in _FAMILIES:
             raise InputError(
                 f"{path}: GGUF architecture {self.architecture!r} is not supported; supported: "
                 f"{', '.join(_FAMILIES)}"
             )
-        self.stored = {t.name: t for t in self._reader.tensors}
         self.hf_config = self._hf_config()
         self._parts: dict[str, _Part] = {}
         self.tensors: dict[str, TensorInfo] = {}
@@ -80,8 +80,7 @@ class GGUFFile:
         """A metadata value; `{arch}` in the key stands for the architecture."""
         if "{arch}" in key:
             key = key.replace("{arch}", self.architecture)
-        field = self.metadata.get(key)
-        return default if field is None else field.contents()
+        return self.metadata.get(key, default)
 
     def need(self, key: str) -> Any:
         value = self.get(key)
@@ -90,34 +89,40 @@ class GGUFFile:
             raise InputError(f"{self.path}: the metadata key {key!r} is missing; convert it again")
         return value
 
+    def vector(self, name: str) -> np.ndarray:
+        """A stored tensor of one axis."""
+        return _dequantize(self.stored[name], 0, self.stored[name].shape[0])
+
     def config(self) -> ModelConfig:
         return config_from_hf(self.hf_config, self.path)
 
     def _hf_config(self) -> dict[str, Any]:
         """The metadata in the words of a Hugging Face config."""
         kind = _FAMILIES[self.architecture]
+        if kind == "llama" and self.get("{arch}.attention.sliding_window"):
+            kind = "mistral"  # llama.cpp has one architecture for both
         heads = self.need("{arch}.attention.head_count")
         width = self.need("{arch}.embedding_length")
         head_dim = self.get("{arch}.attention.key_length", width // heads)
         embedding = self.stored.get("token_embd.weight")
         if embedding is None:
             raise InputError(f"{self.path}: the tensor token_embd.weight is missing")
-        hf = dict(
-            model_type=kind,
-            vocab_size=int(embedding.shape[1]),
-            hidden_size=width,
-            intermediate_size=self.need("{arch}.feed_forward_length"),
-            num_hidden_layers=self.need("{arch}.block_count"),
-            num_attention_heads=heads,
-            num_key_value_heads=self.get("{arch}.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            max_position_embeddings=self.need("{arch}.context_length"),
-            tie_word_embeddings="output.weight" not in self.stored,
-            attention_bias="blk.0.attn_q.bias" in self.stored,
-            mlp_bias="blk.0.ffn_up.bias" in self.stored,
-            sliding_window=self.get("{arch}.attention.sliding_window"),
-            dtype=self._dtype(),
-        )
+        hf = {
+            "model_type": kind,
+            "vocab_size": embedding.shape[0],
+            "hidden_size": width,
+            "intermediate_size": self.need("{arch}.feed_forward_length"),
+            "num_hidden_layers": self.need("{arch}.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.get("{arch}.attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self.need("{arch}.context_length"),
+            "tie_word_embeddings": "output.weight" not in self.stored,
+            "attention_bias": "blk.0.attn_q.bias" in self.stored,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
+            "sliding_window": self.get("{arch}.attention.sliding_window"),
+            "dtype": self._dtype(),
+        }
         if kind == "phi":
             hf["layer_norm_eps"] = self.need("{arch}.attention.layer_norm_epsilon")
         else:
@@ -136,8 +141,8 @@ class GGUFFile:
         kinds = {_dtype_of(t) for t in self.stored.values() if len(t.shape) > 1}
         return kinds.pop() if len(kinds) == 1 else "float32"
 
-    def _add(self, name: str, tensor: Any) -> None:
-        shape = tuple(int(n) for n in tensor.shape[::-1])
+    def _add(self, name: str, tensor: Tensor) -> None:
+        shape = tensor.shape
         names, suffix = self._hf_names(name)
         head_dim = self.hf_config["head_dim"]
         heads = [self.hf_config["num_attention_heads"]]
@@ -180,44 +185,39 @@ class GGUFFile:
         return block.reshape(last - first, *block.shape[3:])[start - first : stop - first]
 
 
-def _open(path: str) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise InputError(f"{path}: GGUF files need the package `gguf`: pip install gguf") from error
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such file")
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        with open(path, "rb") as file:
-            magic = file.read(4)
-        what = "truncated or damaged" if magic == b"GGUF" else "not a GGUF file"
-        size = Path(path).stat().st_size
-        raise InputError(f"{path}: {what} ({size} bytes: {error}); download it again") from error
-
-
 def _short(value: float) -> float:
     """The shortest decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
-def _dtype_of(tensor: Any) -> str:
-    return {"F16": "float16", "BF16": "bfloat16"}.get(tensor.tensor_type.name, "float32")
+def _dtype_of(tensor: Tensor) -> str:
+    return np.dtype(_PLAIN.get(tensor.kind, np.float32)).name
 
 
-def _dequantize(tensor: Any, start: int, stop: int) -> np.ndarray:
-    from gguf import dequantize
+def _dequantize(tensor: Tensor, start: int, stop: int) -> np.ndarray:
+    """Rows of the tensor as floats; vectors are one row."""
+    if len(tensor.shape) == 1:
+        return _floats(tensor, 0, 1).reshape(-1)[start:stop]
+    return _floats(tensor, start, stop)
 
+
+def _floats(tensor: Tensor, start: int, stop: int) -> np.ndarray:
     data = tensor.data[start:stop]
-    kind = tensor.tensor_type.name
-    if kind in ("F32", "F16"):
-        return data
-    if kind == "BF16":
-        return data.view(ml_dtypes.bfloat16)
+    if tensor.kind in _PLAIN:
+        return data.view(_PLAIN[tensor.kind])
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[tensor.kind]
+    out = np.empty((len(data), tensor.shape[-1]), np.float32)
+    # gguf works on 16 rows at a time; blocks are independent, so longer rows save its overhead.
+    chunk = max(1, _CHUNK // tensor.shape[-1])
     try:
-        return dequantize(data, tensor.tensor_type)
+        for i in range(0, len(data), chunk):
+            flat = np.ascontiguousarray(data[i : i + chunk]).reshape(1, -1)
+            out[i : i + chunk] = gguf.dequantize(flat, kind).reshape(-1, tensor.shape[-1])
     except NotImplementedError as error:
         raise InputError(
-            f"{tensor.name}: the quantisation {kind} cannot be read; use a file in F16, Q8_0 or Q4_K"
+            f"{tensor.name}: the quantisation {tensor.kind} cannot be read; use a file in F16, "
+            "Q8_0 or Q4_K"
         ) from error
+    return out

@@ -6,22 +6,29 @@ import numpy as np
 
 from lcjax.errors import InputError
 
-_LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def to_hf(file: Any, rotary_dim: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of `file` (a `GGUFFile`)."""
     theta = float(file.get("{arch}.rope.freq_base", 10_000.0))
     if "rope_freqs.weight" in file.stored:
-        return dict(rope_theta=theta, rope_scaling=_llama3(file, theta, rotary_dim))
+        return {"rope_theta": theta, "rope_scaling": _llama3(file, theta, rotary_dim)}
     kind = file.get("{arch}.rope.scaling.type", "none")
     factor = file.get("{arch}.rope.scaling.factor", file.get("{arch}.rope.scale_linear"))
     if kind in ("none", "") and factor in (None, 0.0, 1.0):
-        return dict(rope_theta=theta)
+        return {"rope_theta": theta}
     if kind in ("linear", "none", ""):
-        return dict(rope_theta=theta, rope_scaling=dict(rope_type="linear", factor=float(factor)))
+        return {
+            "rope_theta": theta,
+            "rope_scaling": {"rope_type": "linear", "factor": float(factor)},
+        }
     if kind == "yarn" and factor:
-        return dict(rope_theta=theta, rope_scaling=_yarn(file, float(factor)))
+        return {"rope_theta": theta, "rope_scaling": _yarn(file, float(factor))}
     raise InputError(
         f"{file.path}: rope.scaling.type={kind!r} with factor={factor!r} cannot be read from GGUF; "
         "load the Hugging Face folder of this model"
@@ -29,11 +36,13 @@ def to_hf(file: Any, rotary_dim: int) -> dict[str, Any]:
 
 
 def _yarn(file: Any, factor: float) -> dict[str, Any]:
-    scaling = dict(
-        rope_type="yarn",
-        factor=factor,
-        original_max_position_embeddings=file.need("{arch}.rope.scaling.original_context_length"),
-    )
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": file.need(
+            "{arch}.rope.scaling.original_context_length"
+        ),
+    }
     names = {"attn_factor": "attention_factor"}
     for key in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
         value = file.get("{arch}.rope.scaling." + key)
@@ -48,8 +57,8 @@ def _llama3(file: Any, theta: float, rotary_dim: int) -> dict[str, Any]:
     The file holds theta_j / f_j, not the settings. The slowest pair is divided by the full factor;
     the other numbers are those of every published Llama-3.1 to 3.3.
     """
-    stored = np.asarray(file.stored["rope_freqs.weight"].data, np.float64).reshape(-1)
-    settings = dict(rope_type="llama3", factor=float(stored.max())) | _LLAMA3
+    stored = file.vector("rope_freqs.weight").astype(np.float64)
+    settings = {"rope_type": "llama3", "factor": float(stored.max())} | _LLAMA3
     if stored.shape != (rotary_dim // 2,) or not np.allclose(
         _llama3_divisors(settings, theta, rotary_dim), stored, rtol=1e-4
     ):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-
 from lcjax.attention import Causal, Pattern, Sliding
 from lcjax.convert.hf_names import is_phi
 from lcjax.errors import InputError
@@ -79,29 +78,29 @@ def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tu
 def _llama_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     _require(hf, where, "hidden_act", "silu", ("silu", "swish"))
     attention_bias = kind == "llama" and hf.get("attention_bias", False)
-    return dict(
-        norm_epsilon=hf.get("rms_norm_eps", 1e-6),
-        qkv_bias=attention_bias or kind == "qwen2",  # Qwen2 has them without a key for them
-        out_bias=attention_bias,
-        mlp_bias=kind == "llama" and hf.get("mlp_bias", False),
-    )
+    return {
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "qkv_bias": attention_bias or kind == "qwen2",  # Qwen2 has them without a key for them
+        "out_bias": attention_bias,
+        "mlp_bias": kind == "llama" and hf.get("mlp_bias", False),
+    }
 
 
 def _phi_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     _require(hf, where, "hidden_act", "gelu_new", _GELU_TANH)
     _require(hf, where, "qk_layernorm", False, (False,))
     _require(hf, where, "tie_word_embeddings", False, (False,))
-    return dict(
-        norm="layer",
-        norm_epsilon=hf.get("layer_norm_eps", 1e-5),
-        activation="gelu_tanh",
-        block="parallel",
-        gated_mlp=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-    )
+    return {
+        "norm": "layer",
+        "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
+        "activation": "gelu_tanh",
+        "block": "parallel",
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+    }
 
 
 def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
@@ -139,70 +138,74 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
     """The `config.json` with which transformers computes the same logits."""
     kind = model_type_of(config)
     _check_exportable(config, kind)
-    hf = dict(
-        architectures=[f"{kind.capitalize()}ForCausalLM"],
-        model_type=kind,
-        vocab_size=config.vocab_size,
-        hidden_size=config.width,
-        intermediate_size=config.mlp_width,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_length,
-        tie_word_embeddings=config.tie_embeddings,
-        dtype=dtype or config.param_dtype,
-        torch_dtype=dtype or config.param_dtype,  # what transformers 4 reads
-    )
+    hf = {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_length,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": dtype or config.param_dtype,
+        "torch_dtype": dtype or config.param_dtype,  # what transformers 4 reads
+    }
     if kind == "phi":
-        hf |= dict(
-            hidden_act="gelu_new",
-            layer_norm_eps=config.norm_epsilon,
-            partial_rotary_factor=config.rotary_fraction,
-            qk_layernorm=False,
-        )
+        hf |= {
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": config.norm_epsilon,
+            "partial_rotary_factor": config.rotary_fraction,
+            "qk_layernorm": False,
+        }
     else:
-        hf |= dict(hidden_act="silu", rms_norm_eps=config.norm_epsilon, head_dim=config.head_dim)
+        hf |= {
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm_epsilon,
+            "head_dim": config.head_dim,
+        }
     hf |= _family_fields(config, kind)
     hf |= config.rope.to_hf(config.rotary_dim)
     if kind == "phi" and isinstance(hf.get("rope_parameters"), dict):
         # transformers 5 reads the factor from here, transformers 4 from the top level.
-        hf["rope_parameters"] = hf["rope_parameters"] | dict(
-            partial_rotary_factor=config.rotary_fraction
-        )
+        hf["rope_parameters"] = hf["rope_parameters"] | {
+            "partial_rotary_factor": config.rotary_fraction
+        }
     return hf
 
 
 def _family_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
     window = config.pattern.window if isinstance(config.pattern, Sliding) else None
     if kind == "llama":
-        return dict(attention_bias=config.qkv_bias, mlp_bias=config.mlp_bias)
+        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     if kind == "mistral":
-        return dict(sliding_window=window)
+        return {"sliding_window": window}
     if kind == "qwen2":
         # Windowed layers are those from `max_window_layers` on: none of them, or all.
-        return dict(
-            use_sliding_window=window is not None,
-            sliding_window=window,
-            max_window_layers=0 if window is not None else config.num_layers,
-        )
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": 0 if window is not None else config.num_layers,
+        }
     return {}
 
 
 def _check_exportable(config: ModelConfig, kind: str) -> None:
     """transformers has no class for some combinations that the decoder can compute."""
     phi = kind == "phi"
-    wanted = dict(
-        norm="layer" if phi else "rms",
-        activation="gelu_tanh" if phi else "silu",
-        gated_mlp=not phi,
-        head_bias=phi,
-    )
+    wanted = {
+        "norm": "layer" if phi else "rms",
+        "activation": "gelu_tanh" if phi else "silu",
+        "gated_mlp": not phi,
+        "head_bias": phi,
+    }
     if phi:
-        wanted |= dict(qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=False)
+        wanted |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": False}
     elif kind == "llama":
-        wanted |= dict(out_bias=config.qkv_bias, rotary_fraction=1.0)
+        wanted |= {"out_bias": config.qkv_bias, "rotary_fraction": 1.0}
     else:
-        wanted |= dict(mlp_bias=False, out_bias=False, rotary_fraction=1.0)
+        wanted |= {"mlp_bias": False, "out_bias": False, "rotary_fraction": 1.0}
     wrong = [f"{k}={getattr(config, k)!r}" for k, v in wanted.items() if getattr(config, k) != v]
     exact = isinstance(config.pattern, Causal) or (
         isinstance(config.pattern, Sliding) and kind in ("mistral", "qwen2")

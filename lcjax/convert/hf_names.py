@@ -1,9 +1,10 @@
 """One table of tensor names: Hugging Face tensor <-> path in the parameter tree.
 
-A row reads `(tensor, axes, path, our axes, condition)`. Letters are the library's array axes; a comma
-separates the axes of the stored tensor, so `"NH,D" -> "DNH"` says: a matrix [N*H, D] is viewed as
-[N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are stacked on a
-leading axis L under `layers/`.
+A row reads `(tensor, axes, path, our axes, condition)`. Letters are the library's array axes; a
+comma separates the axes of the stored tensor, so `"NH,D" -> "DNH"` says: a matrix [N*H, D] is
+viewed as [N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are
+stacked on a leading axis L under `layers/`. Beside the usual letters, P counts pairs of rotary
+channels and M is the hidden width of CLEX's learned frequencies.
 """
 
 import dataclasses
@@ -69,6 +70,13 @@ _PHI = (
     ("lm_head.bias", "V", "head/bias", "V", ""),
 )
 
+# The learned arrays of published CLEX checkpoints; transformers ignores them.
+_CLEX = (
+    ("model.clex_layer.proj_func.ode_up_proj", "P,M", "rope/up", "PM", ""),
+    ("model.clex_layer.proj_func.ode_down_proj", "M,P", "rope/down", "MP", ""),
+    ("model.clex_layer.inv_freq", "P", "rope/inv_freq", "P", ""),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -99,17 +107,20 @@ def is_phi(config: ModelConfig) -> bool:
 
 def entries(config: ModelConfig) -> tuple[Entry, ...]:
     """The leaves of `config`'s tree in the order in which the model uses them."""
-    sizes = dict(
-        V=config.vocab_size,
-        D=config.width,
-        F=config.mlp_width,
-        N=config.num_heads,
-        K=config.num_kv_heads,
-        H=config.head_dim,
-    )
+    sizes = {
+        "V": config.vocab_size,
+        "D": config.width,
+        "F": config.mlp_width,
+        "N": config.num_heads,
+        "K": config.num_kv_heads,
+        "H": config.head_dim,
+    }
     flags = {"": True, "untied": not config.tie_embeddings}
     flags |= {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "mlp_bias")}
     rows = _PHI if is_phi(config) else _LLAMA
+    if config.rope.learned:
+        sizes |= {"P": config.rotary_dim // 2, "M": config.rotary_dim * config.rope.param_factor}
+        rows += _CLEX
     return tuple(_entry(row[:4], sizes, config.num_layers) for row in rows if flags[row[4]])
 
 

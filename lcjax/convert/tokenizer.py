@@ -8,7 +8,8 @@ output of `render_chat`, do the strings of special tokens become those tokens.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,10 +24,15 @@ class Tokenizer(Protocol):
     """What the rest of the library needs of a tokenizer."""
 
     bos_id: int | None
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]  # tokens that end an answer; the first one ends a document
     pad_id: int | None
-    vocab_size: int
-    fingerprint: str  # equal for tokenizers that give equal ids
+    add_bos: bool  # whether the model expects `bos_id` before a text; `encode` never adds it
+    vocab_size: int  # highest id + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give equal ids, whichever file they came from."""
+        ...
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]: ...
 
@@ -46,23 +52,44 @@ class Specials:
     pad_id: int | None = None
     unk_id: int | None = None
     chat_template: str | None = None
-    add_bos: bool = False  # whether the model expects the bos token before a text
+    add_bos: bool = False
     max_length: int | None = None
+
+    def strings(self, token: Callable[[int], str | None]) -> dict[str, str]:
+        """`bos_token` and so on, as templates and transformers' configs name them."""
+        eos = self.eos_ids[0] if self.eos_ids else None
+        ids = {"bos": self.bos_id, "eos": eos, "pad": self.pad_id, "unk": self.unk_id}
+        found = {f"{k}_token": token(i) for k, i in ids.items() if i is not None}
+        return {name: text for name, text in found.items() if text is not None}
+
+    def settings(self, token: Callable[[int], str | None]) -> dict[str, Any]:
+        """What `tokenizer_config.json` says whatever the kind of tokenizer."""
+        settings: dict[str, Any] = self.strings(token)
+        settings |= {"clean_up_tokenization_spaces": False, "add_bos_token": self.add_bos}
+        if self.max_length:
+            settings["model_max_length"] = self.max_length
+        if self.chat_template:
+            settings["chat_template"] = self.chat_template
+        return settings
 
 
 class JsonTokenizer:
     """A tokenizer of the `tokenizers` package: `tokenizer.json`, or built from GGUF metadata."""
 
-    def __init__(self, backend: Any, specials: Specials):
+    def __init__(self, backend: Any, specials: Specials, *, settings: dict[str, Any] | None = None):
+        """`settings`: the `tokenizer_config.json` that came with it, kept when it is saved."""
+        backend.no_truncation()
+        backend.no_padding()
         self._json = backend.to_str()
         self._specials = specials
+        self._settings = settings or {"tokenizer_class": "PreTrainedTokenizerFast"}
         self._backends: dict[bool, Any] = {}  # by allow_special
         self.bos_id = specials.bos_id
         self.eos_ids = specials.eos_ids
         self.pad_id = specials.pad_id
+        self.add_bos = specials.add_bos
         # Ids may have holes: the model needs a row for the highest one.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.fingerprint = fingerprint(self._json)
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled backend forgets whether it splits special tokens; workers build their own.
@@ -74,10 +101,12 @@ class JsonTokenizer:
 
             backend = Backend.from_str(self._json)
             backend.encode_special_tokens = not allow_special
-            backend.no_truncation()
-            backend.no_padding()
             self._backends[allow_special] = backend
         return self._backends[allow_special]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self._backend(False).get_vocab(with_added_tokens=True), self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         return self._backend(allow_special).encode(text, add_special_tokens=False).ids
@@ -86,49 +115,38 @@ class JsonTokenizer:
         ids = [int(i) for i in ids]
         return self._backend(False).decode(ids, skip_special_tokens=skip_special)
 
-    def token(self, index: int | None) -> str | None:
-        return None if index is None else self._backend(False).id_to_token(index)
+    def token(self, index: int) -> str | None:
+        return self._backend(False).id_to_token(index)
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         return render(
             self._specials.chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
-            **self._special_strings(),
+            **self._specials.strings(self.token),
         )
-
-    def _special_strings(self) -> dict[str, str]:
-        eos = self.eos_ids[0] if self.eos_ids else None
-        found = dict(
-            bos_token=self.token(self.bos_id),
-            eos_token=self.token(eos),
-            pad_token=self.token(self.pad_id),
-            unk_token=self.token(self._specials.unk_id),
-        )
-        return {name: text for name, text in found.items() if text is not None}
 
     def save(self, folder: str | Path) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` opens."""
         folder = Path(folder)
         (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
-        settings: dict[str, Any] = self._special_strings() | dict(
-            tokenizer_class="PreTrainedTokenizerFast",
-            clean_up_tokenization_spaces=False,
-            add_bos_token=self._specials.add_bos,
-        )
-        if self._specials.max_length:
-            settings["model_max_length"] = self._specials.max_length
-        if self._specials.chat_template:
-            settings["chat_template"] = self._specials.chat_template
+        settings = self._settings | self._specials.settings(self.token)
         write_json(folder / "tokenizer_config.json", settings)
 
 
-def fingerprint(*parts: str | bytes) -> str:
-    """A short hash of what determines the ids."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode() if isinstance(part, str) else part)
-    return digest.hexdigest()[:16]
+# Everything that pre-tokenizers treat differently: digits, spaces, newlines, case, contractions,
+# accents in two normal forms, other scripts, characters outside a vocabulary, code.
+_PROBE = (
+    "Hello world's 1234567890 3.14\t  tabs\r\n\n\nHE'LL we've don't naïve nai\u0308ve ﬁ Ⅳ "
+    "日本語のテキスト Привет мир مرحبا हिन्दी 🙂👩\u200d👩\u200d👧 \u0000\x7f"
+    "   def f(x, *y):\n        return x**2 != {'a': [1, 22, 333]}  # --- end\n"
+)
+
+
+def fingerprint(vocabulary: dict[str, int], encode: Callable[[str], list[int]]) -> str:
+    """A hash of all tokens and of the ids of a text that shows how text is cut."""
+    values = [sorted(vocabulary.items()), encode(_PROBE)]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

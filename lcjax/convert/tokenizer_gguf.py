@@ -3,6 +3,7 @@
 from typing import Any
 
 from lcjax.convert.tokenizer import JsonTokenizer, Specials
+from lcjax.convert.tokenizer_spm import SentencePieceTokenizer, model_from_pieces
 from lcjax.errors import InputError
 
 # llama.cpp's token types
@@ -29,20 +30,26 @@ def gguf_tokenizer(file: Any) -> Any:
     """The tokenizer of `file` (a `GGUFFile`)."""
     kind = file.need("tokenizer.ggml.model")
     if kind == "gpt2":
-        backend = _byte_level(file)
-    elif kind == "llama":
-        from lcjax.convert.tokenizer_spm import backend_from_pieces
-
-        backend = backend_from_pieces(file)
-    else:
-        raise InputError(
-            f"{file.path}: the tokenizer model {kind!r} cannot be read from GGUF; readable: gpt2, "
-            "llama; load the Hugging Face folder of this model"
-        )
-    return JsonTokenizer(backend, _specials(file))
+        return _byte_level(file)
+    if kind == "llama":
+        return _sentencepiece(file)
+    raise InputError(
+        f"{file.path}: the tokenizer model {kind!r} cannot be read from GGUF; readable: gpt2, "
+        "llama; load the Hugging Face folder of this model"
+    )
 
 
-def _specials(file: Any) -> Specials:
+def _sentencepiece(file: Any) -> SentencePieceTokenizer:
+    model = model_from_pieces(
+        file.need("tokenizer.ggml.tokens"),
+        file.need("tokenizer.ggml.scores"),
+        file.need("tokenizer.ggml.token_type"),
+        add_prefix=file.get("tokenizer.ggml.add_space_prefix", True),
+    )
+    return SentencePieceTokenizer(model, _specials(file, add_bos=True), where=file.path)
+
+
+def _specials(file: Any, *, add_bos: bool) -> Specials:
     def get(name: str) -> int | None:
         return file.get(f"tokenizer.ggml.{name}_token_id")
 
@@ -53,13 +60,21 @@ def _specials(file: Any) -> Specials:
         pad_id=get("padding"),
         unk_id=get("unknown"),
         chat_template=file.get("tokenizer.chat_template"),
-        add_bos=bool(file.get("tokenizer.ggml.add_bos_token", False)),
+        add_bos=bool(file.get("tokenizer.ggml.add_bos_token", add_bos)),
         max_length=file.get("{arch}.context_length"),
     )
 
 
-def _byte_level(file: Any) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+def _byte_level(file: Any) -> JsonTokenizer:
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
 
     pre = file.get("tokenizer.ggml.pre", "default")
     if pre not in _SPLITS:
@@ -82,11 +97,17 @@ def _byte_level(file: Any) -> Any:
         + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    add_special_tokens(backend, tokens, file.get("tokenizer.ggml.token_type") or [])
-    return backend
+    _add_special_tokens(backend, tokens, file.get("tokenizer.ggml.token_type") or [])
+    specials = _specials(file, add_bos=pre == "llama-bpe")
+    if specials.add_bos and specials.bos_id is not None:
+        bos = tokens[specials.bos_id]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, specials.bos_id)]
+        )
+    return JsonTokenizer(backend, specials)
 
 
-def add_special_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
+def _add_special_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
     """Marks control tokens as special and user-defined ones as indivisible."""
     from tokenizers import AddedToken
 

@@ -27,7 +27,7 @@ class TensorInfo(NamedTuple):
     """What a file's index says about one tensor."""
 
     shape: tuple[int, ...]
-    dtype: str  # "float32", "float16" or "bfloat16": what `rows` returns
+    dtype: str  # "float32", "float16" or "bfloat16": what `rows` returns; else not readable
 
 
 class Source(Protocol):
@@ -35,32 +35,35 @@ class Source(Protocol):
 
     path: str
     tensors: dict[str, TensorInfo]
-    ignored: frozenset[str]  # tensors that hold nothing to learn (rotary tables) or a known copy
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows `start:stop` of the leading axis."""
         ...
 
 
-def stored_dtype(source: Source) -> str:
-    """The narrowest dtype that holds every tensor exactly."""
-    found = {info.dtype for info in source.tensors.values()}
-    return found.pop() if len(found) == 1 else "float32"
-
-
 def check(source: Source, config: ModelConfig) -> None:
     """Lists every missing, unexpected and mis-shaped tensor in one error."""
     wanted = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
     missing = [name for name in wanted if name not in source.tensors]
-    extra = [n for n in source.tensors if n not in wanted and n not in source.ignored]
+    extra = [n for n in source.tensors if n not in wanted and not _ignorable(n, config)]
     shaped = [
         f"{name} is {list(source.tensors[name].shape)}, not {list(shape)}"
         for name, shape in wanted.items()
         if name in source.tensors and source.tensors[name].shape != shape
     ]
+    odd = [
+        f"{name} is {source.tensors[name].dtype}"
+        for name in wanted
+        if name in source.tensors and source.tensors[name].dtype not in DTYPES
+    ]
     faults = [
         f"{kind}: {_some(items)}"
-        for kind, items in (("missing", missing), ("wrong shape", shaped), ("unexpected", extra))
+        for kind, items in (
+            ("missing", missing),
+            ("wrong shape", shaped),
+            ("not float32, float16 or bfloat16", odd),
+            ("unexpected", extra),
+        )
         if items
     ]
     if faults:
@@ -68,6 +71,12 @@ def check(source: Source, config: ModelConfig) -> None:
             f"{source.path}: tensors do not fit the model its config describes; "
             f"{'; '.join(faults)}; check that config and weights belong together"
         )
+
+
+def _ignorable(name: str, config: ModelConfig) -> bool:
+    """Tables that the config determines, and the second copy of tied embeddings."""
+    tables = ("rotary_emb.inv_freq", "rope_freqs.weight", "attn.bias", "attn.masked_bias")
+    return name.endswith(tables) or (name == "lm_head.weight" and config.tie_embeddings)
 
 
 def _some(items: Iterable[str], limit: int = 10) -> str:
@@ -88,20 +97,25 @@ def read_params(
     Without a mesh everything goes to the default device. `progress` is told the bytes of each leaf.
     """
     check(source, config)
-    dtype = DTYPES[config.param_dtype]
     table = hf_names.entries(config)
-    shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, dtype) for e in table})
+    shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, _dtype(e, config)) for e in table})
     shardings = _shardings(mesh, shapes)
     leaves = {}
     for entry in table:
         leaves[entry.path] = jax.make_array_from_callback(
             entry.shape,
             lookup(shardings, entry.path),
-            lambda index, entry=entry: _read_block(source, entry, index, dtype),
+            lambda index, entry=entry: _read_block(source, entry, index, _dtype(entry, config)),
         )
         if progress:
             progress(leaves[entry.path].nbytes)
     return nest(leaves)
+
+
+def _dtype(entry: hf_names.Entry, config: ModelConfig) -> np.dtype:
+    """Learned frequencies stay in float32: half precision turns far positions by whole circles."""
+    name = "float32" if entry.path.startswith("rope/") else config.param_dtype
+    return DTYPES[name]
 
 
 def _shardings(mesh: jax.sharding.Mesh | None, shapes: dict) -> dict:

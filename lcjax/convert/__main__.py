@@ -1,0 +1,62 @@
+"""`python -m lcjax.convert SRC DST`: any readable checkpoint -> a Hugging Face folder."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from lcjax.convert.hf_save import save_hf
+from lcjax.convert.load import load
+from lcjax.convert.weights import DTYPES
+from lcjax.errors import InputError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    try:
+        _convert(args)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lcjax.convert", description=__doc__)
+    parser.add_argument("src", help="Hugging Face folder, .gguf file, run folder, or hub id")
+    parser.add_argument("dst", type=Path, help="folder to write: config, safetensors, tokenizer")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights; default: as read")
+    parser.add_argument("--force", action="store_true", help="replace DST if it is not empty")
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="read .bin weights with a restricted reader"
+    )
+    return parser
+
+
+def _convert(args: argparse.Namespace) -> None:
+    _check_destination(args.src, args.dst, args.force)
+    with _bar("reading") as bar:
+        params, config, tokenizer = load(
+            args.src, param_dtype=args.dtype, allow_pickle=args.allow_pickle, progress=bar.update
+        )
+    with _bar("writing") as bar:
+        save_hf(args.dst, params, config, tokenizer, overwrite=args.force, progress=bar.update)
+    print(f"{args.dst}: {config.num_layers} layers, {config.param_dtype}")
+
+
+def _check_destination(src: str, dst: Path, force: bool) -> None:
+    """Before the long part: a destination that cannot be written."""
+    if dst.exists() and not force and (not dst.is_dir() or any(dst.iterdir())):
+        raise InputError(f"{dst} exists and is not empty; choose another folder or add --force")
+    source = Path(src)
+    if source.exists() and dst.exists() and source.resolve() == dst.resolve():
+        raise InputError(f"{dst} is the source itself; choose another folder")
+
+
+def _bar(what: str) -> tqdm:
+    return tqdm(desc=what, unit="B", unit_scale=True, mininterval=0.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

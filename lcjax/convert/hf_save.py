@@ -1,0 +1,213 @@
+"""Writes a folder that transformers opens with the same logits.
+
+Everything goes into a hidden folder beside the destination, which is renamed when it is complete: a
+killed process or a full disk never leaves half a model that looks whole. Tensors pass through the
+host one at a time.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import lcjax.lora
+from lcjax.convert import hf_names
+from lcjax.convert.hf_config import config_to_hf
+from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
+from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
+from lcjax.convert.weights import DTYPES, TensorInfo, lookup
+from lcjax.errors import InputError
+from lcjax.models.config import ModelConfig
+
+_MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
+
+
+def save_hf(
+    folder: str | Path,
+    params: dict,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None = None,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    progress: Callable[[int], Any] | None = None,
+) -> Path:
+    """Writes config, weights (`dtype`, by default the config's `param_dtype`) and tokenizer.
+
+    LoRA adapters are merged. `params` may be stacked or one branch per layer. `progress` is told
+    the bytes of each tensor.
+    """
+    folder = Path(folder)
+    dtype = dtype or config.param_dtype
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not empty; choose another folder or overwrite it")
+    hf = config_to_hf(config, dtype=dtype)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config.vocab_size, str(folder))
+        hf |= token_ids(tokenizer)
+    table = _in_layer_order(config)
+    tensors = {name: TensorInfo(e.tensor_shape, _stored(e, dtype)) for name, e, _ in table}
+    shards = _shards(tensors, max_shard_bytes)
+    _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
+    with _finished_or_absent(folder, overwrite) as partial:
+        write_json(partial / "config.json", hf)
+        if tokenizer is not None:
+            write_json(partial / "generation_config.json", token_ids(tokenizer))
+            tokenizer.save(partial)
+        arrays = _arrays(params, config, table, tensors, progress)
+        for file, names in shards.items():
+            write_file(partial / file, {n: tensors[n] for n in names}, _take(arrays, len(names)))
+        if len(shards) > 1:
+            _write_index(partial / INDEX, tensors, shards)
+    return folder
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The special ids as transformers writes them."""
+    ends = list(tokenizer.eos_ids)
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": tokenizer.pad_id,
+    }
+
+
+def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int | None]]:
+    """(tensor, entry, layer), all of layer 0 before layer 1: a loader reads files front to back."""
+    table = hf_names.entries(config)
+    first_layer = next(i for i, e in enumerate(table) if e.stacked)
+    before = [(e.names[0], e, None) for e in table[:first_layer]]
+    layers = [(e.names[i], e, i) for i in range(config.num_layers) for e in table if e.stacked]
+    after = [(e.names[0], e, None) for e in table[first_layer:] if not e.stacked]
+    return before + layers + after
+
+
+def _stored(entry: hf_names.Entry, dtype: str) -> str:
+    return "float32" if entry.path.startswith("rope/") else dtype
+
+
+def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
+    """File name -> tensors, in order; a single tensor above the limit gets its own file."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, info in tensors.items():
+        if groups[-1] and size + nbytes(info) > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += nbytes(info)
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    count = len(groups)
+    return {f"model-{i + 1:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups)}
+
+
+def _write_index(path: Path, tensors: dict[str, TensorInfo], shards: dict[str, list[str]]) -> None:
+    total = sum(map(nbytes, tensors.values()))
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    write_json(path, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _check_space(folder: Path, wanted: int) -> None:
+    parent = folder.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if free < wanted:
+        raise InputError(
+            f"{folder}: the model takes {wanted / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB"
+            " free; make room, choose another disk, or save in bfloat16"
+        )
+
+
+@contextlib.contextmanager
+def _finished_or_absent(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A hidden folder that becomes `folder` when the block ends without an error."""
+    folder = folder.absolute()
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _publish(partial, folder, overwrite)
+    except OSError as error:
+        raise InputError(
+            f"{folder}: could not be written ({error}); nothing was left behind, make room and try "
+            "again"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, folder: Path, overwrite: bool) -> None:
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    if overwrite and folder.exists():
+        folder.rename(old)
+    partial.rename(folder)  # also onto an empty folder
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink(missing_ok=True)
+
+
+def _take(arrays: Iterator, count: int) -> Iterator:
+    for _ in range(count):
+        yield next(arrays)
+
+
+def _arrays(
+    params: dict,
+    config: ModelConfig,
+    table: list[tuple[str, hf_names.Entry, int | None]],
+    tensors: dict[str, TensorInfo],
+    progress: Callable[[int], Any] | None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, entry, layer in table:
+        leaf = _leaf(params, config, entry, layer)
+        array = entry.to_tensor(_on_host(leaf)).astype(DTYPES[tensors[name].dtype], copy=False)
+        yield name, array
+        if progress:
+            progress(array.nbytes)
+
+
+def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int | None) -> jax.Array:
+    """One layer of a leaf, with its adapter merged in."""
+    path, stacked = entry.path, "layers" in params
+    if layer is not None and not stacked:
+        path = path.replace("layers/", f"layers_{layer}/", 1)
+    parent, _, last = path.rpartition("/")
+    try:
+        siblings = lookup(params, parent)
+        found = {k: v for k, v in siblings.items() if k == last or k.startswith("lora_")}
+        if layer is not None and stacked:
+            found = {k: v[layer] for k, v in found.items()}
+        leaf = found[last]
+    except KeyError as error:
+        raise InputError(
+            f"params lack {path}, which the config asks for; save the config of this model"
+        ) from error
+    if leaf.shape != entry.shape[int(entry.stacked) :]:
+        raise InputError(
+            f"params.{path} is {list(leaf.shape)} but the config says "
+            f"{list(entry.shape[int(entry.stacked) :])}; save the config of this model"
+        )
+    if last == "kernel" and "lora_a" in found:
+        if config.lora is None:
+            raise InputError(f"params have an adapter at {parent} but model.lora is not set")
+        return lcjax.lora.merge(found, config.lora)[last]
+    return leaf
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)

@@ -1,0 +1,180 @@
+"""safetensors files by byte range: one file, or shards with an index.
+
+Layout: 8 bytes little-endian header size, a JSON header `{name: {dtype, shape, data_offsets}}`,
+then the tensors. Files are memory-mapped, so only the pages of the rows asked for are read.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from lcjax.convert.weights import TensorInfo
+from lcjax.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CODES = {name: code for code, name in _NAMES.items()}
+_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+}
+_BITS |= {
+    "U8": 8,
+    "BOOL": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "C64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+_MAX_HEADER = 100_000_000
+
+
+class SafetensorsFolder:
+    """The `*.safetensors` of a Hugging Face folder as one source of tensors."""
+
+    def __init__(self, folder: str | Path):
+        self.path = str(folder)
+        self._data: dict[str, np.ndarray] = {}  # by tensor: its rows as bytes
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in _files(Path(folder)):
+            for name, info, data in read_header(file):
+                if name in self.tensors:
+                    raise InputError(f"{self.path}: {name} is in two files; remove the stray one")
+                self.tensors[name], self._data[name] = info, data
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of the leading axis, a view of the file."""
+        info = self.tensors[name]
+        dtype = np.dtype(getattr(ml_dtypes, info.dtype, None) or info.dtype)
+        row = math.prod(info.shape[1:]) * dtype.itemsize
+        block = self._data[name][start * row : stop * row]
+        return block.view(dtype).reshape(stop - start, *info.shape[1:])
+
+
+def has_weights(folder: Path) -> bool:
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.is_file():
+        single = folder / SINGLE
+        found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise InputError(f"{folder}: no *.safetensors file")
+        return found
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"{index}: not an index of shards ({error}); download it again") from error
+    if outside := [n for n in names if Path(n).name != n]:
+        raise InputError(f"{index}: names files outside its folder: {', '.join(outside)}")
+    if missing := [n for n in names if not (folder / n).is_file()]:
+        raise InputError(
+            f"{folder}: {len(missing)} of {len(names)} shards are missing: "
+            f"{', '.join(missing[:10])}; download them"
+        )
+    return [folder / name for name in names]
+
+
+def read_header(file: Path) -> list[tuple[str, TensorInfo, np.ndarray]]:
+    """(name, what it is, its bytes as a view of the file) of every tensor of one file."""
+    size = file.stat().st_size
+    data = np.asarray(np.memmap(file, np.uint8, "r")) if size else np.empty(0, np.uint8)
+    length = int.from_bytes(bytes(data[:8]), "little")
+    if size < 8 or length > _MAX_HEADER:
+        raise InputError(f"{file}: not a safetensors file, or truncated ({size} bytes)")
+    if 8 + length > size:
+        raise _truncated(file, size, 8 + length)
+    try:
+        header = json.loads(bytes(data[8 : 8 + length]))
+        header.pop("__metadata__", None)
+        entries = [
+            (n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()
+        ]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"{file}: its safetensors header is damaged ({error}); download it again"
+        ) from error
+    body = data[8 + length :]
+    end = max((entry[4] for entry in entries), default=0)
+    if len(body) < end:
+        raise _truncated(file, size, 8 + length + end)
+    if len(body) > end:
+        raise InputError(f"{file}: {len(body) - end} bytes more than its header says; replace it")
+    return [_entry(file, body, *entry) for entry in entries]
+
+
+def _truncated(file: Path, size: int, wanted: int) -> InputError:
+    return InputError(
+        f"{file}: truncated: {size:,} bytes, but its header needs {wanted:,}; download it again"
+    )
+
+
+def _entry(
+    file: Path, body: np.ndarray, name: str, code: str, shape: tuple[int, ...], begin: int, end: int
+) -> tuple[str, TensorInfo, np.ndarray]:
+    bits = math.prod(shape) * _BITS.get(code, 0)
+    if code in _BITS and (begin < 0 or 8 * (end - begin) != bits):
+        raise InputError(
+            f"{file}: the header gives {name} {end - begin} bytes, but {code} {list(shape)} takes "
+            f"{bits // 8}; download it again"
+        )
+    return name, TensorInfo(shape, _NAMES.get(code, code)), body[begin:end]
+
+
+def write_file(
+    file: Path, tensors: dict[str, TensorInfo], arrays: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Writes one file, tensor by tensor in the order of `tensors`; synced to the disk."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    position = 0
+    for name, info in tensors.items():
+        stop = position + nbytes(info)
+        header[name] = {
+            "dtype": _CODES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
+    with open(file, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        _write_arrays(out, tensors, arrays)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _write_arrays(
+    out: BinaryIO, tensors: dict[str, TensorInfo], arrays: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    for (name, info), (given, array) in zip(tensors.items(), arrays, strict=True):
+        if name != given or array.shape != info.shape or array.dtype.name != info.dtype:
+            raise ValueError(
+                f"{given} {array.dtype} {array.shape} came where {name} {info} was due"
+            )
+        out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def nbytes(info: TensorInfo) -> int:
+    return math.prod(info.shape) * (4 if info.dtype == "float32" else 2)
