@@ -1,6 +1,7 @@
 """Texts of a run, tokenised when they are first asked for."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -105,12 +106,16 @@ class Corpus:
             return None
         return np.cumsum(sizes)
 
+    @functools.cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """A letter to decode tokens behind: sentencepiece drops a blank at the start of a text."""
+        ids = list(self.tokenizer.encode("a"))
+        return ids, self.tokenizer.decode(ids)
+
     def _bytes(self, token: int) -> float:
         if token not in self._bytes_of:
-            # Behind a letter, because sentencepiece drops a blank at the start of a text.
-            anchor = list(self.tokenizer.encode("a"))
+            anchor, bare = self._anchor
             text = self.tokenizer.decode([*anchor, token])
-            bare = self.tokenizer.decode(anchor)
             whole = "\ufffd" not in text and text.startswith(bare)
             size = len(text.encode()) - len(bare.encode())
             self._bytes_of[token] = float(size) if whole else float("nan")

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -58,6 +59,8 @@ class Pieces:
 @dataclasses.dataclass(frozen=True)
 class Passkey(Task):
     """Five-digit keys at evenly spaced depths, measured in tokens."""
+
+    needs_data: ClassVar[bool] = False
 
     depths: int = 10  # places of the key, from the very beginning to the very end
     trials: int = 1  # keys per length and depth
@@ -185,7 +188,10 @@ class Passkey(Task):
         from lcjax.evaluation import plots
 
         title = f"Passkey accuracy, {self.trials} trial{'s' * (self.trials > 1)} a cell"
-        return [plots.heat_maps(records, title, folder / f"{self.label}.png")]
+        return [
+            plots.over_lengths(cells, self.metric, folder / f"{self.label}.png"),
+            plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),
+        ]
 
 
 def judge(answer: str, key: str, tokenizer) -> dict[str, bool]:

@@ -57,7 +57,7 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
             own = sorted(own, key=lambda cell: cell["length"])
             x = [cell["length"] for cell in own]
             y = [_number(cell["value"]) for cell in own]
-            axes.plot(x, y, label=method, **_look(index), clip_on=False, zorder=3)
+            axes.plot(x, y, label=method, **_look(index), zorder=3)
         axes.set_xscale("log", base=2)
         lengths = sorted({cell["length"] for cell in cells})
         axes.set_xticks(lengths, [_tokens(length) for length in lengths])
@@ -76,7 +76,7 @@ def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
     """Log when methods are worlds apart, with plain numbers, and not beyond what tables print."""
     finite = [value for value in values if np.isfinite(value)]
     if not finite or not metric.lower_is_better:
-        axes.set_ylim(-0.03, 1.03)
+        axes.set_ylim(-0.04, 1.04)
         return
     low, high = min(finite), max(finite)
     if low > 0 and high > 8 * low:
@@ -100,23 +100,23 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
         for index, curve in enumerate(curves):
             x, y = np.asarray(curve["position"]), np.asarray(curve["nll"])
             look = {"color": _COLOURS[index % len(_COLOURS)]}
-            label = f"{curve['method']} ({_tokens(curve['length'])})"
-            axes.plot(x, y, label=label, linewidth=1.6, zorder=3, **look)
+            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **look)
             if curve["windows"] > 1:
                 band = np.asarray(curve["standard_error"])
                 axes.fill_between(x, y - band, y + band, alpha=0.18, linewidth=0, **look)
-        longest = max(curve["length"] for curve in curves)
-        if any(curve["log"] for curve in curves):
+        longest, left = max(curve["length"] for curve in curves), 0
+        if curves[0]["log"]:
             axes.set_xscale("log", base=2)
-            ticks = [2**k for k in range(1, int(np.log2(longest)) + 1, 2)]
+            ticks = [2**k for k in range(0, int(np.log2(longest)) + 1, 2)]
+            left = min(float(np.min(curve["position"])) for curve in curves)
         else:
             ticks = [longest * k // 8 for k in range(9)]
         axes.set_xticks(ticks, [_tokens(tick) for tick in ticks])
         axes.minorticks_off()
-        axes.set_xlim(1 if curves[0]["log"] else 0, longest)
+        axes.set_xlim(left, longest)
         axes.set_xlabel("position in the window, in tokens")
         axes.set_ylabel("negative log-likelihood, nats per token")
-        axes.set_title("Loss by position")
+        axes.set_title(f"Loss by position in windows of {_tokens(longest)} tokens")
         _mark_trained(axes, {curve["trained"] for curve in curves}, axes.get_xlim())
         _legend(axes)
     return path
@@ -174,8 +174,8 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], depths: list[flo
     inside = sum(length <= trained for length in lengths)
     # Between columns: the last length that the model was trained for, and the first it was not.
     if 0 < inside < len(lengths):
-        axes.axvline(inside, color="white", linewidth=3.2)
-        axes.axvline(inside, color="#D55E00", linewidth=1.8, linestyle=(0, (4, 3)))
+        axes.axvline(inside, color="white", linewidth=4)
+        axes.axvline(inside, color="#D55E00", linewidth=2.4, linestyle=(0, (3, 1.5)))
     return picture
 
 

@@ -32,15 +32,16 @@ class Store:
         self.hash = fingerprint(settings)
         marker = self.folder / "run.json"
         used = any((self.folder / "records").glob("*.jsonl"))
-        if marker.exists():
-            self._compare(json.loads(marker.read_text()), settings)
-            if used and not resume:
-                raise InputError(
-                    f"out={self.folder} holds records of this run; set resume=true to continue it, "
-                    "or choose another folder"
-                )
-        elif used:
+        # Without a record there is nothing to lose: a mistake that was put right may start again.
+        if used and not marker.exists():
             raise InputError(f"out={self.folder} holds records of an unknown run; choose another")
+        if used:
+            self._compare(json.loads(marker.read_text()), settings)
+        if used and not resume:
+            raise InputError(
+                f"out={self.folder} holds records of this run; set resume=true to continue it, or "
+                "choose another folder"
+            )
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
         entry = {"format": FORMAT, "hash": self.hash, "config": settings}
         _replace(marker, json.dumps(entry, indent=1, default=str) + "\n")

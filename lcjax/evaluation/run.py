@@ -92,6 +92,8 @@ class _Runner:
 
     def records(self) -> dict[Task, list[Record]]:
         """All records of the run, by task; new ones are on disk before the next batch starts."""
+        if any(task.needs_data for task in self._config.tasks):
+            next(self._texts())  # a path without text is said before a large model is read
         base = self._load(self._config.model)
         plan = self._plan(base.tokenizer)
         total = sum(map(len, plan.values())) * len(self._config.methods)
@@ -117,11 +119,14 @@ class _Runner:
             tokenizer=None,
         )
 
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        data = self._config.data
+        return documents(data, "validation" if data.holdout else "train")
+
     def _plan(self, tokenizer) -> Plan:
         name = tokenizer.fingerprint
         if name not in self._plans:
-            data = self._config.data
-            corpus = Corpus(documents(data, "validation" if data.holdout else "train"), tokenizer)
+            corpus = Corpus(self._texts(), tokenizer)
             self._plans[name] = {
                 (task.label, length): task.plan(corpus, length, self._limits)
                 for task in self._config.tasks

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import draccus
 import numpy as np
@@ -59,6 +59,8 @@ class Metric:
 @dataclasses.dataclass(frozen=True)
 class Task(draccus.ChoiceRegistry, abc.ABC):
     """A benchmark. Units do not depend on the method, so all methods answer the same questions."""
+
+    needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
 
     name: str = ""  # name of its files; empty: made from the settings
 

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 from evaluation_support import BigramModel, ByteTokenizer, documents, slide_press, texts
 
+import lcjax.data
 from lcjax.config import parse
 from lcjax.data import DataConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, run
+from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, measure, run
 from lcjax.rope import Linear
 
 
@@ -110,7 +113,7 @@ def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config):
         figures = [path.read_bytes() for path in report.files if path.suffix == ".png"]
         lines = timeless(records(own, "perplexity_last_k") + records(own, "passkey"))
         found.append((figures, lines, timeless(report.cells)))
-        assert len(figures) == 2
+        assert len(figures) == 3
     assert found[0] == found[1]
 
 
@@ -152,6 +155,39 @@ def test_a_checkpoint_with_another_tokenizer_gets_its_own_windows(config):
     assert "compare bits per byte" in report.text
 
 
+def test_a_run_without_text_fails_before_the_model_is_read_and_passkey_needs_none(config):
+    def load(section):
+        raise AssertionError("a model was read")
+
+    for data in (DataConfig(), DataConfig(path=config.data.path + "/absent")):
+        with pytest.raises(InputError, match=r"data\.path"):
+            run(dataclasses.replace(config, data=data), load=load)
+    tasks = (Passkey(depths=2),)
+    own = dataclasses.replace(config, data=DataConfig(), tasks=tasks, lengths=(500,))
+    assert run(own, load=fake(trained=1000)).cells[0]["value"] == 1.0
+
+
+def test_held_out_documents_are_the_ones_that_are_scored(config):
+    data = dataclasses.replace(config.data, holdout=0.4)
+    run(dataclasses.replace(config, data=data, lengths=(12,)), load=fake())
+    held = {name for name, _ in lcjax.data.documents(data, "validation")}
+    assert {record["source"] for record in records(config)} == held
+    assert held == {"text0.txt", "text3.txt"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux only")
+def test_peak_memory_rises_with_what_is_used_and_starts_again():
+    measure.reset_peak()
+    before = measure.peak_bytes()
+    block = np.ones(25_000_000)
+    high = measure.peak_bytes()
+    assert high - before > 0.7 * block.nbytes
+    size = block.nbytes
+    del block
+    measure.reset_peak()
+    assert high - measure.peak_bytes() > 0.7 * size
+
+
 def changed(config, **fields):
     return lambda: run(dataclasses.replace(config, **fields), load=fake())
 
@@ -191,6 +227,9 @@ def test_a_folder_with_another_run_is_refused_and_names_the_difference(config):
         changed(config, methods=(Method("base"), Method("linear", rope=Linear(factor=4.0))))()
     with pytest.raises(InputError, match="resume=true"):
         changed(config, resume=False)()
+    (Path(config.out) / "run.json").unlink()
+    with pytest.raises(InputError, match="unknown run"):
+        changed(config)()
 
 
 def test_changed_text_is_refused_when_a_run_continues(config):
