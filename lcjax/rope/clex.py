@@ -86,7 +86,7 @@ class Clex(Rope):
     def frequencies(
         self, head_dim: int, length: int, params: dict | None = None
     ) -> tuple[Float[Array, " R//2"], float]:
-        params = self._check_params(params, self.check_head_dim(head_dim))
+        params = self.check_params(params, self.check_head_dim(head_dim))
         factor = self.length_factor(length)
         if factor == 1:
             return jax.lax.stop_gradient(params["inv_freq"].astype(jnp.float32)), 1.0
@@ -179,7 +179,7 @@ class Clex(Rope):
             )
         return head_dim // 2, self.param_factor * head_dim
 
-    def _check_params(self, params: Mapping[str, Any] | None, head_dim: int) -> dict[str, Array]:
+    def check_params(self, params: Mapping[str, Any] | None, head_dim: int) -> dict[str, Array]:
         half, hidden = self._shape(head_dim)
         shapes = {"up": (half, hidden), "down": (hidden, half), "inv_freq": (half,)}
         if params is None or set(shapes) - set(params):
@@ -228,5 +228,5 @@ def load_published(
             "rope type or a CLEX checkpoint"
         )
     named = {ours: jnp.asarray(tensors[name]) for name, ours in PUBLISHED_NAMES.items()}
-    checked = rope._check_params(named, rope.check_head_dim(head_dim))
+    checked = rope.check_params(named, rope.check_head_dim(head_dim))
     return {name: array.astype(jnp.float32) for name, array in checked.items()}

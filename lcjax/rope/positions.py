@@ -141,7 +141,7 @@ class ClexPositions(Positions):
         factor = jax.random.randint(factor_key, (), self.min_factor, largest + 1)
         drawn = _draw_sorted(drawn_key, length - 2, length * factor - 2, length * largest - 2)
         row = clex_positions(drawn, length, factor, rope.known("original_length"))
-        params = rope._check_params(params, rope.check_head_dim(head_dim))
+        params = rope.check_params(params, rope.check_head_dim(head_dim))
         return row[positions], Rotation(rope.frequencies_at(params, factor))
 
 

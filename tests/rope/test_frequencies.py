@@ -89,6 +89,15 @@ def test_yarn_changes_pairs_between_its_bounds(theta, head_dim, length, low, hig
     assert (np.diff(inside) > 0).all()
 
 
+def test_yarn_upper_bound_may_lie_past_the_last_pair():
+    """Published code cuts the bound at d - 1, not d/2 - 1: the slowest pair is blended here."""
+    rope = Yarn(theta=1e4, factor=4.0, original_length=131072)
+    plain, _ = Default(theta=1e4).frequencies(128, 1)
+    ramp = (63 - 45) / (70 - 45)  # bounds 45.03 and 69.11, rounded outwards
+    last = rope.frequencies(128, 1)[0][-1]
+    assert last / plain[-1] == pytest.approx(ramp / 4 + 1 - ramp, rel=1e-6)
+
+
 @pytest.mark.parametrize("factor, pair, ratio", [(8.0, 36, 2.30), (16.0, 38, 3.04)])
 def test_yarn_ramps_differ_as_published_code_from_the_paper(factor, pair, ratio):
     index, _ = Yarn(theta=1e4, factor=factor, original_length=4096).frequencies(128, 1)

@@ -34,6 +34,7 @@ ROPES = (
     DynamicNTK(theta=1e4, factor=4.0, original_length=64, min_length=32),
     Yarn(theta=5e5, factor=8.0, original_length=256),
     Yarn(theta=1e4, factor=8.0, original_length=256, truncate=False, beta_fast=16.0),
+    Yarn(theta=1e4, factor=4.0, original_length=131072),
     Yarn(theta=1e4, factor=8.0, original_length=256, mscale=1.0, mscale_all_dim=0.7),
     Yarn(theta=1e4, factor=8.0, original_length=256, attention_factor=1.1),
     Yarn(theta=1e4, factor=8.0, original_length=256, ramp="frequency"),
@@ -241,7 +242,7 @@ def test_configs_that_cannot_be_read_are_one_line(config, message):
 
 
 def test_export_of_what_depends_on_channels_asks_for_them():
-    for rope in (ROPES[2], ROPES[4], ROPES[10]):
+    for rope in (ROPES[2], ROPES[4], ROPES[11]):
         with pytest.raises(InputError, match=r"call to_hf\(head_dim=\.\.\.\)"):
             rope.to_hf()
     with pytest.raises(InputError, match=r"rope\.theta=None \(ntk\)"):
