@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import _xla, reference
 from pallas_kernels.masks import Mask, everything
 
 IMPLEMENTATIONS = ("xla", "reference")
+CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities share the L3 cache
 
 
 def flash(
@@ -48,9 +48,9 @@ def flash(
     name = "xla" if implementation is None else implementation
     places = (q_index, k_index, q_segments, k_segments)
     if name == "xla":
-        return _blockwise(q, k, v, places, mask, scale, _blocks(q, k))
+        return _blockwise(q, k, v, places, mask, scale)
     if name == "reference":
-        return reference.attention(q, k, v, mask, scale, *_defaults(q, k, places))
+        return reference.attention(q, k, v, *places, mask=mask, scale=scale)
     raise ValueError(
         f"flash(implementation={name!r}): unknown; choose one of {', '.join(IMPLEMENTATIONS)}"
     )
@@ -78,36 +78,57 @@ def merge(partials: Sequence[tuple[jax.Array, jax.Array]]):
     return out, jnp.where(some, top + jnp.log(total), -jnp.inf)
 
 
-def _blocks(q, k) -> _xla.Blocks:
-    """Block sizes by backend."""
-    return _xla.Blocks(q=256, k=512)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _blockwise(q, k, v, places, mask, scale):
+    arrays = (q, k, v, *places)
+    return _on_platform(_xla.forward, _forward_blocks, arrays, mask, scale)
 
 
-def _defaults(q, k, places):
-    q_index, k_index, q_segments, k_segments = places
-    q_index = np.arange(q.shape[1], dtype=np.int32) if q_index is None else q_index
-    k_index = np.arange(k.shape[1], dtype=np.int32) if k_index is None else k_index
-    return q_index, k_index, q_segments, k_segments
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _blockwise(q, k, v, places, mask, scale, blocks):
-    return _xla.forward(q, k, v, *_defaults(q, k, places), mask, scale, blocks)
-
-
-def _blockwise_forward(q, k, v, places, mask, scale, blocks):
-    out, lse = _blockwise(q, k, v, places, mask, scale, blocks)
+def _blockwise_forward(q, k, v, places, mask, scale):
+    out, lse = _blockwise(q, k, v, places, mask, scale)
     return (out, lse), (q, k, v, places, out, lse)
 
 
-def _blockwise_backward(mask, scale, blocks, saved, cotangents):
+def _blockwise_backward(mask, scale, saved, cotangents):
     q, k, v, places, out, lse = saved
-    places = _defaults(q, k, places)
-    grads = _xla.backward(q, k, v, out, lse, *cotangents, *places, mask, scale, blocks)
-    return *grads, None
+    arrays = (q, k, v, out, lse, *cotangents, *places)
+    return *_on_platform(_xla.backward, _backward_blocks, arrays, mask, scale), None
 
 
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
+
+
+# Compiled once per shape also when called outside jit, and traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("run", "blocks", "mask", "scale"))
+def _on_platform(run, blocks, arrays, mask, scale):
+    """`run` with the blocks of the platform it is lowered for, which need not be this machine's."""
+    length = arrays[0].shape[1]
+    cpu, other = (
+        functools.partial(run, mask=mask, scale=scale, blocks=blocks(length, on_cpu=on_cpu))
+        for on_cpu in (True, False)
+    )
+    return jax.lax.platform_dependent(*arrays, cpu=cpu, default=other)
+
+
+def _forward_blocks(length: int, *, on_cpu: bool) -> _xla.Blocks:
+    """Block sizes: large enough to keep the matrix units busy, small enough to skip and to cache.
+
+    A CPU keeps the scores of one step in its cache; the limits are measured
+    (benchmarks/attention_cpu.py). Few queries (decoding) make few scores, so their key blocks are
+    longer: fewer steps, and still only the part of a cache that is visible is read.
+    """
+    if not on_cpu:
+        return _xla.Blocks(q=512, k=1024)
+    if length <= 64:
+        return _xla.Blocks(q=64, k=1024, scores=CPU_SCORES)
+    return _xla.Blocks(q=256, k=256 if length <= 2048 else 512, scores=CPU_SCORES)
+
+
+def _backward_blocks(length: int, *, on_cpu: bool) -> _xla.Blocks:
+    """As forward; the backward pass holds twice the scores, so its blocks are smaller."""
+    if not on_cpu:
+        return _xla.Blocks(q=512, k=512)
+    return _xla.Blocks(q=256, k=256, scores=CPU_SCORES)
 
 
 def _check(q, k, v, q_index, k_index, q_segments, k_segments):

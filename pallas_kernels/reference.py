@@ -17,7 +17,7 @@ def visibility(mask: Mask, q_index, k_index, q_segments=None, k_segments=None) -
     return seen
 
 
-def attention(q, k, v, mask, scale, q_index, k_index, q_segments=None, k_segments=None):
+def attention(q, k, v, q_index, k_index, q_segments, k_segments, *, mask, scale):
     """softmax(scale q k^T) v over the visible keys, and the logarithm of its denominator.
 
     Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]. A query that sees no key gets
@@ -25,14 +25,16 @@ def attention(q, k, v, mask, scale, q_index, k_index, q_segments=None, k_segment
     """
     b, t, n, h = q.shape
     kv_heads = k.shape[2]
+    q_index = jnp.arange(t) if q_index is None else q_index
+    k_index = jnp.arange(k.shape[1]) if k_index is None else k_index
     grouped = q.reshape(b, t, kv_heads, n // kv_heads, h).astype(jnp.float32) * scale
     logits = jnp.einsum(
         "BTKGH,BSKH->BTKGS", grouped, k.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
     seen = visibility(mask, q_index, k_index, q_segments, k_segments)[:, :, None, None, :]
-    some = jnp.any(seen, -1, keepdims=True)
-    # The maximum is a constant shift: no gradient. Where nothing is seen it must stay finite.
     top = jnp.max(jnp.where(seen, logits, -jnp.inf), -1, keepdims=True)
+    some = top > -jnp.inf
+    # The maximum is a constant shift: no gradient. Where nothing is seen it must stay finite.
     top = jax.lax.stop_gradient(jnp.where(some, top, 0.0))
     p = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0.0)), 0.0)
     total = jnp.where(some, jnp.sum(p, -1, keepdims=True), 1.0)
