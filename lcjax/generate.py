@@ -51,7 +51,10 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New text of one row; `finish` is "stop", "length" or, while it goes on, None."""
+    """New text of one row and the tokens picked since its last piece.
+
+    `finish` is "stop", "length" or, while the row goes on, None.
+    """
 
     row: int
     text: str
@@ -77,7 +80,7 @@ def stream(
     changes with the length at all. A row's rotation is fixed by its own prompt plus
     `max_new_tokens`, so that a step never disagrees with the keys in the cache. `exact=True` lets
     it follow the length instead: the cache keeps unrotated keys, and every step rotates all of
-    them anew.
+    them anew. (What deeper layers kept of earlier tokens is not computed anew, as in every cache.)
     """
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise InputError("prompts must be a non-empty list of non-empty token lists")
@@ -117,7 +120,7 @@ def _decode(model, params, tokenizer, logits, cache, lengths, rotations, samplin
         for row, picked in zip(rows, np.asarray(current), strict=True):
             if row.finish is None:
                 piece = row.add(int(picked))
-                if piece.text or piece.finish:
+                if piece is not None:
                     yield piece
         if all(row.finish for row in rows):
             return
@@ -148,23 +151,32 @@ class _Row:
     def __init__(self, index: int, tokenizer: Tokenizer, sampling: Sampling):
         self.finish: str | None = None
         self._index, self._sampling, self._eos = index, sampling, tokenizer.eos_ids
-        self._decoder, self._count, self._held = TextStream(tokenizer), 0, ""
+        self._text, self._count = TextStream(tokenizer), 0
+        self._ids, self._held = [], ""  # picked, and decoded, but not shown yet
 
-    def add(self, token: int) -> Piece:
+    def add(self, token: int) -> Piece | None:
+        """The text that `token` completes, if any, or the last piece."""
         self._count += 1
+        self._ids.append(token)
         if token in self._eos:
             self.finish = "stop"
-            return Piece(self._index, self._held + self._decoder.finish(), (token,), self.finish)
-        self._held += self._decoder.push(token)
-        if self._count == self._sampling.max_new_tokens:
-            self._held += self._decoder.finish()
-            self.finish = "length"
-        for stop in self._sampling.stop:
-            if stop in self._held:
-                self._held, self.finish = self._held.split(stop)[0], "stop"
-        keep = 0 if self.finish else _overlap(self._held, self._sampling.stop)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return Piece(self._index, text, (token,), self.finish)
+        else:
+            self._held += self._text.push(token)
+            if self._count == self._sampling.max_new_tokens:
+                self.finish = "length"
+        if self.finish:
+            self._held += self._text.finish()
+        found = [self._held.index(stop) for stop in self._sampling.stop if stop in self._held]
+        if found:
+            self._held, self.finish = self._held[: min(found)], "stop"
+        shown = len(self._held)
+        if not self.finish:
+            shown -= _overlap(self._held, self._sampling.stop)
+        if not shown and not self.finish:
+            return None
+        piece = Piece(self._index, self._held[:shown], tuple(self._ids), self.finish)
+        self._ids, self._held = [], self._held[shown:]
+        return piece
 
 
 def _overlap(text: str, stops: Sequence[str]) -> int:

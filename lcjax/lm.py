@@ -16,7 +16,7 @@ import numpy as np
 from lcjax import convert
 from lcjax import generate as generation
 from lcjax.attention import Pattern
-from lcjax.convert.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary
+from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
 from lcjax.loss import token_nll
@@ -73,7 +73,7 @@ def build(
     if section.path is None and section.preset is None:
         raise InputError(
             "model.path=null: give a checkpoint (an HF folder, a .gguf file, a hub id, or"
-            f" {convert.SMOLLM2}), or model.preset for random weights"
+            " smollm2-135m-instruct), or model.preset for random weights"
         )
     if section.path is not None:
         params, config, tokenizer = convert.load(

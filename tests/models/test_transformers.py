@@ -1,0 +1,137 @@
+"""Logits against transformers on random tiny models, at positions past the trained length."""
+
+import jax
+import numpy as np
+import pytest
+
+from lcjax import convert
+from lcjax.generate import Sampling
+from lcjax.lm import LanguageModel, ModelSection
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TRAINED, LENGTH = 32, 90
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": TRAINED,
+    "initializer_range": 0.15,
+    "pad_token_id": None,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+HALF = 6  # rotary pairs of a head of 12 channels
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 5e3},
+    "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": TRAINED,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+        "short_factor": [1.0] * HALF,
+        "long_factor": [1.0 + j for j in range(HALF)],
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+    },
+}
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 11}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
+    "phi": ("PhiConfig", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
+}
+
+
+def _peer(family: str, rope: dict):
+    name, extra = FAMILIES[family]
+    if family == "phi":
+        rope = rope | {"partial_rotary_factor": 0.5}
+        if "short_factor" in rope:
+            rope |= {key: rope[key][: HALF // 2] for key in ("short_factor", "long_factor")}
+    config = getattr(transformers, name)(**SIZES | extra, rope_parameters=rope)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # biases and norms start at 0 and 1, where a mix-up would not show
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def _peer_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.float().numpy()
+
+
+def _our_logits(lm, tokens):
+    @jax.jit
+    def run(params, tokens, rotation):
+        hidden, _ = lm._model.apply({"params": params}, tokens, rotation=rotation)
+        return lm._model.apply({"params": params}, hidden, method="logits")
+
+    return np.asarray(run(lm.params, tokens, lm.rotation(tokens.shape[1])))
+
+
+CASES = [("llama", rope) for rope in ROPES]
+CASES += [(family, "default") for family in FAMILIES if family != "llama"]
+CASES += [("mistral", "yarn"), ("qwen2", "dynamic"), ("phi", "linear"), ("phi", "longrope")]
+
+
+@pytest.mark.parametrize(("family", "rope"), CASES)
+def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
+    peer = _peer(family, ROPES[rope])
+    peer.save_pretrained(tmp_path / "theirs")
+    convert.ByteTokenizer().save(tmp_path / "theirs")
+    tokens = np.random.default_rng(1).integers(0, 256, (2, LENGTH))
+    want = _peer_logits(peer, tokens)
+    ours = LanguageModel.load(str(tmp_path / "theirs"))
+    np.testing.assert_allclose(_our_logits(ours, tokens), want, atol=1e-4, rtol=0)
+    assert np.abs(want).max() > 1
+
+    params, config, tokenizer = convert.load(tmp_path / "theirs")
+    convert.save_hf(tmp_path / "ours", params, config, tokenizer)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    np.testing.assert_array_equal(_peer_logits(again, tokens), want)
+    assert convert.load_config(tmp_path / "ours") == config
+
+
+def test_left_padded_batches_generate_what_transformers_generates(tmp_path):
+    peer = _peer("llama", ROPES["yarn"])
+    peer.save_pretrained(tmp_path)
+    convert.ByteTokenizer().save(tmp_path)
+    lm = LanguageModel.load(ModelSection(path=str(tmp_path)))
+    prompts = [np.random.default_rng(s).integers(0, 256, n).tolist() for s, n in ((1, 9), (2, 47))]
+    got = [[], []]
+    for piece in lm.stream(prompts, Sampling(max_new_tokens=12, min_new_tokens=12)):
+        got[piece.row] += piece.ids
+    for prompt, ids in zip(prompts, got, strict=True):
+        with torch.no_grad():
+            want = peer.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=12,
+                min_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        assert ids == want[0, len(prompt) :].tolist()

@@ -1,0 +1,210 @@
+"""Generation: equal to the full forward pass, in batches, in chunks, for every rotation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.convert import ByteTokenizer
+from lcjax.errors import InputError
+from lcjax.generate import Piece, Sampling
+from lcjax.lm import LanguageModel
+from lcjax.models import Decoder, preset
+from lcjax.rope import NTK, Clex, Default, DynamicNTK, E2LLM, Linear, Llama3, LongRope, Yarn
+
+ROPES = {
+    "default": Default(theta=1e4),
+    "linear": Linear(theta=1e4, factor=4.0),
+    "ntk": NTK(theta=1e4, alpha=9.0),
+    "dynamic_ntk": DynamicNTK(theta=1e4, factor=2.0, original_length=16),
+    "yarn": Yarn(theta=1e4, factor=4.0, original_length=16),
+    "longrope": LongRope(
+        theta=1e4,
+        original_length=32,  # crossed while the tests decode
+        factor=4.0,
+        short_factor=(1.0,) * 8,
+        long_factor=tuple(1.0 + j / 2 for j in range(8)),
+    ),
+    "llama3": Llama3(theta=1e4, factor=8.0, original_length=16),
+    "e2_llm": E2LLM(theta=1e4, original_length=16),
+    "clex": Clex(theta=1e4, original_length=16, max_factor=8),
+}
+
+
+@pytest.fixture(scope="module")
+def params():
+    config = preset("tiny").replace(rope=ROPES["clex"])
+    model = Decoder(config)
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    # Sharper than at initialisation, so that the greedy choice does not hang on rounding.
+    return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, params)
+
+
+def _model(params, rope=ROPES["default"]):
+    return LanguageModel(Decoder(preset("tiny").replace(rope=rope)), params, ByteTokenizer())
+
+
+def _ids(seed, length):
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def _greedy_by_full_forward(lm, prompt, count, *, exact):
+    """Reads everything anew for every token: slow, and right by construction."""
+    ids, total = list(prompt), len(prompt) + count
+    model = Decoder(lm.config.replace(scan_layers=False))
+
+    @jax.jit
+    def last(tokens, rotation, at):
+        hidden, _ = model.apply({"params": lm.params}, tokens, rotation=rotation)
+        return model.apply({"params": lm.params}, hidden[:, at], method="logits")
+
+    for step in range(count):
+        rotation = lm.rotation(len(prompt) + step if exact else total)
+        tokens = np.zeros((1, total), np.int32)
+        tokens[0, : len(ids)] = ids
+        rotation = jax.tree.map(jnp.asarray, rotation)
+        ids.append(int(np.asarray(last(tokens, rotation, len(ids) - 1)).argmax()))
+    return ids[len(prompt) :]
+
+
+def _generated(lm, prompts, sampling, **options):
+    rows = [[] for _ in prompts]
+    for piece in lm.stream(prompts, sampling, **options):
+        rows[piece.row] += piece.ids
+    return rows
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_greedy_text_equals_reading_everything_anew_past_the_trained_length(params, name):
+    lm, prompt = _model(params, ROPES[name]), _ids(1, 29)
+    sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
+    got = _generated(lm, [prompt], sampling)
+    assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=False)]
+
+
+@pytest.mark.parametrize("name", [name for name in ROPES if ROPES[name].depends_on_length])
+def test_unrotated_keys_follow_a_rotation_that_changes_while_decoding(params, name):
+    # One layer: what deeper layers kept of the past was computed at the length of that moment.
+    first = params | {"layers": jax.tree.map(lambda leaf: leaf[:1], params["layers"])}
+    config = preset("tiny").replace(rope=ROPES[name], num_layers=1)
+    lm, prompt = LanguageModel(Decoder(config), first, ByteTokenizer()), _ids(1, 29)
+    sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
+    got = _generated(lm, [prompt], sampling, exact=True)
+    assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=True)]
+    changed = {str(lm.rotation(29 + step).inv_freq) for step in range(9)}
+    assert len(changed) > 1
+
+
+def test_rows_of_a_batch_do_not_know_of_each_other(params):
+    lm = _model(params, ROPES["dynamic_ntk"])
+    prompts = [_ids(2, 5), _ids(3, 70), _ids(4, 33)]
+    sampling = Sampling(max_new_tokens=7, min_new_tokens=7)
+    alone = [_generated(lm, [prompt], sampling)[0] for prompt in prompts]
+    assert _generated(lm, prompts, sampling) == alone
+
+
+def test_a_prompt_read_in_chunks_gives_the_same_text(params):
+    lm, prompt = _model(params), _ids(5, 150)
+    sampling = Sampling(max_new_tokens=6, min_new_tokens=6)
+    whole = _generated(lm, [prompt], sampling)
+    assert _generated(lm, [prompt], sampling, prefill_chunk=64) == whole
+    assert _generated(lm, [prompt], sampling, prefill_chunk=40) == whole
+
+
+def test_sampling_is_seeded_and_obeys_temperature_and_top_p(params):
+    lm, prompt = _model(params), _ids(6, 12)
+    greedy = _generated(lm, [prompt], Sampling(max_new_tokens=16, min_new_tokens=16))
+    settings = {"max_new_tokens": 16, "min_new_tokens": 16, "temperature": 1.5}
+    first = _generated(lm, [prompt], Sampling(**settings, seed=1))
+    assert first == _generated(lm, [prompt], Sampling(**settings, seed=1))
+    assert first != _generated(lm, [prompt], Sampling(**settings, seed=2))
+    # A nucleus of almost nothing holds the most probable token only.
+    assert _generated(lm, [prompt], Sampling(**settings, top_p=1e-6)) == greedy
+
+
+def test_nucleus_keeps_the_smallest_set_that_reaches_top_p():
+    from lcjax.generate import _nucleus
+
+    probability = np.array([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]])
+    kept = np.isfinite(np.asarray(_nucleus(jnp.log(probability), 0.8)))
+    np.testing.assert_array_equal(kept, [[False, True, True, True], [True, False, False, False]])
+
+
+class _Scripted:
+    """A tokenizer over single letters; `_Row` sees ids as letters."""
+
+    eos_ids = (0,)
+
+    def decode(self, ids, *, skip_special=False):
+        return "".join(chr(96 + index) for index in ids if index)
+
+
+def _row(text, **sampling):
+    from lcjax.generate import _Row
+
+    row = _Row(0, _Scripted(), Sampling(**sampling))
+    pieces = []
+    for letter in text:
+        pieces.append(row.add(0 if letter == "." else ord(letter) - 96))
+        if row.finish:
+            break
+    pieces = [piece for piece in pieces if piece]
+    return "".join(piece.text for piece in pieces), row.finish, pieces
+
+
+def test_text_ends_before_a_stop_string_and_never_shows_its_beginning():
+    text, finish, pieces = _row("abcdxyzefg", stop=("xyz",))
+    assert (text, finish) == ("abcd", "stop")
+    assert all("x" not in piece.text for piece in pieces)
+    # A beginning of a stop string that goes on differently is shown after all.
+    assert _row("abxyc.", stop=("xyz",))[:2] == ("abxyc", "stop")
+    assert _row("abxy.", stop=("xyz",))[:2] == ("abxy", "stop")
+
+
+def test_the_end_of_text_token_and_the_limit_finish_a_row():
+    assert _row("ab.cd")[:2] == ("ab", "stop")
+    assert _row("abcdef", max_new_tokens=3)[:2] == ("abc", "length")
+
+
+def test_bad_requests_are_refused_in_one_line(params):
+    lm = _model(params)
+    with pytest.raises(InputError, match="non-empty"):
+        list(lm.stream([[]]))
+    for settings, message in (
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"min_new_tokens": 999}, "min_new_tokens=999"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"stop": ("",)}, "stop strings"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Sampling(**settings)
+    assert Piece(0, "", ()).finish is None
+
+
+def test_scores_are_those_of_the_full_logits_and_padding_counts_nothing(params):
+    lm = _model(params, ROPES["yarn"])
+    tokens = np.array([_ids(7, 40), _ids(8, 40)])
+    model = Decoder(lm.config.replace(scan_layers=False))
+    hidden, _ = model.apply({"params": lm.params}, tokens)
+    logits = model.apply({"params": lm.params}, hidden, method="logits")
+    want = -np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits))[:, :-1], tokens[:, 1:, None], -1
+    )[..., 0]
+    got = lm.nll(tokens, lengths=np.array([40, 25]))
+    np.testing.assert_allclose(got[0, 1:], want[0], atol=1e-4)
+    np.testing.assert_allclose(got[1, 1:25], want[1, :24], atol=1e-4)
+    assert not got[:, 0].any() and not got[1, 25:].any()
+    np.testing.assert_allclose(lm.nll(tokens, first=30)[:, 30:], want[:, 29:], atol=1e-4)
+
+
+def test_a_method_is_exchanged_without_touching_the_weights(params):
+    lm = _model(params)
+    tokens = np.array([_ids(9, 64)])
+    other = lm.with_method(rope=Yarn(factor=8.0))
+    assert other.config.rope == Yarn(theta=1e4, factor=8.0, original_length=128)
+    assert other.params is lm.params
+    assert np.abs(other.nll(tokens) - lm.nll(tokens)).max() > 1e-3
+    np.testing.assert_array_equal(
+        other.with_method(rope=ROPES["default"]).nll(tokens), lm.nll(tokens)
+    )
