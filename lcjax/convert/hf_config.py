@@ -10,6 +10,8 @@ from lcjax.models.config import ModelConfig
 from lcjax.rope.hf import from_hf
 
 SUPPORTED = ("llama", "mistral", "qwen2", "phi")
+_THETA = 10_000.0  # what transformers takes for all four when the config has no rope_theta
+_MISTRAL_WINDOW = 4_096  # likewise; `sliding_window: null` means none
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -27,7 +29,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     # transformers reads `head_dim: null` as absent.
     head_dim = hf.get("head_dim") or get("hidden_size") // heads
     fraction = _rotary_fraction(hf, 0.5 if kind == "phi" else 1.0)
-    config = ModelConfig(
+    return ModelConfig(
         vocab_size=get("vocab_size"),
         width=get("hidden_size"),
         mlp_width=get("intermediate_size"),
@@ -38,12 +40,11 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         max_length=get("max_position_embeddings"),
         rotary_fraction=fraction,
         tie_embeddings=hf.get("tie_word_embeddings", False),
-        rope=from_hf(hf),
+        rope=from_hf(hf).resolve(theta=_THETA, length=get("max_position_embeddings")),
         pattern=_pattern(hf, kind, where),
         param_dtype=_dtype(hf),
         **(_phi_fields if kind == "phi" else _llama_fields)(hf, kind, where),
     )
-    return config
 
 
 def _getter(hf: dict[str, Any], where: str) -> Callable[[str], Any]:
@@ -105,7 +106,7 @@ def _phi_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
 
 def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
     """Mistral's window holds in every layer, Qwen2's in those from `max_window_layers` on."""
-    window = hf.get("sliding_window")
+    window = hf.get("sliding_window", _MISTRAL_WINDOW if kind == "mistral" else None)
     if window is None or kind not in ("mistral", "qwen2"):
         return Causal()
     if kind == "mistral":

@@ -107,17 +107,13 @@ def smollm2_file() -> Path:
 
 
 def _download(name: str, allow_pickle: bool) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # of its HTTP client
 
     patterns = _HUB_FILES + (["pytorch_model*.bin"] if allow_pickle else [])
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (
-        *(HfHubHTTPError, HFValidationError, LocalEntryNotFoundError),
-        *(httpx.HTTPError, OSError),
-    ) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
             f"{name}: no such local path, and the hub did not give it ({reason[0]}); offline, use a"

@@ -22,7 +22,7 @@ class ByteTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint({name: _BYTES + i for i, name in enumerate(_SPECIAL)}, self.encode)
+        return fingerprint(_byte_vocabulary() | _special_vocabulary(), self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         if not allow_special:
@@ -51,8 +51,7 @@ class ByteTokenizer:
         """Writes the same tokenizer as `tokenizer.json`: byte-level BPE without merges."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-        vocab = {char: byte for byte, char in _printable_bytes().items()}
-        backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        backend = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(list(_SPECIAL))
@@ -60,8 +59,12 @@ class ByteTokenizer:
         JsonTokenizer(backend, specials).save(folder)
 
 
-def _printable_bytes() -> dict[int, str]:
+def _special_vocabulary() -> dict[str, int]:
+    return {name: _BYTES + i for i, name in enumerate(_SPECIAL)}
+
+
+def _byte_vocabulary() -> dict[str, int]:
     """GPT-2's printable stand-in of each byte: itself where it prints, else from U+0100 on."""
     prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in prints]
-    return {b: chr(b) for b in prints} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(rest)}

@@ -11,7 +11,7 @@ from lcjax.errors import InputError
 
 
 def hf_tokenizer(folder: str | Path) -> Tokenizer:
-    """Opens the tokenizer with the special ids of `generation_config.json` or `config.json`."""
+    """Opens the tokenizer; the model's own files may name further ends of an answer."""
     folder = Path(folder)
     settings = read_json(folder / "tokenizer_config.json", {})
     ids = _model_ids(folder)
@@ -74,22 +74,22 @@ def _specials(
     template: str | None,
     find: Callable[[str], int | None],
 ) -> dict[str, Any]:
-    """Fields of `Specials`; the model's files win over the tokenizer's.
+    """Fields of `Specials`: the tokenizer's own tokens, else the model's ids.
 
-    Except for the first eos, the end of a document: the model's list need not start with it.
+    The model's files may add ends of an answer to the end of a document.
     """
 
     def named(name: str) -> int | None:
         text = _text(settings.get(f"{name}_token"))
         return None if text is None else find(text)
 
-    eos = named("eos")
+    bos, eos, pad = named("bos"), named("eos"), named("pad")
     ends = tuple(dict.fromkeys((() if eos is None else (eos,)) + ids["eos"]))
     length = settings.get("model_max_length")
     return {
-        "bos_id": named("bos") if ids["bos"] is None else ids["bos"],
+        "bos_id": ids["bos"] if bos is None else bos,
         "eos_ids": ends,
-        "pad_id": named("pad") if ids["pad"] is None else ids["pad"],
+        "pad_id": ids["pad"] if pad is None else pad,
         "unk_id": named("unk"),
         "chat_template": template,
         # transformers writes 1e30 for "no limit"
