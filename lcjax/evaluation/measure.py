@@ -1,5 +1,7 @@
 """Peak memory of a row of a table."""
 
+import ctypes
+import gc
 import resource
 import sys
 from pathlib import Path
@@ -17,6 +19,11 @@ def reset_peak() -> None:
     belongs to the length that is being measured.
     """
     if _device_peak() is None and _CLEAR.exists():
+        # glibc keeps what was freed, and the next row would answer for the last one.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            gc.collect()
+            trim(0)
         try:
             _CLEAR.write_text("5")
         except OSError:  # containers may forbid it; the peak is then the process's

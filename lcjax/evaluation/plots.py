@@ -94,14 +94,14 @@ def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
 
 
 def over_positions(curves: Sequence[Record], path: Path) -> Path:
-    """Mean loss by position in the window, with a band of one standard error over windows."""
+    """Mean loss by position in the window, with a band of one standard error over documents."""
     with _canvas(path, 8.4, 4.4) as figure:
         axes = figure.add_subplot()
         for index, curve in enumerate(curves):
             x, y = np.asarray(curve["position"]), np.asarray(curve["nll"])
             look = {"color": _COLOURS[index % len(_COLOURS)]}
             axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **look)
-            if curve["windows"] > 1:
+            if curve["standard_error"] is not None:
                 band = np.asarray(curve["standard_error"])
                 axes.fill_between(x, y - band, y + band, alpha=0.18, linewidth=0, **look)
         longest, left = max(curve["length"] for curve in curves), 0
@@ -138,7 +138,10 @@ def heat_maps(records: Sequence[Record], title: str, path: Path) -> Path:
         for axes in panels[len(methods) :]:
             axes.set_visible(False)
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        figure.supxlabel("context length in tokens (dashed: trained length)", fontsize=10)
+        trained = {record["trained"] for record in records}
+        crossed = any(lengths[0] <= length < lengths[-1] for length in trained)
+        note = " (dashed: trained length)" * crossed
+        figure.supxlabel(f"context length in tokens{note}", fontsize=10)
         figure.supylabel("depth of the key", fontsize=10)
         bar = figure.colorbar(picture, ax=list(panels), shrink=0.9, pad=0.02)
         bar.outline.set_visible(False)
@@ -163,7 +166,7 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], depths: list[flo
         edgecolors="white",
         linewidth=0.6,
     )
-    axes.invert_yaxis()
+    axes.set_ylim(len(depths), 0)  # panels share the axis: inverting it twice would undo it
     axes.grid(False)
     axes.spines[:].set_visible(False)
     turn = 45 if len(lengths) > 5 else 0

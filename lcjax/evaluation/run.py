@@ -150,12 +150,12 @@ class _Runner:
             facts = {"method": method.name, "length": length, "trained": model.config.max_length}
             facts["tokenizer"] = model.tokenizer.fingerprint
             subject = None
-            measure.reset_peak()
             for task in self._config.tasks:
                 left = self._left(task, method.name, plan[task.label, length], bar)
                 if left and subject is None:
                     subject = model.with_method(**changes, length=length)
                 bar.set_description(f"{method.name} {length:,} {task.label}")
+                measure.reset_peak()
                 for records in self._score(task, subject, left, facts):
                     self._store.append(task.label, records)
                     self._kept[task] += records

@@ -89,7 +89,7 @@ def test_figures_survive_values_that_are_missing_or_not_numbers(tmp_path):
 @pytest.mark.parametrize("log", [False, True])
 def test_loss_by_position_draws_curve_and_band(tmp_path, log):
     position = np.arange(1, 4096, 64)
-    curve = {"position": position, "nll": 3 - 0.1 * np.log(position), "windows": 4, "log": log}
+    curve = {"position": position, "nll": 3 - 0.1 * np.log(position), "log": log}
     curve |= {"standard_error": np.full(len(position), 0.1), "trained": 2048}
     curves = [{**curve, "method": "yarn", "length": 4096}]
     image = pixels(plots.over_positions(curves, tmp_path / "a.png"))
@@ -111,3 +111,20 @@ def test_heat_maps_show_right_and_wrong_on_one_scale_with_the_trained_length(tmp
     # Bad cells lie beyond the trained length: the dark ones are in one panel, on its right.
     dark = (np.abs(image[..., :3].astype(int) - [0, 34, 77]).max(-1) < 12).nonzero()[1]
     assert np.percentile(dark, 5) < image.shape[1] / 2
+
+
+@pytest.mark.parametrize("methods", [1, 2, 3])
+def test_depth_zero_is_on_top_whatever_the_number_of_panels(tmp_path, methods):
+    records = [
+        {"method": f"m{m}", "length": n, "depth": d, "trained": 1, "correct": d == 0.0}
+        for m in range(methods)
+        for n in (8, 16)
+        for d in (0.0, 1.0)
+    ]
+    image = pixels(plots.heat_maps(records, "Passkey", tmp_path / "a.png"))[..., :3].astype(int)
+    image = image[:, : int(0.8 * image.shape[1])]  # without the colour bar
+    rows = {}
+    for name, colour in (("right", [253, 231, 55]), ("wrong", [0, 34, 77])):
+        rows[name] = (np.abs(image - colour).max(-1) < 12).nonzero()[0]
+    assert min(map(len, rows.values())) > 1000
+    assert np.percentile(rows["right"], 95) < np.percentile(rows["wrong"], 5)
