@@ -129,6 +129,7 @@ class JsonTokenizer:
     def save(self, folder: str | Path) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` opens."""
         folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
         settings = self._settings | self._specials.settings(self.token)
         write_json(folder / "tokenizer_config.json", settings)

@@ -104,6 +104,7 @@ class SentencePieceTokenizer:
     def save(self, folder: str | Path) -> None:
         """Writes `tokenizer.model` and `tokenizer_config.json`, which `AutoTokenizer` opens."""
         folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.model").write_bytes(self._model)
         added = {
             str(i): {"content": text, "special": True, "normalized": False, "lstrip": False}
