@@ -109,6 +109,7 @@ class Training:
         if found is None:
             if self.main:
                 config_lib.dump(self.model, self.folder / folder_lib.MODEL_CONFIG)
+                (self.folder / "tokenizer").mkdir(exist_ok=True)
                 self.tokenizer.save(self.folder / "tokenizer")
                 restore.write_base(self.folder, self.frozen, self.config)
             return state, 0
@@ -263,16 +264,22 @@ class Training:
         """The model folder and the curve; says where everything is."""
         rows = read(self.folder / folder_lib.METRICS)
         last = {k: v for row in rows for k, v in row.items()}
-        if self.config.train.export:
+        # One process cannot see the weights of the others.
+        alone = jax.process_count() == 1
+        if self.config.train.export and alone:
             self._export()
         if self.main:
             plot_loss(self.folder / folder_lib.METRICS, self.folder / "loss.png")
-            print(f"results in {self.folder}: {folder_lib.METRICS}, loss.png, checkpoints/", end="")
-            print(", model/ (a Hugging Face folder)" if self.config.train.export else "")
+            model = ", model/ (a Hugging Face folder)"
+            if not alone:
+                model = f"; python -m lcjax.convert {self.folder} DST makes a Hugging Face folder"
+            found = f"{folder_lib.METRICS}, loss.png, checkpoints/"
+            print(f"results in {self.folder}: {found}{model if self.config.train.export else ''}")
         return last | {"step": step, "folder": str(self.folder), "stopped": None}
 
     def _export(self) -> None:
         from lcjax.convert import save_hf
 
         params = union(self._result_params(), self.frozen)
-        save_hf(self.folder / "model", *restore.merged(params, self.model), self.tokenizer)
+        params, model = restore.merged(params, self.model)
+        save_hf(self.folder / "model", params, model, self.tokenizer, overwrite=True)

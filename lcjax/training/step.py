@@ -35,7 +35,7 @@ def make_train_step(
     def train_step(state: TrainState, frozen: dict, batch: Batch) -> tuple[TrainState, Info]:
         key = jax.random.fold_in(state.rng, state.step)
         loss, tokens, grads = accumulate(objective, state.params, frozen, batch, key, accumulation)
-        norm, lr = optax.global_norm(grads), schedule(state.step)
+        norm, lr = optax.tree.norm(grads), schedule(state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         with jax.named_scope("update"):
             updates, opt_state = optimizer.update(grads, state.opt_state, optim.wide(state.params))

@@ -1,0 +1,263 @@
+"""Whole runs: results on disk, resuming after any end, refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from training_support import STEPS, tiny, write_corpus
+
+from lcjax import checkpoint, convert
+from lcjax import config as config_lib
+from lcjax.errors import InputError
+from lcjax.lm import LanguageModel
+from lcjax.lora import LoRA
+from lcjax.models import Decoder
+from lcjax.training import loop, run
+from lcjax.training.config import EvalSection, TrainConfig
+from lcjax.training.partition import flatten
+from lcjax.training.track import JsonLines, read
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """The runs below compile the same step again and again, in other processes too."""
+    folder, old = str(tmp_path_factory.mktemp("xla")), jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", old)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, corpus):
+    """A run that nothing disturbed: (folder, final metrics, losses by step)."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    metrics = run(tiny(folder, corpus))
+    return folder, metrics, losses(folder)
+
+
+def losses(folder):
+    return {row["step"]: row["loss"] for row in read(folder / "metrics.jsonl") if "loss" in row}
+
+
+def test_the_loss_falls_on_a_toy_corpus(reference):
+    _, metrics, found = reference
+    assert list(found) == list(range(1, STEPS + 1))
+    assert found[1] > 5.3 and found[STEPS] < 3.6  # ln 259 = 5.56 at the start
+    assert metrics["step"] == STEPS and metrics["stopped"] is None
+    assert metrics["loss"] == found[STEPS] and metrics["mfu"] > 0
+
+
+def test_a_run_leaves_metrics_curve_config_and_checkpoints(reference):
+    folder = reference[0]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert {"step", "loss", "grad_norm", "lr", "tokens", "skipped"} <= rows[-1].keys()
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
+    parsed = config_lib.parse(TrainConfig, ["--config", str(folder / "config.yaml")])
+    assert parsed.train.lr == 3e-3 and parsed.model.preset == "tiny"
+
+
+def test_the_exported_folder_and_the_run_folder_are_the_same_model(reference):
+    folder = reference[0]
+    params, config, tokenizer = checkpoint.load_run(folder)
+    exported, _, other = convert.load(folder / "model")
+    for path, leaf in flatten(params).items():
+        np.testing.assert_array_equal(leaf, flatten(exported)[path], err_msg=path)
+    text = "the cat sat on a mat"
+    assert tokenizer.encode(text) == other.encode(text)
+    lm = LanguageModel(Decoder(config), params, tokenizer)
+    assert lm.nll(np.array([lm.encode(text)])).mean() < 4
+
+
+def test_an_older_checkpoint_can_be_loaded_by_its_step(reference):
+    early, late = (checkpoint.load_run(reference[0], step)[0] for step in (8, 12))
+    assert (early["embed"]["embedding"] != late["embed"]["embedding"]).any()
+    with pytest.raises(InputError, match=r"no checkpoint of step 3; there are: \[8, 12\]"):
+        checkpoint.load_run(reference[0], 3)
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[3])
+import conftest, jax
+jax.config.update("jax_compilation_cache_dir", sys.argv[4])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+from training_support import tiny
+from lcjax.training import loop
+log = loop.Progress.report
+def report(self, step, metrics):
+    log(self, step, metrics)
+    if step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+loop.Progress.report = report
+loop.run(tiny(sys.argv[1], sys.argv[2]))
+"""
+
+
+def test_resuming_after_kill_9_has_bit_equal_losses(tmp_path, corpus, reference, compiled_once):
+    folder, here = tmp_path / "run", Path(__file__).parent
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), str(here.parents[1])])
+    }
+    command = [sys.executable, "-c", KILLED, folder, corpus, str(here), compiled_once]
+    killed = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert losses(folder) == {step: reference[2][step] for step in range(1, 7)}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # what a kill in the middle of a line leaves
+    run(tiny(folder, corpus))
+    assert losses(folder) == reference[2]
+    assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
+
+
+def at_step(monkeypatch, step, action):
+    """Does `action` when the run reports that step."""
+    report = loop.Progress.report
+
+    def reporting(self, now, metrics):
+        report(self, now, metrics)
+        if now == step:
+            action()
+
+    monkeypatch.setattr(loop.Progress, "report", reporting)
+
+
+def test_sigterm_saves_and_ends_well_and_the_same_command_goes_on(
+    tmp_path, corpus, reference, monkeypatch, capsys
+):
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, lambda: signal.raise_signal(signal.SIGTERM))
+        metrics = run(tiny(tmp_path / "run", corpus))
+    assert metrics == {"step": 5, "folder": str(tmp_path / "run"), "stopped": "SIGTERM"}
+    assert "step 5 is saved" in capsys.readouterr().out
+    run(tiny(tmp_path / "run", corpus))
+    assert losses(tmp_path / "run") == reference[2]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, monkeypatch):
+    at_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; step 2 is saved"):
+        run(tiny(tmp_path / "run", corpus))
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["2"]
+
+
+def poison(monkeypatch, *bad):
+    """Makes the weights of the batches with these numbers (from 1) not a number."""
+    put, seen = loop.Training._put, []
+
+    def poisoned(self, local):
+        seen.append(local)
+        if len(seen) in bad:
+            local = local | {"weights": local["weights"] * np.nan}
+        return put(self, local)
+
+    monkeypatch.setattr(loop.Training, "_put", poisoned)
+    return seen
+
+
+def test_a_loss_that_is_not_finite_stops_before_it_and_names_the_batch(
+    tmp_path, corpus, reference, monkeypatch
+):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        seen = poison(patch, 7)
+        with pytest.raises(loop.NonFiniteError, match=r"step 7: loss nan.*bad_batch_7.npz"):
+            run(tiny(folder, corpus))
+    bad = np.load(folder / "bad_batch_7.npz")
+    np.testing.assert_array_equal(bad["tokens"], seen[6]["tokens"])
+    assert "position" in bad
+    run(tiny(folder, corpus))  # the batch is read again, and is well this time
+    assert losses(folder) == reference[2]
+
+
+def test_skipping_leaves_the_batch_out_and_counts_it(tmp_path, corpus, monkeypatch, capfd):
+    poison(monkeypatch, 3)
+    run(tiny(tmp_path / "run", corpus, on_nan="skip"))
+    rows = {row["step"]: row for row in read(tmp_path / "run" / "metrics.jsonl")}
+    assert rows[3]["loss"] is None and rows[2]["skipped"] == 0
+    assert all(rows[step]["skipped"] == 1 for step in range(3, STEPS + 1))
+    assert rows[STEPS]["loss"] < 4
+    assert "skipped step 3: loss nan" in capfd.readouterr().err
+
+
+def test_skipping_for_ever_is_refused(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(loop, "_SKIPPED_IN_A_ROW", 3)
+    poison(monkeypatch, *range(5, 20))
+    with pytest.raises(loop.NonFiniteError, match="stopped at step 7"):
+        run(tiny(tmp_path / "run", corpus, on_nan="skip"))
+
+
+def test_another_learning_rate_is_refused_unless_it_is_accepted(tmp_path, corpus, reference):
+    folder = reference[0]
+    with pytest.raises(InputError, match=r"train.lr=0.001 but the run .* began with 0.003"):
+        run(tiny(folder, corpus, lr=1e-3))
+    with pytest.raises(InputError, match=r"data\.length=16"):
+        run(tiny(folder, corpus, data={"length": 16}))
+    with pytest.raises(InputError, match="holds a run"):
+        run(tiny(folder, corpus, run={"existing": "refuse"}))
+    metrics = run(tiny(folder, corpus, lr=1e-3, run={"accept": ("train.lr",)}))
+    assert metrics["step"] == STEPS  # complete already: nothing is trained again
+
+
+def test_overwriting_removes_the_run_and_nothing_else(tmp_path, corpus):
+    folder = tmp_path / "run"
+    run(tiny(folder, corpus, steps=2, export=False))
+    (folder / "notes.txt").write_text("mine")
+    run(tiny(folder, corpus, steps=3, export=False, run={"existing": "overwrite"}))
+    assert list(losses(folder)) == [1, 2, 3]
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert os.listdir(folder / "checkpoints") == ["3"]
+
+
+def test_a_batch_that_the_devices_cannot_share_names_the_nearest(tmp_path, corpus):
+    with pytest.raises(InputError, match=r"train.batch_size=6 must be a multiple .* = 4; nearest"):
+        run(tiny(tmp_path / "run", corpus, batch_size=6))
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(tmp_path, corpus):
+    folder = tmp_path / "run"
+    settings = {"lora": LoRA(rank=2), "trainable": ("lora", "embeddings", "norms"), "ema": 0.5}
+    settings |= {"steps": 6, "save_every": 3, "data": {"holdout": 0.2}}
+    config = tiny(folder, corpus, **settings)
+    config = config.replace(eval=EvalSection(every=6, batches=2))
+    metrics = run(config)
+    params, model, _tokenizer = checkpoint.load_run(folder)
+    assert model.lora is None and not any("lora" in path for path in flatten(params))
+    exported, _, _ = convert.load(folder / "model")
+    for path, leaf in flatten(params).items():
+        np.testing.assert_allclose(leaf, flatten(exported)[path], atol=1e-6, err_msg=path)
+    assert 3 < metrics["validation_loss"] < 5.6
+    size = sum(
+        file.stat().st_size for file in (folder / "checkpoints/6").rglob("*") if file.is_file()
+    )
+    frozen = sum(params["layers"]["mlp"][name]["kernel"].nbytes for name in ("gate", "up", "down"))
+    assert size < 4 * (sum(leaf.nbytes for leaf in flatten(params).values()) - frozen)
+    other = config_lib.parse(TrainConfig, ["--config", str(folder / "config.yaml")])
+    other = other.replace(model=type(other.model)(preset="tiny", seed=1))
+    config_lib.dump(other, folder / "config.yaml")
+    with pytest.raises(InputError, match="has other weights than when the run"):
+        checkpoint.load_run(folder)
+
+
+def test_metrics_after_the_resumed_step_are_dropped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n{"ste')
+    sink = JsonLines(file, keep_until=1)
+    sink.log(2, {"loss": float("nan")})
+    sink.close()
+    assert file.read_text() == '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n'

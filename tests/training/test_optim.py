@@ -1,0 +1,107 @@
+"""Learning rates at known points, clipping, decay by path, and the average of the weights."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lcjax.errors import InputError
+from lcjax.training import optim
+from lcjax.training.config import TrainSection
+
+
+def rates(*steps, **settings):
+    schedule = optim.schedule(TrainSection(**settings))
+    return [float(schedule(step)) for step in steps]
+
+
+def test_warmup_rises_by_equal_steps_and_the_first_update_already_moves():
+    found = rates(0, 1, 3, 4, steps=10, warmup_steps=4, lr=8e-3, schedule="constant")
+    np.testing.assert_allclose(found, [2e-3, 4e-3, 8e-3, 8e-3], rtol=1e-6)
+
+
+def test_cosine_is_halfway_in_the_middle_and_ends_at_its_floor():
+    settings = {"steps": 100, "warmup_steps": 20, "lr": 1.0, "min_lr": 0.1, "schedule": "cosine"}
+    found = rates(20, 60, 100, **settings)
+    np.testing.assert_allclose(found, [1.0, 0.55, 0.1], rtol=1e-6)
+
+
+def test_linear_falls_to_its_floor():
+    found = rates(0, 25, 50, steps=50, warmup_steps=0, lr=2.0, min_lr=0.5, schedule="linear")
+    np.testing.assert_allclose(found, [2.0, 1.5, 1.0], rtol=1e-6)
+
+
+def test_lceg_warms_up_logarithmically_and_decays_linearly_to_zero():
+    settings = {"steps": 120, "warmup_steps": 20, "lr": 2e-5, "schedule": "lceg"}
+    found = rates(0, 9, 19, 20, 70, 120, **settings)
+    warm = 2e-5 * math.log(10) / math.log(20)
+    np.testing.assert_allclose(found, [0, warm, 2e-5, 2e-5, 1e-5, 0], rtol=1e-5, atol=1e-12)
+
+
+def test_updates_equal_optax_adamw_with_clipping():
+    train = TrainSection(weight_decay=0.1, clip=0.5, betas=(0.8, 0.95), no_decay=(), lr=0.01)
+    ours = optim.optimizer(train)
+    theirs = optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(0.01, 0.8, 0.95, weight_decay=0.1)
+    )
+    params = {"a": {"kernel": jnp.arange(6.0).reshape(2, 3)}, "b": jnp.ones(4)}
+    expected, state, reference = params, ours.init(params), theirs.init(params)
+    for seed in range(3):
+        grads = jax.tree.map(
+            lambda p, s=seed: jax.random.normal(jax.random.key(s), p.shape), params
+        )
+        updates, state = ours.update(grads, state, params)
+        params = optim.apply(params, updates, jnp.float32(0.01))
+        updates, reference = theirs.update(grads, reference, expected)
+        expected = optax.apply_updates(expected, updates)
+    for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_a_gradient_above_the_clip_norm_is_scaled_to_it():
+    train = TrainSection(clip=1.0, weight_decay=0.0)
+    params = {"w": {"kernel": jnp.zeros(2)}}
+    grads = {"w": {"kernel": jnp.array([30.0, 40.0])}}
+    _, state = optim.optimizer(train).update(grads, optim.optimizer(train).init(params), params)
+    first_moment = state[1].mu["w"]["kernel"]
+    np.testing.assert_allclose(first_moment, 0.1 * np.array([0.6, 0.8]), rtol=1e-5)
+
+
+def test_norms_and_biases_are_not_decayed():
+    train = TrainSection(weight_decay=0.5, clip=None)
+    params = {
+        "layers": {"mlp_norm": {"scale": jnp.ones(2)}, "mlp": {"up": {"kernel": jnp.ones(2)}}},
+        "head": {"bias": jnp.ones(2), "kernel": jnp.ones(2)},
+    }
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optim.optimizer(train).update(zeros, optim.optimizer(train).init(params), params)
+    assert float(updates["layers"]["mlp_norm"]["scale"].sum()) == 0
+    assert float(updates["head"]["bias"].sum()) == 0
+    np.testing.assert_allclose(updates["layers"]["mlp"]["up"]["kernel"], 0.5)
+    np.testing.assert_allclose(updates["head"]["kernel"], 0.5)
+
+
+def test_average_follows_its_formula_also_for_bfloat16_weights():
+    ema, params = {"w": jnp.float32([1.0])}, {"w": jnp.bfloat16([2.0])}
+    for _ in range(3):
+        ema = optim.average(ema, params, 0.999)
+    np.testing.assert_allclose(ema["w"], 2 - 0.999**3, rtol=1e-6)
+    assert ema["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"steps": 0}, "train.steps=0"),
+        ({"batch_size": 8, "accumulation": 3}, "nearest: 2"),
+        ({"steps": 10, "warmup_steps": 11}, "train.warmup_steps=11"),
+        ({"ema": 1.5}, "train.ema=1.5"),
+        ({"clip": -1.0}, "train.clip=-1.0"),
+    ],
+)
+def test_impossible_settings_name_key_and_value(settings, named):
+    with pytest.raises(InputError, match=named):
+        TrainSection(**settings)

@@ -1,0 +1,52 @@
+"""Which parameters are trained."""
+
+import jax.numpy as jnp
+import pytest
+
+from lcjax.errors import InputError
+from lcjax.training.partition import flatten, split, trainable, unflatten, union
+
+TREE = {
+    "embed": {"embedding": jnp.zeros(1)},
+    "layers": {
+        "attention": {"query": {"kernel": jnp.zeros(2), "lora_a": jnp.zeros(3)}},
+        "attention_norm": {"scale": jnp.zeros(4)},
+    },
+    "final_norm": {"scale": jnp.zeros(5)},
+}
+
+
+def test_flatten_and_unflatten_are_inverse():
+    assert flatten(unflatten(flatten(TREE))) == flatten(TREE)
+    assert "layers/attention/query/lora_a" in flatten(TREE)
+
+
+def test_split_halves_join_to_the_same_tree():
+    halves = split(TREE, trainable(flatten(TREE), ("lora",)))
+    assert list(flatten(halves[0])) == ["layers/attention/query/lora_a"]
+    assert flatten(union(*halves)) == flatten(TREE)
+
+
+def test_longlora_plus_trains_adapters_embeddings_and_norms():
+    keep = trainable(flatten(TREE), ("lora", "embeddings", "norms"))
+    assert [path for path in flatten(TREE) if not keep(path)] == ["layers/attention/query/kernel"]
+
+
+def test_a_rule_may_be_a_regular_expression():
+    keep = trainable(flatten(TREE), (r"attention/.*kernel$",))
+    assert [path for path in flatten(TREE) if keep(path)] == ["layers/attention/query/kernel"]
+
+
+def test_a_rule_that_matches_nothing_names_near_ones():
+    with pytest.raises(InputError, match=r"'norm_s' matches no parameter; near: .*norms"):
+        trainable(flatten(TREE), ("norm_s",))
+
+
+def test_lora_without_adapters_says_what_to_set():
+    with pytest.raises(InputError, match=r"set train\.lora too"):
+        trainable({"embed/embedding": 0}, ("lora",))
+
+
+def test_a_broken_expression_is_named():
+    with pytest.raises(InputError, match=r"rule '\(' is no regular expression"):
+        trainable(flatten(TREE), ("(",))

@@ -1,0 +1,241 @@
+"""One update: accumulation, microbatches, guard, averages, meshes, adapters."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lcjax import lora as lora_lib
+from lcjax.lora import LoRA
+from lcjax.models import Decoder, ModelConfig
+from lcjax.rope.positions import PlainPositions
+from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.training import optim
+from lcjax.training.assemble import fingerprint, new_adapters
+from lcjax.training.config import TrainSection
+from lcjax.training.objective import language_model
+from lcjax.training.partition import flatten, split, trainable, union
+from lcjax.training.state import init_state
+from lcjax.training.step import accumulate, make_train_step, microbatches
+
+CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32)
+ONE = Mesh(fsdp=1)
+PLAIN = language_model(CONFIG, PlainPositions())
+_total = jax.jit(PLAIN)
+
+
+def one_device():
+    return make_mesh(ONE, jax.devices()[:1])
+
+
+@functools.cache
+def random_params(config=CONFIG):
+    init = jax.jit(lambda key: Decoder(config).init(key, jnp.zeros((1, 8), jnp.int32))["params"])
+    return init(jax.random.key(0))
+
+
+def random_batch(seed, rows=8, length=16):
+    """Rows of two documents, with padding of different length in each row."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, CONFIG.vocab_size, (rows, length + 1))
+    filled = np.arange(length) < rng.integers(length // 2, length + 1, (rows, 1))
+    second = np.arange(length) >= 6
+    segments = np.where(filled, 1 + second, 0)
+    positions = np.where(filled, np.arange(length) - 6 * second, 0)
+    return {
+        "tokens": jnp.asarray(np.where(filled, tokens[:, :-1], 0), jnp.int32),
+        "targets": jnp.asarray(tokens[:, 1:], jnp.int32),
+        "segments": jnp.asarray(segments, jnp.int32),
+        "positions": jnp.asarray(positions, jnp.int32),
+        "weights": jnp.asarray(filled & (np.arange(length) != 5), jnp.float32),
+    }
+
+
+@functools.cache
+def compiled(config, settings):
+    step = make_train_step(
+        language_model(config, settings.positions),
+        optim.optimizer(settings),
+        optim.schedule(settings),
+        accumulation=settings.accumulation,
+        ema_decay=settings.ema,
+    )
+    return jax.jit(step, donate_argnums=0)
+
+
+def train(mesh, batches, *, params=None, frozen=None, config=CONFIG):
+    """(final state, info of each step) of a few steps on `mesh`."""
+    settings = TrainSection(
+        lr=1e-2, warmup_steps=0, schedule="constant", batch_size=8, accumulation=2, ema=0.9
+    )
+    params = random_params() if params is None else params
+    params = jax.device_put(jax.tree.map(jnp.copy, params), param_shardings(mesh, params))
+    state = init_state(params, optim.optimizer(settings), mesh, seed=0, ema=True)
+    infos = []
+    for batch in batches:
+        batch = jax.device_put(batch, batch_sharding(mesh))
+        state, info = compiled(config, settings)(state, frozen or {}, batch)
+        infos.append(jax.device_get(info))
+    return state, infos
+
+
+sums = jax.jit(accumulate, static_argnums=(0, 5))
+
+
+def assert_close(found, wanted, **tolerance):
+    found, wanted = flatten(found), flatten(wanted)
+    assert found.keys() == wanted.keys()
+    for path, leaf in found.items():
+        np.testing.assert_allclose(leaf, wanted[path], err_msg=path, **tolerance)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_accumulation_equals_one_large_batch(count):
+    batch, key = random_batch(0), jax.random.key(0)
+    loss, tokens, grads = sums(PLAIN, random_params(), {}, batch, key, 1)
+    shares = batch["weights"].reshape(8 // count, count, -1).sum((0, 2))
+    assert len(set(shares.tolist())) > 1  # microbatches of unequal weight, the hard case
+    loss_parts, tokens_parts, grads_parts = sums(PLAIN, random_params(), {}, batch, key, count)
+    np.testing.assert_allclose(loss_parts, loss, rtol=1e-6)
+    assert tokens_parts == tokens == batch["weights"].sum()
+    assert_close(grads_parts, grads, rtol=2e-4, atol=1e-7)
+
+
+def test_the_loss_is_the_mean_over_all_weights_of_the_batch():
+    batch = random_batch(1)
+    nll, weights = total(random_params(), batch)
+    loss, tokens, _ = sums(PLAIN, random_params(), {}, batch, jax.random.key(0), 2)
+    np.testing.assert_allclose(loss, nll / weights, rtol=1e-6)
+    assert tokens == weights
+
+
+def test_microbatches_take_rows_with_a_stride():
+    rows = microbatches({"x": jnp.arange(8)}, 2)["x"]
+    np.testing.assert_array_equal(rows, [[0, 2, 4, 6], [1, 3, 5, 7]])
+
+
+def test_a_batch_of_padding_changes_nothing():
+    batch = random_batch(0) | {"weights": jnp.zeros((8, 16))}
+    state, (info,) = train(one_device(), [batch])
+    assert info["loss"] == 0 and info["finite"]
+    assert_close(state.params, random_params(), rtol=0)
+
+
+def test_two_by_two_by_two_devices_have_the_losses_of_one():
+    batches = [random_batch(seed) for seed in range(3)]
+    _, one = train(one_device(), batches)
+    state, eight = train(make_mesh(Mesh(2, 2, 2)), batches)
+    for a, b in zip(one, eight, strict=True):
+        np.testing.assert_allclose(b["loss"], a["loss"], rtol=1e-5)
+        np.testing.assert_allclose(b["grad_norm"], a["grad_norm"], rtol=1e-4)
+    kernel = state.params["layers"]["mlp"]["up"]["kernel"]
+    assert len({str(shard.index) for shard in kernel.addressable_shards}) == 4  # fsdp x tensor
+
+
+def test_moments_lie_where_their_parameters_lie():
+    mesh = make_mesh(Mesh(2, 2, 2))
+    state, _ = train(mesh, [random_batch(0)])
+    for path, moment in flatten(state.opt_state[1].mu).items():
+        assert moment.sharding == flatten(state.params)[path].sharding, path
+
+
+def test_the_average_of_weights_is_decayed_after_every_step():
+    states = [train(one_device(), [random_batch(i) for i in range(n)]) for n in (1, 2)]
+    expected = jax.tree.map(lambda p, q: 0.9 * p + 0.1 * q, random_params(), states[0][0].params)
+    expected = jax.tree.map(lambda p, q: 0.9 * p + 0.1 * q, expected, states[1][0].params)
+    assert_close(states[1][0].ema, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_that_is_not_finite_only_counts():
+    bad = random_batch(1)
+    bad["weights"] = bad["weights"].at[0, 0].set(jnp.inf)
+    good, _ = train(one_device(), [random_batch(0)])
+    state, infos = train(one_device(), [random_batch(0), bad])
+    assert [bool(info["finite"]) for info in infos] == [True, False]
+    assert int(state.step) == 2 and int(state.skipped) == 1
+    assert_close(state.params, good.params, rtol=0)
+    assert_close(state.ema, good.ema, rtol=0)
+    assert int(state.opt_state[1].count) == 1
+
+
+def total(params, batch):
+    """(sum of losses, sum of weights) of the plain model."""
+    return _total(params, {}, batch, jax.random.key(0))
+
+
+def lora_setup(mesh=None, rules=("lora",)):
+    mesh = mesh or one_device()
+    config = dataclasses.replace(CONFIG, lora=LoRA(rank=4))
+    params = union(random_params(), new_adapters(config, mesh, seed=0))
+    return config, *split(params, trainable(flatten(params), rules))
+
+
+def test_new_adapters_leave_the_loss_as_it_was():
+    config, trained, frozen = lora_setup()
+    batch, key = random_batch(0), jax.random.key(0)
+    adapted = jax.jit(language_model(config, PlainPositions()))(trained, frozen, batch, key)[0]
+    np.testing.assert_allclose(adapted, total(random_params(), batch)[0], rtol=1e-6)
+
+
+def test_training_adapters_changes_only_adapters_and_merging_keeps_the_loss():
+    config, trained, frozen = lora_setup()
+    before = fingerprint(frozen)
+    batches = [random_batch(seed) for seed in range(3)]
+    state, infos = train(one_device(), batches, params=trained, frozen=frozen, config=config)
+    assert infos[-1]["loss"] != infos[0]["loss"] and fingerprint(frozen) == before
+    assert all("lora_" in path for path in flatten(state.params))
+    assert state.opt_state[1].mu.keys() == trained.keys() == {"layers"}
+    for path, leaf in flatten(state.params).items():
+        assert np.abs(leaf - flatten(trained)[path]).max() > 0, path
+    key = jax.random.key(0)
+    objective = jax.jit(language_model(config, PlainPositions()))
+    adapted = objective(state.params, frozen, batches[0], key)[0]
+    merged = lora_lib.merge(union(state.params, frozen), config.lora)
+    assert flatten(merged).keys() == flatten(random_params()).keys()
+    np.testing.assert_allclose(total(merged, batches[0])[0], adapted, rtol=1e-5)
+
+
+def test_embeddings_and_norms_can_be_trained_beside_adapters():
+    config, trained, frozen = lora_setup(rules=("lora", "embeddings", "norms"))
+    state, _ = train(one_device(), [random_batch(0)], params=trained, frozen=frozen, config=config)
+    moved = {p for p, leaf in flatten(state.params).items() if (leaf != flatten(trained)[p]).any()}
+    assert {"embed/embedding", "head/kernel", "final_norm/scale"} <= moved
+    assert not any(path.endswith("query/kernel") for path in flatten(state.params))
+
+
+def test_an_adapter_step_computes_no_gradient_of_frozen_weights():
+    config, trained, frozen = lora_setup()
+    objective = language_model(config, PlainPositions())
+    # The result of a product with a weight's shape, [D, F] or the head's [D, V], is its gradient.
+    gradients = [" = f32[16,24]", " = f32[16,40]"]
+
+    def products(*args):
+        text = sums.lower(objective, *args, random_batch(0), jax.random.key(0), 1).compile()
+        lines = [line for line in text.as_text().splitlines() if " dot(" in line]
+        return [any(shape in line for line in lines) for shape in gradients]
+
+    assert products(union(trained, frozen), {}) == [True, True]
+    assert products(trained, frozen) == [False, False]
+
+
+def test_a_fingerprint_knows_values_and_not_the_layout():
+    params = random_params()
+    mesh = make_mesh(Mesh(2, 2, 2))
+    spread = jax.device_put(params, param_shardings(mesh, params))
+    assert fingerprint(spread) == fingerprint(params)
+    changed = jax.tree.map(jnp.copy, params)
+    changed["final_norm"]["scale"] = changed["final_norm"]["scale"].at[3].add(1e-6)
+    assert fingerprint(changed) != fingerprint(params)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    assert len(fingerprint(half)) == 32 and fingerprint(half) != fingerprint(params)
+
+
+def test_the_gradient_norm_that_is_reported_is_that_of_the_whole_batch():
+    batch = random_batch(3)
+    grads = sums(PLAIN, random_params(), {}, batch, jax.random.key(0), 1)[2]
+    _, (info,) = train(one_device(), [batch])
+    np.testing.assert_allclose(info["grad_norm"], optax.tree.norm(grads), rtol=1e-5)

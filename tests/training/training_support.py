@@ -1,0 +1,41 @@
+"""A run that takes seconds: the tiny preset with a byte tokenizer on a toy corpus."""
+
+import random
+
+from lcjax.data import DataConfig
+from lcjax.lm import ModelSection
+from lcjax.sharding import Mesh
+from lcjax.training.config import RunSection, TrainConfig, TrainSection
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "rat", "at", "dawn"]
+STEPS = 12
+
+
+def write_corpus(folder):
+    """40 documents of a few common words: something a tiny model learns in a few steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pick = random.Random(0)
+    for index in range(40):
+        text = " ".join(pick.choice(WORDS) for _ in range(120))
+        (folder / f"{index:02}.txt").write_text(text)
+    return folder
+
+
+def tiny(folder, corpus, *, data=None, model=None, run=None, mesh=None, **train):
+    """A config of 12 steps on eight devices; keywords go to the section `train:`."""
+    settings = {
+        "steps": STEPS,
+        "batch_size": 8,
+        "lr": 3e-3,
+        "warmup_steps": 2,
+        "log_every": 1,
+        "save_every": 4,
+    }
+    data = {"path": str(corpus), "length": 32, "threads": 0, "prefetch": 0} | (data or {})
+    return TrainConfig(
+        model=ModelSection(**(model or {"preset": "tiny"})),
+        data=DataConfig(**data),
+        train=TrainSection(**settings | train),
+        mesh=mesh or Mesh(data=2, fsdp=2, tensor=2),
+        run=RunSection(folder=str(folder), **(run or {})),
+    )
