@@ -91,7 +91,7 @@ class GGUFFile:
 
     def vector(self, name: str) -> np.ndarray:
         """A stored tensor of one axis."""
-        return _dequantize(self.stored[name], 0, self.stored[name].shape[0])
+        return dequantize(self.stored[name], 0, self.stored[name].shape[0])
 
     def config(self) -> ModelConfig:
         return config_from_hf(self.hf_config, self.path)
@@ -124,7 +124,7 @@ class GGUFFile:
             "dtype": self._dtype(),
         }
         if kind == "phi":
-            hf["layer_norm_eps"] = self.need("{arch}.attention.layer_norm_epsilon")
+            hf["layer_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_epsilon"))
         else:
             hf["rms_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_rms_epsilon"))
         rotated = self.get("{arch}.rope.dimension_count", head_dim)
@@ -177,10 +177,10 @@ class GGUFFile:
         """Rows of a tensor, de-quantised, in Hugging Face's order."""
         part = self._parts[name]
         if not part.heads:
-            return _dequantize(part.tensor, part.start + start, part.start + stop)
+            return dequantize(part.tensor, part.start + start, part.start + stop)
         size = self.tensors[name].shape[0] // part.heads
         first, last = start // size * size, -(-stop // size) * size  # whole heads
-        block = _dequantize(part.tensor, part.start + first, part.start + last)
+        block = dequantize(part.tensor, part.start + first, part.start + last)
         block = block.reshape(-1, size // 2, 2, *block.shape[1:]).swapaxes(1, 2)
         return block.reshape(last - first, *block.shape[3:])[start - first : stop - first]
 
@@ -194,7 +194,7 @@ def _dtype_of(tensor: Tensor) -> str:
     return np.dtype(_PLAIN.get(tensor.kind, np.float32)).name
 
 
-def _dequantize(tensor: Tensor, start: int, stop: int) -> np.ndarray:
+def dequantize(tensor: Tensor, start: int, stop: int) -> np.ndarray:
     """Rows of the tensor as floats; vectors are one row."""
     if len(tensor.shape) == 1:
         return _floats(tensor, 0, 1).reshape(-1)[start:stop]
