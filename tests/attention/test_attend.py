@@ -1,0 +1,121 @@
+"""Patterns through `attend`: positions, windows, caches, and what a config may say."""
+
+import dataclasses
+
+import draccus
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.attention import Causal, Pass, Pattern, Sliding, attend
+from lcjax.errors import InputError
+from lcjax.rope.base import Rotation, rotate
+from pallas_kernels import causal, window
+
+ROTATION = Rotation(jnp.asarray(100.0 ** -np.linspace(0, 1, 8), jnp.float32), 1.1, 0.9)
+
+
+def arrays(t=45, heads=6, kv_heads=2, size=24):
+    rng = np.random.default_rng(6)
+    shapes = [(2, t, heads, size), (2, t, kv_heads, size), (2, t, kv_heads, size)]
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def positions(t=45):
+    return jnp.broadcast_to(jnp.arange(t), (2, t))
+
+
+@jax.jit(static_argnames="pattern")
+def run(q, k, v, pattern):
+    places = dict(q_positions=positions(q.shape[1]), k_positions=positions(k.shape[1]))
+    return attend(q, k, v, pattern=pattern, rotation=ROTATION, **places)
+
+
+def dense(q, k, v, seen):
+    """Rotated attention in NumPy float64, seen [T, S]."""
+    q = np.asarray(rotate(q, positions(), *ROTATION[:2]), np.float64) * ROTATION.query_scale
+    k = np.asarray(rotate(k, positions(), *ROTATION[:2]), np.float64)
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, np.asarray(v)))
+    logits = np.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+    p = np.exp(np.where(seen, logits, -np.inf))
+    return np.einsum("bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "behind"), [(Causal(), 1000), (Sliding(1), 1), (Sliding(7), 7)], ids=str
+)
+def test_patterns_equal_dense_rotated_attention(pattern, behind):
+    q, k, v = arrays()
+    distance = np.arange(45)[:, None] - np.arange(45)[None]
+    expected = dense(q, k, v, (distance >= 0) & (distance < behind))
+    np.testing.assert_allclose(run(q, k, v, pattern), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Sliding(7)], ids=str)
+def test_changing_a_token_changes_nothing_before_it(pattern):
+    arrays_ = arrays()
+    before = run(*arrays_, pattern)
+    after = run(*(x.at[:, 30].add(1.0) for x in arrays_), pattern)
+    np.testing.assert_array_equal(before[:, :30], after[:, :30])
+    assert np.all(np.any(before != after, (0, 2, 3))[30:37])
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Sliding(7)], ids=str)
+@pytest.mark.parametrize("keys_rotated", [False, True])
+def test_decoding_against_a_cache_equals_the_whole(pattern, keys_rotated):
+    q, k, v = arrays()
+    expected = run(q, k, v, pattern)
+    cache = rotate(k, positions(), *ROTATION[:2]) if keys_rotated else k
+
+    @jax.jit
+    def step(offset):
+        here = offset + jnp.arange(5)
+        return attend(
+            jax.lax.dynamic_slice_in_dim(q, offset, 5, 1), cache, v, pattern=pattern,
+            rotation=ROTATION, q_positions=jnp.broadcast_to(here, (2, 5)),
+            k_positions=positions(), q_index=here, keys_rotated=keys_rotated,
+        )  # fmt: skip
+
+    decoded = jnp.concatenate([step(start) for start in range(0, 45, 5)], 1)
+    np.testing.assert_allclose(decoded, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_several_passes_are_merged():
+    @dataclasses.dataclass(frozen=True)
+    class NearAndFar(Pattern):
+        def passes(self, q_positions, k_positions):
+            near, far = causal() & window(9), causal() & ~window(9)
+            return [Pass(q_positions, k_positions, near), Pass(q_positions, k_positions, far)]
+
+    q, k, v = arrays()
+    np.testing.assert_allclose(
+        run(q, k, v, NearAndFar()), run(q, k, v, Causal()), rtol=2e-5, atol=2e-6
+    )
+
+
+def test_a_pattern_that_moves_keys_refuses_rotated_keys():
+    @dataclasses.dataclass(frozen=True)
+    class Halved(Pattern):
+        def passes(self, q_positions, k_positions):
+            return [Pass(q_positions // 2, k_positions // 2, causal())]
+
+    q, k, v = arrays()
+    with pytest.raises(InputError, match="unrotated keys"):
+        attend(
+            q, k, v, pattern=Halved(), rotation=ROTATION, q_positions=positions(),
+            k_positions=positions(), keys_rotated=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [0, -4, 2.5, True, None])
+def test_a_window_that_is_no_positive_integer_is_refused(size):
+    with pytest.raises(InputError, match=r"pattern\.window=.* at least 1"):
+        Sliding(size)
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Sliding(4096)], ids=str)
+def test_patterns_are_choices_of_a_config(pattern):
+    encoded = draccus.encode(pattern, Pattern)
+    assert encoded["type"] == type(pattern).__name__.lower()
+    assert draccus.decode(Pattern, encoded) == pattern

@@ -1,0 +1,176 @@
+"""How the blockwise loops behave: what they skip, what they hold, what they compose with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import _xla, causal, flash, window
+
+
+def arrays(batch=2, t=96, heads=4, kv_heads=2, size=16, seed=5):
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, t, heads, size), (batch, t, kv_heads, size), (batch, t, kv_heads, size)]
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def loss(q, k, v, mask=None, **options):
+    out, lse = flash(q, k, v, causal() if mask is None else mask, **options)
+    return jnp.sum(out**2) + jnp.sum(jnp.sin(lse))
+
+
+def assert_close(x, y):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), x, y)
+
+
+def visits(mask, t, s, bq, bk, q_segments=None, k_segments=None, chunks=1):
+    cut = _xla.Cut(1, 1, chunks, 1, t // bq, bq, s // bk, bk, 1)
+    places = _xla._places(None, None, q_segments, k_segments, t, s, cut)
+    return _xla._visits(mask, places, cut)
+
+
+def test_causal_walks_the_triangle_and_masks_only_the_diagonal():
+    found = visits(causal(), 64, 64, 8, 8)
+    np.testing.assert_array_equal(found.full[0], np.arange(8))
+    np.testing.assert_array_equal(found.seen[0], np.arange(8) + 1)
+    np.testing.assert_array_equal(found.order[0, 3, :4], [0, 1, 2, 3])
+
+
+def test_a_window_walks_a_band():
+    found = visits(causal() & window(16), 64, 64, 8, 8)
+    np.testing.assert_array_equal(found.seen[0], np.minimum(np.arange(8) + 1, 3))
+    np.testing.assert_array_equal(np.sort(found.order[0, 6, :3]), [4, 5, 6])
+
+
+def test_packed_documents_walk_only_their_own_blocks():
+    segments = np.repeat(np.array([[1, 2, 3, 0]], np.int32), 16, 1)
+    found = visits(causal(), 64, 64, 8, 8, segments, segments)
+    np.testing.assert_array_equal(found.seen[0], [1, 2, 1, 2, 1, 2, 0, 0])
+    np.testing.assert_array_equal(found.full[0], [0, 1, 0, 1, 0, 1, 0, 0])
+
+
+def test_rows_of_a_batch_skip_each_their_own_documents():
+    segments = np.stack([np.repeat([1, 2], 32), np.repeat([1, 1], 32)]).astype(np.int32)
+    found = visits(causal(), 64, 64, 32, 32, segments, segments, chunks=2)
+    np.testing.assert_array_equal(found.seen, [[1, 1], [1, 2]])
+
+
+def test_nothing_is_computed_for_keys_that_nobody_sees():
+    # A NaN in an unseen block would reach the output through 0 * NaN if the block were walked.
+    q, k, v = arrays(batch=1, t=2048)
+    poisoned = v.at[:, 1024:].set(jnp.nan)
+    out, _ = jax.jit(lambda q, k, v: flash(q, k, v, causal()))(q[:, :256], k, poisoned)
+    assert np.all(np.isfinite(out))
+
+
+@pytest.mark.parametrize("scores", [1, 9000])
+def test_looping_over_batch_and_heads_changes_nothing(scores):
+    q, k, v = arrays(batch=3, t=50, heads=12, kv_heads=6)
+    segments = np.sort(np.random.default_rng(0).integers(0, 3, (3, 50)), 1).astype(np.int32)
+    places = (None, None, segments, segments)
+    blocks = _xla.Blocks(16, 24, scores)
+    run = functools.partial(_xla.forward, mask=causal(), scale=0.3, blocks=blocks)
+    out, lse = jax.jit(run)(q, k, v, *places)
+    expected = flash(
+        q, k, v, causal(), scale=0.3, q_segments=segments, k_segments=segments,
+        implementation="reference",
+    )  # fmt: skip
+    assert_close((out, lse), expected)
+    back = functools.partial(_xla.backward, mask=causal(), scale=0.3, blocks=blocks)
+    grads = jax.jit(back)(q, k, v, out, lse, q, jnp.ones_like(lse), *places)
+    whole = functools.partial(_xla.backward, mask=causal(), scale=0.3, blocks=_xla.Blocks(50, 50))
+    assert_close(grads, jax.jit(whole)(q, k, v, out, lse, q, jnp.ones_like(lse), *places))
+
+
+def test_changing_a_token_changes_nothing_before_it():
+    q, k, v = arrays(t=300)
+    run = jax.jit(lambda q, k, v: flash(q, k, v, causal()))
+    before = run(q, k, v)
+    after = run(*(x.at[:, 171].add(1.0) for x in (q, k, v)))
+    for x, y in zip(before, after):
+        np.testing.assert_array_equal(x[:, :171], y[:, :171])
+        assert np.all(np.any(np.reshape(x != y, (2, 300, -1)), -1)[:, 171:])
+
+
+def test_packed_documents_equal_separate_ones():
+    q, k, v = arrays(batch=1, t=330)
+    lengths = [40, 200, 90]
+    segments = jnp.asarray(np.repeat(np.arange(1, 4), lengths)[None], jnp.int32)
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    packed = run(q, k, v, q_segments=segments, k_segments=segments)
+    ends = np.cumsum(lengths)
+    separate = [run(*(x[:, e - n : e] for x in (q, k, v))) for n, e in zip(lengths, ends)]
+    assert_close(packed[0], sum(value for value, _ in separate))
+    grads = [jnp.concatenate(parts, 1) for parts in zip(*(g for _, g in separate))]
+    assert_close(packed[1], tuple(grads))
+
+
+def test_vmap_equals_a_loop():
+    q, k, v = (x[:, None] for x in arrays(batch=3, t=40))
+    grad = jax.grad(loss, (0, 1, 2))
+    mapped = jax.jit(jax.vmap(grad))(q, k, v)
+    assert_close(mapped, tuple(jnp.stack(x) for x in zip(*map(grad, q, k, v))))
+
+
+def test_vmap_over_offsets_equals_a_loop():
+    q, k, v = arrays(batch=1, t=70)
+    q = q[:, :3]
+
+    def step(offset):
+        return flash(q, k, v, causal(), q_index=offset + jnp.arange(3))
+
+    offsets = jnp.asarray([0, 20, 66])
+    expected = [jnp.stack(x) for x in zip(*map(step, offsets))]
+    assert_close(jax.jit(jax.vmap(step))(offsets), tuple(expected))
+
+
+def test_scanned_and_checkpointed_layers_have_the_same_gradients():
+    q, k, v = arrays(t=40, heads=2)
+
+    def layer(x):
+        return x + flash(x, k, v, causal() & window(9))[0]
+
+    def scanned(x):
+        step = jax.checkpoint(lambda x, _: (layer(x), None))
+        return jnp.sum(jax.lax.scan(step, x, None, length=3)[0] ** 2)
+
+    def plain(x):
+        return jnp.sum(layer(layer(layer(x))) ** 2)
+
+    assert_close(jax.jit(jax.grad(scanned))(q), jax.jit(jax.grad(plain))(q))
+
+
+def test_sharding_over_batch_and_heads_moves_no_data():
+    q, k, v = arrays(batch=4, t=64, heads=8, kv_heads=4)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, P("data", None, "tensor", None))
+    grad = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=(sharding,) * 3)
+    sharded = [jax.device_put(x, sharding) for x in (q, k, v)]
+    assert_close(grad(*sharded), jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v))
+    text = grad.lower(*sharded).compile().as_text()
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_forward_and_backward_lower_for_accelerators(platform):
+    shapes = [jax.ShapeDtypeStruct((2, 2048, h, 64), jnp.bfloat16) for h in (8, 2, 2)]
+    step = jax.jit(jax.grad(lambda *x: loss(*x).astype(jnp.float32), (0, 1, 2)))
+    text = step.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    assert "f64" not in text and "callback" not in text
+
+
+def temporary_bytes(t, function):
+    shapes = [jax.ShapeDtypeStruct((1, t, h, 64), jnp.float32) for h in (9, 3, 3)]
+    return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("function", [loss, jax.grad(loss, (0, 1, 2))], ids=["forward", "backward"])
+def test_memory_grows_with_the_length_not_its_square(function):
+    short, long = temporary_bytes(8192, function), temporary_bytes(16384, function)
+    assert long - short < 1.1 * 8192 * 64 * 4 * (9 + 3 + 3) * 3  # a few copies of q, k, v
+    assert long < 300e6  # one float32 score matrix of one head would be 1074 MB
