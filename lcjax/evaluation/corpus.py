@@ -57,16 +57,6 @@ class Corpus:
                     break
         return kept
 
-    def longest(self) -> tuple[int, int]:
-        """Number of documents and the token count of the longest, for error messages."""
-        sizes = sorted(self._walk(), key=lambda entry: -entry.size)
-        best = 0
-        for entry in sizes:
-            if entry.size + 1 <= best:
-                break
-            best = max(best, len(self._tokenised(entry)))
-        return len(sizes), best
-
     def _walk(self):
         yield from list(self._entries)
         for name, text in self._source:

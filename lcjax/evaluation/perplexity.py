@@ -121,16 +121,17 @@ class Perplexity(Task):
             units.append(Unit(window.index, (length, window.first), tokens, facts))
         return units
 
-    def reach(self, corpus: Corpus) -> str:
-        count, longest = corpus.longest()
+    def reach(self, corpus: Corpus) -> tuple[int, str]:
+        sizes = sorted(map(len, corpus.documents(1)))
+        more = sum(start_token(corpus.tokenizer, self.bos) is not None for _ in sizes)
         if self._rules.stream:
-            return (
-                f"the {count} documents, joined, are too short (a window that is the last is "
+            return sum(sizes) + more, (
+                f"the {len(sizes)} documents, joined, are too short (a window that is the last is "
                 "dropped unless drop_last_window=false); add text or choose shorter lengths"
             )
-        return (
-            f"the longest of {count} documents has {longest} tokens; choose shorter lengths, "
-            "longer documents, or protocol=slide_full, which joins them"
+        return sizes[-1] + (more > 0), (
+            f"the longest of {len(sizes)} documents has {sizes[-1]} tokens; choose shorter "
+            "lengths, longer documents, or protocol=slide_full, which joins them"
         )
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:

@@ -139,8 +139,10 @@ class _Runner:
     def _refuse_empty(self, task: Task, corpus: Corpus, plan: Plan) -> None:
         empty = [n for n in self._limits.lengths if not plan[task.label, n]]
         if empty:
-            lengths = ", ".join(map(str, empty))
-            raise InputError(f"lengths: {lengths} no window in {task.label}: {task.reach(corpus)}")
+            longest, why = task.reach(corpus)
+            # Shorter ones are empty as well when all lengths are to score the same documents.
+            beyond = ", ".join(str(n) for n in empty if n > longest) or ", ".join(map(str, empty))
+            raise InputError(f"lengths: {beyond} got no window in {task.label}: {why}")
 
     def _method(self, method: Method, model, bar: tqdm) -> None:
         plan = self._plan(model.tokenizer)

@@ -100,6 +100,6 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     ) -> list[Path]:
         """Draws what readers expect and returns the files."""
 
-    def reach(self, corpus: Corpus) -> str:
-        """Why a length got no units: the end of an error message."""
-        return "choose shorter lengths"
+    def reach(self, corpus: Corpus) -> tuple[int, str]:
+        """The longest length that the data allows, and why: for the error about longer ones."""
+        return 0, "choose shorter lengths"

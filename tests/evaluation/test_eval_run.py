@@ -195,7 +195,10 @@ def changed(config, **fields):
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
-        ({"lengths": (12, 52, 60)}, ["60 no window", "longest of 4 documents has 51 tokens"]),
+        (
+            {"lengths": (12, 52, 60)},
+            ["lengths: 60 got no window", "longest of 4 documents has 51 tokens"],
+        ),
         ({"lengths": (1,)}, ["lengths: 1", "at least 2"]),
         ({"lengths": (12, 12)}, ["lengths: 12 stands twice"]),
         ({"lengths": ()}, ["lengths is empty"]),
@@ -208,7 +211,7 @@ def changed(config, **fields):
         ({"stride": 0}, ["stride=0"]),
         (
             {"tasks": (Perplexity(protocol="slide_full"),), "lengths": (400,)},
-            ["400 no window", "the 4 documents, joined"],
+            ["lengths: 400 got no window", "the 4 documents, joined"],
         ),
     ],
 )

@@ -1,0 +1,71 @@
+"""The runner with a real decoder of random weights: what it reports is what the model says."""
+
+import numpy as np
+import pytest
+from evaluation_support import texts
+
+from lcjax.data import DataConfig
+from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, run
+from lcjax.lm import LanguageModel, ModelSection
+from lcjax.rope import Linear
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluation")
+    (folder / "text").mkdir()
+    for name, text in texts((200, 120, 150)):
+        (folder / "text" / f"{name}.txt").write_text(text)
+    config = EvalConfig(
+        model=ModelSection(preset="tiny"),
+        methods=(Method("base"), Method("pi", rope=Linear(factor=4.0))),
+        tasks=(Perplexity(protocol="prefix_yarn"),),
+        lengths=(64, 128),
+        stride=16,
+        data=DataConfig(path=str(folder / "text")),
+        out=str(folder / "out"),
+    )
+    return config, run(config)
+
+
+@pytest.mark.parametrize("name", ["base", "pi"])
+def test_prefix_perplexity_equals_the_loss_of_the_model_itself(found, name):
+    config, report = found
+    model = LanguageModel.load(config.model)
+    for length in config.lengths:
+        means = []
+        for _, text in texts((200, 120, 150)):
+            ids = [model.tokenizer.bos_id, *model.tokenizer.encode(text)]
+            if len(ids) < 128:
+                continue
+            rope = None if name == "base" else Linear(factor=4.0)
+            other = model.with_method(rope=rope, length=length)
+            means.append(other.nll(np.array([ids[:length]]))[0, 1:].mean(dtype=np.float64))
+        assert len(means) == 2
+        (value,) = [
+            cell["value"]
+            for cell in report.cells
+            if (cell["method"], cell["length"]) == (name, length)
+        ]
+        assert value == pytest.approx(np.exp(np.mean(means)), rel=1e-5)
+
+
+def test_methods_differ_and_the_trained_length_is_the_checkpoints(found):
+    _, report = found
+    cells = {(cell["method"], cell["length"]): cell for cell in report.cells}
+    assert cells["base", 128]["value"] != cells["pi", 128]["value"]
+    assert {cell["trained"] for cell in report.cells} == {128}
+    assert all(cell["tokens_per_second"] > 0 for cell in report.cells)
+
+
+def test_passkey_runs_through_generation_in_batches(found, tmp_path):
+    config, _ = found
+    own = EvalConfig(
+        model=config.model,
+        tasks=(Passkey(depths=3, max_new_tokens=2),),
+        lengths=(448,),
+        batch=2,
+        out=str(tmp_path / "out"),
+    )
+    (cell,) = run(own).cells
+    assert cell["windows"] == 3 and cell["value"] == 0.0
