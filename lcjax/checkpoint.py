@@ -164,14 +164,16 @@ def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = No
     raise CheckpointError(f"none of the checkpoints {steps} in {root} can be read")
 
 
-def load_run(folder: str | Path, step: int | None = None) -> tuple[dict, Any, Any]:
+def load_run(
+    folder: str | Path, step: int | None = None, *, mesh: jax.sharding.Mesh | None = None
+) -> tuple[dict, Any, Any]:
     """(parameters, ModelConfig, tokenizer) of a training run, adapters merged, for inference.
 
     The running average of the weights is taken where the run kept one.
     """
     from lcjax.training.restore import load_run as load
 
-    return load(folder, step)
+    return load(folder, step, mesh=mesh)
 
 
 def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:

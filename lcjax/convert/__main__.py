@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from lcjax.convert.hf_save import save_hf
+from lcjax.convert.hf_save import check_destination, save_hf
 from lcjax.convert.load import load
 from lcjax.convert.weights import DTYPES
 from lcjax.errors import InputError
@@ -47,8 +47,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 def _check_destination(src: str, dst: Path, force: bool) -> None:
     """Before the long part: a destination that cannot be written."""
-    if dst.exists() and not force and (not dst.is_dir() or any(dst.iterdir())):
-        raise InputError(f"{dst} exists and is not empty; choose another folder or add --force")
+    check_destination(dst, force)
     source = Path(src)
     if source.exists() and dst.exists() and source.resolve() == dst.resolve():
         raise InputError(f"{dst} is the source itself; choose another folder")

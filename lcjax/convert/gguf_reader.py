@@ -71,7 +71,10 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     size = path.stat().st_size
     data = np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
     if bytes(data[:4]) != b"GGUF":
-        raise InputError(f"{path}: not a GGUF file (it does not start with GGUF)")
+        raise InputError(
+            f"{path}: not a GGUF file (it does not start with GGUF); of a Hugging Face model give "
+            "the folder, not one of its files"
+        )
     try:
         return _parse(data)
     except (struct.error, EOFError) as error:

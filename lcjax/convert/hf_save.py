@@ -5,7 +5,10 @@ killed process or a full disk never leaves half a model that looks whole. Tensor
 host one at a time.
 """
 
+import collections
 import contextlib
+import glob
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -47,27 +50,47 @@ def save_hf(
     dtype = dtype or config.param_dtype
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
-    if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not empty; choose another folder or overwrite it")
     hf = config_to_hf(config, dtype=dtype)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, str(folder))
         hf |= token_ids(tokenizer)
     table = _in_layer_order(config)
     tensors = {name: TensorInfo(e.tensor_shape, _stored(e, dtype)) for name, e, _ in table}
-    shards = _shards(tensors, max_shard_bytes)
+    arrays = _arrays(params, config, table, tensors, progress)
+    if jax.process_index() > 0:  # gathers its shards for the process that writes
+        collections.deque(arrays, maxlen=0)
+        return folder
+    check_destination(folder, overwrite)
     _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
     with _finished_or_absent(folder, overwrite) as partial:
         write_json(partial / "config.json", hf)
         if tokenizer is not None:
             write_json(partial / "generation_config.json", token_ids(tokenizer))
             tokenizer.save(partial)
-        arrays = _arrays(params, config, table, tensors, progress)
-        for file, names in shards.items():
-            write_file(partial / file, {n: tensors[n] for n in names}, _take(arrays, len(names)))
-        if len(shards) > 1:
-            _write_index(partial / INDEX, tensors, shards)
+        _write_weights(partial, tensors, arrays, max_shard_bytes)
     return folder
+
+
+def check_destination(folder: Path, overwrite: bool) -> None:
+    """Refuses a file or a folder with files, unless it may be replaced."""
+    if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(
+            f"{folder} exists and is not empty; choose another folder, or replace it with --force "
+            "(overwrite=True)"
+        )
+
+
+def _write_weights(
+    folder: Path, tensors: dict[str, TensorInfo], arrays: Iterator, max_shard_bytes: int
+) -> None:
+    shards = _shards(tensors, max_shard_bytes)
+    for file, names in shards.items():
+        chosen = {name: tensors[name] for name in names}
+        write_file(folder / file, chosen, itertools.islice(arrays, len(names)))
+    if len(shards) > 1:
+        total = sum(map(nbytes, tensors.values()))
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -110,12 +133,6 @@ def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
     return {f"model-{i + 1:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups)}
 
 
-def _write_index(path: Path, tensors: dict[str, TensorInfo], shards: dict[str, list[str]]) -> None:
-    total = sum(map(nbytes, tensors.values()))
-    weight_map = {name: file for file, names in shards.items() for name in names}
-    write_json(path, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
 def _check_space(folder: Path, wanted: int) -> None:
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +149,8 @@ def _finished_or_absent(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A hidden folder that becomes `folder` when the block ends without an error."""
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in folder.parent.glob(f"{glob.escape(f'.{folder.name}')}.partial-*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
         yield partial
@@ -155,11 +173,6 @@ def _publish(partial: Path, folder: Path, overwrite: bool) -> None:
         shutil.rmtree(old)
     else:
         old.unlink(missing_ok=True)
-
-
-def _take(arrays: Iterator, count: int) -> Iterator:
-    for _ in range(count):
-        yield next(arrays)
 
 
 def _arrays(

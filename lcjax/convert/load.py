@@ -61,7 +61,7 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
     """The config alone; reads no weights."""
     path = resolve(path_or_name)
     if _is_run(path):
-        return _load_run(path, None, None)[1]
+        return _run_config(path)
     if _is_gguf(path):
         return GGUFFile(path).config()
     file = path / "config.json"
@@ -72,7 +72,7 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     """The tokenizer alone; reads no weights. A folder with only tokenizer files will do."""
     path = resolve(path_or_name)
     if _is_run(path):
-        return _load_run(path, None, None)[2]
+        return hf_tokenizer(path / "tokenizer")
     return gguf_tokenizer(GGUFFile(path)) if _is_gguf(path) else hf_tokenizer(path)
 
 
@@ -134,15 +134,19 @@ def _load_run(
 ) -> tuple[dict, ModelConfig, Tokenizer]:
     from lcjax.checkpoint import load_run
 
-    params, config, tokenizer = load_run(path)
+    params, config, tokenizer = load_run(path, mesh=mesh)
     if param_dtype is not None:
-        params = jax.tree.map(lambda x: x.astype(DTYPES[param_dtype]), params)
         config = config.replace(param_dtype=param_dtype)
-    if mesh is not None:
-        from lcjax.sharding import param_shardings
-
-        params = jax.device_put(params, param_shardings(mesh, params))
+        rope = {"rope": params["rope"]} if "rope" in params else {}  # float32 whatever the rest is
+        params = jax.tree.map(lambda x: x.astype(DTYPES[param_dtype]), params) | rope
     return params, config, tokenizer
+
+
+def _run_config(path: Path) -> ModelConfig:
+    """The model of a run as `load` gives it: adapters merged."""
+    from lcjax.config import parse
+
+    return parse(ModelConfig, ["--config", str(path / "model.yaml")]).replace(lora=None)
 
 
 def _weights(folder: Path, allow_pickle: bool) -> Source:

@@ -1,7 +1,8 @@
 """safetensors files by byte range: one file, or shards with an index.
 
 Layout: 8 bytes little-endian header size, a JSON header `{name: {dtype, shape, data_offsets}}`,
-then the tensors. Files are memory-mapped, so only the pages of the rows asked for are read.
+then the tensors. Only the bytes of the rows asked for are read, into memory of their own: pages of
+a mapped file would count as a second copy of the model while it loads.
 """
 
 import json
@@ -53,21 +54,22 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | Path):
         self.path = str(folder)
-        self._data: dict[str, np.ndarray] = {}  # by tensor: its rows as bytes
+        self._places: dict[str, tuple[Path, int]] = {}  # file and offset of every tensor
         self.tensors: dict[str, TensorInfo] = {}
         for file in _files(Path(folder)):
-            for name, info, data in read_header(file):
+            for name, info, offset in read_header(file):
                 if name in self.tensors:
                     raise InputError(f"{self.path}: {name} is in two files; remove the stray one")
-                self.tensors[name], self._data[name] = info, data
+                self.tensors[name], self._places[name] = info, (file, offset)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of the leading axis, a view of the file."""
-        info = self.tensors[name]
+        """Rows of the leading axis."""
+        info, (file, offset) = self.tensors[name], self._places[name]
         dtype = np.dtype(getattr(ml_dtypes, info.dtype, None) or info.dtype)
-        row = math.prod(info.shape[1:]) * dtype.itemsize
-        block = self._data[name][start * row : stop * row]
-        return block.view(dtype).reshape(stop - start, *info.shape[1:])
+        row = math.prod(info.shape[1:])
+        count, skip = (stop - start) * row, offset + start * row * dtype.itemsize
+        block = np.fromfile(file, dtype, count, offset=skip)
+        return block.reshape(stop - start, *info.shape[1:])
 
 
 def has_weights(folder: Path) -> bool:
@@ -96,17 +98,18 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_header(file: Path) -> list[tuple[str, TensorInfo, np.ndarray]]:
-    """(name, what it is, its bytes as a view of the file) of every tensor of one file."""
+def read_header(file: Path) -> list[tuple[str, TensorInfo, int]]:
+    """(name, what it is, offset in the file) of every tensor of one file."""
     size = file.stat().st_size
-    data = np.asarray(np.memmap(file, np.uint8, "r")) if size else np.empty(0, np.uint8)
-    length = int.from_bytes(bytes(data[:8]), "little")
-    if size < 8 or length > _MAX_HEADER:
-        raise InputError(f"{file}: not a safetensors file, or truncated ({size} bytes)")
-    if 8 + length > size:
-        raise _truncated(file, size, 8 + length)
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > _MAX_HEADER:
+            raise InputError(f"{file}: not a safetensors file, or truncated ({size} bytes)")
+        if 8 + length > size:
+            raise _truncated(file, size, 8 + length)
+        text = stream.read(length)
     try:
-        header = json.loads(bytes(data[8 : 8 + length]))
+        header = json.loads(text)
         header.pop("__metadata__", None)
         entries = [
             (n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()
@@ -115,13 +118,13 @@ def read_header(file: Path) -> list[tuple[str, TensorInfo, np.ndarray]]:
         raise InputError(
             f"{file}: its safetensors header is damaged ({error}); download it again"
         ) from error
-    body = data[8 + length :]
+    body = size - 8 - length
     end = max((entry[4] for entry in entries), default=0)
-    if len(body) < end:
+    if body < end:
         raise _truncated(file, size, 8 + length + end)
-    if len(body) > end:
-        raise InputError(f"{file}: {len(body) - end} bytes more than its header says; replace it")
-    return [_entry(file, body, *entry) for entry in entries]
+    if body > end:
+        raise InputError(f"{file}: {body - end} bytes more than its header says; replace it")
+    return [_entry(file, 8 + length, *entry) for entry in entries]
 
 
 def _truncated(file: Path, size: int, wanted: int) -> InputError:
@@ -131,15 +134,15 @@ def _truncated(file: Path, size: int, wanted: int) -> InputError:
 
 
 def _entry(
-    file: Path, body: np.ndarray, name: str, code: str, shape: tuple[int, ...], begin: int, end: int
-) -> tuple[str, TensorInfo, np.ndarray]:
+    file: Path, body: int, name: str, code: str, shape: tuple[int, ...], begin: int, end: int
+) -> tuple[str, TensorInfo, int]:
     bits = math.prod(shape) * _BITS.get(code, 0)
     if code in _BITS and (begin < 0 or 8 * (end - begin) != bits):
         raise InputError(
             f"{file}: the header gives {name} {end - begin} bytes, but {code} {list(shape)} takes "
             f"{bits // 8}; download it again"
         )
-    return name, TensorInfo(shape, _NAMES.get(code, code)), body[begin:end]
+    return name, TensorInfo(shape, _NAMES.get(code, code)), body + begin
 
 
 def write_file(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from convert_support import FAMILIES, assert_same, edit_json, random_params, saved, tiny_config
 
+import lcjax.config
 import lcjax.convert.hf_save
 import lcjax.lora
 from lcjax.convert import ByteTokenizer, hf_names, load, load_config, load_tokenizer, save_hf
@@ -218,6 +219,39 @@ def test_a_folder_with_files_is_only_replaced_when_asked(tmp_path):
     save_hf(tmp_path / "m", random_params(config), config, ByteTokenizer(), overwrite=True)
     assert load_config(tmp_path / "m") == config
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_what_a_killed_save_left_is_swept_up_by_the_next(tmp_path):
+    (tmp_path / ".m.partial-123").mkdir()
+    (tmp_path / ".m.partial-123" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".other.partial-123").mkdir()
+    saved(tmp_path / "m")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.partial-123", "m"]
+
+
+def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_path, monkeypatch):
+    config = tiny_config(lora=LoRA(rank=2))
+    lcjax.config.dump(config, tmp_path / "model.yaml")
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    ByteTokenizer().save(tmp_path / "tokenizer")
+    assert load_config(tmp_path) == config.replace(lora=None)
+    assert load_tokenizer(tmp_path).fingerprint == ByteTokenizer().fingerprint
+    params, mesh = random_params(config), make_mesh(Mesh(fsdp=8))
+
+    def load_run(folder, *, mesh):
+        return jax.device_put(params, param_shardings(mesh, params)), config, ByteTokenizer()
+
+    monkeypatch.setattr("lcjax.checkpoint.load_run", load_run)
+    loaded, loaded_config, _ = load(tmp_path, mesh=mesh, param_dtype="bfloat16")
+    assert loaded_config.param_dtype == "bfloat16"
+    assert_same(
+        jax.device_get(loaded), jax.device_get(jax.tree.map(lambda x: x.astype("bfloat16"), params))
+    )
+    wanted = param_shardings(mesh, params)
+    assert jax.tree.all(
+        jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), loaded, wanted)
+    )
 
 
 def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path):
