@@ -89,6 +89,18 @@ class GGUFFile:
             raise InputError(f"{self.path}: the metadata key {key!r} is missing; convert it again")
         return value
 
+    def same(self, key: str, default: Any = None) -> Any:
+        """A number that a file may also give layer by layer, where all have to agree."""
+        value = self.need(key) if default is None else self.get(key, default)
+        values = set(value) if isinstance(value, list) else {value}
+        if len(values) != 1:
+            key = key.replace("{arch}", self.architecture)
+            raise InputError(
+                f"{self.path}: {key} differs between layers ({sorted(values)}): such models are "
+                "not supported; use one whose layers are alike"
+            )
+        return values.pop()
+
     def vector(self, name: str) -> np.ndarray:
         """A stored tensor of one axis."""
         return dequantize(self.stored[name], 0, self.stored[name].shape[0])
@@ -101,7 +113,7 @@ class GGUFFile:
         kind = _FAMILIES[self.architecture]
         if kind == "llama" and self.get("{arch}.attention.sliding_window"):
             kind = "mistral"  # llama.cpp has one architecture for both
-        heads = self.need("{arch}.attention.head_count")
+        heads = self.same("{arch}.attention.head_count")
         width = self.need("{arch}.embedding_length")
         head_dim = self.get("{arch}.attention.key_length", width // heads)
         embedding = self.stored.get("token_embd.weight")
@@ -111,10 +123,10 @@ class GGUFFile:
             "model_type": kind,
             "vocab_size": embedding.shape[0],
             "hidden_size": width,
-            "intermediate_size": self.need("{arch}.feed_forward_length"),
+            "intermediate_size": self.same("{arch}.feed_forward_length"),
             "num_hidden_layers": self.need("{arch}.block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self.get("{arch}.attention.head_count_kv", heads),
+            "num_key_value_heads": self.same("{arch}.attention.head_count_kv", heads),
             "head_dim": head_dim,
             "max_position_embeddings": self.need("{arch}.context_length"),
             "tie_word_embeddings": "output.weight" not in self.stored,

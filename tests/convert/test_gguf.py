@@ -258,6 +258,17 @@ def test_other_architectures_are_refused_with_the_list_of_known_ones(tmp_path):
         load(tmp_path / "m.gguf")
 
 
+def test_layers_that_differ_are_refused(tmp_path):
+    config = tiny_config()
+    params = random_params(config)
+    for name, heads in (("same", [2, 2, 2]), ("other", [2, 1, 2])):
+        metadata = [lambda w, heads=heads: w.add_head_count_kv(heads)]
+        write_gguf(tmp_path / f"{name}.gguf", params, config, metadata=metadata)
+    assert load_config(tmp_path / "same.gguf") == config
+    with pytest.raises(InputError, match=r"head_count_kv differs between layers \(\[1, 2\]\)"):
+        load_config(tmp_path / "other.gguf")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"pre": "viking"}, "'viking' is not known; known: default"), ({"model": "rwkv"}, "'rwkv'")],
