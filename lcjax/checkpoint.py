@@ -108,17 +108,22 @@ class Checkpoints:
         Arrays are laid out as `abstract_state` says, whatever mesh they were saved from. A damaged
         checkpoint is renamed, so that its step can be written again, and the one before is taken.
         """
-        found = self.steps
+        found, damaged = self.steps, {}
         for step in reversed(found):
             try:
                 state, position = _load(self._folder / str(step), abstract_state, with_data=True)
-                return step, state, position
             except _DAMAGE as error:
-                self._set_aside(step, error)
+                damaged[step] = error
+                continue
+            for bad, error in damaged.items():
+                self._set_aside(bad, error)
+            return step, state, position
         if found:
+            # Nothing is moved: when all of them fail, the cause may lie elsewhere.
             raise CheckpointError(
-                f"none of the checkpoints {found} in {self._folder} can be read; start again with "
-                "run.existing=overwrite or another run.folder"
+                f"none of the checkpoints {found} in {self._folder} can be read"
+                f" ({_brief(damaged[found[0]])}); start again with run.existing=overwrite or"
+                " another run.folder"
             )
         return None
 
@@ -161,7 +166,8 @@ def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = No
             return _load(root / str(candidate), abstract_state, with_data=False)[0]
         except _DAMAGE as error:
             warnings.warn(_damaged(root / str(candidate), error), stacklevel=2)
-    raise CheckpointError(f"none of the checkpoints {steps} in {root} can be read")
+    unread = f"checkpoint {step}" if step is not None else f"any of the checkpoints {steps}"
+    raise CheckpointError(f"cannot read {unread} in {root}; files are missing or cut short")
 
 
 def load_run(
@@ -187,7 +193,7 @@ def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dic
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    return f"checkpoint {path} is damaged ({_brief(error)}), using the one before"
+    return f"checkpoint {path} is damaged ({_brief(error)}), looking at the one before"
 
 
 def _brief(error: Exception) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import draccus
 import jax
+from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
 from lcjax.checkpoint import FOLDER
@@ -29,25 +30,34 @@ _FREE += ("data.sources", "model.remat", "train.accumulation", "train.on_nan", "
 _FREE += ("train.log_every", "train.save_every", "train.keep", "train.export", "train.profile")
 
 
-def prepare(config: TrainConfig) -> Path:
-    """The folder, ready for this run: new, emptied of an old run, or the same run's to go on in."""
+def check(config: TrainConfig) -> Path:
+    """The folder of this run, or an error when what is there may not be gone on with.
+
+    Changes nothing: a run that cannot start must not cost the one before it.
+    """
     folder = Path(config.run.folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"run.folder={folder} is a file; name a folder")
-    main = jax.process_index() == 0
-    if (folder / CONFIG).exists():
-        if config.run.existing == "refuse":
-            raise InputError(
-                f"run.folder={folder} holds a run; name another folder, or set run.existing to"
-                " resume or overwrite"
-            )
-        if config.run.existing == "overwrite":
-            _clear(folder) if main else None
-        else:
-            _check_same(config, folder)
-    if main:
-        config_lib.dump(config, folder / CONFIG)
+    # Without a checkpoint there is nothing to go on with: a run that failed at its start.
+    saved = (folder / CONFIG).exists() and any(p.name.isdigit() for p in folder.glob(f"{FOLDER}/*"))
+    if saved and config.run.existing == "refuse":
+        raise InputError(
+            f"run.folder={folder} holds a run; name another folder, or set run.existing to resume"
+            " or overwrite"
+        )
+    if saved and config.run.existing == "resume":
+        _check_same(config, folder)
     return folder
+
+
+def begin(config: TrainConfig, folder: Path) -> None:
+    """Empties the folder of an old run if that is wanted, and notes the settings of this one."""
+    if jax.process_index() == 0:
+        if config.run.existing == "overwrite":
+            _clear(folder)
+        config_lib.dump(config, folder / CONFIG)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("lcjax: run folder ready")
 
 
 def _clear(folder: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.checkpoint import Checkpoints
-from lcjax.data import make_loader
+from lcjax.data import Loader, make_loader
 from lcjax.errors import InputError
 from lcjax.rope.positions import PlainPositions
 from lcjax.sharding import batch_sharding, make_mesh
@@ -42,10 +42,24 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """
     mesh = make_mesh(config.mesh)
     check_batch(config, mesh)
-    folder = folder_lib.prepare(config)
+    folder = folder_lib.check(config)
     assembly = assemble(config, mesh)
+    loader = open_loader(config, assembly.tokenizer, "train")
+    folder_lib.begin(config, folder)
     with Checkpoints(folder, keep=config.train.keep) as checkpoints:
-        return Training(config, folder, mesh, assembly, checkpoints).run()
+        return Training(config, folder, mesh, assembly, loader, checkpoints).run()
+
+
+def open_loader(config: TrainConfig, tokenizer: Any, split: str) -> Loader:
+    """This process' share of the batches."""
+    return make_loader(
+        config.data,
+        tokenizer,
+        config.train.batch_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        split=split,
+    )
 
 
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
@@ -68,11 +82,12 @@ class Training:
         folder: Path,
         mesh: jax.sharding.Mesh,
         assembly: Assembly,
+        loader: Loader,
         checkpoints: Checkpoints,
     ):
         self.config, self.folder, self.mesh = config, folder, mesh
         self.model, self.frozen = assembly.config, assembly.frozen
-        self.tokenizer, self.checkpoints = assembly.tokenizer, checkpoints
+        self.tokenizer, self.loader, self.checkpoints = assembly.tokenizer, loader, checkpoints
         self.main = jax.process_index() == 0
         train = config.train
         optimizer, self.schedule = optim.optimizer(train), optim.schedule(train)
@@ -90,18 +105,8 @@ class Training:
         self.step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
         plain = language_model(self.model, PlainPositions(), chunk=train.loss_chunk)
         self.eval_step = jax.jit(make_eval_step(plain))
-        self.loader = self._loader("train")
+        self.tracing = False
         self.state, self.first = self._resume(state)
-
-    def _loader(self, split: str):
-        return make_loader(
-            self.config.data,
-            self.tokenizer,
-            self.config.train.batch_size,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            split=split,
-        )
 
     def _resume(self, state: TrainState) -> tuple[TrainState, int]:
         """The state of the last good checkpoint, with the data put to its place; or a new run."""
@@ -127,17 +132,18 @@ class Training:
             StopRequest() as stop,
             open_tracker(self.config.track, self.folder, keep_until=keep, settings=settings)
             if self.main
-            else Tracker([]) as tracker,
+            else Tracker([]) as self.tracker,
+            Progress(steps=train.steps, start=step, shown=self.main) as self.progress,
         ):
-            self.tracker = tracker
-            self.progress = Progress(steps=train.steps, start=step, shown=self.main)
             self.meter = Meter(self._flops_per_token(), *cost.machine_peak(self.model.dtype))
             self._greet()
-            while step < train.steps and not stop.wanted(step):
-                step = self._one(step)
+            try:
+                while step < train.steps and not stop.wanted(step):
+                    step = self._one(step)
+            finally:
+                self._stop_trace()
             self._save(step)
             self.checkpoints.wait()
-            self.progress.close()
         if stop.signal is not None and step < train.steps:
             return self._stopped(step, stop)
         return self._finish(step)
@@ -207,7 +213,7 @@ class Training:
     def _validate(self, step: int) -> None:
         """Mean loss on held-out documents; with the averaged weights, where there are some."""
         nll = tokens = 0.0
-        for count, local in enumerate(self._loader("validation")):
+        for count, local in enumerate(open_loader(self.config, self.tokenizer, "validation")):
             if count == self.config.eval.batches:
                 break
             params = self._result_params()
@@ -231,9 +237,15 @@ class Training:
             return
         if step == profile.start:
             jax.profiler.start_trace(str(self.folder / "profile"))
+            self.tracing = True
         elif step == profile.start + profile.steps:
+            self._stop_trace()
+
+    def _stop_trace(self) -> None:
+        if self.tracing:
             jax.profiler.stop_trace()
-            self.progress.say(f"trace of {profile.steps} steps: {self.folder / 'profile'}")
+            self.tracing = False
+            self.progress.say(f"trace written to {self.folder / 'profile'}")
 
     def _flops_per_token(self) -> float:
         trained = matcher(self.config.train.rules(), "train.trainable")

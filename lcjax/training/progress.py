@@ -49,7 +49,10 @@ class Progress:
         first, since = self._began
         return (time.perf_counter() - since) / (step - first) * (self._steps - step)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -18,6 +18,7 @@ from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.lora import LoRA
 from lcjax.models import Decoder
+from lcjax.training import folder as folder_lib
 from lcjax.training import loop, run
 from lcjax.training.config import EvalSection, TrainConfig
 from lcjax.training.partition import flatten
@@ -222,6 +223,22 @@ def test_overwriting_removes_the_run_and_nothing_else(tmp_path, corpus, referenc
     assert losses(folder) == reference[2]
     assert (folder / "notes.txt").read_text() == "mine"
     assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
+
+
+def test_a_start_that_fails_costs_the_run_before_nothing(corpus, reference):
+    folder, overwrite = reference[0], {"existing": "overwrite"}
+    with pytest.raises(InputError, match="no-such-model"):
+        run(tiny(folder, corpus, model={"path": "no-such-model"}, run=overwrite))
+    with pytest.raises(InputError, match="no-such-text"):
+        run(tiny(folder, corpus, data={"path": "no-such-text"}, run=overwrite))
+    assert losses(folder) == reference[2]
+    assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_may_start_otherwise(tmp_path, corpus):
+    folder = tmp_path / "run"
+    config_lib.dump(tiny(folder, corpus, lr=1e-5), folder / "config.yaml")
+    assert folder_lib.check(tiny(folder, corpus)) == folder
 
 
 def test_a_batch_that_the_devices_cannot_share_names_the_nearest(tmp_path, corpus):
