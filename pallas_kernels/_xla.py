@@ -12,6 +12,7 @@ repeated and every product is one batched matrix product [rows, H] x [H, keys] o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -241,14 +242,17 @@ def forward(q, k, v, q_index, k_index, q_segments, k_segments, *, mask, scale, b
     cut, t, s = _plan(q, k, blocks), q.shape[1], k.shape[1]
     places = _places(q_index, k_index, q_segments, k_segments, t, s, cut)
     visits = _visits(mask, places, cut)
+    # Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
+    exact = q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
+    before, after = (scale, 1.0) if exact else (1.0, scale)
     q, k, v = _pad(q, cut.nq * cut.bq), _pad(k, cut.nk * cut.bk), _pad(v, cut.nk * cut.bk)
 
     def one(chunk, i):
-        query = _queries(q, cut, chunk, i)
+        query = _queries(q, cut, chunk, i) * jnp.asarray(before, q.dtype)
 
         def step(j, masked, carry):
             top, total, out = carry
-            logits = scale * _dot(query, _keys(k, cut, chunk, j), 1, 1)
+            logits = after * _dot(query, _keys(k, cut, chunk, j), 1, 1)
             if masked:
                 logits = jnp.where(_visible(mask, places, cut, chunk, i, j), logits, -jnp.inf)
             new = jnp.maximum(top, jnp.max(logits, -1))

@@ -121,7 +121,8 @@ def _forward_blocks(length: int, *, on_cpu: bool) -> _xla.Blocks:
         return _xla.Blocks(q=512, k=1024)
     if length <= 64:
         return _xla.Blocks(q=64, k=1024, scores=CPU_SCORES)
-    return _xla.Blocks(q=256, k=256 if length <= 2048 else 512, scores=CPU_SCORES)
+    size = 256 if length <= 2048 else 512  # the diagonal's masked half weighs less when longer
+    return _xla.Blocks(q=size, k=size, scores=CPU_SCORES)
 
 
 def _backward_blocks(length: int, *, on_cpu: bool) -> _xla.Blocks:
