@@ -18,6 +18,11 @@ from lcjax.sharding import Mesh, make_mesh, param_shardings
 from lcjax.training.state import abstract
 
 ROOT = Path(__file__).parents[1]
+# orbax drops its other readers unfinished when one of them meets a damaged file.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def make_state(value, mesh=None):

@@ -12,7 +12,7 @@ from lcjax.models import Decoder, ModelConfig
 from lcjax.sharding import param_shardings
 from lcjax.training.config import TrainConfig, TrainSection
 from lcjax.training.optim import wide
-from lcjax.training.partition import flatten, split, trainable, union
+from lcjax.training.partition import flatten, matcher, split, trainable, union
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,14 @@ def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
     keep = trainable(flatten(params), config.train.rules())
     trained, frozen = split(params, keep)
     return Assembly(model_config, trained, frozen, tokenizer)
+
+
+def frozen_base(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict:
+    """The frozen parameters alone, read again from the base model."""
+    from lcjax.lm import build
+
+    _, params, _ = build(config.model, mesh)
+    return split(params, matcher(config.train.rules(), "train.trainable"))[1]
 
 
 def new_adapters(config: ModelConfig, mesh: jax.sharding.Mesh, *, seed: int) -> dict:

@@ -4,6 +4,7 @@ config.yaml      the resolved settings        model.yaml   the model's numbers
 checkpoints/     train states                 tokenizer/   the tokenizer
 metrics.jsonl    one line per log             loss.png     the curve
 model/           the result, a Hugging Face folder         base.json  which frozen weights it needs
+adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batches that gave NaN
 """
 
 import json

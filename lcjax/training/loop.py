@@ -90,14 +90,14 @@ class Training:
         self.tokenizer, self.loader, self.checkpoints = assembly.tokenizer, loader, checkpoints
         self.main = jax.process_index() == 0
         train = config.train
-        optimizer, self.schedule = optim.optimizer(train), optim.schedule(train)
+        optimizer = optim.optimizer(train)
         state = init_state(
             assembly.trained, optimizer, mesh, seed=train.seed, ema=train.ema is not None
         )
         step = make_train_step(
             language_model(self.model, train.positions, chunk=train.loss_chunk),
             optimizer,
-            self.schedule,
+            optim.schedule(train),
             accumulation=train.accumulation,
             ema_decay=train.ema,
         )
@@ -116,7 +116,7 @@ class Training:
                 config_lib.dump(self.model, self.folder / folder_lib.MODEL_CONFIG)
                 (self.folder / "tokenizer").mkdir(exist_ok=True)
                 self.tokenizer.save(self.folder / "tokenizer")
-                restore.write_base(self.folder, self.frozen, self.config)
+            restore.write_base(self.folder, self.frozen, self.config)
             return state, 0
         step, state, position = found
         restore.check_base(self.folder, self.frozen, self.config)
@@ -290,8 +290,13 @@ class Training:
         return last | {"step": step, "folder": str(self.folder), "stopped": None}
 
     def _export(self) -> None:
+        """The merged model; beside it the adapters alone, when nothing else was trained."""
         from lcjax.convert import save_hf
+        from lcjax.convert.peft import save_peft
 
-        params = union(self._result_params(), self.frozen)
-        params, model = restore.merged(params, self.model)
+        trained = self._result_params()
+        if all(matcher(("lora",), "")(path) for path in flatten(trained)):
+            base = self.config.model.path or str(self.config.model.preset)
+            save_peft(self.folder / "adapter", trained, self.model, base=base, overwrite=True)
+        params, model = restore.merged(union(trained, self.frozen), self.model)
         save_hf(self.folder / "model", params, model, self.tokenizer, overwrite=True)

@@ -11,7 +11,7 @@ from lcjax import config as config_lib
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.sharding import Mesh, make_mesh
-from lcjax.training.assemble import abstract_params, assemble, fingerprint
+from lcjax.training.assemble import abstract_params, fingerprint, frozen_base
 from lcjax.training.config import TrainConfig
 from lcjax.training.folder import BASE, CONFIG, MODEL_CONFIG
 from lcjax.training.optim import wide
@@ -39,9 +39,9 @@ def load_run(
         average = checkpoint.load_state(folder, {"ema": abstract_wide(trained)}, step=step)["ema"]
         params = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), average, trained)
     if rest:
-        base = assemble(config, mesh)
-        check_base(folder, base.frozen, config)
-        params = union(params, base.frozen)
+        base = frozen_base(config, mesh)
+        check_base(folder, base, config)
+        params = union(params, base)
     return *merged(params, model_config), load_tokenizer(folder)
 
 
@@ -64,7 +64,8 @@ def merged(params: dict, config: ModelConfig) -> tuple[dict, ModelConfig]:
 def write_base(folder: Path, frozen: dict, config: TrainConfig) -> None:
     """Notes which frozen weights the checkpoints of this run belong to."""
     note = {"model": config.model.path, "frozen": fingerprint(frozen) if frozen else None}
-    (folder / BASE).write_text(json.dumps(note) + "\n", encoding="utf-8")
+    if jax.process_index() == 0:  # the digest above needs all processes
+        (folder / BASE).write_text(json.dumps(note) + "\n", encoding="utf-8")
 
 
 def check_base(folder: Path, frozen: dict, config: TrainConfig) -> None:
