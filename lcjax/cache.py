@@ -67,6 +67,12 @@ def create(config: "ModelConfig", batch: int, capacity: int, *, rotated: bool = 
     return Cache(layers, segments, positions, jnp.int32(0), rotated)
 
 
+def whole_blocks(slots: int) -> int:
+    """The next capacity that attention reads without padding the whole cache first."""
+    unit = 64 if slots <= 1024 else 1024
+    return -(-slots // unit) * unit
+
+
 def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tuple[Cache, View]:
     """Reserves slots for `positions.shape[1]` new tokens; the layers are written afterwards.
 

@@ -72,7 +72,7 @@ def stream(
     rotation: Callable[[int], Rotation],
     follows_length: bool = True,
     exact: bool = False,
-    prefill_chunk: int = 2048,
+    prefill_chunk: int | None = None,
 ) -> Iterator[Piece]:
     """Yields pieces of text for every prompt (lists of token ids) until all have finished.
 
@@ -81,6 +81,7 @@ def stream(
     `max_new_tokens`, so that a step never disagrees with the keys in the cache. `exact=True` lets
     it follow the length instead: the cache keeps unrotated keys, and every step rotates all of
     them anew. (What deeper layers kept of earlier tokens is not computed anew, as in every cache.)
+    Long prompts are read `prefill_chunk` tokens at a time, which bounds the memory.
     """
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise InputError("prompts must be a non-empty list of non-empty token lists")
@@ -88,11 +89,10 @@ def stream(
     lengths = np.array([len(prompt) for prompt in prompts])
     exact = exact and follows_length
     rotations = _Rotations(rotation, lengths, sampling.max_new_tokens, exact)
-    cache = cache_lib.create(
-        model.config, len(prompts), tokens.shape[1] + sampling.max_new_tokens, rotated=not exact
-    )
+    capacity = cache_lib.whole_blocks(tokens.shape[1] + sampling.max_new_tokens)
+    cache = cache_lib.create(model.config, len(prompts), capacity, rotated=not exact)
     positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
-    for start in _starts(tokens.shape[1], prefill_chunk):
+    for start in _starts(tokens.shape[1], prefill_chunk or _prefill_chunk()):
         part = slice(*start)
         logits, cache = _prefill(
             model,
@@ -200,6 +200,11 @@ def _pad_left(prompts):
         tokens[row, padding[row] :] = prompt
     segments = (np.arange(longest)[None] >= padding[:, None]).astype(np.int32)
     return tokens, segments, padding
+
+
+def _prefill_chunk() -> int:
+    """Tokens read at once: what keeps a matrix unit busy, or what a CPU's caches can hold."""
+    return 1024 if jax.default_backend() == "cpu" else 4096
 
 
 def _starts(length: int, chunk: int) -> list[tuple[int, int]]:

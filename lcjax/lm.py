@@ -109,9 +109,7 @@ class LanguageModel:
         """`length` fixes the tokens that rotations are made for; each call's own if None."""
         self.config, self.tokenizer, self.length = model.config, tokenizer, length
         config = model.config
-        # On a CPU a scanned layer would first copy its weights out of the stack: twice the memory
-        # traffic, which is what decoding waits for.
-        if config.scan_layers and jax.default_backend() == "cpu":
+        if config.scan_layers and _prefers_separate_layers():
             params, config = unstack_layers(params, config), config.replace(scan_layers=False)
         self.params = params
         # The rotation is an argument of every call: methods share one compiled function.
@@ -122,7 +120,11 @@ class LanguageModel:
         """Opens a checkpoint by path or name with the fields of `ModelSection`, or a section."""
         if not isinstance(source, ModelSection):
             source = ModelSection(path=str(source), **settings)
-        return cls(*build(source))
+        model, params, tokenizer = build(source)
+        if _prefers_separate_layers():
+            params = unstack_layers(params, model.config, consume=True)
+            model = Decoder(model.config.replace(scan_layers=False))
+        return cls(model, params, tokenizer)
 
     def with_method(
         self,
@@ -205,6 +207,12 @@ class LanguageModel:
         """Token ids of a text, after the BOS token if the model expects one."""
         ids = self.tokenizer.encode(text)
         return [self.tokenizer.bos_id, *ids] if self.tokenizer.add_bos else ids
+
+
+def _prefers_separate_layers() -> bool:
+    """On a CPU a scanned layer would first copy its weights out of the stack: twice the memory
+    traffic, which is what decoding waits for."""
+    return jax.default_backend() == "cpu"
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

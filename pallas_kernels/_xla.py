@@ -5,9 +5,11 @@ that its mask lets it see, keeping a running maximum, denominator and output (Mi
 Gimelshein 2018; FlashAttention, Dao et al. 2022, algorithm 1). The backward pass recomputes the
 probabilities from the saved lse and walks the same blocks (FlashAttention-2, Dao 2023, sec. 3.1).
 
-Blocks are sliced from the arrays as they come, so that a decoding step touches only the part of a
-cache that it sees. The G queries that share a key head are rows of one matrix: keys are never
-repeated and every product is one batched matrix product [rows, H] x [H, keys] over B and K.
+Keys and values are held as [B, K, S, H], so that a block of them is one slice, already in the
+order of the product. A cache that is stored in this order is never copied (XLA drops the swap of
+axes), and a decoding step touches only the part of it that it sees. The G queries that share a key
+head are rows of one matrix: keys are never repeated and every product is one batched matrix product
+[rows, H] x [H, keys] over B and K.
 """
 
 from __future__ import annotations
@@ -104,29 +106,36 @@ def _pad(x, length: int):
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
-def _rows(x, cut: Cut, chunk, start, length: int, group: int):
-    """Block [batch, heads, length * group, ...] of x [B, T, heads * group, ...]."""
-    if x.dtype == jnp.float16:
-        x = x.astype(jnp.float32)  # probabilities' cotangents may exceed float16's range
-    first = (
-        chunk // cut.head_chunks * cut.batch,
-        start,
-        chunk % cut.head_chunks * cut.heads * group,
-    )
-    rest = x.shape[3:]
-    x = lax.dynamic_slice(
-        x, first + (0,) * len(rest), (cut.batch, length, cut.heads * group, *rest)
-    )
-    x = jnp.moveaxis(x.reshape(cut.batch, length, cut.heads, group, *rest), 2, 1)
-    return x.reshape(cut.batch, cut.heads, length * group, *rest)
+def _heads_first(x, cut: Cut):
+    """[B, S, K, H] -> [B, K, S, H], padded to whole blocks."""
+    return _pad(x, cut.nk * cut.bk).swapaxes(1, 2)
 
 
 def _queries(x, cut: Cut, chunk, i):
-    return _rows(x, cut, chunk, i * cut.bq, cut.bq, cut.group)
+    """Block i [batch, heads, bq * G, ...] of x [B, T, N, ...]."""
+    heads, rest = cut.heads * cut.group, x.shape[3:]
+    first = _chunk_start(cut, chunk, cut.group)
+    first = (first[0], i * cut.bq, first[1], *(0,) * len(rest))
+    x = lax.dynamic_slice(_wide(x), first, (cut.batch, cut.bq, heads, *rest))
+    x = jnp.moveaxis(x.reshape(cut.batch, cut.bq, cut.heads, cut.group, *rest), 2, 1)
+    return x.reshape(cut.batch, cut.heads, cut.bq * cut.group, *rest)
 
 
 def _keys(x, cut: Cut, chunk, j):
-    return _rows(x, cut, chunk, j * cut.bk, cut.bk, 1)
+    """Block j [batch, heads, bk, H] of x [B, K, S, H]."""
+    first = (*_chunk_start(cut, chunk, 1), j * cut.bk, 0)
+    return lax.dynamic_slice(_wide(x), first, (cut.batch, cut.heads, cut.bk, x.shape[3]))
+
+
+def _chunk_start(cut: Cut, chunk, group: int):
+    """First batch row and first head of a chunk."""
+    row = chunk // cut.head_chunks * cut.batch
+    return row, chunk % cut.head_chunks * cut.heads * group
+
+
+def _wide(x):
+    # Probabilities' cotangents may exceed float16's range.
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def _join(x, cut: Cut, length: int, group: int):
@@ -245,7 +254,7 @@ def forward(q, k, v, q_index, k_index, q_segments, k_segments, *, mask, scale, b
     # Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
     exact = q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
     before, after = (scale, 1.0) if exact else (1.0, scale)
-    q, k, v = _pad(q, cut.nq * cut.bq), _pad(k, cut.nk * cut.bk), _pad(v, cut.nk * cut.bk)
+    q, k, v = _pad(q, cut.nq * cut.bq), _heads_first(k, cut), _heads_first(v, cut)
 
     def one(chunk, i):
         query = _queries(q, cut, chunk, i) * jnp.asarray(before, q.dtype)
@@ -311,7 +320,7 @@ def backward(
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     dtypes = q.dtype, k.dtype, v.dtype
     q, d_out, lse, di = (_pad(x, cut.nq * cut.bq) for x in (q, d_out, lse, di))
-    k, v = _pad(k, cut.nk * cut.bk), _pad(v, cut.nk * cut.bk)
+    k, v = _heads_first(k, cut), _heads_first(v, cut)
 
     def one(chunk, sums, i):
         query, do, row_lse, row_di = (_queries(x, cut, chunk, i) for x in (q, d_out, lse, di))

@@ -102,15 +102,15 @@ _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 @functools.partial(jax.jit, static_argnames=("run", "blocks", "mask", "scale"))
 def _on_platform(run, blocks, arrays, mask, scale):
     """`run` with the blocks of the platform it is lowered for, which need not be this machine's."""
-    length = arrays[0].shape[1]
+    lengths = arrays[0].shape[1], arrays[1].shape[1]
     cpu, other = (
-        functools.partial(run, mask=mask, scale=scale, blocks=blocks(length, on_cpu=on_cpu))
+        functools.partial(run, mask=mask, scale=scale, blocks=blocks(*lengths, on_cpu=on_cpu))
         for on_cpu in (True, False)
     )
     return jax.lax.platform_dependent(*arrays, cpu=cpu, default=other)
 
 
-def _forward_blocks(length: int, *, on_cpu: bool) -> _xla.Blocks:
+def _forward_blocks(queries: int, keys: int, *, on_cpu: bool) -> _xla.Blocks:
     """Block sizes: large enough to keep the matrix units busy, small enough to skip and to cache.
 
     A CPU keeps the scores of one step in its cache; the limits are measured
@@ -119,13 +119,13 @@ def _forward_blocks(length: int, *, on_cpu: bool) -> _xla.Blocks:
     """
     if not on_cpu:
         return _xla.Blocks(q=512, k=1024)
-    if length <= 64:
+    if queries <= 64:
         return _xla.Blocks(q=64, k=1024, scores=CPU_SCORES)
-    size = 256 if length <= 2048 else 512  # the diagonal's masked half weighs less when longer
+    size = 256 if keys <= 2048 else 512  # the diagonal's masked half weighs less when longer
     return _xla.Blocks(q=size, k=size, scores=CPU_SCORES)
 
 
-def _backward_blocks(length: int, *, on_cpu: bool) -> _xla.Blocks:
+def _backward_blocks(queries: int, keys: int, *, on_cpu: bool) -> _xla.Blocks:
     """As forward; the backward pass holds twice the scores, so its blocks are smaller."""
     if not on_cpu:
         return _xla.Blocks(q=512, k=512)

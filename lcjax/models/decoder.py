@@ -150,12 +150,27 @@ def head(params: dict, config: ModelConfig) -> tuple[jax.Array, jax.Array | None
     return params["head"]["kernel"].astype(dtype), params["head"].get("bias")
 
 
-def unstack_layers(params: dict, config: ModelConfig) -> dict:
-    """`layers` [L, ...] -> layers_0, layers_1, ...: the tree of `scan_layers=False`."""
-    rest = {name: child for name, child in params.items() if name != "layers"}
-    for index in range(config.num_layers):
-        rest[f"layers_{index}"] = jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
-    return rest
+def unstack_layers(params: dict, config: ModelConfig, *, consume: bool = False) -> dict:
+    """`layers` [L, ...] -> layers_0, layers_1, ...: the tree of `scan_layers=False`.
+
+    `consume` empties `params` on the way, so that no second copy of the model comes to be.
+    """
+    names = [f"layers_{index}" for index in range(config.num_layers)]
+    separate: dict = {name: {} for name in names}
+
+    def spread(stacked: dict, targets: list[dict]) -> None:
+        for key in list(stacked):
+            child = stacked.pop(key) if consume else stacked[key]
+            if isinstance(child, dict):
+                for target in targets:
+                    target[key] = {}
+                spread(child, [target[key] for target in targets])
+            else:
+                for index, target in enumerate(targets):
+                    target[key] = child[index]
+
+    spread(params["layers"], list(separate.values()))
+    return {name: child for name, child in params.items() if name != "layers"} | separate
 
 
 def stack_layers(params: dict, config: ModelConfig) -> dict:

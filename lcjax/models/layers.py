@@ -1,5 +1,6 @@
 """The layers of a decoder. Modules hold parameters and wiring; the maths is in plain functions."""
 
+import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -21,43 +22,43 @@ class Context(NamedTuple):
     view: cache_lib.View | None = None  # where the new tokens stand in the cache
 
 
-class Einsum(nn.Module):
-    """A projection `x, kernel -> y` with an optional bias and an optional low-rank adapter."""
+class Linear(nn.Module):
+    """A projection of the last axes of x, with an optional bias and low-rank adapter."""
 
-    equation: str  # "BTD,DNH->BTNH"
-    shape: tuple[int, ...]
+    inputs: tuple[int, ...]  # sizes of the summed axes: (D,), or (N, H) after attention
+    outputs: tuple[int, ...]  # sizes of the new axes
     config: ModelConfig
     bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        config, dtype = self.config, self.config.compute_dtype()
-        inputs, output = self.equation.split("->")
-        x_axes, kernel_axes = inputs.split(",")
-        contracted = "".join(axis for axis in kernel_axes if axis in x_axes)
-        kept = "".join(axis for axis in kernel_axes if axis in output)
-        size = dict(zip(kernel_axes, self.shape, strict=True))
-        fan_in = 1
-        for axis in contracted:
-            fan_in *= size[axis]
+        config, count = self.config, len(self.inputs)
+        spread = nn.initializers.normal(math.prod(self.inputs) ** -0.5)
 
         def weight(name, init, shape):
-            return self.param(name, init, shape, jnp.dtype(config.param_dtype)).astype(dtype)
+            value = self.param(name, init, shape, jnp.dtype(config.param_dtype))
+            return value.astype(config.compute_dtype())
 
-        kernel = weight("kernel", nn.initializers.normal(fan_in**-0.5), self.shape)
-        y = jnp.einsum(self.equation, x, kernel)
+        y = _matmul(x, weight("kernel", spread, (*self.inputs, *self.outputs)), count)
         if self.bias:
-            y = y + weight("bias", nn.initializers.zeros, tuple(size[axis] for axis in kept))
+            y = y + weight("bias", nn.initializers.zeros, self.outputs)
         if config.lora is not None and self.name in config.lora.targets:
             rank = config.lora.rank
-            down = (*(size[axis] for axis in contracted), rank)
-            up = (rank, *(size[axis] for axis in kept))
-            a = weight("lora_a", nn.initializers.normal(fan_in**-0.5), down)
-            b = weight("lora_b", nn.initializers.zeros, up)
-            outer = "".join(axis for axis in x_axes if axis not in contracted)
-            low = jnp.einsum(f"{x_axes},{contracted}r->{outer}r", x, a)
-            y = y + config.lora.scale * jnp.einsum(f"{outer}r,r{kept}->{output}", low, b)
+            a = weight("lora_a", spread, (*self.inputs, rank))
+            b = weight("lora_b", nn.initializers.zeros, (rank, *self.outputs))
+            y = y + config.lora.scale * _matmul(_matmul(x, a, count), b, 1)
         return y
+
+
+def _matmul(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
+    """Sums the last axes of `x` against the first ones of `kernel`, as one flat product.
+
+    Several axes at once would let XLA choose an order in which it copies the kernel first.
+    """
+    outer, kept = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
+    size = math.prod(kernel.shape[:contracted])
+    y = x.reshape(*outer, size) @ kernel.reshape(size, -1)
+    return y.reshape(*outer, *kept)
 
 
 class Norm(nn.Module):
@@ -90,8 +91,7 @@ class Attention(nn.Module):
         heads, kv_heads, size = c.num_heads, c.num_kv_heads, c.head_dim
 
         def project(name, count):
-            shape = (c.width, count, size)
-            return Einsum("BTD,DNH->BTNH", shape, c, c.qkv_bias, name=name)(x)
+            return Linear((c.width,), (count, size), c, c.qkv_bias, name=name)(x)
 
         with jax.named_scope("qkv"):
             q, k, v = project("query", heads), project("key", kv_heads), project("value", kv_heads)
@@ -113,8 +113,7 @@ class Attention(nn.Module):
                     q, k, v, layer, pattern=c.pattern, context=context
                 )
         with jax.named_scope("out"):
-            out = Einsum("BTNH,NHD->BTD", (heads, size, c.width), c, c.out_bias, name="out")(y)
-        return out, layer
+            return Linear((heads, size), (c.width,), c, c.out_bias, name="out")(y), layer
 
 
 class MLP(nn.Module):
@@ -130,8 +129,7 @@ class MLP(nn.Module):
         ]
 
         def widen(name):
-            return Einsum("BTD,DF->BTF", (c.width, c.mlp_width), c, c.mlp_bias, name=name)(x)
+            return Linear((c.width,), (c.mlp_width,), c, c.mlp_bias, name=name)(x)
 
         hidden = activate(widen("gate")) * widen("up") if c.gated_mlp else activate(widen("up"))
-        down = Einsum("BTF,FD->BTD", (c.mlp_width, c.width), c, c.mlp_bias, name="down")
-        return down(hidden)
+        return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, name="down")(hidden)
