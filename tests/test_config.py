@@ -50,6 +50,7 @@ class Train:
     lr: float = 1e-3
     steps: int = 10  # optimiser updates
     resume: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,13 @@ def test_a_list_can_be_given_with_or_without_brackets():
     assert config.parse(Job, ["--lengths=5"]).lengths == (5,)
 
 
+def test_a_tuple_of_fixed_length_can_be_given_with_or_without_brackets(file):
+    assert config.parse(Job, ["--train.betas=0.9,0.95"]).train.betas == (0.9, 0.95)
+    assert config.parse(Job, ["--train.betas=[0.5, 1]"]).train.betas == (0.5, 1.0)
+    file.write_text("train: {betas: [0.8, 0.9]}\n")
+    assert config.parse(Job, ["--config", str(file)]).train.betas == (0.8, 0.9)
+
+
 def test_one_item_of_a_list_can_be_changed(file):
     job = config.parse(Job, [f"--config={file}", "--methods.1.rope.scale=16"])
     assert job.methods == (Method("plain"), Method("stretched", Linear(scale=16.0)))
@@ -166,11 +174,19 @@ def test_a_key_written_twice_is_refused(tmp_path):
     ("argument", "parts"),
     [
         ("--trian.lr=1", ["trian", "did you mean train?"]),
-        ("--train.stpes=1", ["train.stpes='1'", "did you mean steps?", "known: lr, resume, steps"]),
+        (
+            "--train.stpes=1",
+            ["train.stpes='1'", "did you mean steps?", "known: betas, lr, resume, steps"],
+        ),
         ("--train.steps=abc", ["train.steps='abc'", "int"]),
         ("--train.steps=1.5", ["train.steps=1.5", "int"]),
         ("--train.steps=true", ["train.steps=True", "int"]),
         ("--train.steps=", ["train.steps=None", "int"]),
+        ("--train.lr=inf", ["train.lr='inf'", "a finite number"]),
+        ("--train.lr=.nan", ["train.lr=nan", "a finite number"]),
+        ("--train.betas=0.9", ["train.betas=[0.9] has 1 values; needs 2"]),
+        ("--train.betas=0.9,x", ["train.betas.1='x'", "float"]),
+        ("--train.betas=null", ["train.betas=None must be a list"]),
         ("--train.resume=maybe", ["train.resume='maybe'", "bool"]),
         ("--train=5", ["train=5", "section"]),
         ("--lengths=1,x", ["lengths.1='x'", "int"]),
@@ -235,6 +251,10 @@ def test_unreadable_files_are_named(file, tmp_path):
     assert "`key: value`" in fails("--config", file)
 
 
+def test_a_second_file_is_refused_by_name(file):
+    assert "came before; give one file" in fails("--config", file, f"--config={file}")
+
+
 def test_what_dump_writes_parse_reads_back_equal(file, tmp_path):
     job = config.parse(Job, [f"--config={file}"])
     config.dump(job, tmp_path / "run" / "config.yaml")
@@ -271,6 +291,7 @@ def test_main_returns_zero_and_hands_the_config_to_the_run():
             2,
             "error: [Errno 2] No such file: 'x.txt'\n",
         ),
+        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
         (KeyboardInterrupt("saved step 12 in out"), 130, "interrupted: saved step 12 in out\n"),
     ],
 )

@@ -27,7 +27,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     if {"-h", "--help"} & set(words):
         print(help_text(cls))
         raise SystemExit(0)
-    tree, overrides = {}, []
+    tree, overrides, file = {}, [], None
     while words:
         key, equals, value = words.pop(0).partition("=")
         if not key.startswith("--"):
@@ -38,7 +38,12 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
             raise InputError(f"{key} has no value; write {key}=value")
         value = value if equals else words.pop(0)
         if key == "--config":
-            tree = read_yaml(Path(value))
+            if file is not None:
+                raise InputError(
+                    f"--config={value}: --config={file} came before; give one file, which may"
+                    " `!include` others"
+                )
+            tree, file = read_yaml(Path(value)), value
         else:
             overrides.append((key[2:], Text(value)))
     # Whole sections go before their keys, and a type before the fields that it allows.
@@ -81,7 +86,7 @@ def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = 
     """Parses, runs, and turns what the user can put right into one line and exit code 2."""
     try:
         run(parse(cls, argv))
-    except (InputError, FileNotFoundError, PermissionError) as error:
+    except (InputError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:

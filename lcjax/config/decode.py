@@ -6,6 +6,7 @@ which section a dataclass refused its values.
 """
 
 import dataclasses
+import math
 import typing
 
 import draccus
@@ -25,7 +26,7 @@ def _build(kind: typing.Any, raw: typing.Any, name: str) -> typing.Any:
     """The value of type `kind` that `raw` describes; `name` is its key, for the messages."""
     kinds, optional = split_union(kind)
     origin, items = typing.get_origin(kinds[0]), typing.get_args(kinds[0])
-    sequence = origin in (tuple, list) and items[1:] in ((), (Ellipsis,))
+    sequence = origin in (tuple, list)
     if isinstance(raw, Text) and (str not in kinds or (optional and raw == "null")):
         bare = sequence and raw != "null" and not raw.startswith("[")
         try:
@@ -39,7 +40,13 @@ def _build(kind: typing.Any, raw: typing.Any, name: str) -> typing.Any:
     if sequence:
         if not isinstance(raw, list):
             raise InputError(f"{name}={raw!r} must be a list, as in [{raw}]")
-        return origin(_build(items[0], value, f"{name}.{i}") for i, value in enumerate(raw))
+        if origin is tuple and items[-1] is not Ellipsis:
+            if len(raw) != len(items):
+                raise InputError(f"{name}={raw} has {len(raw)} values; needs {len(items)}")
+        else:
+            items = items[:1] * len(raw)
+        pairs = enumerate(zip(items, raw, strict=True))
+        return origin(_build(item, value, f"{name}.{i}") for i, (item, value) in pairs)
     return _leaf(kind, raw, name)
 
 
@@ -51,7 +58,10 @@ def _leaf(kind: typing.Any, raw: typing.Any, name: str) -> typing.Any:
     wrong = raw is None or isinstance(raw, dict) or (isinstance(raw, bool) and bool not in kinds)
     try:
         if not wrong:
-            return draccus.decode(kind, str(raw) if isinstance(raw, Text) else raw)
+            value = draccus.decode(kind, str(raw) if isinstance(raw, Text) else raw)
+            if not isinstance(value, float) or math.isfinite(value):
+                return value
+            need = "a finite number"
     except (DraccusException, ValueError, TypeError):
         pass
     raise InputError(f"{name}={raw!r} is not valid; needs: {need}")
