@@ -77,8 +77,7 @@ class Passkey(Task):
     def metric(self) -> Metric:
         return Metric("accuracy", f"passkey accuracy ({self.match})", False, 2)
 
-    def check(self, limits: Limits) -> None:
-        key = f"tasks.{self.label}"
+    def check(self, limits: Limits, key: str) -> None:
         for field, known in (("match", _MATCHES), ("template", ("none", "chat"))):
             if getattr(self, field) not in known:
                 value = getattr(self, field)

@@ -44,30 +44,31 @@ class Perplexity(Task):
     def _rules(self) -> Protocol:
         return PROTOCOLS[self.protocol]
 
-    def check(self, limits: Limits) -> None:
-        for key, value, known in (
+    def check(self, limits: Limits, key: str) -> None:
+        for field, value, known in (
             ("protocol", self.protocol, tuple(PROTOCOLS)),
             ("select", self.select, SELECT),
             ("bos", self.bos, BOS_RULES),
             ("position_bins", self.position_bins, ("linear", "log")),
         ):
             if value not in known:
-                raise InputError(f"{self._key}.{key}={value!r} is none of {', '.join(known)}")
-        for field in ("last", "min_tokens", "max_tokens", "first_documents"):
-            if getattr(self, field) < (field == "last"):
-                raise InputError(f"{self._key}.{field}={getattr(self, field)} must not be negative")
+                raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
+        counts = ("min_tokens", "max_tokens", "first_documents", "windows_per_document")
+        for field, least in (("last", 1), *((field, 0) for field in counts)):
+            if getattr(self, field) < least:
+                raise InputError(f"{key}.{field}={getattr(self, field)} must be at least {least}")
         if 0 < self.max_tokens < max(limits.lengths):
             raise InputError(
-                f"{self._key}.max_tokens={self.max_tokens} cuts documents below the longest of "
+                f"{key}.max_tokens={self.max_tokens} cuts documents below the longest of "
                 f"lengths, {max(limits.lengths)}; raise it or drop that length"
             )
         for length in limits.lengths:
-            self._check_length(length, limits.stride)
+            self._check_length(length, limits.stride, key)
 
-    def _check_length(self, length: int, stride: int) -> None:
+    def _check_length(self, length: int, stride: int, key: str) -> None:
         if self.protocol == "last_k" and self.last >= length:
             raise InputError(
-                f"{self._key}.last={self.last} must be below every length, also {length}: the "
+                f"{key}.last={self.last} must be below every length, also {length}: the "
                 "first token of a window cannot be predicted"
             )
         if not self._rules.strided or self._rules.stream:
@@ -79,10 +80,6 @@ class Perplexity(Task):
                 f"lengths: {length} must be a multiple of stride={stride}, at least twice that, "
                 f"for {self.protocol}; nearest: {down}, {down + stride}; or set --stride"
             )
-
-    @property
-    def _key(self) -> str:
-        return f"tasks.{self.label}"
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         bos = start_token(corpus.tokenizer, self.bos)
@@ -182,7 +179,7 @@ class Perplexity(Task):
             "value": value if len(clean) == len(records) else math.nan,
             "value_without_nan": value,
             "loss": loss,
-            "standard_error": _standard_error(clean),
+            "loss_standard_error": _standard_error(clean),
             "bits_per_byte": bits,
             "windows": len(records),
             "documents": len({record["document"] for record in records}),

@@ -12,7 +12,7 @@ from pathlib import Path
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Record
 
-FORMAT = 1
+FORMAT = 2
 _FREE = ("out", "resume", "batch")  # keys that may change when a run is continued
 
 Key = tuple[str, int, int]  # method, length, index of the unit

@@ -41,15 +41,14 @@ def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> 
 
 
 def _cost(records: Sequence[Record]) -> Record:
-    """Tokens read per second, without the batches that compiled unless there are no others."""
-    warm = [record for record in records if not record["compiled"]]
-    timed = warm or records
-    seconds = sum(record["seconds"] for record in timed)
+    """Tokens read per second without compilation, and the highest peak that is known."""
+    seconds = sum(record["seconds"] for record in records)
+    peaks = [record["peak_bytes"] for record in records if record["peak_bytes"] is not None]
     return {
-        "seconds": sum(record["seconds"] for record in records),
-        "tokens_per_second": sum(r["size"] for r in timed) / seconds if seconds else None,
-        "includes_compilation": not warm,
-        "peak_bytes": max(record["peak_bytes"] for record in records),
+        "seconds": seconds,
+        "compile_seconds": sum(record["compile_seconds"] for record in records),
+        "tokens_per_second": sum(r["size"] for r in records) / seconds if seconds else None,
+        "peak_bytes": max(peaks, default=None),
     }
 
 
@@ -121,19 +120,23 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
         rows = [["method", *keys]]
         rows += [[name, *(f"{entry[k]:,}" for k in keys)] for name, entry in aggregates.items()]
         parts.append(markdown(rows))
-    parts.append("Tokens per second / peak memory in GB:\n")
+    unknown = " (?: below what the process needed before)"
+    hidden = any(cell["peak_bytes"] is None for cell in cells)
+    parts.append(f"Tokens per second / peak memory in GB{unknown if hidden else ''}:\n")
     parts.append(markdown(_cost_grid(cells)))
     return "\n".join(parts)
 
 
 def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
     speed = grid(cells, "tokens_per_second", Metric("", "", False, 0))
-    scaled = [{**cell, "peak": cell["peak_bytes"] / 1e9} for cell in cells]
+    known = [cell for cell in cells if cell["peak_bytes"] is not None]
+    peaks = {(cell["method"], cell["length"]): cell["peak_bytes"] / 1e9 for cell in known}
+    scaled = [{**cell, "peak": peaks.get((cell["method"], cell["length"]))} for cell in cells]
     peak = grid(scaled, "peak", Metric("", "", True, 2))
     for row, other in zip(speed[1:], peak[1:], strict=True):
         for column in range(1, len(row)):
             fast, small = row[column].strip("*"), other[column].strip("*")
-            row[column] = f"{fast} / {small}" if fast or small else ""
+            row[column] = f"{fast or '?'} / {small or '?'}" if fast or small else ""
     return speed
 
 

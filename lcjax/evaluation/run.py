@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import draccus
 from tqdm import tqdm
 
 from lcjax.config import dump
-from lcjax.data import documents
+from lcjax.data import DataConfig, documents
 from lcjax.errors import InputError
 from lcjax.evaluation import measure, report
 from lcjax.evaluation.config import EvalConfig, Method
@@ -20,6 +19,7 @@ from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.lm import LanguageModel, ModelSection
 
 Loader = Callable[[ModelSection], Any]
+_READ = ("path", "sources", "holdout", "on_bad_text")  # keys of `data:` that whole documents have
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
 
 
@@ -54,10 +54,11 @@ def check(config: EvalConfig) -> Limits:
         twice = sorted({str(name) for name in names if names.count(name) > 1})
         if twice:
             raise InputError(f"{key}: {', '.join(twice)} stands twice; give each its own name")
-    for label in _labels(config):
+    for index, label in enumerate(_labels(config)):
         if not re.fullmatch(r"[\w.-]+", label):
             raise InputError(
-                f"tasks: name={label!r} names files; use letters, digits, dot, dash, underscore"
+                f"tasks.{index}.name={label!r} names files; use letters, digits, dot, dash, "
+                "underscore"
             )
     for length in config.lengths:
         if length < 2:
@@ -65,6 +66,7 @@ def check(config: EvalConfig) -> Limits:
     for key, least in (("stride", 1), ("batch", 1), ("max_documents", 0), ("max_windows", 0)):
         if getattr(config, key) < least:
             raise InputError(f"{key}={getattr(config, key)} must be at least {least}")
+    _check_data(config.data)
     limits = Limits(
         tuple(sorted(config.lengths)),
         config.stride,
@@ -72,9 +74,22 @@ def check(config: EvalConfig) -> Limits:
         config.max_windows,
         config.seed,
     )
-    for task in config.tasks:
-        task.check(limits)
+    for index, task in enumerate(config.tasks):
+        task.check(limits, f"tasks.{index}")
     return limits
+
+
+def _check_data(data: DataConfig) -> None:
+    """Refuses settings of training rows, which would change nothing here."""
+    for field in dataclasses.fields(data):
+        value = getattr(data, field.name)
+        if field.name in _READ or field.default in (value, dataclasses.MISSING):
+            continue
+        raise InputError(
+            f"data.{field.name}={value} is about training rows and changes nothing in an "
+            f"evaluation; leave it out ({', '.join(_READ)} count here; lengths, max_documents and "
+            "tasks.<index>.bos choose what is scored)"
+        )
 
 
 def _labels(config: EvalConfig) -> list[str]:
@@ -86,7 +101,7 @@ class _Runner:
 
     def __init__(self, config: EvalConfig, limits: Limits, store: Store, load: Loader):
         self._config, self._limits, self._store, self._load = config, limits, store, load
-        self._plans: dict[str, Plan] = {}  # by tokenizer
+        self._plans: dict[tuple, Plan] = {}  # by what the tokenizer does to a text
         self._done = {task.label: store.read(task.label) for task in config.tasks}
         self._kept: dict[Task, list[Record]] = {task: [] for task in config.tasks}
 
@@ -124,7 +139,7 @@ class _Runner:
         return documents(data, "validation" if data.holdout else "train")
 
     def _plan(self, tokenizer) -> Plan:
-        name = tokenizer.fingerprint
+        name = self._habits(tokenizer)
         if name not in self._plans:
             corpus = Corpus(self._texts(), tokenizer)
             self._plans[name] = {
@@ -135,6 +150,13 @@ class _Runner:
             for task in self._config.tasks:
                 self._refuse_empty(task, corpus, self._plans[name])
         return self._plans[name]
+
+    def _habits(self, tokenizer) -> tuple:
+        """What windows and prompts depend on; two checkpoints may share a vocabulary alone."""
+        habits = [tokenizer.fingerprint, getattr(tokenizer, "add_bos", None), tokenizer.bos_id]
+        if any(getattr(task, "template", "none") == "chat" for task in self._config.tasks):
+            habits.append(tokenizer.render_chat([{"role": "user", "content": "text"}]))
+        return tuple(habits)
 
     def _refuse_empty(self, task: Task, corpus: Corpus, plan: Plan) -> None:
         empty = [n for n in self._limits.lengths if not plan[task.label, n]]
@@ -157,7 +179,6 @@ class _Runner:
                 if left and subject is None:
                     subject = model.with_method(**changes, length=length)
                 bar.set_description(f"{method.name} {length:,} {task.label}")
-                measure.reset_peak()
                 for records in self._score(task, subject, left, facts):
                     self._store.append(task.label, records)
                     self._kept[task] += records
@@ -189,16 +210,16 @@ class _Runner:
         shapes: dict[tuple, list[Unit]] = {}
         for unit in units:
             shapes.setdefault(unit.shape, []).append(unit)
+        floor = measure.reset_peak()
         for group in shapes.values():
             for start in range(0, len(group), self._config.batch):
                 chunk = group[start : start + self._config.batch]
-                begin = time.perf_counter()
-                scores = task.score(model, chunk, self._config.batch)
-                spent = (time.perf_counter() - begin) / len(chunk)
+                with measure.Stopwatch() as watch:
+                    scores = task.score(model, chunk, self._config.batch)
                 cost = {
-                    "seconds": spent,
-                    "compiled": start == 0,
-                    "peak_bytes": measure.peak_bytes(),
+                    "seconds": (watch.seconds - watch.compiling) / len(chunk),
+                    "compile_seconds": watch.compiling / len(chunk),
+                    "peak_bytes": measure.peak_bytes(floor),
                 }
                 yield [
                     {**facts, "window": u.index, "digest": u.digest, **u.facts, **score, **cost}

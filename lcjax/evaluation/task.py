@@ -75,8 +75,11 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         """The number that a table shows."""
 
     @abc.abstractmethod
-    def check(self, limits: Limits) -> None:
-        """Raises InputError where settings cannot work, before a model is loaded."""
+    def check(self, limits: Limits, key: str) -> None:
+        """Raises InputError where settings cannot work, before a model is loaded.
+
+        `key` is where the task stands in the config, such as `tasks.0`, for the messages.
+        """
 
     @abc.abstractmethod
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:

@@ -1,5 +1,6 @@
 """The runner with a real decoder of random weights: what it reports is what the model says."""
 
+import jax
 import numpy as np
 import pytest
 from evaluation_support import texts
@@ -8,6 +9,15 @@ from lcjax.data import DataConfig
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, run
 from lcjax.lm import LanguageModel, ModelSection
 from lcjax.rope import Linear
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """Nothing here depends on how fast the compiled code is."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ class BlankInFront(ByteTokenizer):
 
 def plan(task, length, tokenizer=TOKENIZER, seed=0):
     limits = Limits((length,), seed=seed)
-    task.check(limits)
+    task.check(limits, "tasks.0")
     return task.plan(Corpus([], tokenizer), length, limits)
 
 
@@ -135,4 +135,4 @@ def test_accuracy_and_the_effective_window_come_from_the_records():
 @pytest.mark.parametrize("field", [{"match": "rouge"}, {"template": "llama"}, {"depths": 0}])
 def test_settings_that_cannot_work_are_refused(field):
     with pytest.raises(InputError, match=next(iter(field))):
-        Passkey(**field).check(Limits((1000,)))
+        Passkey(**field).check(Limits((1000,)), "tasks.1")

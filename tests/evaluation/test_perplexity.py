@@ -28,7 +28,7 @@ def score(task, limits, length=LENGTH, tokenizer=None, batch=3, corpus_texts=Non
     """What the runner does for one method and length, without its files."""
     tokenizer = tokenizer or ByteTokenizer()
     model = model or BigramModel(tokenizer)
-    task.check(limits)
+    task.check(limits, "tasks.0")
     units = task.plan(Corpus(corpus_texts or texts(), tokenizer), length, limits)
     records = []
     for shape in dict.fromkeys(unit.shape for unit in units):
@@ -249,7 +249,7 @@ def test_joined_documents_keep_their_byte_counts():
 )
 def test_settings_that_cannot_work_are_refused_with_the_way_out(task, lengths, parts):
     with pytest.raises(InputError) as error:
-        task.check(Limits(lengths, stride=4))
+        task.check(Limits(lengths, stride=4), "tasks.2")
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
