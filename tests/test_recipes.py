@@ -89,6 +89,21 @@ def test_every_command_in_a_header_parses(file):
         assert config.parse(cls, [*plain[2:], *quoted])
 
 
+@pytest.mark.parametrize("file", [file for file in TRAININGS if file in PUBLISHED], ids=stem)
+def test_the_evaluation_in_a_header_reads_and_writes_folders_of_its_own(file):
+    line = header(file)["Command"].split("python eval.py ")[1]
+    words = [word for word in line.split(' "--')[0].split() if word != "--config"]
+    found = config.parse(EvalConfig, [f"--config={words[0]}", *words[1:]])
+    assert (found.out, found.data.path) == (f"runs/{file.stem}/eval", "TEST_FOLDER")
+    expected = header(file)["Expected"]
+    named = {1024 * int(n) for n in re.findall(r" (?:at )?(\d+)K", expected.split("RULER")[0])}
+    assert named and named <= set(found.lengths)
+    assert "RULER" not in expected or "RULER and LongBench are the published" in expected
+    method = config.parse(EvalConfig, [re.search(r'"(--methods=.*?)"', line)[1]]).methods[0]
+    assert method.path == f"{read(file).run.folder}/model"
+    assert read(file).train.export_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("file", RECIPES, ids=stem)
 def test_the_ropes_of_a_recipe_become_frequencies(file):
     for rope in map(ready, ropes(file)):

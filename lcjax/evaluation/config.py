@@ -29,7 +29,8 @@ class EvalConfig:
     methods: tuple[Method, ...] = (Method("base"),)  # rows of the tables, in this order
     tasks: tuple[Task, ...] = (Perplexity(),)  # what is measured
     lengths: tuple[int, ...] = (1024, 2048, 4096)  # context lengths in tokens, everything counted
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)  # path, sources, holdout, on_bad_text
+    # Only path, sources, holdout and on_bad_text: documents are scored whole.
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
     stride: int = 256  # tokens from one perplexity window to the next
     max_documents: int = 0  # documents of the corpus that are read; 0: all that are long enough
     max_windows: int = 0  # perplexity windows per length; 0: all

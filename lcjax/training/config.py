@@ -54,6 +54,8 @@ class TrainSection:
     save_every: int = 500
     keep: int = 2  # newest checkpoints that are kept
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
+    # Of the weights in <run>/model; null: model.param_dtype.
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     profile: Profile | None = None
 
     def __post_init__(self):
