@@ -21,7 +21,7 @@ from lcjax.training.config import TrainConfig
 from lcjax.training.meter import Meter
 from lcjax.training.objective import language_model
 from lcjax.training.partition import flatten, matcher, union
-from lcjax.training.progress import Progress
+from lcjax.training.progress import Progress, announce
 from lcjax.training.state import TrainState, abstract, init_state, state_shardings
 from lcjax.training.step import make_eval_step, make_train_step
 from lcjax.training.stop import StopRequest
@@ -43,7 +43,13 @@ def run(config: TrainConfig) -> dict[str, Any]:
     mesh = make_mesh(config.mesh)
     check_batch(config, mesh)
     folder = folder_lib.check(config)
+    announce(f"loading {config.model.path or config.model.preset}")
     assembly = assemble(config, mesh)
+    announce(
+        f"opening the text of data.path={config.data.path}"
+        if config.data.path
+        else "opening the text of data.sources"
+    )
     loader = open_loader(config, assembly.tokenizer, "train")
     folder_lib.begin(config, folder)
     with Checkpoints(folder, keep=config.train.keep) as checkpoints:
@@ -106,6 +112,7 @@ class Training:
         plain = language_model(self.model, PlainPositions(), chunk=train.loss_chunk)
         self.eval_step = jax.jit(make_eval_step(plain))
         self.tracing = False
+        self.validation: tuple[Loader, dict] | None = None  # with its position at the beginning
         self.state, self.first = self._resume(state)
 
     def _resume(self, state: TrainState) -> tuple[TrainState, int]:
@@ -213,7 +220,7 @@ class Training:
     def _validate(self, step: int) -> None:
         """Mean loss on held-out documents; with the averaged weights, where there are some."""
         nll = tokens = 0.0
-        for count, local in enumerate(open_loader(self.config, self.tokenizer, "validation")):
+        for count, local in enumerate(self._held_out()):
             if count == self.config.eval.batches:
                 break
             params = self._result_params()
@@ -223,6 +230,15 @@ class Training:
         self.tracker.log(step, {"validation_loss": loss, "validation_tokens": tokens})
         self.progress.say(f"step {step}: validation loss {loss:.4f} over {tokens:,.0f} tokens")
         self.meter.restart()
+
+    def _held_out(self) -> Loader:
+        """The held-out batches from the first one; the corpus is opened once."""
+        if self.validation is None:
+            loader = open_loader(self.config, self.tokenizer, "validation")
+            self.validation = loader, loader.get_state()
+        else:
+            self.validation[0].set_state(self.validation[1])
+        return self.validation[0]
 
     def _result_params(self) -> dict:
         if self.state.ema is None:
@@ -294,9 +310,11 @@ class Training:
         from lcjax.convert import save_hf
         from lcjax.convert.peft import save_peft
 
+        announce(f"writing {self.folder / 'model'}")
         trained = self._result_params()
         if all(matcher(("lora",), "")(path) for path in flatten(trained)):
             base = self.config.model.path or str(self.config.model.preset)
             save_peft(self.folder / "adapter", trained, self.model, base=base, overwrite=True)
         params, model = restore.merged(union(trained, self.frozen), self.model)
-        save_hf(self.folder / "model", params, model, self.tokenizer, overwrite=True)
+        dtype = self.config.train.export_dtype
+        save_hf(self.folder / "model", params, model, self.tokenizer, dtype=dtype, overwrite=True)

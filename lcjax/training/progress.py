@@ -3,7 +3,14 @@
 import sys
 import time
 
+import jax
 from tqdm.auto import tqdm
+
+
+def announce(text: str) -> None:
+    """A line about what takes a while before or after the steps, once for all processes."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 class Progress:

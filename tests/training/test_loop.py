@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from training_support import STEPS, tiny, write_corpus
+from training_support import STEPS, quick_compilation, tiny, write_corpus
 
 from lcjax import checkpoint, convert
 from lcjax import config as config_lib
+from lcjax.data import make_loader
 from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.lora import LoRA
@@ -27,13 +27,10 @@ from lcjax.training.track import read
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
-    """The runs below compile the same step again and again, in other processes too."""
-    folder, old = str(tmp_path_factory.mktemp("xla")), jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    yield folder
-    jax.config.update("jax_compilation_cache_dir", old)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    """The runs below compile the same step again and again, in another process too."""
+    folder = tmp_path_factory.mktemp("xla")
+    with quick_compilation(folder):
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +91,9 @@ def test_an_older_checkpoint_can_be_loaded_by_its_step(reference):
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[3])
-import conftest, jax
-jax.config.update("jax_compilation_cache_dir", sys.argv[4])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-from training_support import tiny
+import conftest
+from training_support import compile_quickly, tiny
+compile_quickly(sys.argv[4])
 from lcjax.training import loop
 log = loop.Progress.report
 def report(self, step, metrics):
@@ -120,7 +116,7 @@ def test_resuming_after_kill_9_has_bit_equal_losses(tmp_path, corpus, reference,
     assert losses(folder) == {step: reference[2][step] for step in range(1, 7)}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # what a kill in the middle of a line leaves
-    run(tiny(folder, corpus))
+    run(tiny(folder, corpus, export=False))
     assert losses(folder) == reference[2]
     assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
 
@@ -142,10 +138,10 @@ def test_sigterm_saves_and_ends_well_and_the_same_command_goes_on(
 ):
     with monkeypatch.context() as patch:
         at_step(patch, 5, lambda: signal.raise_signal(signal.SIGTERM))
-        metrics = run(tiny(tmp_path / "run", corpus))
+        metrics = run(tiny(tmp_path / "run", corpus, export=False))
     assert metrics == {"step": 5, "folder": str(tmp_path / "run"), "stopped": "SIGTERM"}
     assert "step 5 is saved" in capsys.readouterr().out
-    run(tiny(tmp_path / "run", corpus))
+    run(tiny(tmp_path / "run", corpus, export=False))
     assert losses(tmp_path / "run") == reference[2]
 
 
@@ -181,13 +177,13 @@ def test_a_loss_that_is_not_finite_stops_before_it_and_names_the_batch(
     bad = np.load(folder / "bad_batch_7.npz")
     np.testing.assert_array_equal(bad["tokens"], seen[6]["tokens"])
     assert "position" in bad
-    run(tiny(folder, corpus))  # the batch is read again, and is well this time
+    run(tiny(folder, corpus, export=False))  # the batch is read again, and is well this time
     assert losses(folder) == reference[2]
 
 
 def test_skipping_leaves_the_batch_out_and_counts_it(tmp_path, corpus, monkeypatch, capfd):
     poison(monkeypatch, 3)
-    run(tiny(tmp_path / "run", corpus, on_nan="skip"))
+    run(tiny(tmp_path / "run", corpus, on_nan="skip", export=False))
     rows = {row["step"]: row for row in read(tmp_path / "run" / "metrics.jsonl")}
     assert rows[3]["loss"] is None and rows[2]["skipped"] == 0
     assert all(rows[step]["skipped"] == 1 for step in range(3, STEPS + 1))
@@ -247,18 +243,32 @@ def test_a_batch_that_the_devices_cannot_share_names_the_nearest(tmp_path, corpu
     assert not (tmp_path / "run").exists()
 
 
-def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(tmp_path, corpus):
-    folder = tmp_path / "run"
+def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(
+    tmp_path, corpus, monkeypatch, capsys
+):
+    folder, opened = tmp_path / "run", []
+    monkeypatch.setattr(
+        loop, "make_loader", lambda *a, **k: opened.append(k["split"]) or make_loader(*a, **k)
+    )
     settings = {"lora": LoRA(rank=2), "trainable": ("lora", "embeddings", "norms"), "ema": 0.5}
     settings |= {"steps": 6, "save_every": 3, "data": {"holdout": 0.2}}
+    settings |= {"export_dtype": "bfloat16"}
     config = tiny(folder, corpus, **settings)
-    config = config.replace(eval=EvalSection(every=6, batches=2))
+    config = config.replace(eval=EvalSection(every=2, batches=2))
     metrics = run(config)
+    assert opened == ["train", "validation"]
+    counts = [row.get("validation_tokens") for row in read(folder / "metrics.jsonl")]
+    assert len(set(counts) - {None}) == 1 and len(list(filter(None, counts))) == 3
+    shown = capsys.readouterr().err
+    assert "loading tiny" in shown and f"writing {folder / 'model'}" in shown
     params, model, _tokenizer = checkpoint.load_run(folder)
     assert model.lora is None and not any("lora" in path for path in flatten(params))
     exported, _, _ = convert.load(folder / "model")
     for path, leaf in flatten(params).items():
-        np.testing.assert_allclose(leaf, flatten(exported)[path], atol=1e-6, err_msg=path)
+        assert flatten(exported)[path].dtype == "bfloat16", path
+        np.testing.assert_array_equal(
+            leaf.astype("bfloat16"), flatten(exported)[path], err_msg=path
+        )
     assert not (folder / "adapter").exists()  # adapters alone would not be this model
     assert 3 < metrics["validation_loss"] < 5.6
     size = sum(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from training_support import quick_compilation
 
 from lcjax import lora as lora_lib
 from lcjax.lora import LoRA
@@ -27,6 +28,12 @@ CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32)
 ONE = Mesh(fsdp=1)
 PLAIN = language_model(CONFIG, PlainPositions())
 _total = jax.jit(PLAIN)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly(tmp_path_factory):
+    with quick_compilation(tmp_path_factory.mktemp("xla")):
+        yield
 
 
 def one_device():
@@ -203,11 +210,11 @@ def test_an_adapter_step_computes_no_gradient_of_frozen_weights():
     config, trained, frozen = lora_setup()
     objective = language_model(config, PlainPositions())
     # The result of a product with a weight's shape, [D, F] or the head's [D, V], is its gradient.
-    gradients = [" = f32[16,24]", " = f32[16,40]"]
+    gradients = ["-> tensor<16x24xf32>", "-> tensor<16x40xf32>"]
 
     def products(*args):
-        text = sums.lower(objective, *args, random_batch(0), jax.random.key(0), 1).compile()
-        lines = [line for line in text.as_text().splitlines() if " dot(" in line]
+        text = sums.lower(objective, *args, random_batch(0), jax.random.key(0), 1).as_text()
+        lines = [line for line in text.splitlines() if "dot_general" in line]
         return [any(shape in line for line in lines) for shape in gradients]
 
     assert products(union(trained, frozen), {}) == [True, True]

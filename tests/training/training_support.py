@@ -1,6 +1,9 @@
 """A run that takes seconds: the tiny preset with a byte tokenizer on a toy corpus."""
 
+import contextlib
 import random
+
+import jax
 
 from lcjax.data import DataConfig
 from lcjax.lm import ModelSection
@@ -9,6 +12,30 @@ from lcjax.training.config import RunSection, TrainConfig, TrainSection
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "rat", "at", "dawn"]
 STEPS = 12
+
+
+def compile_quickly(cache):
+    """Code is compiled without optimisation, and each function once for all runs with `cache`.
+
+    Returns the settings before. None of these tests depends on how fast the code runs.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(cache),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_disable_most_optimizations": True,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    return before
+
+
+@contextlib.contextmanager
+def quick_compilation(cache):
+    before = compile_quickly(cache)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 def write_corpus(folder):
