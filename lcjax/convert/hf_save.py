@@ -1,5 +1,8 @@
 """Writes a folder that transformers opens with the same logits.
 
+CLEX and an E2-LLM scale that follows the length have no form in transformers: it reads them
+as plain rope, and a warning says so when they are written.
+
 Everything goes into a hidden folder beside the destination, which is renamed when it is complete: a
 killed process or a full disk never leaves half a model that looks whole. Tensors pass through the
 host one at a time.
@@ -11,6 +14,7 @@ import glob
 import itertools
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +65,7 @@ def save_hf(
         collections.deque(arrays, maxlen=0)
         return folder
     check_destination(folder, overwrite)
+    _warn_of_plain_rope(config, folder)
     _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
     with _finished_or_absent(folder, overwrite) as partial:
         write_json(partial / "config.json", hf)
@@ -69,6 +74,17 @@ def save_hf(
             tokenizer.save(partial)
         _write_weights(partial, tensors, arrays, max_shard_bytes)
     return folder
+
+
+def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
+    if (limit := config.rope.hf_limit) is None:
+        return
+    same = f"gives the same logits up to {limit} tokens" if limit else "gives other logits"
+    warnings.warn(
+        f"{folder}: transformers will read rope {config.rope.type} as plain rope and {same}; "
+        "lcjax reads the method itself from this folder",
+        stacklevel=3,
+    )
 
 
 def check_destination(folder: Path, overwrite: bool) -> None:

@@ -141,12 +141,18 @@ class Rope(draccus.ChoiceRegistry):
         """Reads transformers' rope dictionary, beside the other entries of its config."""
         raise NotImplementedError(f"{cls.__name__} has to define `from_hf_rope`")
 
+    @property
+    def hf_limit(self) -> int | None:
+        """Tokens up to which transformers computes the same from `to_hf`; none: at every length."""
+        return None
+
     def to_hf(self, head_dim: int | None = None) -> dict[str, Any]:
         """Entries of a Hugging Face config: old `rope_scaling` and new `rope_parameters`.
 
         They go over the model's own entries, because some types fix `max_position_embeddings`.
         `head_dim` (rotary channels) is needed by types that transformers knows only in another
-        form: ntk, dynamic_ntk with `min_length`, and yarn with the frequency ramp.
+        form: ntk, dynamic_ntk with `min_length`, and yarn with the frequency ramp. What it cannot
+        compute at all it reads as plain rope, right up to `hf_limit` tokens.
         """
         from lcjax.rope.hf import write
 

@@ -196,6 +196,12 @@ class Clex(Rope):
                 )
         return {name: jnp.asarray(params[name]) for name in shapes}
 
+    @property
+    def hf_limit(self) -> int | None:
+        if self.log_scale:  # also scales the queries of shorter texts
+            return 0
+        return self.known("original_length")
+
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         """Plain rope, which CLEX is up to `original_length`; transformers cannot do the rest."""
         return {"rope_type": "default", "rope_theta": self.theta}, {}

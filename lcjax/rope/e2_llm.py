@@ -42,6 +42,10 @@ class E2LLM(Rope):
     def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
         return base_frequencies(self.known("theta"), head_dim) / self.scale(length), 1.0
 
+    @property
+    def hf_limit(self) -> int | None:
+        return self.known("original_length") if self.factor is None else None
+
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         if self.factor is None:
             return {"rope_type": "default", "rope_theta": self.theta}, {}

@@ -134,7 +134,8 @@ def test_learned_frequencies_travel_in_float32_under_their_published_names(tmp_p
     config = tiny_config(rope=rope, param_dtype="bfloat16")
     params = random_params(config.replace(param_dtype="float32"))
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params) | {"rope": params["rope"]}
-    save_hf(tmp_path / "m", params, config, ByteTokenizer())
+    with pytest.warns(UserWarning, match=r"rope clex as plain rope .* up to 64 tokens"):
+        save_hf(tmp_path / "m", params, config, ByteTokenizer())
     source = SafetensorsFolder(tmp_path / "m")
     name = "model.clex_layer.proj_func.ode_up_proj"
     assert source.tensors[name] == TensorInfo((4, 16), "float32")
