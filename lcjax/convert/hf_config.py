@@ -11,7 +11,8 @@ from lcjax.rope.hf import from_hf
 
 SUPPORTED = ("llama", "mistral", "qwen2", "phi")
 _THETA = 10_000.0  # what transformers takes for all four when the config has no rope_theta
-_MISTRAL_WINDOW = 4_096  # likewise; `sliding_window: null` means none
+_DEFAULT_WINDOW = 4_096  # likewise of mistral and qwen2; `sliding_window: null` means none
+_MAX_LENGTH = "lcjax_max_length"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -37,7 +38,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         num_heads=heads,
         num_kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        max_length=get("max_position_embeddings"),
+        max_length=hf.get(_MAX_LENGTH) or get("max_position_embeddings"),
         rotary_fraction=fraction,
         tie_embeddings=hf.get("tie_word_embeddings", False),
         rope=from_hf(hf).resolve(theta=_THETA, length=get("max_position_embeddings")),
@@ -106,7 +107,7 @@ def _phi_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
 
 def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
     """Mistral's window holds in every layer, Qwen2's in those from `max_window_layers` on."""
-    window = hf.get("sliding_window", _MISTRAL_WINDOW if kind == "mistral" else None)
+    window = hf.get("sliding_window", _DEFAULT_WINDOW)
     if window is None or kind not in ("mistral", "qwen2"):
         return Causal()
     if kind == "mistral":
@@ -136,7 +137,10 @@ def model_type_of(config: ModelConfig) -> str:
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
-    """The `config.json` with which transformers computes the same logits."""
+    """The `config.json` with which transformers computes the same logits.
+
+    Up to `config.rope.hf_limit` tokens when the position method has one.
+    """
     kind = model_type_of(config)
     _check_exportable(config, kind)
     hf = {
@@ -168,6 +172,9 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
         }
     hf |= _family_fields(config, kind)
     hf |= config.rope.to_hf(config.rotary_dim)
+    if hf["max_position_embeddings"] != config.max_length:
+        # A dynamic rope keeps a number of its own there: transformers has no other place for it.
+        hf[_MAX_LENGTH] = config.max_length
     if kind == "phi" and isinstance(hf.get("rope_parameters"), dict):
         # transformers 5 reads the factor from here, transformers 4 from the top level.
         hf["rope_parameters"] = hf["rope_parameters"] | {

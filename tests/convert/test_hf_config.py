@@ -1,12 +1,25 @@
 """Configs of the four families, in both spellings, and what is refused."""
 
+import json
+
 import pytest
 from convert_support import FAMILIES, tiny_config
 
 from lcjax.attention import Causal, Sliding
 from lcjax.convert import config_from_hf, config_to_hf
 from lcjax.errors import InputError
-from lcjax.rope import Default, Linear, Yarn
+from lcjax.rope import (
+    E2LLM,
+    NTK,
+    Clex,
+    Default,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    Rope,
+    Yarn,
+)
 
 LLAMA2 = {  # as Llama-2-7B ships it: no rope_theta, no head_dim
     "model_type": "llama",
@@ -25,12 +38,37 @@ LLAMA2 = {  # as Llama-2-7B ships it: no rope_theta, no head_dim
 }
 MISTRAL = LLAMA2 | {"model_type": "mistral", "num_key_value_heads": 8}
 QWEN2 = LLAMA2 | {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": False}
+QWEN2_OPEN = LLAMA2 | {"model_type": "qwen2"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_survives_the_way_out_and_back(family):
     config = tiny_config(family)
     assert config_from_hf(config_to_hf(config)) == config
+
+
+ROPES = (
+    Default(theta=1e4),
+    Linear(theta=1e4, factor=4.0),
+    NTK(theta=1e4, alpha=29.0),
+    DynamicNTK(theta=1e4, factor=2.0, original_length=64),
+    DynamicNTK(theta=1e4, factor=2.0, original_length=32),
+    DynamicNTK(theta=1e4, factor=4.0, original_length=64, min_length=512),
+    Yarn(theta=1e4, factor=8.0, original_length=64),
+    Yarn(theta=1e4, factor=8.0, original_length=64, ramp="frequency"),
+    LongRope(theta=1e4, short_factor=(1,) * 4, long_factor=(4,) * 4, original_length=32, factor=2),
+    Llama3(theta=1e4, factor=8.0, original_length=32),
+    Clex(theta=1e4, original_length=64, max_factor=4),
+    E2LLM(theta=1e4, original_length=64),
+    E2LLM(theta=1e4, original_length=64, factor=8.0),
+)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.type)
+def test_the_whole_config_survives_with_every_position_method(rope):
+    assert {rope.type for rope in ROPES} == set(Rope.get_known_choices())
+    config = tiny_config(rope=rope)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
 @pytest.mark.parametrize("rope", [Linear(theta=1e4, factor=4.0), Yarn(theta=1e4, factor=8.0)])
@@ -60,6 +98,7 @@ def test_the_old_llama_2_config_is_read_with_the_defaults_of_transformers():
         (QWEN2, Causal()),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 32}, Causal()),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, Sliding(512)),
+        (QWEN2_OPEN | {"use_sliding_window": True, "max_window_layers": 0}, Sliding(4096)),
     ],
 )
 def test_the_window_holds_where_transformers_applies_it(hf, pattern):
