@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         _convert(args)
-    except InputError as error:
+    except (InputError, OSError) as error:  # a full disk, a file where a folder should be
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -47,6 +47,9 @@ def _convert(args: argparse.Namespace) -> None:
 
 def _check_destination(src: str, dst: Path, force: bool) -> None:
     """Before the long part: a destination that cannot be written."""
+    nearest = next(parent for parent in (dst, *dst.absolute().parents) if parent.exists())
+    if not nearest.is_dir():
+        raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")
     check_destination(dst, force)
     source = Path(src)
     if source.exists() and dst.exists() and source.resolve() == dst.resolve():

@@ -50,7 +50,7 @@ class SentencePieceTokenizer:
         self.pad_id = self._specials.pad_id
         self.unk_id = self._specials.unk_id
         self.add_bos = self._specials.add_bos
-        self.vocab_size = max(len(pieces), *(i + 1 for i in self.special_ids.values()))
+        self.vocab_size = max([len(pieces), *(i + 1 for i in self.special_ids.values())])
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}

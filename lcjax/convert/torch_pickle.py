@@ -128,8 +128,8 @@ def refuse(folder: Path) -> InputError:
     return InputError(
         f"{folder}: its weights are pickles ({names}), which can run any code when opened; convert "
         "them where you trust them (transformers: AutoModelForCausalLM.from_pretrained(X)"
-        ".save_pretrained(Y) writes safetensors), or pass allow_pickle=True (--allow-pickle) to "
-        "read them with a reader that refuses everything but tensors"
+        ".save_pretrained(Y) writes safetensors), or run python -m lcjax.convert SRC DST "
+        "--allow-pickle, whose reader refuses everything but tensors, and use DST"
     )
 
 

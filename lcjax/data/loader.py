@@ -154,6 +154,7 @@ def _identity(config: DataConfig, corpora: list[Corpus], tokenizer, split: str) 
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _FREE}
     # Where the text lies may change, what it is may not.
     del fields["data.path"], fields["data.sources"]
+    fields["data text fields"] = [corpus.source.text_field for corpus in corpora]
     fields["data weights"] = [corpus.source.weight for corpus in corpora]
     fields["number of documents"] = [len(corpus) for corpus in corpora]
     fields["bytes of text"] = [corpus.size for corpus in corpora]

@@ -27,8 +27,7 @@ class Tokenise:
     def __init__(self, config: DataConfig, tokenizer):
         self._tokenizer, self._least = tokenizer, config.min_document_tokens
         # A tokenizer may have a BOS that its model never saw before a text (chat templates do).
-        expected = getattr(tokenizer, "add_bos", tokenizer.bos_id is not None)
-        wanted = expected if config.add_bos is None else config.add_bos
+        wanted = tokenizer.add_bos if config.add_bos is None else config.add_bos
         self._bos = _special("bos", wanted, tokenizer.bos_id)
         self._eos = _special("eos", config.add_eos, next(iter(tokenizer.eos_ids), None))
         # grain's fitting packers want every document to fit a row.

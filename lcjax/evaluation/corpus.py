@@ -14,7 +14,7 @@ BOS_RULES = ("auto", "always", "never")
 
 def start_token(tokenizer, rule: str) -> int | None:
     """BOS where a text should begin with it; `auto` asks what the model was trained with."""
-    wanted = getattr(tokenizer, "add_bos", tokenizer.bos_id is not None)
+    wanted = tokenizer.add_bos
     if rule == "never" or (rule == "auto" and not wanted):
         return None
     if tokenizer.bos_id is None:

@@ -11,6 +11,7 @@ class Bytes:
     """Bytes as tokens, with BOS and EOS."""
 
     bos_id, eos_ids, vocab_size, fingerprint = BOS, (EOS,), 258, "bytes"
+    add_bos = True
 
     def encode(self, text):
         return list(text.encode())
@@ -22,7 +23,7 @@ class Bytes:
 class Plain(Bytes):
     """The same without special tokens."""
 
-    bos_id, eos_ids = None, ()
+    bos_id, eos_ids, add_bos = None, (), False
 
 
 def make_texts(count, seed=0, low=1, high=90):

@@ -17,6 +17,7 @@ class ByteTokenizer:
     fingerprint: str = "bytes"
     eos_ids: tuple[int, ...] = ()
     vocab_size: int = VOCAB
+    add_bos: bool = True
 
     def encode(self, text, *, allow_special=False):
         if not allow_special:

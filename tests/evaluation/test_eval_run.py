@@ -149,7 +149,7 @@ def test_the_summary_is_strict_json_with_config_versions_and_seed(config):
 
 
 def test_a_checkpoint_with_another_tokenizer_gets_its_own_windows(config):
-    other = ByteTokenizer(bos_id=None, fingerprint="bytes without bos")
+    other = ByteTokenizer(bos_id=None, add_bos=False, fingerprint="bytes without bos")
     sections = []
 
     def load(section):

@@ -29,7 +29,9 @@ def plan(task, length, tokenizer=TOKENIZER, seed=0):
     return task.plan(Corpus([], tokenizer), length, limits)
 
 
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, ByteTokenizer(bos_id=None), BlankInFront()])
+@pytest.mark.parametrize(
+    "tokenizer", [TOKENIZER, ByteTokenizer(bos_id=None, add_bos=False), BlankInFront()]
+)
 @pytest.mark.parametrize("template", ["none", "chat"])
 @pytest.mark.parametrize("length", [900, 1024, 1501, 4096])
 def test_prompt_and_answer_fill_the_budget_exactly_with_one_bos(length, template, tokenizer):
