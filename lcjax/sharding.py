@@ -96,5 +96,22 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
+def rows_over(mesh: jax.sharding.Mesh | None, rows: int) -> int:
+    """Devices that the `rows` of a batch are spread over: 1 without a mesh that divides them."""
+    devices = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    return devices if rows % devices == 0 else 1
+
+
+def keep_rows(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
+    """`x` [B, ...] with its rows over `data` and `fsdp`, and nothing else split.
+
+    Left alone, XLA follows the split of the embedding's width over `fsdp` instead of the batch, and
+    every device then carries the hidden states of all rows.
+    """
+    if rows_over(mesh, x.shape[0]) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+
+
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())

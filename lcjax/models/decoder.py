@@ -10,6 +10,7 @@ from lcjax import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Norm
 from lcjax.rope import Rotation
+from lcjax.sharding import keep_rows
 
 _REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -18,27 +19,31 @@ class SequentialBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen2."""
 
     config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
-        c = self.config
+        c, x = self.config, keep_rows(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
         attended, layer = Attention(c, name="attention")(normed, context, layer)
-        x = x + attended
-        return x + MLP(c, name="mlp")(Norm(c, name="mlp_norm")(x)), layer
+        x = keep_rows(x + attended, self.mesh)
+        x = x + MLP(c, name="mlp")(Norm(c, name="mlp_norm")(x))
+        return keep_rows(x, self.mesh), layer
 
 
 class ParallelBlock(nn.Module):
     """x + attention(norm(x)) + mlp(norm(x)) with one norm: Phi-2."""
 
     config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
-        c = self.config
+        c, x = self.config, keep_rows(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
         attended, layer = Attention(c, name="attention")(normed, context, layer)
-        return x + attended + MLP(c, name="mlp")(normed), layer
+        x = x + attended + MLP(c, name="mlp")(normed)
+        return keep_rows(x, self.mesh), layer
 
 
 _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
@@ -51,6 +56,7 @@ class Decoder(nn.Module):
     """
 
     config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None  # whose devices share the rows of hidden states
 
     def setup(self):
         c = self.config
@@ -72,9 +78,9 @@ class Decoder(nn.Module):
                 in_axes=(nn.broadcast, 0),
                 out_axes=0,
                 length=c.num_layers,
-            )(c)
+            )(c, self.mesh)
         else:
-            self.layers = [block(c) for _ in range(c.num_layers)]
+            self.layers = [block(c, self.mesh) for _ in range(c.num_layers)]
         self.final_norm = Norm(c)
         if not c.tie_embeddings:
             self.head = nn.Dense(
@@ -119,7 +125,7 @@ class Decoder(nn.Module):
             cache, view = cache_lib.extend(cache, segments, positions)
             layers = cache.layers
         context = Context(positions, segments, rotation, view)
-        x = self.embed.embedding[tokens].astype(c.compute_dtype())
+        x = keep_rows(self.embed.embedding[tokens].astype(c.compute_dtype()), self.mesh)
         if c.scan_layers:
             x, layers = self.layers(x, context, layers)
         else:

@@ -101,7 +101,7 @@ class Training:
             assembly.trained, optimizer, mesh, seed=train.seed, ema=train.ema is not None
         )
         step = make_train_step(
-            language_model(self.model, train.positions, chunk=train.loss_chunk),
+            language_model(self.model, train.positions, chunk=train.loss_chunk, mesh=mesh),
             optimizer,
             optim.schedule(train),
             accumulation=train.accumulation,
@@ -109,7 +109,7 @@ class Training:
         )
         layout = state_shardings(state, mesh)
         self.step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
-        plain = language_model(self.model, PlainPositions(), chunk=train.loss_chunk)
+        plain = language_model(self.model, PlainPositions(), chunk=train.loss_chunk, mesh=mesh)
         self.eval_step = jax.jit(make_eval_step(plain))
         self.tracing = False
         self.validation: tuple[Loader, dict] | None = None  # with its position at the beginning

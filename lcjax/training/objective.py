@@ -13,13 +13,19 @@ Batch = dict[str, jax.Array]
 Objective = Callable[[dict, dict, Batch, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def language_model(config: ModelConfig, positions, *, chunk: int | None = None) -> Objective:
+def language_model(
+    config: ModelConfig,
+    positions,
+    *,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Objective:
     """Cross-entropy of `targets`, weighted by `weights`, summed over the batch.
 
     `positions` (`lcjax.rope.positions`) places the tokens: where they stand, or somewhere in a
-    longer context, drawn anew for every batch.
+    longer context, drawn anew for every batch. Rows are spread over the devices of `mesh`.
     """
-    model = Decoder(config)
+    model = Decoder(config, mesh)
 
     def objective(trained, frozen, batch, key):
         params = union(trained, frozen)

@@ -1,0 +1,84 @@
+"""A training step over eight devices: the same numbers, and no device holds every row."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.models import Decoder, preset
+from lcjax.rope.positions import PlainPositions
+from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.training.objective import language_model
+
+ROWS, LENGTH = 8, 24
+CONFIG = preset("tiny").replace(vocab_size=256, width=64, mlp_width=96)
+MESHES = [Mesh(8, 1, 1), Mesh(1, 8, 1), Mesh(2, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def params():
+    init = jax.jit(Decoder(CONFIG).init)
+    return init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+@pytest.fixture(scope="module")
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 256, (ROWS, LENGTH)).astype(np.int32)
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 1),
+        "segments": np.ones_like(tokens),
+        "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape),
+        "weights": np.ones(tokens.shape, np.float32),
+    }
+
+
+def _step(mesh, **settings):
+    """Loss and gradients of the sum over all rows."""
+    objective = language_model(CONFIG, PlainPositions(), mesh=mesh, **settings)
+
+    def loss(params, batch):
+        return objective(params, {}, batch, jax.random.key(0))[0] / (ROWS * LENGTH)
+
+    return jax.value_and_grad(loss)
+
+
+def _sharded(mesh, params, batch, **settings):
+    layout = param_shardings(mesh, params)
+    step = jax.jit(_step(mesh, **settings), out_shardings=(None, layout))
+    return step, jax.device_put(params, layout), jax.device_put(batch, batch_sharding(mesh))
+
+
+def _collectives(text):
+    """(operation, sizes of its results) of every collective in a compiled program."""
+    found = []
+    names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    for result, name in re.findall(rf"= (.*?) ({names})(?:-start)?\(", text):
+        shapes = re.findall(r"\w+\[([\d,]*)\]", result)
+        found.append((name, [tuple(int(n) for n in shape.split(",") if n) for shape in shapes]))
+    return found
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape, params, batch):
+    want = jax.jit(_step(None))(params, batch)
+    step, *arguments = _sharded(make_mesh(shape), params, batch)
+    got = step(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+
+
+def test_no_collective_moves_the_hidden_states_of_all_rows(params, batch):
+    step, *arguments = _sharded(make_mesh(Mesh(1, 8, 1)), params, batch)
+    collectives = _collectives(step.lower(*arguments).compile().as_text())
+    assert {name for name, _ in collectives} >= {"all-gather", "all-reduce"}
+    hidden = ROWS * LENGTH * CONFIG.width
+    everyone = [
+        (name, shape)
+        for name, shapes in collectives
+        for shape in shapes
+        if math.prod(shape) % hidden == 0 and LENGTH in shape
+    ]
+    assert not everyone
