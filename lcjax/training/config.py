@@ -128,6 +128,10 @@ class TrainConfig:
     track: TrackSection = field(default_factory=TrackSection)
 
     def __post_init__(self):
+        if self.model.dtype == "float16":
+            raise InputError(
+                "model.dtype='float16' cannot be trained: its gradients underflow; use bfloat16"
+            )
         if self.eval.every and not self.data.holdout:
             raise InputError(
                 f"eval.every={self.eval.every} needs held-out documents; set data.holdout, as 0.01"
