@@ -32,7 +32,7 @@ class Cache:
 
     layers: Any
     segments: jax.Array  # int32 [B, S]: 1 where a slot holds a token, 0 where not
-    positions: jax.Array  # [B, S], the positions of the keys
+    positions: jax.Array  # float32 [B, S], the positions of the keys
     filled: jax.Array  # int32 scalar
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
 
@@ -62,8 +62,8 @@ def create(config: "ModelConfig", batch: int, capacity: int, *, rotated: bool = 
 
     scanned = config.scan_layers
     layers = pair(config.num_layers) if scanned else tuple(pair() for _ in range(config.num_layers))
-    # Two arrays, not one twice: a caller that donates the cache may give each buffer only once.
-    segments, positions = (jnp.zeros((batch, capacity), jnp.int32) for _ in range(2))
+    segments = jnp.zeros((batch, capacity), jnp.int32)
+    positions = jnp.zeros((batch, capacity), jnp.float32)  # they may be fractional
     return Cache(layers, segments, positions, jnp.int32(0), rotated)
 
 

@@ -235,16 +235,21 @@ def _step(model, params, cache, token, positions, rotation):
     return model.apply({"params": params}, hidden[:, -1], method="logits"), cache
 
 
-@functools.partial(jax.jit, static_argnums=4)
 def _pick(logits, key, step, eos, sampling):
     """The next token [B] of float32 logits [B, V]."""
     early = step < sampling.min_new_tokens
+    return _draw(logits, key, step, eos, early, sampling.temperature, sampling.top_p)
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "top_p"))
+def _draw(logits, key, step, eos, early, temperature, top_p):
+    """`_pick` with only what changes the program as static arguments."""
     logits = logits.at[:, eos].add(jnp.where(early, -jnp.inf, 0.0))
-    if sampling.temperature == 0:
+    if temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
-    if sampling.top_p < 1:
-        logits = _nucleus(logits, sampling.top_p)
+    logits = logits / temperature
+    if top_p < 1:
+        logits = _nucleus(logits, top_p)
     return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
 
 

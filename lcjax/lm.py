@@ -37,7 +37,7 @@ class ModelSection:
     param_dtype: str | None = None  # of weights; none: the checkpoint's own
     remat: str = "none"  # what a training step recomputes: none, dots (all but matmuls), full
     tokenizer: str | None = None  # path of another tokenizer; none: the checkpoint's own
-    seed: int = 0  # of random weights
+    seed: int = 0  # of random weights, and of what a learned rope adds to a checkpoint
 
     def __post_init__(self):
         if self.path is not None and self.preset is not None:
@@ -81,7 +81,9 @@ def build(
         )
         config = resolve(section, config)
         if config.rope.learned and "rope" not in params:
-            params = params | {"rope": config.rope.init(jax.random.key(0), config.rotary_dim)}
+            params = params | {
+                "rope": config.rope.init(jax.random.key(section.seed), config.rotary_dim)
+            }
     else:
         config = resolve(section, preset(section.preset))
         params, tokenizer = _random(config, section.seed, mesh), ByteTokenizer()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lcjax import cache as cache_lib
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
@@ -208,3 +209,30 @@ def test_a_method_is_exchanged_without_touching_the_weights(params):
     np.testing.assert_array_equal(
         other.with_method(rope=ROPES["default"]).nll(tokens), lm.nll(tokens)
     )
+
+
+def test_requests_that_differ_in_seed_stop_or_length_share_one_compiled_choice(params):
+    from lcjax.generate import _draw
+
+    lm, prompt = _model(params), _ids(6, 12)
+    _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=0.7))
+    before = _draw._cache_size()
+    _generated(lm, [prompt], Sampling(max_new_tokens=4, temperature=0.7, seed=5, stop=("zzz",)))
+    assert _draw._cache_size() == before
+
+
+def test_fractional_positions_survive_in_a_cache_of_unrotated_keys(params):
+    lm = _model(params, ROPES["yarn"])
+    model, places = lm._model, np.arange(20, dtype=np.float32)[None] / 3
+    tokens, rotation = np.array([_ids(10, 20)]), lm.rotation(64)
+    want, _ = model.apply({"params": lm.params}, tokens, positions=places, rotation=rotation)
+    cache = cache_lib.create(model.config, 1, 64, rotated=False)
+    for part in (slice(0, 12), slice(12, 20)):
+        got, cache = model.apply(
+            {"params": lm.params},
+            tokens[:, part],
+            positions=places[:, part],
+            rotation=rotation,
+            cache=cache,
+        )
+    np.testing.assert_allclose(got, want[:, 12:], atol=1e-4)
