@@ -14,6 +14,12 @@ _CHUNK_BYTES = {"cpu": 64 * 2**20}
 _CHUNK_BYTES_DEFAULT = 2**30
 
 
+def project(hidden: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """float32 logits [..., V] of hidden states [..., D]: sums are never rounded to 16 bits."""
+    logits = jnp.einsum("...D,DV->...V", hidden, kernel, preferred_element_type=jnp.float32)
+    return logits if bias is None else logits + bias.astype(jnp.float32)
+
+
 def cross_entropy(
     hidden: jax.Array,
     kernel: jax.Array,
@@ -80,8 +86,7 @@ def _chunked(x: jax.Array, chunk: int) -> jax.Array:
 
 def _nll(hidden, kernel, bias, targets):
     """-log p(target) [B, c], the logits [B, c, V] and their log-sum-exp [B, c, 1], float32."""
-    logits = jnp.einsum("BTD,DV->BTV", hidden, kernel, preferred_element_type=jnp.float32)
-    logits = logits + bias.astype(jnp.float32)
+    logits = project(hidden, kernel, bias)
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     # A comparison instead of a gather stays local when the vocabulary is sharded.
     target = jnp.where(_is_target(targets, logits.shape[-1]), logits, 0.0).sum(-1)

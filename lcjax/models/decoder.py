@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lcjax import cache as cache_lib
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import MLP, Attention, Context, Norm
+from lcjax.models.layers import MLP, Attention, Context, Head, Norm
 from lcjax.rope import Rotation
 from lcjax.sharding import keep_rows
 
@@ -83,13 +83,7 @@ class Decoder(nn.Module):
             self.layers = [block(c, self.mesh) for _ in range(c.num_layers)]
         self.final_norm = Norm(c)
         if not c.tie_embeddings:
-            self.head = nn.Dense(
-                c.vocab_size,
-                use_bias=c.head_bias,
-                dtype=c.compute_dtype(),
-                param_dtype=dtype,
-                kernel_init=nn.initializers.normal(0.02),
-            )
+            self.head = Head(c)
         if c.rope.learned:
             self.rope = self.param("rope", c.rope.init, c.rotary_dim)
 
@@ -144,8 +138,9 @@ class Decoder(nn.Module):
         """float32 [..., V] of hidden states [..., D]."""
         if self.config.tie_embeddings:
             kernel = self.embed.embedding.astype(self.config.compute_dtype())
+            # As it lies in memory: a transposed kernel costs a CPU a copy for every token.
             return jnp.einsum("...D,VD->...V", hidden, kernel, preferred_element_type=jnp.float32)
-        return self.head(hidden).astype(jnp.float32)
+        return self.head(hidden)
 
 
 def head(params: dict, config: ModelConfig) -> tuple[jax.Array, jax.Array | None]:

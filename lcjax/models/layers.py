@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lcjax import cache as cache_lib
 from lcjax.attention import attend
+from lcjax.loss import project
 from lcjax.models.config import ModelConfig
 from lcjax.rope import Rotation
 
@@ -48,6 +49,21 @@ class Linear(nn.Module):
             b = weight("lora_b", nn.initializers.zeros, (rank, *self.outputs))
             y = y + config.lora.scale * _matmul(_matmul(x, a, count), b, 1)
         return y
+
+
+class Head(nn.Module):
+    """The projection of hidden states to the vocabulary, where it is not the tied embedding."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        c = self.config
+        dtype, spread = jnp.dtype(c.param_dtype), nn.initializers.normal(0.02)
+        kernel = self.param("kernel", spread, (c.width, c.vocab_size), dtype)
+        zeros = nn.initializers.zeros
+        bias = self.param("bias", zeros, (c.vocab_size,), dtype) if c.head_bias else None
+        return project(hidden, kernel.astype(c.compute_dtype()), bias)
 
 
 def _matmul(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:

@@ -12,7 +12,8 @@ from lcjax import lora as lora_lib
 from lcjax.attention import Sliding
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
-from lcjax.models import Decoder, ModelConfig, preset, stack_layers, unstack_layers
+from lcjax.loss import token_nll
+from lcjax.models import Decoder, ModelConfig, head, preset, stack_layers, unstack_layers
 from lcjax.rope import NTK, Default, Linear, Yarn
 
 TINY = preset("tiny")
@@ -186,3 +187,19 @@ def test_bad_architectures_are_refused_with_the_rule():
 
 def test_default_rope_is_resolved():
     assert TINY.rope == Default(theta=10_000.0)
+
+
+def test_bfloat16_logits_of_an_untied_head_are_those_of_the_loss_and_not_rounded():
+    config = TINY.replace(tie_embeddings=False, head_bias=True, dtype="bfloat16")
+    model, tokens = Decoder(config), jnp.arange(24).reshape(2, 12)
+    params = jax.jit(model.init)(jax.random.key(3), tokens)["params"]
+    assert set(params["head"]) == {"kernel", "bias"}
+    params["head"]["bias"] = jnp.linspace(-1, 1, config.vocab_size)
+    hidden, _ = model.apply({"params": params}, tokens)
+    logits = model.apply({"params": params}, hidden, method="logits")
+    assert logits.dtype == jnp.float32
+    assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.5
+    kernel, bias = head(params, config)
+    nll = token_nll(hidden, kernel, tokens, bias=bias)
+    want = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
+    np.testing.assert_allclose(nll, want, atol=1e-5)
