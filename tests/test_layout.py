@@ -16,7 +16,7 @@ CODE += sorted((ROOT / "benchmarks").rglob("*.py"))
 
 # A part imports from its own line and the lines above it, never from one below.
 ORDER = [
-    {"errors", "config"},
+    {"errors", "config", "tree"},
     {"rope", "attention"},
     {"lora", "sharding", "loss", "memory", "models", "cache"},
     {"cost", "checkpoint"},
