@@ -13,8 +13,18 @@ from lcjax.attention import Sliding
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
 from lcjax.loss import token_nll
-from lcjax.models import Decoder, ModelConfig, head, preset, stack_layers, unstack_layers
+from lcjax.models import (
+    Decoder,
+    ModelConfig,
+    head,
+    preset,
+    stack_layers,
+    unstack_layers,
+    unstack_layers_in_place,
+)
+from lcjax.models import decoder as decoder_lib
 from lcjax.rope import NTK, Default, Linear, Yarn
+from lcjax.sharding import Mesh, make_mesh, param_shardings
 
 TINY = preset("tiny")
 PHI = TINY.replace(
@@ -129,6 +139,45 @@ def test_separate_layers_equal_scanned_ones(name):
         _logits(loop, apart, tokens), _logits(model, params, tokens), atol=1e-5
     )
     jax.tree.map(np.testing.assert_array_equal, stack_layers(apart, config), params)
+
+
+def test_separating_layers_in_place_never_holds_a_second_copy(monkeypatch):
+    config = TINY.replace(num_layers=4)
+    params = _model(config)[1]
+    want = unstack_layers(jax.tree.map(np.asarray, params), config)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
+    others = sum(leaf.nbytes for leaf in jax.live_arrays()) - size
+    alive, split = [], decoder_lib._parts
+
+    def watched(leaf):
+        parts = split(leaf)
+        alive.append(sum(leaf.nbytes for leaf in jax.live_arrays()) - others)
+        return parts
+
+    monkeypatch.setattr(decoder_lib, "_parts", watched)
+    assert unstack_layers_in_place(params, config) is None
+    assert size < max(alive) <= size + largest
+    assert set(params) == set(want)
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+def test_separate_layers_lie_on_a_mesh_as_the_stacked_ones_did():
+    mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2))
+    params = _model(TINY)[1]
+    params = jax.device_put(params, param_shardings(mesh, params))
+    apart = unstack_layers(params, TINY)
+    back = stack_layers(apart, TINY)
+    for tree in (apart, back):
+        wanted = param_shardings(mesh, tree)
+        jax.tree.map(lambda x, w: _same_layout(x.sharding, w, x.ndim), tree, wanted)
+    kernel = apart["layers_1"]["mlp"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 4
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def _same_layout(found, wanted, ndim):
+    assert found.is_equivalent_to(wanted, ndim), (found, wanted)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi"])
