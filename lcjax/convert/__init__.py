@@ -3,14 +3,13 @@
 from lcjax.convert.hf_config import config_from_hf, config_to_hf
 from lcjax.convert.hf_save import save_hf
 from lcjax.convert.load import load, load_config, load_tokenizer
-from lcjax.convert.tokenizer import TextStream, Tokenizer, check_same, check_vocabulary
+from lcjax.convert.tokenizer import TextStream, Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_bytes import ByteTokenizer
 
 __all__ = [
     "ByteTokenizer",
     "TextStream",
     "Tokenizer",
-    "check_same",
     "check_vocabulary",
     "config_from_hf",
     "config_to_hf",

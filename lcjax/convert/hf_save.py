@@ -27,9 +27,10 @@ from lcjax.convert import hf_names
 from lcjax.convert.hf_config import config_to_hf
 from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
-from lcjax.convert.weights import DTYPES, TensorInfo, lookup
+from lcjax.convert.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
+from lcjax.tree import lookup
 
 _MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
 

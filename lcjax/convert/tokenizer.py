@@ -163,16 +163,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
         )
 
 
-def check_same(tokenizer: Tokenizer, fingerprint: str, vocab_size: int, where: str) -> None:
-    """Refuses a tokenizer other than the one that `where` (a corpus, a run) was made with."""
-    if tokenizer.fingerprint != fingerprint:
-        raise InputError(
-            f"{where} was made with another tokenizer ({vocab_size} ids, fingerprint {fingerprint})"
-            f" than this model's ({tokenizer.vocab_size} ids, {tokenizer.fingerprint}); make it "
-            "again with this tokenizer, or use the model it belongs to"
-        )
-
-
 class TextStream:
     """Turns ids into text piece by piece; never emits a part of a character.
 

@@ -113,10 +113,11 @@ def bin_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return sorted(folder.glob("pytorch_model*.bin"))
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted({Path(name).name for name in found})
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(f"{index}: not an index of shards ({error}); download it again") from error
-    files = [folder / Path(name).name for name in names]
+    files = [folder / name for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
         raise InputError(f"{folder}: shards are missing: {', '.join(missing[:10])}; download them")
     return files
@@ -124,12 +125,17 @@ def bin_files(folder: Path) -> list[Path]:
 
 def refuse(folder: Path) -> InputError:
     """Why pickles are not opened by default, and what to do."""
-    names = ", ".join(file.name for file in bin_files(folder)[:3])
+    return pickles(str(folder), [file.name for file in bin_files(folder)])
+
+
+def pickles(where: str, names: list[str]) -> InputError:
+    """The same for a place whose files are known by name only."""
     return InputError(
-        f"{folder}: its weights are pickles ({names}), which can run any code when opened; convert "
-        "them where you trust them (transformers: AutoModelForCausalLM.from_pretrained(X)"
-        ".save_pretrained(Y) writes safetensors), or run python -m lcjax.convert SRC DST "
-        "--allow-pickle, whose reader refuses everything but tensors, and use DST"
+        f"{where}: its weights are pickles ({', '.join(names[:3])}), which can run any code when "
+        "opened; convert them where you trust them (transformers: AutoModelForCausalLM"
+        ".from_pretrained(X).save_pretrained(Y) writes safetensors), or run python -m "
+        "lcjax.convert SRC DST --allow-pickle, whose reader refuses everything but tensors, and "
+        "use DST"
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from lcjax.convert import hf_names
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
+from lcjax.tree import lookup, nest
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -155,22 +156,3 @@ def _read_layer(
     block = rows.reshape(len(first), *entry.view[1:])
     rest = tuple(slice(b.start, b.stop) for b in bounds[1:])
     return block[(slice(None), *rest)].transpose(entry.order)
-
-
-def nest(leaves: dict[str, Any]) -> dict:
-    """`{"a/b": x}` -> `{"a": {"b": x}}`."""
-    tree: dict = {}
-    for path, leaf in leaves.items():
-        *parents, last = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
-
-
-def lookup(tree: dict, path: str) -> Any:
-    """The leaf at `"a/b"`."""
-    for part in path.split("/"):
-        tree = tree[part]
-    return tree

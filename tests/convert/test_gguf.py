@@ -13,9 +13,9 @@ from gguf import GGMLQuantizationType as Kind
 from lcjax.convert import hf_names, load, load_config, load_tokenizer
 from lcjax.convert.gguf_io import GGUFFile, dequantize
 from lcjax.convert.gguf_reader import read_index
-from lcjax.convert.weights import lookup
 from lcjax.errors import InputError
 from lcjax.rope import Linear, Llama3, Yarn
+from lcjax.tree import lookup
 
 NAMES = {
     "input_layernorm": "attn_norm",

@@ -13,12 +13,13 @@ import lcjax.convert.hf_save
 import lcjax.lora
 from lcjax.convert import ByteTokenizer, hf_names, load, load_config, load_tokenizer, save_hf
 from lcjax.convert.safetensors_io import SafetensorsFolder
-from lcjax.convert.weights import TensorInfo, nest
+from lcjax.convert.weights import TensorInfo
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
 from lcjax.models import Decoder, unstack_layers
 from lcjax.rope.clex import Clex
 from lcjax.sharding import Mesh, make_mesh, param_shardings
+from lcjax.tree import nest
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,6 +28,11 @@ def craft(path, header, body=b""):
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
 
 
+def entry(name="x", **changes):
+    """A header of one sound tensor of two floats, with changes."""
+    return {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
+
+
 def test_the_reference_library_reads_what_is_written(tmp_path):
     write(tmp_path / SINGLE)
     theirs = safetensors.numpy.load_file(tmp_path / SINGLE)
@@ -73,12 +78,44 @@ def test_a_truncated_file_is_noticed_before_any_tensor_is_read(tmp_path, keep):
         ({"x": {"dtype": "F32", "shape": [2]}}, b"", "header is damaged"),
         ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234", "x 4 bytes, but"),
         ({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"123456", "2 bytes more"),
+        (entry(shape=[2.0]), b"12345678", r"x has shape \[2\.0\]"),
+        (entry(shape=[-1, -2]), b"12345678", r"x has shape \[-1, -2\]"),
+        (entry(shape=["2"]), b"12345678", r"x has shape \['2'\]"),
+        (entry(shape=[True, 2]), b"12345678", r"x has shape \[True, 2\]"),
+        (entry(shape="2"), b"12345678", "x has shape '2'"),
+        (entry(shape=None), b"12345678", "x has shape None"),
+        (entry(dtype=["F32"]), b"12345678", r"x has dtype \['F32'\]"),
+        (entry(data_offsets=[0.0, 8.0]), b"12345678", r"x has data_offsets \[0\.0, 8\.0\]"),
+        (entry(data_offsets=[-8, 0]), b"12345678", r"x has data_offsets \[-8, 0\]"),
+        (entry(data_offsets=[8, 0]), b"12345678", r"x has data_offsets \[8, 0\]"),
+        (entry(data_offsets=[8]), b"12345678", "header is damaged"),
+        (entry(data_offsets=[2**62, 2**62 + 8]), b"12345678", "truncated"),
+        (entry() | entry("y"), b"12345678", "y overlaps x|x overlaps y"),
+        (entry() | entry("y", data_offsets=[4, 12]), b"123456789abc", "y overlaps x"),
+        (b"[" * 100_000, b"", "header is damaged"),
     ],
 )
 def test_a_header_that_does_not_describe_the_file_is_refused(tmp_path, header, body, words):
     craft(tmp_path / SINGLE, header, body)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as error:
         SafetensorsFolder(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_an_absurd_header_length_is_named(tmp_path):
+    (tmp_path / SINGLE).write_bytes((2**40).to_bytes(8, "little") + b"{}")
+    with pytest.raises(InputError, match="a header of 1,099,511,627,776 bytes"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_numbered_files_without_an_index_must_be_all_there(tmp_path):
+    write(tmp_path / "model-00001-of-00002.safetensors", {"a": ARRAYS["a"]})
+    with pytest.raises(InputError, match=r"1 of 2 shards are missing beside model-00001.*index"):
+        SafetensorsFolder(tmp_path)
+    write(tmp_path / "model-00002-of-00002.safetensors", {"b.half": ARRAYS["b.half"]})
+    for other in ("consolidated.safetensors", "adapter_model.safetensors"):
+        write(tmp_path / other)
+    assert set(SafetensorsFolder(tmp_path).tensors) == {"a", "b.half"}
 
 
 def test_other_dtypes_are_listed_as_they_are_for_the_check_that_names_them(tmp_path):
@@ -94,9 +131,10 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "../other.safetensors"}}))
     with pytest.raises(InputError, match="files outside its folder"):
         SafetensorsFolder(tmp_path)
-    (tmp_path / INDEX).write_text('{"weight_map": [1')
-    with pytest.raises(InputError, match="not an index of shards"):
-        SafetensorsFolder(tmp_path)
+    for damaged in ('{"weight_map": [1', '{"weight_map": {"x": 3}}', '{"weight_map": {"x": [1]}}'):
+        (tmp_path / INDEX).write_text(damaged)
+        with pytest.raises(InputError, match="not an index of shards"):
+            SafetensorsFolder(tmp_path)
 
 
 def test_the_writer_insists_on_the_announced_order_and_shape(tmp_path):

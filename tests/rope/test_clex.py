@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from rope_golden import arrays, clex_cases, cos_sin_tolerance, make_rope
 
+from lcjax.convert.hf_names import entries
+from lcjax.convert.weights import TensorInfo, read_params
 from lcjax.errors import InputError
+from lcjax.models import preset
 from lcjax.rope import NTK, Clex, rotate
-from lcjax.rope.clex import PUBLISHED_NAMES, load_published
 
 SMALL = Clex(theta=1e4, original_length=64, max_factor=4, time_dt=0.1)
 
@@ -173,18 +175,37 @@ def test_initial_arrays_have_the_published_shapes_and_bounds():
     assert 0.9 / 8 < float(jnp.abs(params["up"]).max()) <= 1 / 8
 
 
-def test_published_arrays_are_loaded_under_our_names():
+class Published:
+    """A checkpoint in memory, in bfloat16, with the names of the authors' files."""
+
+    path = "published"
+
+    def __init__(self, arrays):
+        self._arrays = {name: np.asarray(jnp.asarray(a, jnp.bfloat16)) for name, a in arrays}
+        self.tensors = {n: TensorInfo(a.shape, a.dtype.name) for n, a in self._arrays.items()}
+
+    def rows(self, name, start, stop):
+        return self._arrays[name][start:stop]
+
+
+def test_published_arrays_are_read_under_our_names_in_float32():
     case = clex_cases()[0]
-    params = learned(case)
-    tensors = {name: np.asarray(params[ours]) for name, ours in PUBLISHED_NAMES.items()}
-    half = {name: array.astype(jnp.bfloat16) for name, array in tensors.items()}
-    loaded = load_published(half, make_rope(case), case["head_dim"])
+    params, head_dim = learned(case), case["head_dim"]
+    config = preset("tiny").replace(head_dim=head_dim, rope=make_rope(case), num_layers=1)
+    plain = [e for e in entries(config) if not e.path.startswith("rope/")]
+    arrays = [(name, np.zeros(e.tensor_shape)) for e in plain for name in e.names]
+    published = {
+        "model.clex_layer.proj_func.ode_up_proj": params["up"],
+        "model.clex_layer.proj_func.ode_down_proj": params["down"],
+        "model.clex_layer.inv_freq": params["inv_freq"],
+    }
+    loaded = read_params(Published([*arrays, *published.items()]), config)["rope"]
     for name in params:
         assert loaded[name].dtype == jnp.float32
         np.testing.assert_array_equal(loaded[name], half_precision(params[name]))
-    del tensors["model.clex_layer.inv_freq"]
-    with pytest.raises(InputError, match=r"lacks model\.clex_layer\.inv_freq"):
-        load_published(tensors, make_rope(case), case["head_dim"])
+    del published["model.clex_layer.inv_freq"]
+    with pytest.raises(InputError, match=r"missing: model\.clex_layer\.inv_freq"):
+        read_params(Published([*arrays, *published.items()]), config)
 
 
 def half_precision(array):
