@@ -70,6 +70,11 @@ class GGUFFile:
                 f"{path}: GGUF architecture {self.architecture!r} is not supported; supported: "
                 f"{', '.join(_FAMILIES)}"
             )
+        if (parts := self.get("split.count", 0)) > 1:
+            raise InputError(
+                f"{path}: one of {parts} parts of a model; merge them into one file "
+                "(llama-gguf-split --merge FIRST OUT)"
+            )
         self.hf_config = self._hf_config()
         self._parts: dict[str, _Part] = {}
         self.tensors: dict[str, TensorInfo] = {}

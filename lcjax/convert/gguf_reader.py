@@ -76,17 +76,19 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "the folder, not one of its files"
         )
     try:
-        return _parse(data)
+        return _parse(path, data)
     except (struct.error, EOFError) as error:
         raise InputError(
             f"{path}: truncated: the file of {size:,} bytes ends before its index says so; "
             "download it again"
         ) from error
-    except ValueError as error:
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged GGUF index ({error}); download it again") from error
 
 
-def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _parse(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tensor]]:
     cursor = _Cursor(data, 4)
     (version,) = cursor.scalars("I")
     if version not in (2, 3):
@@ -103,17 +105,32 @@ def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tensor]]:
         shape = cursor.scalars("Q", rank)[::-1]
         index.append((name, shape, *cursor.scalars("I"), *cursor.scalars("Q")))
     alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"general.alignment {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
-    return metadata, {row[0]: _tensor(data, start, *row) for row in index}
+    return metadata, {row[0]: _tensor(path, data, start, *row) for row in index}
 
 
 def _tensor(
-    data: np.ndarray, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+    path: Path,
+    data: np.ndarray,
+    start: int,
+    name: str,
+    shape: tuple[int, ...],
+    kind: int,
+    offset: int,
 ) -> Tensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+    if kind not in set(GGMLQuantizationType):
+        raise InputError(
+            f"{path}: tensor {name} has quantisation type {kind}, which the installed package gguf "
+            "does not know; upgrade gguf (pip install -U gguf), or use a file in F16, Q8_0 or Q4_K"
+        )
     quantisation = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[quantisation]
+    if not shape:
+        raise ValueError(f"{name} has no axes")
     if shape[-1] % block:
         raise ValueError(f"{name} has rows of {shape[-1]}, no multiple of {block}")
     row_bytes = shape[-1] // block * block_bytes

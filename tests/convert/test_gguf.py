@@ -1,5 +1,6 @@
 """GGUF files: every dtype, llama.cpp's row order, position metadata, and damaged files."""
 
+import struct
 import unicodedata
 
 import gguf
@@ -9,111 +10,15 @@ import numpy as np
 import pytest
 from convert_support import TEXTS, needs_smollm2, random_params, tiny_config
 from gguf import GGMLQuantizationType as Kind
+from gguf_support import tensors_of, write_gguf
 
-from lcjax.convert import hf_names, load, load_config, load_tokenizer
+from lcjax.convert import load, load_config, load_tokenizer
 from lcjax.convert.gguf_io import GGUFFile, dequantize
 from lcjax.convert.gguf_reader import read_index
 from lcjax.errors import InputError
-from lcjax.rope import Linear, Llama3, Yarn
-from lcjax.tree import lookup
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.dense": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "model.final_layernorm": "output_norm",
-    "lm_head": "output",
-}
 # Rows of 32 or 256 numbers are the blocks of quantised types.
 WIDE = {"width": 256, "mlp_width": 512, "head_dim": 32, "num_heads": 8, "num_layers": 2}
-
-
-def gguf_name(name):
-    stem, _, suffix = name.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{NAMES[stem]}.{suffix}"
-    _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[inner]}.{suffix}"
-
-
-def interleave(tensor, heads):
-    """llama.cpp's converter: the halves of each head are woven together."""
-    rows = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
-    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(tensor.shape)
-
-
-def tensors_of(params, config, arch):
-    """(GGUF name, array) as llama.cpp stores them."""
-    for entry in hf_names.entries(config):
-        for layer, name in enumerate(entry.names):
-            leaf = np.asarray(lookup(params, entry.path))
-            array = entry.to_tensor(leaf[layer] if entry.stacked else leaf)
-            heads = {"q": config.num_heads, "k": config.num_kv_heads}
-            projection = name.rpartition("self_attn.")[2][0]
-            if arch == "llama" and projection in "qk" and "_proj" in name and "attn" in name:
-                array = interleave(array, heads[projection])
-            yield gguf_name(name), np.ascontiguousarray(array)
-
-
-def write_gguf(path, arrays, config, *, arch="llama", kind=Kind.F32, metadata=(), **tokenizer):
-    """`arrays`: a parameter tree, or (GGUF name, array) pairs."""
-    if isinstance(arrays, dict):
-        arrays = tensors_of(arrays, config, arch)
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_length)
-    writer.add_embedding_length(config.width)
-    writer.add_feed_forward_length(config.mlp_width)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_rope_dimension_count(config.rotary_dim)
-    if config.norm == "layer":
-        writer.add_layer_norm_eps(config.norm_epsilon)
-    else:
-        writer.add_layer_norm_rms_eps(config.norm_epsilon)
-    add_byte_tokenizer(writer, config.vocab_size, **tokenizer)
-    for add in metadata:
-        add(writer)
-    for name, array in arrays:
-        if array.ndim > 1 and kind != Kind.F32:
-            writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_byte_tokenizer(writer, size, model="gpt2", pre="smollm"):
-    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in prints]
-    tokens = [""] * 256
-    for byte in prints:
-        tokens[byte] = chr(byte)
-    for i, byte in enumerate(rest):
-        tokens[byte] = chr(256 + i)
-    tokens += ["<|end|>", "he", "Ġhe", "12"] + [f"<unused{i}>" for i in range(size - 260)]
-    types = [1] * 256 + [3, 1, 1, 1] + [5] * (size - 260)
-    writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(["h e", "Ġ he", "1 2"])
-    writer.add_eos_token_id(256)
 
 
 @pytest.mark.parametrize(
@@ -179,50 +84,6 @@ def test_block_types_are_read_row_by_row_as_gguf_reads_them_whole(tmp_path, kind
     np.testing.assert_array_equal(dequantize(tensor, 3, 29), whole[3:29])
 
 
-@pytest.mark.parametrize(
-    ("add", "rope"),
-    [
-        (
-            lambda w: (
-                w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-                w.add_rope_scaling_factor(4.0),
-                w.add_rope_scaling_orig_ctx_len(16),
-            ),
-            Yarn(theta=5e4, factor=4.0, original_length=16),
-        ),
-        (
-            lambda w: (
-                w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
-                w.add_rope_scaling_factor(4.0),
-            ),
-            Linear(theta=5e4, factor=4.0),
-        ),
-    ],
-)
-def test_the_position_method_is_read(tmp_path, add, rope):
-    config = tiny_config()
-    write_gguf(tmp_path / "m.gguf", random_params(config), config, metadata=[add])
-    assert load_config(tmp_path / "m.gguf").rope == rope
-
-
-def test_llama_3_frequencies_are_recognised_and_others_refused(tmp_path):
-    rope = Llama3(
-        theta=5e5, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192
-    )
-    config = tiny_config(head_dim=64, rope=rope)
-    plain = 5e5 ** (-np.arange(32) / 32)
-    divisors = (plain / rope.frequencies(64, 1)[0]).astype(np.float32)
-    params = random_params(config)
-    arrays = [*tensors_of(params, config, "llama")]
-    write_gguf(tmp_path / "a.gguf", [*arrays, ("rope_freqs.weight", divisors)], config)
-    loaded, loaded_config, _ = load(tmp_path / "a.gguf")
-    assert loaded_config.rope == rope
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    write_gguf(tmp_path / "b.gguf", [*arrays, ("rope_freqs.weight", divisors**1.1)], config)
-    with pytest.raises(InputError, match=r"rope_freqs\.weight .* not those of Llama-3"):
-        load_config(tmp_path / "b.gguf")
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
@@ -249,6 +110,40 @@ def test_other_files_are_refused(tmp_path, file):
     (tmp_path / "x.gguf").write_bytes(data)
     with pytest.raises(InputError, match="version 9"):
         load(tmp_path / "x.gguf")
+
+
+def test_a_quantisation_that_is_too_new_is_named_with_its_tensor(tmp_path, file):
+    data = bytearray(file.read_bytes())
+    place = data.index(b"blk.1.ffn_up.weight") + len(b"blk.1.ffn_up.weight") + 4 + 2 * 8
+    data[place : place + 4] = (4242).to_bytes(4, "little")
+    (tmp_path / "x.gguf").write_bytes(data)
+    words = r"tensor blk\.1\.ffn_up\.weight has quantisation type 4242, .*upgrade gguf"
+    with pytest.raises(InputError, match=words) as error:
+        load(tmp_path / "x.gguf")
+    assert "\n" not in str(error.value) and "damaged" not in str(error.value)
+
+
+def test_a_damaged_index_is_named_in_one_line(tmp_path, file):
+    data = file.read_bytes()
+    name = b"output_norm.weight"
+    place = data.index(name) + len(name)
+    no_axes = data[:place] + bytes(4) + data[place + 4 :]
+    deep = b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"x", 9)
+    deep += struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQB", 0, 1, 1)
+    align = b"GGUF" + struct.pack("<IQQQ17sII", 3, 0, 1, 17, b"general.alignment", 4, 0)
+    for damaged in (no_axes, deep, align):
+        (tmp_path / "x.gguf").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"x\.gguf: (damaged|truncated)") as error:
+            read_index(tmp_path / "x.gguf")
+        assert "\n" not in str(error.value)
+
+
+def test_a_part_of_a_split_file_asks_for_the_whole(tmp_path):
+    config = tiny_config()
+    metadata = [lambda w: w.add_uint16("split.count", 3)]
+    write_gguf(tmp_path / "m.gguf", random_params(config), config, metadata=metadata)
+    with pytest.raises(InputError, match="one of 3 parts of a model; merge them"):
+        load(tmp_path / "m.gguf")
 
 
 def test_other_architectures_are_refused_with_the_list_of_known_ones(tmp_path):
