@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax.attention import Pattern, attend
 from lcjax.rope import rotate
+from lcjax.sharding import rows_over
 
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig
@@ -52,19 +54,53 @@ class View:
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
 
 
-def create(config: "ModelConfig", batch: int, capacity: int, *, rotated: bool = True) -> Cache:
-    """An empty cache of `capacity` slots in the compute dtype of `config`."""
+def create(
+    config: "ModelConfig",
+    batch: int,
+    capacity: int,
+    *,
+    rotated: bool = True,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
+    """An empty cache of `capacity` slots in the compute dtype of `config`.
+
+    On `mesh` rows lie over data and fsdp, heads over tensor; every device makes its own part.
+    """
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-    dtype = config.compute_dtype()
+    dtype, count = config.compute_dtype(), config.num_layers
 
     def pair(*stack):
-        return jnp.zeros((*stack, *shape), dtype), jnp.zeros((*stack, *shape), dtype)
+        full = (*stack, *shape)
+        return tuple(jnp.zeros(full, dtype, device=_layout(mesh, full)) for _ in range(2))
 
-    scanned = config.scan_layers
-    layers = pair(config.num_layers) if scanned else tuple(pair() for _ in range(config.num_layers))
-    segments = jnp.zeros((batch, capacity), jnp.int32)
-    positions = jnp.zeros((batch, capacity), jnp.float32)  # they may be fractional
-    return Cache(layers, segments, positions, jnp.int32(0), rotated)
+    layers = pair(count) if config.scan_layers else tuple(pair() for _ in range(count))
+    by_row = _layout(mesh, (batch, capacity))
+    segments = jnp.zeros((batch, capacity), jnp.int32, device=by_row)
+    positions = jnp.zeros((batch, capacity), jnp.float32, device=by_row)  # may be fractional
+    filled = jnp.zeros((), jnp.int32, device=_layout(mesh, ()))
+    return Cache(layers, segments, positions, filled, rotated)
+
+
+def keep_layout(cache: Cache, mesh: jax.sharding.Mesh | None) -> Cache:
+    """Under jit: the cache laid out as `create` lays it, so that it is written where it lies."""
+    if mesh is None:
+        return cache
+
+    def keep(x):
+        return jax.lax.with_sharding_constraint(x, _layout(mesh, x.shape))
+
+    return jax.tree.map(keep, cache)
+
+
+def _layout(mesh: jax.sharding.Mesh | None, shape: tuple[int, ...]) -> NamedSharding | None:
+    """Of keys or values [.., B, K, S, H], of what is known of slots [B, S], or of a number []."""
+    if mesh is None:
+        return None
+    first = max(len(shape) - 4, 0)
+    spread = rows_over(mesh, shape[first]) > 1 if shape else False
+    heads = len(shape) >= 4 and shape[first + 1] % mesh.shape["tensor"] == 0
+    axes = (("data", "fsdp") if spread else None, "tensor" if heads else None)
+    return NamedSharding(mesh, PartitionSpec(*(None,) * first, *axes[: len(shape)]))
 
 
 def whole_blocks(slots: int) -> int:

@@ -7,6 +7,7 @@ are looked at, so the accelerator does not wait for Python.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -18,8 +19,9 @@ from lcjax.convert.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
 from lcjax.models import Decoder
 from lcjax.rope import Rotation
+from lcjax.sharding import keep_rows, padding_rows
 
-_BUCKET = 64  # prompts are padded on the left to a multiple, so that few shapes are compiled
+_BUCKET = 64  # the smallest chunk of a prompt that is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
+        for name in ("max_new_tokens", "min_new_tokens", "seed"):
+            _whole(name, getattr(self, name))
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
@@ -41,12 +45,25 @@ class Sampling:
                 f"min_new_tokens={self.min_new_tokens} must lie between 0 and"
                 f" max_new_tokens={self.max_new_tokens}"
             )
-        if self.temperature < 0:
-            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or more")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed={self.seed} must lie between 0 and 2**32 - 1")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+                raise InputError(f"{name}={value!r} must be a number")
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or more, finite")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must lie in (0, 1]")
-        if "" in self.stop:
-            raise InputError("stop strings must not be empty")
+        listed = isinstance(self.stop, tuple | list)
+        if not listed or not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise InputError(f"stop={self.stop!r} must be a tuple of stop strings, none empty")
+
+
+def _whole(name: str, value: object) -> None:
+    """Refuses what is no whole number; True is none either."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InputError(f"{name}={value!r} must be a whole number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +98,23 @@ def stream(
     `max_new_tokens`, so that a step never disagrees with the keys in the cache. `exact=True` lets
     it follow the length instead: the cache keeps unrotated keys, and every step rotates all of
     them anew. (What deeper layers kept of earlier tokens is not computed anew, as in every cache.)
-    Long prompts are read `prefill_chunk` tokens at a time, which bounds the memory.
+    Long prompts are read `prefill_chunk` tokens at a time, which bounds the memory; shorter ones
+    are read at once. On the mesh of `model` every device gets equally many rows: those that are
+    lacking repeat the first prompt, and nobody sees them.
     """
-    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+    if not len(prompts) or any(len(prompt) == 0 for prompt in prompts):
         raise InputError("prompts must be a non-empty list of non-empty token lists")
-    tokens, segments, padding = _pad_left(prompts)
+    chunk = _chunk_size(prefill_chunk)
+    shown, mesh = len(prompts), model.mesh
+    prompts = [*prompts, *[prompts[0]] * padding_rows(mesh, shown)]
+    tokens, segments, padding = _pad_left(prompts, chunk)
     lengths = np.array([len(prompt) for prompt in prompts])
     exact = exact and follows_length
     rotations = _Rotations(rotation, lengths, sampling.max_new_tokens, exact)
     capacity = cache_lib.whole_blocks(tokens.shape[1] + sampling.max_new_tokens)
-    cache = cache_lib.create(model.config, len(prompts), capacity, rotated=not exact)
+    cache = cache_lib.create(model.config, len(prompts), capacity, rotated=not exact, mesh=mesh)
     positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
-    for start in _starts(tokens.shape[1], prefill_chunk or _prefill_chunk()):
+    for start in _starts(tokens.shape[1], chunk):
         part = slice(*start)
         logits, cache = _prefill(
             model,
@@ -103,11 +125,11 @@ def stream(
             positions[:, part],
             rotations.at(0),
         )
-    yield from _decode(model, params, tokenizer, logits, cache, lengths, rotations, sampling)
+    rows = [_Row(index, tokenizer, sampling) for index in range(shown)]
+    yield from _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, sampling)
 
 
-def _decode(model, params, tokenizer, logits, cache, lengths, rotations, sampling):
-    rows = [_Row(index, tokenizer, sampling) for index in range(len(lengths))]
+def _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, sampling):
     key = jax.random.key(sampling.seed)
     eos = jnp.array(tokenizer.eos_ids, jnp.int32)
     token = _pick(logits, key, 0, eos, sampling)
@@ -117,7 +139,7 @@ def _decode(model, params, tokenizer, logits, cache, lengths, rotations, samplin
             positions = (lengths + count)[:, None]
             logits, cache = _step(model, params, cache, token, positions, rotations.at(count + 1))
             token = _pick(logits, key, count + 1, eos, sampling)
-        for row, picked in zip(rows, np.asarray(current), strict=True):
+        for row, picked in zip(rows, np.asarray(current)[: len(rows)], strict=True):
             if row.finish is None:
                 piece = row.add(int(picked))
                 if piece is not None:
@@ -190,10 +212,9 @@ def _overlap(text: str, stops: Sequence[str]) -> int:
     return max(sizes, default=0)
 
 
-def _pad_left(prompts):
+def _pad_left(prompts, chunk):
     """tokens and segments int32 [B, T], and the padding [B] before each prompt."""
-    longest = max(len(prompt) for prompt in prompts)
-    longest = -(-longest // _BUCKET) * _BUCKET
+    longest = _bucketed(max(len(prompt) for prompt in prompts), chunk)
     tokens = np.zeros((len(prompts), longest), np.int32)
     padding = np.array([longest - len(prompt) for prompt in prompts])
     for row, prompt in enumerate(prompts):
@@ -202,9 +223,29 @@ def _pad_left(prompts):
     return tokens, segments, padding
 
 
-def _prefill_chunk() -> int:
-    """Tokens read at once: what keeps a matrix unit busy, or what a CPU's caches can hold."""
-    return 1024 if jax.default_backend() == "cpu" else 4096
+def _chunk_size(wanted: int | None) -> int:
+    """Tokens read at once; None: what keeps a matrix unit busy, or what a CPU's caches can hold."""
+    if wanted is None:
+        return 1024 if jax.default_backend() == "cpu" else 4096
+    _whole("prefill_chunk", wanted)
+    if wanted < 1:
+        raise InputError(f"prefill_chunk={wanted} must be at least 1; leave it out for the default")
+    return int(wanted)
+
+
+def _bucketed(length: int, chunk: int) -> int:
+    """The length whose odd chunk has 64, 96, 128, 192, 256, 384, ... tokens: two sizes an octave.
+
+    Each size is compiled once, so a few of them serve all prompts; beyond 64 tokens at most a third
+    of the odd chunk is padding.
+    """
+    whole, rest = divmod(length, chunk)
+    if not rest:
+        return length
+    rest = max(rest, _BUCKET)
+    octave = 1 << (rest - 1).bit_length()
+    between = octave * 3 // 4
+    return whole * chunk + min(between if rest <= between else octave, chunk)
 
 
 def _starts(length: int, chunk: int) -> list[tuple[int, int]]:
@@ -216,23 +257,26 @@ def _starts(length: int, chunk: int) -> list[tuple[int, int]]:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _prefill(model, params, cache, tokens, segments, positions, rotation):
-    hidden, cache = model.apply(
-        {"params": params},
-        tokens,
-        positions=positions,
-        segments=segments,
-        rotation=rotation,
-        cache=cache,
-    )
-    return model.apply({"params": params}, hidden[:, -1], method="logits"), cache
+    return _read(model, params, cache, tokens, segments, positions, rotation)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _step(model, params, cache, token, positions, rotation):
+    return _read(model, params, cache, token[:, None], None, positions, rotation)
+
+
+def _read(model, params, cache, tokens, segments, positions, rotation):
+    """The logits [B, V] after the last of `tokens` [B, T], and the cache with them in it."""
     hidden, cache = model.apply(
-        {"params": params}, token[:, None], positions=positions, rotation=rotation, cache=cache
+        {"params": params},
+        keep_rows(tokens, model.mesh),
+        positions=keep_rows(positions, model.mesh),
+        segments=segments,
+        rotation=rotation,
+        cache=cache,
     )
-    return model.apply({"params": params}, hidden[:, -1], method="logits"), cache
+    logits = model.apply({"params": params}, hidden[:, -1], method="logits")
+    return keep_rows(logits, model.mesh), cache_lib.keep_layout(cache, model.mesh)
 
 
 def _pick(logits, key, step, eos, sampling):

@@ -4,6 +4,7 @@ lm = LanguageModel.load("smollm2-135m-instruct", rope=Yarn(factor=4))
 print(lm.chat("What is a dog?"))
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,22 @@ from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
 from lcjax.loss import token_nll
-from lcjax.models import Decoder, ModelConfig, head, preset, unstack_layers
+from lcjax.models import (
+    Decoder,
+    ModelConfig,
+    head,
+    preset,
+    unstack_layers,
+    unstack_layers_in_place,
+)
 from lcjax.rope import Default, Rope, Rotation
-from lcjax.sharding import param_shardings
+from lcjax.sharding import Mesh, keep_rows, make_mesh, padding_rows, param_shardings, replicated
+
+_NUMERICS = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "param_dtype": ("float32", "bfloat16", "float16"),
+    "remat": ("none", "dots", "full"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +58,11 @@ class ModelSection:
             raise InputError(
                 f"model.path={self.path!r} and model.preset={self.preset!r}: give only one"
             )
+        # Here and not only in ModelConfig: a checkpoint takes minutes to read.
+        for field, known in _NUMERICS.items():
+            value = getattr(self, field)
+            if value not in known and not (value is None and field != "remat"):
+                raise InputError(f"model.{field}={value!r} is not one of {', '.join(known)}")
 
 
 def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
@@ -69,7 +88,7 @@ def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
 def build(
     section: ModelSection, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[Decoder, dict, Tokenizer]:
-    """The decoder, its parameters (on `mesh` if given) and the tokenizer of a `model:` section."""
+    """The decoder, its parameters and the tokenizer of a `model:` section, on `mesh` if given."""
     if section.path is None and section.preset is None:
         raise InputError(
             "model.path=null: give a checkpoint (an HF folder, a .gguf file, a hub id, or"
@@ -81,16 +100,19 @@ def build(
         )
         config = resolve(section, config)
         if config.rope.learned and "rope" not in params:
-            params = params | {
-                "rope": config.rope.init(jax.random.key(section.seed), config.rotary_dim)
-            }
+            params = params | {"rope": _new_rope(config, section.seed, mesh)}
     else:
         config = resolve(section, preset(section.preset))
         params, tokenizer = _random(config, section.seed, mesh), ByteTokenizer()
     if section.tokenizer is not None:
         tokenizer = convert.load_tokenizer(section.tokenizer)
         check_vocabulary(tokenizer, config.vocab_size, f"model.tokenizer={section.tokenizer}")
-    return Decoder(config), params, tokenizer
+    return Decoder(config, mesh), params, tokenizer
+
+
+def _new_rope(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None) -> dict:
+    arrays = config.rope.init(jax.random.key(seed), config.rotary_dim)
+    return arrays if mesh is None else jax.device_put(arrays, replicated(mesh))
 
 
 def _random(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None) -> dict:
@@ -103,29 +125,53 @@ def _random(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None) -> d
 
 
 class LanguageModel:
-    """Weights, tokenizer and method together; `with_method` swaps the method, not the weights."""
+    """Weights, tokenizer and method together; `with_method` swaps the method, not the weights.
+
+    Layers are kept apart (`scan_layers=False`): a scanned layer copies its weights, and its part of
+    the cache, out of the stack for every token.
+    """
 
     def __init__(
         self, model: Decoder, params: dict, tokenizer: Tokenizer, *, length: int | None = None
     ):
-        """`length` fixes the tokens that rotations are made for; each call's own if None."""
+        """`length` fixes the tokens that rotations are made for; each call's own if None.
+
+        Stacked layers are copied apart, since `params` are the caller's; `load` makes no copy. On
+        the mesh of `model` the parameters must lie as `lcjax.sharding.param_shardings` says.
+        """
         self.config, self.tokenizer, self.length = model.config, tokenizer, length
         config = model.config
-        if config.scan_layers and _prefers_separate_layers():
+        if config.scan_layers:
             params, config = unstack_layers(params, config), config.replace(scan_layers=False)
         self.params = params
         # The rotation is an argument of every call: methods share one compiled function.
-        self._model = Decoder(config.replace(rope=Default(theta=10_000.0), lora=config.lora))
+        self._model = Decoder(config.replace(rope=Default(theta=10_000.0)), model.mesh)
+        self._rotations: dict[int, Rotation] = {}
 
     @classmethod
-    def load(cls, source: str | ModelSection, **settings: Any) -> "LanguageModel":
-        """Opens a checkpoint by path or name with the fields of `ModelSection`, or a section."""
-        if not isinstance(source, ModelSection):
+    def load(
+        cls,
+        source: str | ModelSection,
+        *,
+        mesh: Mesh | jax.sharding.Mesh | None = None,
+        **settings: Any,
+    ) -> "LanguageModel":
+        """Opens a checkpoint by path or name with the fields of `ModelSection`, or a section.
+
+        `mesh` spreads weights, rows and caches over devices (`Mesh(tensor=8, fsdp=1)`, or one of
+        JAX's with the axes data, fsdp and tensor); everything is on the default device if None.
+        """
+        if isinstance(source, ModelSection):
+            source = dataclasses.replace(source, **settings)
+        else:
             source = ModelSection(path=str(source), **settings)
-        model, params, tokenizer = build(source)
-        if _prefers_separate_layers():
-            params = unstack_layers(params, model.config, consume=True)
-            model = Decoder(model.config.replace(scan_layers=False))
+        model, params, tokenizer = build(
+            source, make_mesh(mesh) if isinstance(mesh, Mesh) else mesh
+        )
+        config = model.config
+        if config.scan_layers:
+            unstack_layers_in_place(params, config)
+            model = Decoder(config.replace(scan_layers=False), model.mesh)
         return cls(model, params, tokenizer)
 
     def with_method(
@@ -136,8 +182,8 @@ class LanguageModel:
         length: int | None = None,
     ) -> "LanguageModel":
         """The same weights under another position method or pattern, set up for `length`."""
-        other = object.__new__(LanguageModel)
-        other.tokenizer, other.params, other.length = self.tokenizer, self.params, length
+        other = copy.copy(self)
+        other.length, other._rotations = length, {}
         changes: dict[str, Any] = {}
         if rope is not None:
             changes["rope"] = resolve_rope(rope, self.config)
@@ -149,13 +195,18 @@ class LanguageModel:
                 f"rope type {other.config.rope.type} is learned, and this checkpoint has no"
                 " weights for it; train it first, or load a checkpoint that has them"
             )
-        other._model = Decoder(self._model.config.replace(pattern=other.config.pattern))
+        model = self._model
+        other._model = Decoder(model.config.replace(pattern=other.config.pattern), model.mesh)
         return other
 
     def rotation(self, length: int) -> Rotation:
         """What queries and keys are rotated with in a request of `length` tokens."""
-        length = max(length, self.length or 0)
-        return self.config.rope.rotation(self.config.rotary_dim, length, self.params.get("rope"))
+        length, rope = max(length, self.length or 0), self.config.rope
+        if length not in self._rotations:
+            # A learned rope solves a differential equation for it.
+            learned = self.params.get("rope")
+            self._rotations[length] = rope.rotation(self.config.rotary_dim, length, learned)
+        return self._rotations[length]
 
     def nll(
         self, tokens: np.ndarray, *, first: int = 1, lengths: np.ndarray | None = None
@@ -171,9 +222,12 @@ class LanguageModel:
         rows, length = tokens.shape
         if not 1 <= first < length:
             raise InputError(f"first={first} must lie between 1 and the length {length} - 1")
-        scored = _score(self._model, self.params, tokens, self.rotation(length), first)
+        # Every device needs equally many rows; those that are lacking repeat the first one.
+        filled = np.pad(tokens, [(0, padding_rows(self._model.mesh, rows)), (0, 0)])
+        filled[rows:] = tokens[:1]
+        scored = _score(self._model, self.params, filled, self.rotation(length), first)
         nll = np.zeros((rows, length), np.float32)
-        nll[:, first:] = scored
+        nll[:, first:] = np.asarray(scored)[:rows]
         if lengths is not None:
             nll[np.arange(length)[None] >= np.asarray(lengths)[:, None]] = 0
         return nll
@@ -191,6 +245,8 @@ class LanguageModel:
         self, prompts: Sequence[str | Sequence[int]], sampling: Sampling = Sampling(), **options
     ) -> Iterator[Piece]:
         """Like `generate`, piece by piece as the text appears."""
+        if isinstance(prompts, str):
+            raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
         ids = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         return generation.stream(
             self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
@@ -211,15 +267,10 @@ class LanguageModel:
         return [self.tokenizer.bos_id, *ids] if self.tokenizer.add_bos else ids
 
 
-def _prefers_separate_layers() -> bool:
-    """On a CPU a scanned layer would first copy its weights out of the stack: twice the memory
-    traffic, which is what decoding waits for."""
-    return jax.default_backend() == "cpu"
-
-
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _score(model: Decoder, params: dict, tokens: jax.Array, rotation: Rotation, first: int):
     """float32 [B, T - first]; only the scored positions are projected to the vocabulary."""
+    tokens = keep_rows(tokens, model.mesh)
     hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
     kernel, bias = head(params, model.config)
     return token_nll(hidden[:, first - 1 : -1], kernel, tokens[:, first:], bias=bias)

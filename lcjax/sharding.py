@@ -5,6 +5,7 @@ Rajbhandari et al. 2020), `tensor` splits heads and the feed-forward width (Shoe
 """
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lcjax.errors import InputError
 
 AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # the axes over which the rows of a batch are spread
 
 # (pattern at the end of a parameter's path, mesh axis of each array axis). The first match counts;
 # stacked layers have one more axis in front, which is never split.
@@ -93,13 +95,18 @@ def param_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Rows of a batch [B, ...] lie over `data` and `fsdp`."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def rows_over(mesh: jax.sharding.Mesh | None, rows: int) -> int:
     """Devices that the `rows` of a batch are spread over: 1 without a mesh that divides them."""
-    devices = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROWS)
     return devices if rows % devices == 0 else 1
+
+
+def padding_rows(mesh: jax.sharding.Mesh | None, rows: int) -> int:
+    """Rows that a batch lacks until every device of `data` x `fsdp` has equally many."""
+    return 0 if mesh is None else -rows % (mesh.shape["data"] * mesh.shape["fsdp"])
 
 
 def keep_rows(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:

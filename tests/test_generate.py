@@ -171,16 +171,67 @@ def test_bad_requests_are_refused_in_one_line(params):
     lm = _model(params)
     with pytest.raises(InputError, match="non-empty"):
         list(lm.stream([[]]))
+    with pytest.raises(InputError, match="non-empty list"):
+        lm.generate("a text instead of a list of them")
     for settings, message in (
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"min_new_tokens": 999}, "min_new_tokens=999"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"stop": ("",)}, "stop strings"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
+        ({"max_new_tokens": True}, "max_new_tokens=True must be a whole number"),
+        ({"min_new_tokens": 999}, "min_new_tokens=999 must lie between 0 and max_new_tokens=128"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be 0"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0"),
+        ({"temperature": float("inf")}, "temperature=inf must be 0"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"top_p": 0.0}, "top_p=0.0 must lie in"),
+        ({"top_p": 1.5}, "top_p=1.5 must lie in"),
+        ({"top_p": None}, "top_p=None must be a number"),
+        ({"seed": -1}, "seed=-1 must lie between 0"),
+        ({"seed": 2**32}, "seed=4294967296 must lie between 0"),
+        ({"stop": ("",)}, "stop strings, none empty"),
+        ({"stop": "END"}, "stop='END' must be a tuple"),
     ):
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError, match=message) as error:
             Sampling(**settings)
+        assert "\n" not in str(error.value)
+    for chunk in (0, -64, 1.5, "many", True):
+        with pytest.raises(InputError, match=f"prefill_chunk={chunk!r} must be"):
+            list(lm.stream([[1, 2]], prefill_chunk=chunk))
     assert Piece(0, "", ()).finish is None
+
+
+@pytest.mark.parametrize("chunk", [40, 1024, 4096, 10**9])
+def test_prompts_of_all_lengths_are_read_in_a_few_compiled_shapes(chunk):
+    from lcjax.generate import _bucketed, _starts
+
+    sizes = set()
+    for length in range(1, 9000):
+        padded = _bucketed(length, chunk)
+        parts = _starts(padded, chunk)
+        assert parts[0][0] == 0 and parts[-1][1] == padded >= length
+        sizes |= {stop - start for start, stop in parts}
+        # What is read for nothing: a third of the odd chunk, or a few dozen tokens.
+        assert padded - length <= max(64, (parts[0][1] - parts[0][0]) / 3)
+    assert max(sizes) <= chunk
+    assert len(sizes) <= 16
+
+
+def test_prompts_of_near_lengths_share_one_compiled_prefill(params):
+    from lcjax.generate import _prefill
+
+    lm = _model(params)
+    _generated(lm, [_ids(11, 270)], Sampling(max_new_tokens=1))
+    before = _prefill._cache_size()
+    for length in (330, 384):
+        _generated(lm, [_ids(11, length)], Sampling(max_new_tokens=1))
+    assert _prefill._cache_size() == before
+
+
+def test_a_chunk_longer_than_the_prompt_and_its_cache_reads_it_at_once(params):
+    lm, prompt = _model(params), _ids(5, 50)
+    sampling = Sampling(max_new_tokens=4, min_new_tokens=4)
+    want = _generated(lm, [prompt], sampling)
+    assert _generated(lm, [prompt], sampling, prefill_chunk=10**9) == want
 
 
 def test_scores_are_those_of_the_full_logits_and_padding_counts_nothing(params):

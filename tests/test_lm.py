@@ -1,0 +1,150 @@
+"""A language model on several devices, its layers, and what it computes only once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import cache as cache_lib
+from lcjax import lm as lm_lib
+from lcjax.convert import ByteTokenizer
+from lcjax.errors import InputError
+from lcjax.generate import Sampling
+from lcjax.lm import LanguageModel, ModelSection
+from lcjax.models import Decoder, preset
+from lcjax.rope import Clex, DynamicNTK, Yarn
+from lcjax.sharding import Mesh, make_mesh
+
+SECTION = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
+
+
+def _ids(seed, length):
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def _sharper(lm):
+    """The same values on one device and on several, far enough apart for a greedy choice."""
+    lm.params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, lm.params)
+    return lm
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return _sharper(LanguageModel.load(SECTION))
+
+
+@pytest.fixture(scope="module")
+def spread():
+    return _sharper(LanguageModel.load(SECTION, mesh=Mesh(data=2, fsdp=2, tensor=2)))
+
+
+def test_weights_and_caches_are_split_over_the_mesh(spread):
+    kernel = spread.params["layers_0"]["mlp"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 4
+    config, mesh = spread._model.config, spread._model.mesh
+    cache = cache_lib.create(config, 4, 64, mesh=mesh)
+    keys, _ = cache.layers[1]
+    assert keys.addressable_shards[0].data.shape == (1, config.num_kv_heads // 2, 64, 16)
+    after = jax.jit(lambda cache: cache_lib.keep_layout(cache, mesh))(cache)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), cache, after)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_scores_on_a_mesh_equal_those_of_one_device_for_any_number_of_rows(alone, spread, rows):
+    tokens = np.array([_ids(row, 150) for row in range(rows)])
+    lengths = np.arange(150, 150 - 20 * rows, -20)
+    want = alone.nll(tokens, first=4, lengths=lengths)
+    got = spread.nll(tokens, first=4, lengths=lengths)
+    assert got.shape == want.shape == (rows, 150)
+    np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_text_on_a_mesh_equals_that_of_one_device(alone, spread, temperature):
+    prompts = [_ids(1, 70), _ids(2, 9), _ids(3, 130)]
+    sampling = Sampling(
+        max_new_tokens=8, min_new_tokens=8, temperature=temperature, top_p=0.9, seed=3
+    )
+    got, want = ([[], [], []] for _ in range(2))
+    for lm, rows in ((spread, got), (alone, want)):
+        for piece in lm.stream(prompts, sampling, prefill_chunk=64):
+            rows[piece.row] += piece.ids
+    assert got == want and all(len(row) == 8 for row in got)
+
+
+def test_a_mesh_of_jax_and_the_shape_of_one_are_the_same(spread):
+    own = LanguageModel.load(SECTION, mesh=make_mesh(Mesh(data=2, fsdp=2, tensor=2)))
+    assert own._model == spread._model
+    assert own.with_method(rope=Yarn(factor=2.0))._model.mesh == own._model.mesh
+    with pytest.raises(InputError, match="must divide"):
+        LanguageModel.load(SECTION, mesh=Mesh(data=3))
+
+
+def test_loading_never_holds_a_second_copy_of_the_layers(monkeypatch):
+    before, alive = sum(leaf.nbytes for leaf in jax.live_arrays()), []
+    monkeypatch.setattr(
+        lm_lib, "unstack_layers", lambda *_: pytest.fail("the layers were copied as a whole")
+    )
+    build = lm_lib.build
+
+    def watched(*args):
+        model, params, tokenizer = build(*args)
+        alive.append(params["layers"]["mlp"]["up"]["kernel"].unsafe_buffer_pointer())
+        return model, params, tokenizer
+
+    monkeypatch.setattr(lm_lib, "build", watched)
+    lm = LanguageModel.load(ModelSection(preset="tiny"))
+    held = sum(leaf.nbytes for leaf in jax.live_arrays()) - before
+    assert alive and held == sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_layers_are_separate_on_every_backend(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    lm = LanguageModel.load(ModelSection(preset="tiny", dtype="float32"))
+    assert not lm._model.config.scan_layers and "layers_1" in lm.params
+    model = Decoder(preset("tiny"))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    lm = LanguageModel(model, params, ByteTokenizer())
+    assert not lm._model.config.scan_layers and "layers_1" in lm.params
+    assert "layers" in params  # the caller's own tree
+
+
+def test_a_rotation_is_computed_once_for_a_method_and_length(monkeypatch):
+    lm, calls = LanguageModel.load(ModelSection(preset="tiny", rope=Clex(max_factor=4))), []
+    compute = Clex.rotation
+
+    def counted(self, head_dim, length, params=None):
+        calls.append((self.max_factor, length))
+        return compute(self, head_dim, length, params)
+
+    monkeypatch.setattr(Clex, "rotation", counted)
+    tokens = np.array([_ids(1, 200)])
+    first = lm.nll(tokens)
+    np.testing.assert_array_equal(lm.nll(tokens), first)
+    assert calls == [(4, 200)]
+    lm.nll(tokens[:, :100])
+    assert calls == [(4, 200), (4, 100)]
+    other = lm.with_method(rope=Clex(max_factor=3))
+    other.nll(tokens), other.nll(tokens), lm.nll(tokens)
+    assert calls == [(4, 200), (4, 100), (3, 200)]
+    lm.with_method(length=300).nll(tokens)
+    assert calls[3:] == [(4, 300)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dtype", "fp8"), ("param_dtype", "int8"), ("remat", "half"), ("remat", None)],
+)
+def test_numerics_that_do_not_exist_are_refused_before_anything_is_read(key, value):
+    for make in (ModelSection, lambda **kw: LanguageModel.load("absent", **kw)):
+        with pytest.raises(InputError, match=rf"model\.{key}={value!r} is not one of") as error:
+            make(**{key: value})
+        assert "\n" not in str(error.value)
+
+
+def test_settings_change_a_section_that_is_loaded():
+    lm = LanguageModel.load(SECTION, rope=Yarn(factor=4.0))
+    assert lm.config.rope == Yarn(theta=1e4, factor=4.0, original_length=128)
