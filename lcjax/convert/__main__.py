@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from lcjax.convert.hf_save import check_destination, save_hf
+from lcjax.convert.atomic import check_destination
+from lcjax.convert.hf_save import save_hf
 from lcjax.convert.load import load
 from lcjax.convert.weights import DTYPES
 from lcjax.errors import InputError

@@ -9,10 +9,7 @@ host one at a time.
 """
 
 import collections
-import contextlib
-import glob
 import itertools
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +21,7 @@ import numpy as np
 
 import lcjax.lora
 from lcjax.convert import hf_names
+from lcjax.convert.atomic import check_destination, finished_or_absent
 from lcjax.convert.hf_config import config_to_hf
 from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
@@ -68,7 +66,7 @@ def save_hf(
     check_destination(folder, overwrite)
     _warn_of_plain_rope(config, folder)
     _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
-    with _finished_or_absent(folder, overwrite) as partial:
+    with finished_or_absent(folder, overwrite) as partial:
         write_json(partial / "config.json", hf)
         if tokenizer is not None:
             write_json(partial / "generation_config.json", token_ids(tokenizer))
@@ -86,15 +84,6 @@ def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
         "lcjax reads the method itself from this folder",
         stacklevel=3,
     )
-
-
-def check_destination(folder: Path, overwrite: bool) -> None:
-    """Refuses a file or a folder with files, unless it may be replaced."""
-    if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(
-            f"{folder} exists and is not empty; choose another folder, or replace it with --force "
-            "(overwrite=True)"
-        )
 
 
 def _write_weights(
@@ -159,37 +148,6 @@ def _check_space(folder: Path, wanted: int) -> None:
             f"{folder}: the model takes {wanted / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB"
             " free; make room, choose another disk, or save in bfloat16"
         )
-
-
-@contextlib.contextmanager
-def _finished_or_absent(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """A hidden folder that becomes `folder` when the block ends without an error."""
-    folder = folder.absolute()
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    for left in folder.parent.glob(f"{glob.escape(f'.{folder.name}')}.partial-*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
-    partial.mkdir()
-    try:
-        yield partial
-        _publish(partial, folder, overwrite)
-    except OSError as error:
-        raise InputError(
-            f"{folder}: could not be written ({error}); nothing was left behind, make room and try "
-            "again"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _publish(partial: Path, folder: Path, overwrite: bool) -> None:
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    if overwrite and folder.exists():
-        folder.rename(old)
-    partial.rename(folder)  # also onto an empty folder
-    if old.is_dir():
-        shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)
 
 
 def _arrays(

@@ -40,7 +40,7 @@ def load(
     if param_dtype is not None and param_dtype not in DTYPES:
         raise InputError(f"param_dtype={param_dtype!r} must be one of {', '.join(DTYPES)}")
     path = resolve(path_or_name, allow_pickle=allow_pickle)
-    if _is_run(path):
+    if is_run(path):
         return _load_run(path, mesh, param_dtype)
     source: Source
     if _is_gguf(path):
@@ -58,7 +58,7 @@ def load(
 def load_config(path_or_name: str | Path) -> ModelConfig:
     """The config alone; reads no weights, and of a hub id downloads none."""
     path = resolve(path_or_name, weights=False)
-    if _is_run(path):
+    if is_run(path):
         return _run_config(path)
     if _is_gguf(path):
         return GGUFFile(path).config()
@@ -69,7 +69,7 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     """The tokenizer alone; reads no weights. A folder with only tokenizer files will do."""
     path = resolve(path_or_name, weights=False)
-    if _is_run(path):
+    if is_run(path):
         return hf_tokenizer(path / "tokenizer")
     return gguf_tokenizer(GGUFFile(path)) if _is_gguf(path) else hf_tokenizer(path)
 
@@ -108,7 +108,7 @@ def _is_gguf(path: Path) -> bool:
     return path.is_file()
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
 
 

@@ -223,14 +223,6 @@ def test_a_folder_with_files_is_only_replaced_when_asked(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_what_a_killed_save_left_is_swept_up_by_the_next(tmp_path):
-    (tmp_path / ".m.partial-123").mkdir()
-    (tmp_path / ".m.partial-123" / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".other.partial-123").mkdir()
-    saved(tmp_path / "m")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.partial-123", "m"]
-
-
 def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_path, monkeypatch):
     config = tiny_config(lora=LoRA(rank=2))
     lcjax.config.dump(config, tmp_path / "model.yaml")
