@@ -11,6 +11,7 @@ from lcjax import cache as cache_lib
 from lcjax.attention import attend
 from lcjax.loss import project
 from lcjax.models.config import ModelConfig
+from lcjax.models.matmul import matmul
 from lcjax.rope import Rotation
 
 
@@ -73,7 +74,7 @@ def _matmul(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
     """
     outer, kept = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     size = math.prod(kernel.shape[:contracted])
-    y = x.reshape(*outer, size) @ kernel.reshape(size, -1)
+    y = matmul(x.reshape(*outer, size), kernel.reshape(size, -1))
     return y.reshape(*outer, *kept)
 
 

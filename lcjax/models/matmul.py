@@ -1,0 +1,35 @@
+"""The product that nearly all of a model's time goes into, with a gradient that copies nothing."""
+
+import jax
+from jax import lax
+
+
+@jax.custom_vjp
+def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., I] times kernel [I, O], both of one dtype: [..., O].
+
+    JAX's own rule finds the kernel's gradient as the transpose of dy^T x. A CPU then transposes
+    the large dy, together with all elementwise work before it and out of order: a fifth of a
+    training step. Here it is x^T dy, which needs no transposed result. 32-bit operands are
+    multiplied in 32 bits, also where an accelerator's default is fewer.
+    """
+    return _dot(x, kernel, x.ndim - 1, 0)
+
+
+def _forward(x, kernel):
+    return matmul(x, kernel), (x, kernel)
+
+
+def _backward(saved, dy):
+    x, kernel = saved
+    rows = dy.reshape(-1, dy.shape[-1])
+    d_kernel = _dot(x.reshape(-1, x.shape[-1]), rows, 0, 0)
+    return _dot(dy, kernel, dy.ndim - 1, 1), d_kernel
+
+
+matmul.defvjp(_forward, _backward)
+
+
+def _dot(x, y, axis_x: int, axis_y: int):
+    precision = lax.Precision.HIGHEST if x.dtype == jax.numpy.float32 else None
+    return lax.dot_general(x, y, (((axis_x,), (axis_y,)), ((), ())), precision=precision)
