@@ -9,6 +9,7 @@ from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.task import Task
 from lcjax.lm import ModelSection
 from lcjax.rope import Rope
+from lcjax.sharding import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +32,13 @@ class EvalConfig:
     lengths: tuple[int, ...] = (1024, 2048, 4096)  # context lengths in tokens, everything counted
     # Only path, sources, holdout and on_bad_text: documents are scored whole.
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    # Rows of a batch lie over data x fsdp (a batch with fewer leaves devices without work of their
+    # own), weights over fsdp x tensor.
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
     stride: int = 256  # tokens from one perplexity window to the next
     max_documents: int = 0  # documents of the corpus that are read; 0: all that are long enough
     max_windows: int = 0  # perplexity windows per length; 0: all
-    batch: int = 1  # windows that run at once; may change when a run is continued
+    batch: int = 1  # windows that run at once; like mesh, may change when a run is continued
     seed: int = 0  # of random choices: keys, places, which windows
     out: str = "runs/eval"  # records, tables, figures
     resume: bool = True  # continue the run in `out`, when it is this one

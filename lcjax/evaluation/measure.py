@@ -17,8 +17,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 def reset_peak() -> int:
     """Starts a new peak where the system allows it, and returns what a peak has to exceed.
 
-    That is 0 for host memory on Linux. Device allocators keep one peak per process: what does not
-    rise above it may have needed any amount below.
+    That is 0 for host memory on Linux. Device allocators keep one peak per process, which nothing
+    resets: of what does not rise above it, only the upper bound `highest_bytes` is known.
     """
     device = _device_peak()
     if device is not None:
@@ -40,11 +40,16 @@ def reset_peak() -> int:
 def peak_bytes(floor: int = 0) -> int | None:
     """Peak bytes of the busiest accelerator, or of the process where there is none.
 
-    None when the peak is not above `floor`, the result of `reset_peak`: it is then another's.
+    None when the peak is not above `floor`, the result of `reset_peak`: it is then an earlier one.
     """
-    device = _device_peak()
-    peak = _host_peak() if device is None else device
+    peak = highest_bytes()
     return peak if peak > floor else None
+
+
+def highest_bytes() -> int:
+    """The highest peak that the system tells of: no cell since it was reset has needed more."""
+    device = _device_peak()
+    return _host_peak() if device is None else device
 
 
 def _host_peak() -> int:

@@ -13,7 +13,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.task import Record
 
 FORMAT = 2
-_FREE = ("out", "resume", "batch")  # keys that may change when a run is continued
+_FREE = ("out", "resume", "batch", "mesh")  # keys that may change when a run is continued
 
 Key = tuple[str, int, int]  # method, length, index of the unit
 

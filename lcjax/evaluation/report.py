@@ -41,14 +41,20 @@ def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> 
 
 
 def _cost(records: Sequence[Record]) -> Record:
-    """Tokens read per second without compilation, and the highest peak that is known."""
+    """Tokens read per second without compilation, and the peak: the cell's own, and a bound.
+
+    `peak_bytes` is None where memory did not rise above what the process had needed before: the
+    cell then needed at most `peak_bytes_at_most`, and how much less cannot be known.
+    """
     seconds = sum(record["seconds"] for record in records)
     peaks = [record["peak_bytes"] for record in records if record["peak_bytes"] is not None]
+    bounds = [record.get("peak_bytes_at_most") or 0 for record in records]
     return {
         "seconds": seconds,
         "compile_seconds": sum(record["compile_seconds"] for record in records),
         "tokens_per_second": sum(r["size"] for r in records) / seconds if seconds else None,
         "peak_bytes": max(peaks, default=None),
+        "peak_bytes_at_most": max(bounds) or None,
     }
 
 
@@ -120,24 +126,32 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
         rows = [["method", *keys]]
         rows += [[name, *(f"{entry[k]:,}" for k in keys)] for name, entry in aggregates.items()]
         parts.append(markdown(rows))
-    unknown = " (?: below what the process needed before)"
-    hidden = any(cell["peak_bytes"] is None for cell in cells)
-    parts.append(f"Tokens per second / peak memory in GB{unknown if hidden else ''}:\n")
+    parts.append("Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n")
     parts.append(markdown(_cost_grid(cells)))
+    if any(cell["peak_bytes"] is None for cell in cells):
+        parts.append(
+            "≤: the allocator keeps one peak per process and an earlier cell had set it, so this is"
+            " a bound; evaluate the method alone, in another out folder, for its own peak.\n"
+        )
     return "\n".join(parts)
 
 
 def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
-    speed = grid(cells, "tokens_per_second", Metric("", "", False, 0))
-    known = [cell for cell in cells if cell["peak_bytes"] is not None]
-    peaks = {(cell["method"], cell["length"]): cell["peak_bytes"] / 1e9 for cell in known}
-    scaled = [{**cell, "peak": peaks.get((cell["method"], cell["length"]))} for cell in cells]
-    peak = grid(scaled, "peak", Metric("", "", True, 2))
-    for row, other in zip(speed[1:], peak[1:], strict=True):
-        for column in range(1, len(row)):
-            fast, small = row[column].strip("*"), other[column].strip("*")
-            row[column] = f"{fast or '?'} / {small or '?'}" if fast or small else ""
-    return speed
+    table = grid(cells, "tokens_per_second", Metric("", "", False, 0))
+    memory = {(cell["method"], f"{cell['length']:,}"): _memory(cell) for cell in cells}
+    for row in table[1:]:
+        for column, length in enumerate(table[0][1:], 1):
+            used = memory.get((row[0], length))
+            row[column] = f"{row[column].strip('*') or '?'} / {used}" if used else ""
+    return table
+
+
+def _memory(cell: Record) -> str:
+    """The cell's peak in GB, or the bound on it."""
+    if cell["peak_bytes"] is not None:
+        return f"{cell['peak_bytes'] / 1e9:,.2f}"
+    bound = cell["peak_bytes_at_most"]
+    return "?" if bound is None else f"≤ {bound / 1e9:,.2f}"
 
 
 def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:

@@ -1,6 +1,8 @@
 """One run: every method answers the same questions at every length; records, then a report."""
 
 import dataclasses
+import functools
+import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,15 +19,21 @@ from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.lm import LanguageModel, ModelSection
+from lcjax.sharding import make_mesh
 
 Loader = Callable[[ModelSection], Any]
 _READ = ("path", "sources", "holdout", "on_bad_text")  # keys of `data:` that whole documents have
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
 
 
-def run(config: EvalConfig, *, load: Loader = LanguageModel.load) -> report.Report:
-    """Scores what is not scored yet and writes the report; `load` opens a model section."""
+def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report:
+    """Scores what is not scored yet and writes the report.
+
+    `load` opens a model section; None is `LanguageModel.load` on the mesh of `config`.
+    """
     limits = check(config)
+    if load is None:
+        load = functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     settings = draccus.encode(config)
     store = Store(config.out, settings, resume=config.resume)
     dump(config, store.folder / "config.yaml")
@@ -109,22 +117,35 @@ class _Runner:
         """All records of the run, by task; new ones are on disk before the next batch starts."""
         if any(task.needs_data for task in self._config.tasks):
             next(self._texts())  # a path without text is said before a large model is read
-        base = self._load(self._config.model)
-        plan = self._plan(base.tokenizer)
-        total = sum(map(len, plan.values())) * len(self._config.methods)
-        with tqdm(total=total, unit="window", dynamic_ncols=True) as bar:
-            for method in self._config.methods:
-                model = base
-                if method.path is not None:
-                    model = self._load(self._other(method))
-                    # Another tokenizer cuts the same texts into other windows.
-                    own = self._plan(model.tokenizer)
-                    bar.total += sum(map(len, own.values())) - sum(map(len, plan.values()))
-                self._method(method, model, bar)
+        methods = self._config.methods
+        sections = [self._section(method) for method in methods]
+        with tqdm(unit="window", dynamic_ncols=True) as bar:
+            bar.total, left = 0, len(methods)
+            for index, section in enumerate(sections):
+                if section in sections[:index]:
+                    continue
+                own = [m for m, other in zip(methods, sections, strict=True) if other == section]
+                self._checkpoint(section, own, left, bar)
+                left -= len(own)
         return self._kept
 
-    def _other(self, method: Method) -> ModelSection:
-        """The model section with another checkpoint, whose own position method counts."""
+    def _checkpoint(
+        self, section: ModelSection, methods: Sequence[Method], left: int, bar: tqdm
+    ) -> None:
+        """All methods of one checkpoint, which is read once and given up before the next one."""
+        model = self._load(section)
+        # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
+        # to have as many.
+        bar.total = bar.n + left * sum(map(len, self._plan(model.tokenizer).values()))
+        for method in methods:
+            self._method(method, model, bar)
+        del model
+        gc.collect()
+
+    def _section(self, method: Method) -> ModelSection:
+        """What is loaded for a method: of another checkpoint, its own position method counts."""
+        if method.path is None:
+            return self._config.model
         return dataclasses.replace(
             self._config.model,
             path=method.path,
@@ -220,6 +241,7 @@ class _Runner:
                     "seconds": (watch.seconds - watch.compiling) / len(chunk),
                     "compile_seconds": watch.compiling / len(chunk),
                     "peak_bytes": measure.peak_bytes(floor),
+                    "peak_bytes_at_most": measure.highest_bytes(),
                 }
                 yield [
                     {**facts, "window": u.index, "digest": u.digest, **u.facts, **score, **cost}

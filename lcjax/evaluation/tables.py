@@ -9,7 +9,7 @@ from lcjax.evaluation.task import Metric, Record
 
 # First what a cell is, then its numbers, then what it cost.
 _LEADING = ("task", "protocol", "method", "length", "value")
-_TRAILING = ("tokens_per_second", "peak_bytes", "seconds", "compile_seconds")
+_TRAILING = ("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "seconds", "compile_seconds")
 
 
 def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:

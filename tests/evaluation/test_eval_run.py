@@ -1,9 +1,11 @@
 """Whole runs with the fake model: comparing, stopping, continuing, refusing."""
 
 import dataclasses
+import gc
 import json
 import math
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ from lcjax.data import DataConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, measure, run
 from lcjax.rope import Linear
+from lcjax.sharding import Mesh
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def records(config, label="perplexity_slide_press"):
 
 
 def timeless(found):
-    cost = ("seconds", "peak_bytes", "compile_seconds", "tokens_per_second")
+    cost = ("seconds", "peak_bytes", "peak_bytes_at_most", "compile_seconds", "tokens_per_second")
     return [{k: v for k, v in entry.items() if k not in cost} for entry in found]
 
 
@@ -97,10 +100,10 @@ def test_a_killed_run_continues_without_scoring_anything_twice(config):
     assert len(log) == calls
 
 
-def test_the_batch_may_change_when_a_run_continues(config):
+def test_the_batch_and_the_mesh_may_change_when_a_run_continues(config):
     with pytest.raises(KeyboardInterrupt):
         run(config, load=fake(fail_after=3))
-    run(dataclasses.replace(config, batch=5), load=fake())
+    run(dataclasses.replace(config, batch=5, mesh=Mesh(tensor=2)), load=fake())
 
 
 def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config):
@@ -165,6 +168,38 @@ def test_a_checkpoint_with_another_tokenizer_gets_its_own_windows(config):
     assert "compare bits per byte" in report.text
 
 
+def test_a_checkpoint_is_read_once_and_given_up_before_the_next_one(config):
+    alive, sections = [], []
+
+    def load(section):
+        gc.collect()
+        assert [model() for model in alive if model() is not None] == []
+        model = BigramModel()
+        alive.append(weakref.ref(model))
+        sections.append(section.path)
+        return model
+
+    methods = (
+        Method("a", path="runs/1"),
+        Method("base"),
+        Method("a2", path="runs/1", rope=Linear(factor=2.0)),
+        Method("b", path="runs/2"),
+        Method("base2", rope=Linear(factor=2.0)),
+    )
+    report = run(dataclasses.replace(config, methods=methods, lengths=(12,)), load=load)
+    assert sections == ["runs/1", None, "runs/2"]
+    assert [cell["method"] for cell in report.cells] == [method.name for method in methods]
+
+
+def test_the_checkpoint_of_the_model_section_is_not_read_for_methods_with_their_own(config):
+    def load(section):
+        assert section.path == "runs/1"
+        return BigramModel()
+
+    methods = (Method("trained", path="runs/1"),)
+    run(dataclasses.replace(config, methods=methods, lengths=(12,)), load=load)
+
+
 def test_a_run_without_text_fails_before_the_model_is_read_and_passkey_needs_none(config):
     def load(section):
         raise AssertionError("a model was read")
@@ -210,7 +245,19 @@ def test_a_peak_of_the_device_belongs_to_the_cell_in_which_it_rose(config, monke
     monkeypatch.setattr(measure, "_device_peak", lambda: seen[-1])
     report = run(config, load=lambda section: model)
     assert [cell["peak_bytes"] for cell in report.cells] == [5_000, 9_000, None, None]
-    assert "?: below what the process needed before" in report.text and " / ?" in report.text
+    # Of the others a bound is known, and the table says that it is one.
+    assert [cell["peak_bytes_at_most"] for cell in report.cells] == [5_000, 9_000, 9_000, 9_000]
+    assert report.text.count(" / ≤ 0.00 |") == 2
+    assert "one peak per process" in report.text and "so this is a bound" in report.text
+    header, *_, last = (Path(config.out) / "tables/perplexity_slide_press.csv").open()
+    cell = dict(zip(header.strip().split(","), last.strip().split(","), strict=True))
+    assert (cell["peak_bytes"], cell["peak_bytes_at_most"]) == ("", "9000")
+
+
+def test_a_table_of_peaks_that_are_all_known_does_not_speak_of_bounds(config, monkeypatch):
+    seen = iter(range(1_000, 10**9, 1_000))
+    monkeypatch.setattr(measure, "_device_peak", lambda: next(seen))
+    assert "≤" not in run(config, load=fake()).text
 
 
 def test_compilation_is_not_counted_as_speed(config, monkeypatch):
