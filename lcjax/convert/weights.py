@@ -113,6 +113,14 @@ def read_params(
     return nest(leaves)
 
 
+def stored_dtype(source: Source, config: ModelConfig) -> str:
+    """The dtype that all matrices of the model are stored in; float32 when they differ."""
+    names = [n for e in hf_names.entries(config) if not e.path.startswith("rope/") for n in e.names]
+    infos = [source.tensors[name] for name in names if name in source.tensors]
+    kinds = {info.dtype for info in infos if len(info.shape) > 1}
+    return kinds.pop() if len(kinds) == 1 and kinds <= set(DTYPES) else "float32"
+
+
 def _dtype(entry: hf_names.Entry, config: ModelConfig) -> np.dtype:
     """Learned frequencies stay in float32: half precision turns far positions by whole circles."""
     name = "float32" if entry.path.startswith("rope/") else config.param_dtype

@@ -99,10 +99,37 @@ def test_the_old_llama_2_config_is_read_with_the_defaults_of_transformers():
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 32}, Causal()),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, Sliding(512)),
         (QWEN2_OPEN | {"use_sliding_window": True, "max_window_layers": 0}, Sliding(4096)),
+        (QWEN2 | {"use_sliding_window": None}, Causal()),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, Causal()),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, Sliding(512)),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": None}, None),
     ],
 )
 def test_the_window_holds_where_transformers_applies_it(hf, pattern):
+    if pattern is None:
+        with pytest.raises(InputError, match="max_window_layers=28 of 32"):
+            config_from_hf(hf)
+        return
     assert config_from_hf(hf).pattern == pattern
+
+
+@pytest.mark.parametrize(
+    "nulls",
+    [
+        {"rope_parameters": None, "rope_scaling": None},
+        {"rope_parameters": None, "rope_theta": None},
+        {"head_dim": None, "num_key_value_heads": None, "partial_rotary_factor": None},
+        {"attention_bias": None, "mlp_bias": None, "tie_word_embeddings": None},
+        {"quantization_config": None, "sliding_window": None},
+    ],
+    ids=lambda nulls: ",".join(nulls),
+)
+def test_null_is_read_as_absent(nulls):
+    absent = {k: v for k, v in LLAMA2.items() if k not in nulls}
+    config = config_from_hf(LLAMA2 | nulls)
+    assert config == config_from_hf(absent)
+    for value in (config.qkv_bias, config.mlp_bias, config.tie_embeddings):
+        assert value is False
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -122,6 +149,10 @@ def test_a_window_survives_the_way_out_and_back(family):
         (LLAMA2 | {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         (LLAMA2 | {"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True}, "qk_lay"),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 5}, "max_window_layers=5 of 32"),
+        (LLAMA2 | {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*unquan"),
+        (LLAMA2 | {"hidden_size": "4096"}, "hidden_size='4096' must be a whole number"),
+        (LLAMA2 | {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number"),
+        (LLAMA2 | {"vocab_size": 32000.5}, "vocab_size=32000.5 must be a whole number"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_in_one_line(hf, words):

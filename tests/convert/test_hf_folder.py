@@ -12,7 +12,7 @@ import lcjax.config
 import lcjax.convert.hf_save
 import lcjax.lora
 from lcjax.convert import ByteTokenizer, hf_names, load, load_config, load_tokenizer, save_hf
-from lcjax.convert.safetensors_io import SafetensorsFolder
+from lcjax.convert.safetensors_io import SINGLE, SafetensorsFolder, write_file
 from lcjax.convert.weights import TensorInfo
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
@@ -223,6 +223,45 @@ def test_a_folder_with_files_is_only_replaced_when_asked(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+def test_a_config_without_a_dtype_leaves_it_to_the_tensors(tmp_path, stored):
+    params, config = saved(tmp_path, param_dtype=stored)
+    edit_json(tmp_path / "config.json", dtype=None, torch_dtype=None)
+    loaded, loaded_config, _ = load(tmp_path)
+    assert loaded_config == config
+    assert_same(loaded, params)
+    assert load(tmp_path, param_dtype="float32")[1].param_dtype == "float32"
+
+
+def test_tensors_of_several_dtypes_are_read_in_float32_unless_the_config_says_more(tmp_path):
+    params, _ = saved(tmp_path, param_dtype="bfloat16")
+    write_with_one_wide_matrix(tmp_path)
+    assert load(tmp_path)[1].param_dtype == "bfloat16"
+    edit_json(tmp_path / "config.json", dtype=None, torch_dtype=None)
+    loaded, config, _ = load(tmp_path)
+    assert config.param_dtype == "float32"
+    assert_same(loaded, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+def write_with_one_wide_matrix(folder):
+    source = SafetensorsFolder(folder)
+    arrays = {n: source.rows(n, 0, info.shape[0]) for n, info in source.tensors.items()}
+    arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.float32)
+    infos = {n: TensorInfo(a.shape, a.dtype.name) for n, a in arrays.items()}
+    write_file(folder / SINGLE, infos, arrays.items())
+
+
+def test_tied_embeddings_that_are_saved_twice_are_read_once(tmp_path):
+    params, _ = saved(tmp_path, "tied")
+    source = SafetensorsFolder(tmp_path)
+    arrays = {n: source.rows(n, 0, info.shape[0]) for n, info in source.tensors.items()}
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    infos = {n: TensorInfo(a.shape, a.dtype.name) for n, a in arrays.items()}
+    write_file(tmp_path / SINGLE, infos, arrays.items())
+    assert_same(load(tmp_path)[0], params)
+
+
 def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_path, monkeypatch):
     config = tiny_config(lora=LoRA(rank=2))
     lcjax.config.dump(config, tmp_path / "model.yaml")
@@ -231,21 +270,13 @@ def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_p
     ByteTokenizer().save(tmp_path / "tokenizer")
     assert load_config(tmp_path) == config.replace(lora=None)
     assert load_tokenizer(tmp_path).fingerprint == ByteTokenizer().fingerprint
-    params, mesh = random_params(config), make_mesh(Mesh(fsdp=8))
 
-    def load_run(folder, *, mesh):
-        return jax.device_put(params, param_shardings(mesh, params)), config, ByteTokenizer()
+    def load_run(folder, *, mesh, param_dtype):
+        return folder, mesh, param_dtype
 
-    monkeypatch.setattr("lcjax.checkpoint.load_run", load_run)
-    loaded, loaded_config, _ = load(tmp_path, mesh=mesh, param_dtype="bfloat16")
-    assert loaded_config.param_dtype == "bfloat16"
-    assert_same(
-        jax.device_get(loaded), jax.device_get(jax.tree.map(lambda x: x.astype("bfloat16"), params))
-    )
-    wanted = param_shardings(mesh, params)
-    assert jax.tree.all(
-        jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), loaded, wanted)
-    )
+    monkeypatch.setattr("lcjax.convert.run_folder.load_run", load_run)
+    mesh = make_mesh(Mesh(fsdp=8))
+    assert load(tmp_path, mesh=mesh, param_dtype="bfloat16") == (tmp_path, mesh, "bfloat16")
 
 
 def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path):
