@@ -1,14 +1,18 @@
 """The runner with a real decoder of random weights: what it reports is what the model says."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from evaluation_support import texts
 
 from lcjax.data import DataConfig
+from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, run
 from lcjax.lm import LanguageModel, ModelSection
 from lcjax.rope import Linear
+from lcjax.sharding import Mesh
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,13 +37,15 @@ def found(tmp_path_factory):
         lengths=(64, 128),
         stride=16,
         data=DataConfig(path=str(folder / "text")),
+        mesh=Mesh(data=2, fsdp=2, tensor=2),
+        batch=3,  # no multiple of what the rows are spread over
         out=str(folder / "out"),
     )
     return config, run(config)
 
 
 @pytest.mark.parametrize("name", ["base", "pi"])
-def test_prefix_perplexity_equals_the_loss_of_the_model_itself(found, name):
+def test_prefix_perplexity_on_a_mesh_equals_the_loss_of_the_model_on_one_device(found, name):
     config, report = found
     model = LanguageModel.load(config.model)
     for length in config.lengths:
@@ -66,6 +72,13 @@ def test_methods_differ_and_the_trained_length_is_the_checkpoints(found):
     assert cells["base", 128]["value"] != cells["pi", 128]["value"]
     assert {cell["trained"] for cell in report.cells} == {128}
     assert all(cell["tokens_per_second"] > 0 for cell in report.cells)
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_is_written(tmp_path):
+    config = EvalConfig(model=ModelSection(preset="tiny"), out=str(tmp_path / "out"))
+    with pytest.raises(InputError, match=r"mesh\.fsdp"):
+        run(dataclasses.replace(config, mesh=Mesh(data=3)))
+    assert not (tmp_path / "out").exists()
 
 
 def test_passkey_runs_through_generation_in_batches(found, tmp_path):
