@@ -6,15 +6,13 @@ state = loader.get_state()                # JSON-ready; set_state continues bit 
 """
 
 from lcjax.data.config import DataConfig, Source
-from lcjax.data.corpus import TokenCount, documents, token_counts
+from lcjax.data.corpus import documents
 from lcjax.data.loader import Loader, make_loader
 
 __all__ = [
     "DataConfig",
     "Loader",
     "Source",
-    "TokenCount",
     "documents",
     "make_loader",
-    "token_counts",
 ]

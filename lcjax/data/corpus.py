@@ -1,14 +1,13 @@
-"""Documents of a source by index, their split into training and validation, and their count."""
+"""Documents of a source by index, and their split into training and validation."""
 
 import bisect
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
-from tqdm import tqdm
 
 from lcjax.data.config import DataConfig, Source
+from lcjax.data.files import Files
 from lcjax.data.paths import find_files, kind
 from lcjax.data.readers import JsonLines, ParquetRows, TextFile
 from lcjax.errors import InputError
@@ -58,16 +57,16 @@ class Corpus:
 
 def open_corpus(source: Source, *, on_bad_text: str = "error") -> Corpus:
     """Finds the files of a source and indexes those that hold many documents."""
-    readers, size = [], 0
+    readers, size, files = [], 0, Files()
     for name, path in find_files(source.path):
         size += path.stat().st_size
         match kind(path):
             case ".jsonl":
-                readers.append(JsonLines(name, path, source.text_field, on_bad_text))
+                readers.append(JsonLines(name, path, source.text_field, on_bad_text, files))
             case ".parquet":
-                readers.append(ParquetRows(name, path, source.text_field))
+                readers.append(ParquetRows(name, path, source.text_field, files))
             case _:
-                readers.append(TextFile(name, path, on_bad_text))
+                readers.append(TextFile(name, path, on_bad_text, files))
     corpus = Corpus(source, readers, size)
     if len(corpus) == 0 or size == 0:
         raise InputError(f"data.path={source.path} holds no document: its files are empty")
@@ -120,51 +119,6 @@ def all_empty(corpora: list[Corpus]) -> InputError:
         f"data.path={paths}: none of the {count} documents has enough text"
         " (empty, skipped, or below data.min_document_tokens)"
     )
-
-
-@dataclass(frozen=True)
-class TokenCount:
-    """What a source holds, in tokens."""
-
-    path: str
-    documents: int  # with text
-    empty: int
-    characters: int
-    tokens: int  # BOS and EOS not counted
-    median: int  # tokens of the document in the middle
-    longest: int  # tokens of the longest document
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path}: {self.tokens:,} tokens in {self.documents:,} documents"
-            f" (median {self.median:,}, longest {self.longest:,}, {self.empty:,} empty),"
-            f" {self.characters / max(self.tokens, 1):.2f} characters per token"
-        )
-
-
-def token_counts(data: DataConfig | str, tokenizer, split: str = "train") -> list[TokenCount]:
-    """Reads and tokenises everything once and counts it, one entry per source."""
-    config = DataConfig(path=data) if isinstance(data, str) else data
-    counts = []
-    for corpus in open_split(config, split):
-        lengths, characters = [], 0
-        for i in tqdm(range(len(corpus)), desc=f"count {corpus.source.path}", disable=None):
-            text = corpus[i][1]
-            characters += len(text)
-            lengths.append(len(tokenizer.encode(text)) if text.strip() else 0)
-        full = sorted(n for n in lengths if n)
-        counts.append(
-            TokenCount(
-                path=corpus.source.path,
-                documents=len(full),
-                empty=len(lengths) - len(full),
-                characters=characters,
-                tokens=sum(full),
-                median=full[len(full) // 2] if full else 0,
-                longest=full[-1] if full else 0,
-            )
-        )
-    return counts
 
 
 def _unit_hash(name: str) -> float:

@@ -1,22 +1,17 @@
 """Random access to the documents of one file: whole text files, JSON lines, Parquet rows."""
 
-import gzip
 import json
-import mmap
-import shutil
-import tempfile
 import threading
-import zlib
-from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from lcjax.data.files import Files, content, gzip_chunks
 from lcjax.errors import InputError
 
 _SHOW_PROGRESS = 1 << 28  # bytes of a file from which on indexing shows a bar
-_CACHED_GROUPS = 4  # Parquet row groups held in memory
 
 
 def decode(data: bytes, *, where: str, offset: int = 0, on_bad_text: str = "error") -> str:
@@ -39,8 +34,9 @@ def decode(data: bytes, *, where: str, offset: int = 0, on_bad_text: str = "erro
 class TextFile:
     """A file that is one document."""
 
-    def __init__(self, name: str, path: Path, on_bad_text: str):
+    def __init__(self, name: str, path: Path, on_bad_text: str, files: Files):
         self._name, self._path, self._on_bad_text = name, path, on_bad_text
+        self._files = files
 
     def __len__(self) -> int:
         return 1
@@ -49,30 +45,19 @@ class TextFile:
         return self._name
 
     def text(self, index: int) -> str:
-        if self._path.suffix.lower() in (".gz", ".zst"):
-            with _unpacked(self._path) as file:
-                data = file.read()
-        else:
-            with _open(self._path) as file:
-                data = file.read()
-        return decode(data, where=str(self._path), on_bad_text=self._on_bad_text)
+        packed = self._path.suffix.lower() == ".gz"  # read at once: no need of a temporary file
+        chunks = gzip_chunks(self._path) if packed else content(self._path, self._files).chunks()
+        return decode(b"".join(chunks), where=str(self._path), on_bad_text=self._on_bad_text)
 
 
 class JsonLines:
-    """A file with one JSON object per line, found by byte offset (8 bytes of memory a line).
+    """A file with one JSON object per line, found by byte offset (8 bytes of memory a line)."""
 
-    A compressed file, which has no random access, is unpacked once into a temporary file.
-    """
-
-    def __init__(self, name: str, path: Path, text_field: str, on_bad_text: str):
+    def __init__(self, name: str, path: Path, text_field: str, on_bad_text: str, files: Files):
         self._name, self._path, self._field = name, path, text_field
         self._on_bad_text = on_bad_text
-        packed = path.suffix.lower() in (".gz", ".zst")
-        with _unpacked(path) if packed else _open(path) as file:
-            self._starts = line_starts(file, path.name)
-            # A map of the file is read by many threads at once, without seeks to fight over.
-            full = len(self) > 0
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if full else b""
+        self._content = content(path, files)
+        self._starts = line_starts(self._content.chunks(), path.name, path.stat().st_size)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -83,9 +68,8 @@ class JsonLines:
     def text(self, index: int) -> str:
         where = f"{self._path}:{index + 1}"
         start, end = int(self._starts[index]), int(self._starts[index + 1])
-        line = decode(
-            self._map[start:end], where=where, offset=start, on_bad_text=self._on_bad_text
-        )
+        data = self._content.read(start, end)
+        line = decode(data, where=where, offset=start, on_bad_text=self._on_bad_text)
         if not line.strip():
             return ""
         try:
@@ -103,22 +87,17 @@ class JsonLines:
 
 
 class ParquetRows:
-    """The rows of a Parquet file, one row group at a time, the last few of them kept."""
+    """The rows of a Parquet file, read by row groups; the last ones of a source are kept."""
 
-    def __init__(self, name: str, path: Path, text_field: str):
-        self._name, self._path, self._field = name, path, text_field
-        pyarrow = _pyarrow()
-        try:
-            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"{path} is not a readable Parquet file: {error}") from None
-        if text_field not in self._file.schema_arrow.names:
-            raise _no_field(str(path), text_field, self._file.schema_arrow.names)
-        meta = self._file.metadata
+    def __init__(self, name: str, path: Path, text_field: str, files: Files):
+        self._name, self._path, self._field, self._files = name, path, text_field, files
+        self._lock = threading.Lock()
+        file = self._file()
+        if text_field not in file.schema_arrow.names:
+            raise _no_field(str(path), text_field, file.schema_arrow.names)
+        meta = file.metadata
         rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         self._starts = np.cumsum([0, *rows])
-        self._groups: OrderedDict = OrderedDict()
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -129,73 +108,43 @@ class ParquetRows:
     def text(self, index: int) -> str:
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
         with self._lock:  # a ParquetFile is not safe to read from two threads
-            if group not in self._groups:
-                self._groups[group] = self._read(group)
-            self._groups.move_to_end(group)
-            while len(self._groups) > _CACHED_GROUPS:
-                self._groups.popitem(last=False)
-            column = self._groups[group]
+            column = self._files.blocks.get((self._path, group), lambda: self._read(group))
         value = column[index - int(self._starts[group])].as_py()
         return _string(value, f"{self._path}: row {index + 1}", self._field)
 
-    def _read(self, group: int):
+    def _file(self):
+        return self._files.opened.get(self._path, self._open)
+
+    def _open(self):
         pyarrow = _pyarrow()
         try:
-            return self._file.read_row_group(group, columns=[self._field]).column(self._field)
+            return pyarrow.parquet.ParquetFile(self._path, memory_map=True)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"{self._path} is not a readable Parquet file: {error}") from None
+
+    def _read(self, group: int):
+        pyarrow, file = _pyarrow(), self._file()
+        try:
+            return file.read_row_group(group, columns=[self._field]).column(self._field)
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{self._path}: row group {group} is damaged: {error}") from None
 
 
-def line_starts(file, label: str) -> np.ndarray:
-    """Byte offsets of the lines of an open file, and its end: int64 [lines + 1]."""
-    size = file.seek(0, 2)
-    file.seek(0)
-    starts, read = [np.zeros(1, np.int64)], 0
+def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
+    """Byte offsets of the lines of a content, and its end: int64 [lines + 1].
+
+    `size`, the bytes of the file, decides whether a bar shows how much was read.
+    """
+    starts, read, ended = [np.zeros(1, np.int64)], 0, True
     # None shows the bar on a terminal only.
     hide = True if size < _SHOW_PROGRESS else None
-    with tqdm(total=size, unit="B", unit_scale=True, desc=f"index {label}", disable=hide) as bar:
-        while chunk := file.read(1 << 24):
+    with tqdm(unit="B", unit_scale=True, desc=f"index {label}", disable=hide) as bar:
+        for chunk in chunks:
             starts.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + (read + 1))
-            read += len(chunk)
+            read, ended = read + len(chunk), chunk[-1] == 10
             bar.update(len(chunk))
-    offsets = np.concatenate(starts)
     # The last line may lack its line feed.
-    return offsets if offsets[-1] == size else np.append(offsets, size)
-
-
-def _open(path: Path):
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _unpacked(path: Path):
-    """A temporary file, gone when closed, with the plain content of a .gz or .zst file."""
-    plain = tempfile.TemporaryFile(prefix="lcjax-")  # noqa: SIM115 (handed to the caller)
-    with _open(path) as raw:
-        if path.suffix.lower() == ".gz":
-            stream, damage = gzip.GzipFile(fileobj=raw), (gzip.BadGzipFile, EOFError, zlib.error)
-        else:
-            zstandard = _zstandard()
-            stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            damage = (zstandard.ZstdError,)
-        try:
-            shutil.copyfileobj(stream, plain, 1 << 20)
-        except damage as error:
-            raise InputError(f"{path} is damaged or cut short: {error}") from None
-    plain.seek(0)
-    return plain
-
-
-def _zstandard():
-    try:
-        import zstandard
-    except ImportError:
-        raise InputError(
-            "reading .zst files needs `pip install zstandard`; .gz needs nothing"
-        ) from None
-    return zstandard
+    return np.concatenate(starts if ended else [*starts, np.array([read])])
 
 
 def _pyarrow():

@@ -1,0 +1,184 @@
+"""Packed files, and how many files are open: what reading costs beside the text itself."""
+
+import gzip
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+from data_support import Bytes, make_texts, write_jsonl
+
+from lcjax.data import DataConfig, documents, files, make_loader, zstd
+from lcjax.data.config import Source
+from lcjax.data.corpus import open_corpus
+from lcjax.errors import InputError
+
+pa = pytest.importorskip("pyarrow")
+SKIPPABLE = (0x184D2A5E).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
+
+
+def frame(data):
+    """One frame with its content's size in the header."""
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+def streamed(data):
+    """One frame whose header does not know the content's size."""
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def lines_of(texts):
+    return "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+
+
+def write_frames(path, data, size, pack=frame):
+    """Frames of `size` bytes of content each, which cut lines anywhere; one to be skipped."""
+    pieces = [pack(data[i : i + size]) for i in range(0, len(data), size)]
+    path.write_bytes(SKIPPABLE.join(pieces) + SKIPPABLE)
+    return str(path)
+
+
+@pytest.mark.parametrize("pack", [frame, streamed])
+@pytest.mark.parametrize("size", [7, 100, 10**6])
+def test_lines_are_found_in_zstd_files_wherever_the_frames_are_cut(size, pack, tmp_path):
+    texts = make_texts(30)
+    path = write_frames(tmp_path / "a.jsonl.zst", lines_of(texts), size, pack)
+    corpus = open_corpus(Source(path))
+    order = np.random.default_rng(0).permutation(30)
+    assert [corpus[int(i)][1] for i in order] == [texts[i] for i in order]
+    text = tmp_path / "b.txt.zst"
+    write_frames(text, texts[0].encode(), size, pack)
+    assert list(documents(str(text))) == [("b.txt.zst", texts[0])]
+
+
+def test_frames_end_where_their_headers_say():
+    rng = np.random.default_rng(0)
+    contents = [b"", b"a", b"a" * 300_000, rng.bytes(70_000), rng.bytes(300_000)]
+    packed = [make(data) for data in contents for make in (frame, streamed)]
+    ends = np.cumsum([len(p) for p in packed]).tolist()
+    assert [end for _, end in zstd.frame_bounds(b"".join(packed))] == ends
+    assert zstd.frame_bounds(SKIPPABLE * 2) == []
+
+
+def test_only_the_frames_of_a_document_are_unpacked_and_they_are_kept(tmp_path, monkeypatch):
+    texts = [f"{i:09d}" for i in range(20)]  # lines of equal length: two in a frame
+    line = len(lines_of(texts[:1]))
+    corpus = open_corpus(Source(write_frames(tmp_path / "a.jsonl.zst", lines_of(texts), 2 * line)))
+    unpacked = []
+    original = zstd.Frames.unpack
+    monkeypatch.setattr(
+        zstd.Frames, "unpack", lambda self, i: unpacked.append(i) or original(self, i)
+    )
+    assert [corpus[i][1] for i in (6, 7, 19, 6)] == [texts[i] for i in (6, 7, 19, 6)]
+    assert unpacked == [3, 9]
+
+
+def test_a_zstd_frame_too_large_to_be_read_for_one_document_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(zstd, "LARGEST", 1000)
+    data = lines_of(make_texts(40))
+    write_frames(tmp_path / "a.jsonl.zst", data, 1000)
+    assert len(list(documents(str(tmp_path / "a.jsonl.zst")))) == 40
+    write_frames(tmp_path / "a.jsonl.zst", data, len(data))
+    with pytest.raises(InputError, match=r"frame at byte 0 unpacks to more .*split -C") as caught:
+        open_corpus(Source(str(tmp_path / "a.jsonl.zst")))
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_zstd_files_are_named(tmp_path):
+    path = tmp_path / "a.jsonl.zst"
+    whole = frame(lines_of(make_texts(40)))
+    hurt = bytearray(whole)
+    hurt[10:16] = b"\xff" * 6  # how the first block is packed
+    dictionary = bytearray(whole)
+    dictionary[4] |= 1
+    for data, match in [
+        (whole[:-3], "is damaged or cut short: the frame at byte 0 goes on"),
+        (whole[:5], "is damaged or cut short: it ends inside a frame"),
+        (whole + whole[:2], "is damaged or cut short: it ends inside a frame"),
+        (b"no zstd file", "is damaged or cut short: no zstd frame begins at byte 0"),
+        (bytes(hurt), "is damaged at byte 0"),
+        (bytes(dictionary), "needs a dictionary; unpack it first"),
+    ]:
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=match):
+            open_corpus(Source(str(path)))
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match="holds no document"):
+        open_corpus(Source(str(path)))
+
+
+@pytest.fixture
+def few_open_files():
+    """Lets this process open 40 files more than it has open."""
+    resource = pytest.importorskip("resource")
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("open files cannot be counted here")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    numbers = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (numbers + 40, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_more_shards_than_files_may_be_open(suffix, tmp_path, few_open_files, monkeypatch):
+    monkeypatch.setattr(files, "_OPEN", 8)
+    import pyarrow.parquet
+
+    texts = make_texts(120, low=5)
+    for i, text in enumerate(texts):
+        path, data = tmp_path / f"{i:03d}{suffix}", lines_of([text])
+        match suffix:
+            case ".parquet":
+                pyarrow.parquet.write_table(pa.table({"text": [text]}), path)
+            case ".jsonl":
+                path.write_bytes(data)
+            case _:
+                path.write_bytes((gzip.compress if suffix.endswith("gz") else frame)(data))
+    assert [text for _, text in documents(str(tmp_path))] == texts
+    config = DataConfig(path=str(tmp_path), length=64, repeat=1, threads=4)
+    assert sum(int((b["segments"] > 0).sum()) for b in make_loader(config, Bytes(), 4)) == sum(
+        len(text) + 2 for text in texts
+    )
+
+
+def test_recent_values_are_kept_within_the_limit_and_one_always():
+    made = []
+    recent = files.Recent(10, size=len)
+
+    def get(key, size):
+        return recent.get(key, lambda: made.append(key) or key * size)
+
+    for key, size in [("a", 4), ("b", 4), ("a", 4), ("c", 4), ("b", 4), ("d", 11), ("d", 11)]:
+        assert get(key, size) == key * size
+    # c pushes b out, which was used before a; b then a; d all of them.
+    assert made == ["a", "b", "c", "b", "d"]
+    get("a", 4)
+    assert made[-1] == "a"
+
+
+def test_threads_read_the_right_lines_while_files_are_closed_under_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_OPEN", 1)
+    texts = make_texts(60)
+    for i in range(6):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts[i::6])
+    corpus = open_corpus(Source(str(tmp_path)))
+    wanted = [corpus[i][1] for i in range(60)]
+    assert sorted(wanted) == sorted(texts)
+    wrong = []
+
+    def read(seed):
+        for i in np.random.default_rng(seed).integers(0, 60, 500):
+            if corpus[int(i)][1] != wanted[i]:
+                wrong.append(int(i))
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
