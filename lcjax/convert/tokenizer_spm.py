@@ -82,7 +82,9 @@ class SentencePieceTokenizer:
         parts = []
         for special, run in runs:
             if not special:
-                parts.append(self._processor.decode(list(run)))
+                # Rows that only pad the embedding have no text.
+                size = self._processor.get_piece_size()
+                parts.append(self._processor.decode([i for i in run if i < size]))
             elif not skip_special:
                 parts.extend(self._strings[i] for i in run)
         return "".join(parts)

@@ -89,6 +89,26 @@ def test_tokens_added_by_older_files_are_read(tmp_path, model):
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
 
 
+def test_an_added_token_without_a_row_is_left_out_with_a_warning(tmp_path, model):
+    """Copies of Llama-2 have <pad> = 32000 beside 32,000 rows."""
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": 420}')
+    settings = {"pad_token": "<pad>", "add_bos_token": None, "added_tokens_decoder": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"vocab_size": 420, "pad_token_id": -1}')
+    with pytest.warns(UserWarning, match=r"left out 1 added tokens \(<pad> = 420\).* 420 rows"):
+        tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.pad_id, tokenizer.vocab_size, tokenizer.add_bos) == (None, 420, True)
+    tokenizer.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
+
+
+def test_rows_that_only_pad_the_embedding_have_no_text(model):
+    tokenizer = SentencePieceTokenizer(model)
+    ids = tokenizer.encode("hello")
+    assert tokenizer.decode([*ids, 500, 31_999]) == "hello"
+
+
 def test_the_model_is_rebuilt_from_its_pieces(model):
     """GGUF stores pieces, scores and types, not the model file."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)

@@ -128,6 +128,32 @@ def test_settings_of_the_folder_are_kept_and_other_files_may_name_ids(tmp_path):
     assert (kept["tokenizer_class"], kept["other"]) == ("Qwen2Tokenizer", 1)
 
 
+def test_an_added_token_without_a_row_is_left_out_with_a_warning(tmp_path):
+    made = backend()
+    rows = made.get_vocab_size()
+    made.add_special_tokens([AddedToken("<new>", special=True, normalized=False)])
+    JsonTokenizer(made, Specials(pad_id=rows)).save(tmp_path)
+    assert load_tokenizer(tmp_path).pad_id == rows
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows, "eos_token_id": rows}))
+    with pytest.warns(UserWarning, match=rf"left out 1 added tokens \(<new> = {rows}\)"):
+        tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.pad_id, tokenizer.eos_ids, tokenizer.vocab_size) == (None, (), rows)
+    tokenizer.save(tmp_path / "again")
+    assert "<new>" not in (tmp_path / "again" / "tokenizer_config.json").read_text()
+    assert load_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
+
+
+def test_tokens_that_only_the_older_file_names_are_found(tmp_path):
+    t = tokenizer()
+    t.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>"}, "bos_token": "<s>"})
+    )
+    again = load_tokenizer(tmp_path)
+    assert (again.bos_id, again.eos_ids) == (t.bos_id, t.eos_ids)
+
+
 def test_whether_texts_start_with_bos_is_read_from_the_post_processor(tmp_path):
     made = backend()
     bos = made.token_to_id("<s>")
