@@ -1,5 +1,8 @@
 """The chunked loss against optax on sizes that are no multiple of any block."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import optax
 import pytest
 
 from lcjax.loss import cross_entropy, token_nll
+from lcjax.sharding import Mesh, batch_sharding, make_mesh
 
 
 def _inputs(batch, length, width, vocabulary, seed=0):
@@ -80,3 +84,28 @@ def test_logits_of_a_long_sequence_never_exist_in_the_backward_pass():
     memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()
     whole = 8192 * 4001 * 4
     assert memory.temp_size_in_bytes < whole / 8
+
+
+@pytest.mark.parametrize("shape", [Mesh(8, 1, 1), Mesh(2, 2, 2)], ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+def test_each_device_goes_through_its_rows_and_the_kernels_gradient_crosses_once(shape, biased):
+    mesh = make_mesh(shape)
+    hidden, kernel, bias, targets, weights = _inputs(8, 13, 16, 64)
+    bias = bias if biased else None
+    rows = batch_sharding(mesh)
+    spread = [jax.device_put(x, rows) for x in (hidden, targets, weights)]
+
+    def grads(hidden, targets, weights, mesh=None):
+        def total(hidden, kernel, bias, weights):
+            return cross_entropy(hidden, kernel, targets, weights, bias=bias, chunk=4, mesh=mesh)[0]
+
+        argnums = (0, 1, 2, 3) if biased else (0, 1, 3)
+        return jax.value_and_grad(total, argnums)(hidden, kernel, bias, weights)
+
+    want = grads(hidden, targets, weights)
+    program = jax.jit(functools.partial(grads, mesh=mesh)).lower(*spread).compile()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), program(*spread), want)
+    loops = re.findall(r"^%?\S*(?:body|region)\S* .*?^}", program.as_text(), re.M | re.S)
+    assert loops  # 13 positions in chunks of 4 are a loop
+    assert not [body for body in loops if re.search(r"f32\[16,\d+\]\S* all-reduce\(", body)]
+    assert re.search(r"f32\[16,\d+\][^=]*all-reduce", program.as_text())
