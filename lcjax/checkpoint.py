@@ -170,18 +170,6 @@ def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = No
     raise CheckpointError(f"cannot read {unread} in {root}; files are missing or cut short")
 
 
-def load_run(
-    folder: str | Path, step: int | None = None, *, mesh: jax.sharding.Mesh | None = None
-) -> tuple[dict, Any, Any]:
-    """(parameters, ModelConfig, tokenizer) of a training run, adapters merged, for inference.
-
-    The running average of the weights is taken where the run kept one.
-    """
-    from lcjax.training.restore import load_run as load
-
-    return load(folder, step, mesh=mesh)
-
-
 def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
     position = _Position()
     wanted = {"state": abstract_state} | ({"data": position} if with_data else {})

@@ -25,6 +25,11 @@ class LoRA:
     def __post_init__(self):
         if self.rank < 1:
             raise InputError(f"lora.rank={self.rank} must be at least 1")
+        if not self.alpha > 0:
+            raise InputError(
+                f"lora.alpha={self.alpha} must be above 0: it scales what adapters add; usual:"
+                f" {2 * self.rank}, twice lora.rank"
+            )
         unknown = [name for name in self.targets if name not in PROJECTIONS]
         if unknown or not self.targets:
             raise InputError(
@@ -36,22 +41,30 @@ class LoRA:
         return self.alpha / self.rank
 
 
-def merge(params: dict, lora: LoRA) -> dict:
+def is_adapter(path: str) -> bool:
+    """Whether the parameter at `path` belongs to an adapter."""
+    return path.rpartition("/")[2].startswith("lora_")
+
+
+def merge(params: dict, lora: LoRA, *, dtype: jax.typing.DTypeLike | None = None) -> dict:
     """Adds every adapter to its kernel and drops the adapter: same outputs, no extra cost.
 
-    The sum is taken in float32 and rounded once to the kernel's dtype.
+    The sum is taken in float32 and rounded once, to `dtype`; None is the wider type of kernel and
+    adapter, so that float32 adapters lose nothing on a bfloat16 base.
     """
     if not isinstance(params, dict):
         return params
     merged = {
-        name: merge(child, lora) for name, child in params.items() if not name.startswith("lora_")
+        name: merge(child, lora, dtype=dtype)
+        for name, child in params.items()
+        if not is_adapter(name)
     }
     if "lora_a" in params:
-        merged["kernel"] = _merged_kernel(params, lora.scale)
+        merged["kernel"] = _merged_kernel(params, lora.scale, dtype)
     return merged
 
 
-def _merged_kernel(layer: dict, scale: float) -> jax.Array:
+def _merged_kernel(layer: dict, scale: float, dtype: jax.typing.DTypeLike | None) -> jax.Array:
     kernel, a, b = layer["kernel"], layer["lora_a"], layer["lora_b"]
     # `a` is [in..., r] and `b` [r, out...]; stacked layers put one more axis before each.
     stacked = a.ndim + b.ndim == kernel.ndim + 3
@@ -60,19 +73,5 @@ def _merged_kernel(layer: dict, scale: float) -> jax.Array:
         return jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), ([-1], [0]))
 
     delta = jax.vmap(update)(a, b) if stacked else update(a, b)
-    return (kernel.astype(jnp.float32) + scale * delta).astype(kernel.dtype)
-
-
-def split(params: dict) -> tuple[dict, dict]:
-    """(tree without adapters, tree of adapters only); empty branches are left out."""
-    base, adapters = {}, {}
-    for name, child in params.items():
-        if isinstance(child, dict):
-            inner_base, inner_adapters = split(child)
-            if inner_base:
-                base[name] = inner_base
-            if inner_adapters:
-                adapters[name] = inner_adapters
-        else:
-            (adapters if name.startswith("lora_") else base)[name] = child
-    return base, adapters
+    dtype = jnp.result_type(kernel, a, b) if dtype is None else dtype
+    return (kernel.astype(jnp.float32) + scale * delta).astype(dtype)

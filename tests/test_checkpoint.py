@@ -15,7 +15,6 @@ import pytest
 
 from lcjax.checkpoint import CheckpointError, Checkpoints, load_state
 from lcjax.sharding import Mesh, make_mesh, param_shardings
-from lcjax.training.state import abstract
 
 ROOT = Path(__file__).parents[1]
 # orbax drops its other readers unfinished when one of them meets a damaged file.
@@ -31,6 +30,12 @@ def make_state(value, mesh=None):
     state = {"params": {"up": {"kernel": kernel}}, "rng": jax.random.key(value), "step": value}
     state["step"] = jnp.int32(value)
     return jax.device_put(state, param_shardings(mesh, state))
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
 
 
 def save(folder, *steps, keep=3):

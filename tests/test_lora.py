@@ -14,6 +14,7 @@ from lcjax.convert.peft import save_peft
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
 from lcjax.models import Decoder, preset
+from lcjax.tree import split
 
 
 def _params(config):
@@ -35,7 +36,7 @@ def test_peft_files_hold_the_update_that_merging_adds(tmp_path, block):
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (3, 7.0)
-    merged, plain = lora_lib.merge(params, lora), lora_lib.split(params)[0]
+    merged, plain = lora_lib.merge(params, lora), split(params, lora_lib.is_adapter)[1]
     checked = 0
     for entry in hf_names.entries(config):
         *path, leaf = entry.path.split("/")

@@ -79,7 +79,7 @@ def load_run(
     params = load_state(folder, {kind: _abstract_wide(trained)}, step=step)[kind]
     if rest:
         frozen = _frozen(base, config, mesh)
-        check_frozen(folder, base, frozen)
+        check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))
         params = union(params, frozen)
     config = config.replace(param_dtype=param_dtype or config.param_dtype)
     if config.lora is not None:
@@ -116,9 +116,10 @@ def _stored(params: dict, config: ModelConfig) -> dict:
     return nest(flat)
 
 
-def check_frozen(folder: Path, base: Base, frozen: dict) -> None:
+def check_frozen(folder: Path, base: Base) -> None:
     """Refuses to put trained weights on another base than the one they were trained on."""
-    if base.frozen != fingerprint(frozen):
+    file = folder / BASE
+    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["frozen"] != base.frozen:
         raise InputError(
             f"model.path={base.path} has other weights than when the run in {folder} began;"
             " put the old ones back, or start another run.folder"

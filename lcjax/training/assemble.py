@@ -1,6 +1,5 @@
 """From a config to what a step needs: the model, trained and frozen parameters, the tokenizer."""
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,20 +7,23 @@ import jax
 import jax.numpy as jnp
 
 from lcjax import lora as lora_lib
+from lcjax.convert.run_folder import Base, fingerprint
+from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
 from lcjax.sharding import param_shardings
-from lcjax.training.config import TrainConfig, TrainSection
+from lcjax.training.config import TrainConfig
 from lcjax.training.optim import wide
-from lcjax.training.partition import flatten, matcher, split, trainable, union
+from lcjax.training.partition import trainable
+from lcjax.tree import flatten, nest, split, union
 
 
 @dataclass(frozen=True)
 class Assembly:
     """A model that is ready to be trained, on its mesh."""
 
-    config: ModelConfig  # with the adapters' settings
-    trained: dict
-    frozen: dict
+    config: ModelConfig  # with the adapters' settings; param_dtype is what results are stored in
+    trained: dict  # float32: a bfloat16 weight would round most of its updates to nothing
+    frozen: dict  # as they were read
     tokenizer: Any
 
 
@@ -34,63 +36,50 @@ def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
     if config.train.lora is not None:
         model_config = model_config.replace(lora=config.train.lora)
         params = union(params, new_adapters(model_config, mesh, seed=config.train.seed))
-    keep = trainable(flatten(params), config.train.rules())
-    trained, frozen = split(params, keep)
-    return Assembly(model_config, trained, frozen, tokenizer)
+    trained, frozen = split(params, trainable(flatten(params), config.train.rules()))
+    del params
+    _check_adapters(frozen, config)
+    return Assembly(model_config, _widened(trained), frozen, tokenizer)
 
 
-def frozen_base(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict:
-    """The frozen parameters alone, read again from the base model."""
-    from lcjax.lm import build
+def _check_adapters(frozen: dict, config: TrainConfig) -> None:
+    idle = [path for path in flatten(frozen) if lora_lib.is_adapter(path)]
+    if idle:
+        raise InputError(
+            f"train.trainable={list(config.train.trainable)} leaves adapters of train.lora"
+            f" untrained ({idle[0]}); add the rule lora, or drop train.lora"
+        )
 
-    _, params, _ = build(config.model, mesh)
-    return split(params, matcher(config.train.rules(), "train.trainable"))[1]
+
+def _widened(tree: dict) -> dict:
+    """`wide`, one leaf after the other, so that both precisions of a model never lie in memory."""
+    flat = flatten(tree)
+    tree.clear()
+    for path in list(flat):
+        flat[path] = wide(flat[path])
+    return nest(flat)
 
 
 def new_adapters(config: ModelConfig, mesh: jax.sharding.Mesh, *, seed: int) -> dict:
-    """Adapters that change nothing yet, float32 whatever the weights beside them are.
-
-    They are small, and the updates of a bfloat16 adapter would mostly round to nothing.
-    """
+    """Adapters that change nothing yet, float32 whatever the weights beside them are."""
 
     def start(key):
         tokens = jnp.zeros((1, 8), jnp.int32)
-        return wide(lora_lib.split(Decoder(config).init(key, tokens)["params"])[1])
+        params = Decoder(config).init(key, tokens)["params"]
+        return wide(split(params, lora_lib.is_adapter)[0])
 
     key = jax.random.fold_in(jax.random.key(seed), 1)
     shardings = param_shardings(mesh, jax.eval_shape(start, key))
     return jax.jit(start, out_shardings=shardings)(key)
 
 
-def abstract_params(config: ModelConfig, train: TrainSection, shardings_on) -> tuple[dict, dict]:
-    """Shapes and shardings of the (trained, frozen) parameters of a run, nothing computed."""
-
-    def start(key):
-        return Decoder(config).init(key, jnp.zeros((1, 8), jnp.int32))["params"]
-
-    shapes = jax.eval_shape(start, jax.random.key(0))
-    shapes = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        param_shardings(shardings_on, shapes),
+def base_of(config: TrainConfig, assembly: Assembly) -> Base:
+    """What the run's checkpoints will leave out; a digest that needs all processes."""
+    return Base(
+        path=config.model.path,
+        param_dtype=config.model.param_dtype,
+        seed=config.model.seed,
+        trained=tuple(flatten(assembly.trained)),
+        average=config.train.ema is not None,
+        frozen=fingerprint(assembly.frozen),
     )
-    return split(shapes, trainable(flatten(shapes), train.rules()))
-
-
-def fingerprint(params: dict) -> str:
-    """A digest of the values: equal for equal weights, however they are sharded.
-
-    Sums of the raw bits modulo 2^32, one per array, so that 7B weights take one pass on their
-    devices and nothing is copied to the host.
-    """
-
-    def checksum(leaf):
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-        return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
-
-    flat = dict(sorted(flatten(params).items()))
-    sums = jax.device_get(jax.jit(lambda tree: jax.tree.map(checksum, tree))(flat))
-    digest = hashlib.sha256()
-    for path, total in sums.items():
-        digest.update(f"{path} {flat[path].shape} {flat[path].dtype} {int(total)}\n".encode())
-    return digest.hexdigest()[:32]

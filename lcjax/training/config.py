@@ -10,6 +10,7 @@ from lcjax.lm import ModelSection
 from lcjax.lora import LoRA
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.sharding import Mesh
+from lcjax.training.partition import matcher
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Profile:
 
     def __post_init__(self):
         _positive("train.profile", self, "start", "steps")
+
+
+_USUAL = {"betas": "[0.9, 0.999]", "ema": "0.999"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class TrainSection:
     # Rules for parameters without decay: Hugging Face's and LLaMA's practice, norms and biases.
     no_decay: tuple[str, ...] = ("norms", r"(^|/)bias$", "rope")
     clip: float | None = 1.0  # largest global norm of the gradient; null: none
-    ema: float | None = None  # decay of a running average of the weights, such as 0.999
+    ema: float | None = None  # decay of a running average of the weights, such as 0.999; below 1
     # What is trained: rules out of all, lora, embeddings, norms, rope, or regular expressions on
     # parameter paths. Empty: lora where train.lora is set, else all. LongLoRA's "LoRA+" is
     # [lora, embeddings, norms].
@@ -74,10 +78,18 @@ class TrainSection:
             raise InputError(
                 f"train.warmup_steps={self.warmup_steps} must lie in 0 ... train.steps={self.steps}"
             )
-        for name, low, high in (("min_lr", 0, 1), ("ema", 0, 1), ("weight_decay", 0, 10)):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise InputError(f"train.{name}={value} must lie in {low} ... {high}")
+        for name, high in (("min_lr", 1), ("weight_decay", 10)):
+            if not 0 <= getattr(self, name) <= high:
+                raise InputError(f"train.{name}={getattr(self, name)} must lie in 0 ... {high}")
+        # A decay of 1 would never let go of the first value.
+        for name, decays in (("betas", self.betas), ("ema", [self.ema or 0.0])):
+            if not all(0 <= decay < 1 for decay in decays):
+                raise InputError(
+                    f"train.{name}={getattr(self, name)} must be at least 0 and below 1, such as"
+                    f" {_USUAL[name]}"
+                )
+        for name in ("trainable", "no_decay"):
+            matcher(getattr(self, name), f"train.{name}")
 
     def rules(self) -> tuple[str, ...]:
         """`trainable`, with what an empty list stands for."""
@@ -91,6 +103,10 @@ class RunSection:
     folder: str = "runs/train"
     existing: Literal["resume", "overwrite", "refuse"] = "resume"  # a run that is there already
     accept: tuple[str, ...] = ()  # keys that may differ from the run that is resumed
+
+    def __post_init__(self):
+        if not self.folder.strip():
+            raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/train")
 
 
 @dataclass(frozen=True)
@@ -131,6 +147,11 @@ class TrainConfig:
         if self.model.dtype == "float16":
             raise InputError(
                 "model.dtype='float16' cannot be trained: its gradients underflow; use bfloat16"
+            )
+        if self.model.param_dtype == "float16":
+            raise InputError(
+                "model.param_dtype='float16' cannot be trained from: weights of other checkpoints"
+                " leave its range; use float32 or bfloat16, or null for the checkpoint's own"
             )
         if self.eval.every and not self.data.holdout:
             raise InputError(

@@ -5,6 +5,8 @@ checkpoints/     train states                 tokenizer/   the tokenizer
 metrics.jsonl    one line per log             loss.png     the curve
 model/           the result, a Hugging Face folder         base.json  which frozen weights it needs
 adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batches that gave NaN
+tensorboard/     event files                               wandb/, wandb.json  its files, its run
+profile/         traces
 """
 
 import json
@@ -18,11 +20,14 @@ from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
 from lcjax.checkpoint import FOLDER
+from lcjax.convert.run_folder import BASE, MODEL_CONFIG
 from lcjax.errors import InputError
 from lcjax.training.config import TrainConfig
 
-CONFIG, MODEL_CONFIG, METRICS, BASE = "config.yaml", "model.yaml", "metrics.jsonl", "base.json"
-_OWN = (CONFIG, MODEL_CONFIG, METRICS, BASE, FOLDER, "tokenizer", "model", "adapter", "loss.png")
+CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"
+TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "profile"
+_OWN = (CONFIG, MODEL_CONFIG, METRICS, BASE, FOLDER, TOKENIZER, "model", "adapter", "loss.png")
+_OWN += (TENSORBOARD, WANDB, WANDB_RUN, PROFILE)
 
 # Keys that do not change what a run computes (up to rounding): a resumed run may have others.
 # The loader itself checks that the text behind data.path is the same.

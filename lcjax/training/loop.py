@@ -1,8 +1,12 @@
-"""The training loop: `run(config)` is what train.py calls."""
+"""The training loop: `run(config)` is what train.py calls.
 
-import dataclasses
+The metrics of a step are fetched while the next one is being computed: an accelerator never waits
+for the host. What must not happen after a bad step is therefore prevented in the step itself.
+"""
+
+import collections
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,28 +14,40 @@ import numpy as np
 from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.checkpoint import Checkpoints
-from lcjax.data import Loader, make_loader
+from lcjax.convert.run_folder import MODEL_CONFIG, check_frozen
+from lcjax.data import Loader
 from lcjax.errors import InputError
-from lcjax.rope.positions import PlainPositions
-from lcjax.sharding import batch_sharding, make_mesh
+from lcjax.sharding import make_mesh, replicated
+from lcjax.training import batches, optim, results
 from lcjax.training import folder as folder_lib
-from lcjax.training import optim, restore
-from lcjax.training.assemble import Assembly, assemble
+from lcjax.training.assemble import Assembly, assemble, base_of
 from lcjax.training.config import TrainConfig
 from lcjax.training.meter import Meter
 from lcjax.training.objective import language_model
-from lcjax.training.partition import flatten, matcher, union
+from lcjax.training.partition import matcher
 from lcjax.training.progress import Progress, announce
-from lcjax.training.state import TrainState, abstract, init_state, state_shardings
-from lcjax.training.step import make_eval_step, make_train_step
+from lcjax.training.state import TrainState, abstract_state, init_state, state_shardings
+from lcjax.training.step import make_train_step
 from lcjax.training.stop import StopRequest
-from lcjax.training.track import Tracker, open_tracker, plot_loss, read
+from lcjax.training.trace import Trace
+from lcjax.training.track import Tracker, open_tracker
+from lcjax.training.validation import Validation
+from lcjax.tree import flatten
 
 _SKIPPED_IN_A_ROW = 20  # after so many, skipping batches is not the cure
 
 
 class NonFiniteError(InputError):
     """The loss or a gradient is not a number; the message names step, batch and checkpoint."""
+
+
+class Dispatched(NamedTuple):
+    """A step whose results may still be on their way."""
+
+    number: int  # from 1
+    info: dict[str, jax.Array]
+    batch: dict[str, np.ndarray]
+    position: dict  # of its batch in the data
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -41,7 +57,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     validation loss if there is one.
     """
     mesh = make_mesh(config.mesh)
-    check_batch(config, mesh)
+    batches.check_batch(config, mesh)
     folder = folder_lib.check(config)
     announce(f"loading {config.model.path or config.model.preset}")
     assembly = assemble(config, mesh)
@@ -50,33 +66,10 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if config.data.path
         else "opening the text of data.sources"
     )
-    loader = open_loader(config, assembly.tokenizer, "train")
+    loader = batches.open_loader(config, assembly.tokenizer, "train")
     folder_lib.begin(config, folder)
     with Checkpoints(folder, keep=config.train.keep) as checkpoints:
         return Training(config, folder, mesh, assembly, loader, checkpoints).run()
-
-
-def open_loader(config: TrainConfig, tokenizer: Any, split: str) -> Loader:
-    """This process' share of the batches."""
-    return make_loader(
-        config.data,
-        tokenizer,
-        config.train.batch_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-        split=split,
-    )
-
-
-def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
-    """Every device must get the same number of rows of every microbatch."""
-    devices, rows = mesh.shape["data"] * mesh.shape["fsdp"], config.train.batch_size
-    unit = devices * config.train.accumulation
-    if rows % unit:
-        raise InputError(
-            f"train.batch_size={rows} must be a multiple of mesh.data x mesh.fsdp x "
-            f"train.accumulation = {unit}; nearest: {max(1, round(rows / unit)) * unit}"
-        )
 
 
 class Training:
@@ -95,40 +88,48 @@ class Training:
         self.model, self.frozen = assembly.config, assembly.frozen
         self.tokenizer, self.loader, self.checkpoints = assembly.tokenizer, loader, checkpoints
         self.main = jax.process_index() == 0
-        train = config.train
-        optimizer = optim.optimizer(train)
-        state = init_state(
-            assembly.trained, optimizer, mesh, seed=train.seed, ema=train.ema is not None
-        )
+        self.trace = Trace(config.train.profile if self.main else None, folder / folder_lib.PROFILE)
+        self.validation = Validation(config, self.model, self.tokenizer, mesh)
+        self.pending: collections.deque[Dispatched] = collections.deque()
+        self.patience = 1 if config.train.on_nan == "stop" else _SKIPPED_IN_A_ROW
+        self.bad = jax.device_put(np.int32(0), replicated(mesh))  # steps not finite, up to now
+        self.state, self.first = self._begin(assembly)
+        self.step = self._compiled_step()
+
+    def _begin(self, assembly: Assembly) -> tuple[TrainState, int]:
+        """The state of the last good checkpoint, with the data put to its place; or a new run."""
+        train, base = self.config.train, base_of(self.config, assembly)
+        make = assembly.trained, optim.optimizer(train), self.mesh
+        settings = {"seed": train.seed, "ema": train.ema is not None}
+        if self.checkpoints.steps:
+            check_frozen(self.folder, base)
+            target = abstract_state(*make, **settings)
+            for leaf in flatten(assembly.trained).values():
+                leaf.delete()  # now: the checkpoint's weights take their place
+            step, state, position = self.checkpoints.restore(target)
+            self.loader.set_state(position)
+        else:
+            step, state = 0, init_state(*make, **settings)
+            if self.main:
+                config_lib.dump(self.model, self.folder / MODEL_CONFIG)
+                (self.folder / folder_lib.TOKENIZER).mkdir(exist_ok=True)
+                self.tokenizer.save(self.folder / folder_lib.TOKENIZER)
+        if self.main:
+            base.write(self.folder)
+        return state, step
+
+    def _compiled_step(self):
+        train = self.config.train
         step = make_train_step(
-            language_model(self.model, train.positions, chunk=train.loss_chunk, mesh=mesh),
-            optimizer,
+            language_model(self.model, train.positions, chunk=train.loss_chunk, mesh=self.mesh),
+            optim.optimizer(train),
             optim.schedule(train),
             accumulation=train.accumulation,
             ema_decay=train.ema,
+            halt_after=self.patience,
         )
-        layout = state_shardings(state, mesh)
-        self.step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
-        plain = language_model(self.model, PlainPositions(), chunk=train.loss_chunk, mesh=mesh)
-        self.eval_step = jax.jit(make_eval_step(plain))
-        self.tracing = False
-        self.validation: tuple[Loader, dict] | None = None  # with its position at the beginning
-        self.state, self.first = self._resume(state)
-
-    def _resume(self, state: TrainState) -> tuple[TrainState, int]:
-        """The state of the last good checkpoint, with the data put to its place; or a new run."""
-        found = self.checkpoints.restore(abstract(state))
-        if found is None:
-            if self.main:
-                config_lib.dump(self.model, self.folder / folder_lib.MODEL_CONFIG)
-                (self.folder / "tokenizer").mkdir(exist_ok=True)
-                self.tokenizer.save(self.folder / "tokenizer")
-            restore.write_base(self.folder, self.frozen, self.config)
-            return state, 0
-        step, state, position = found
-        restore.check_base(self.folder, self.frozen, self.config)
-        self.loader.set_state(position)
-        return state, step
+        layout = state_shardings(self.state, self.mesh), replicated(self.mesh)
+        return jax.jit(step, donate_argnums=0, out_shardings=layout)
 
     def run(self) -> dict[str, Any]:
         """The loop, then what is left to write."""
@@ -141,19 +142,21 @@ class Training:
             if self.main
             else Tracker([]) as self.tracker,
             Progress(steps=train.steps, start=step, shown=self.main) as self.progress,
+            self.trace,
         ):
             self.meter = Meter(self._flops_per_token(), *cost.machine_peak(self.model.dtype))
             self._greet()
-            try:
-                while step < train.steps and not stop.wanted(step):
-                    step = self._one(step)
-            finally:
-                self._stop_trace()
+            while step < train.steps and not stop.wanted(step):
+                step = self._one(step)
             self._save(step)
             self.checkpoints.wait()
         if stop.signal is not None and step < train.steps:
             return self._stopped(step, stop)
-        return self._finish(step)
+        last = results.finish(
+            *(self.config, self.folder, self.model, self._result_params(), self.frozen),
+            self.tokenizer,
+        )
+        return last | {"step": step, "folder": str(self.folder), "stopped": None}
 
     def _one(self, step: int) -> int:
         """One batch: update, log, save. Returns the number of batches seen."""
@@ -161,21 +164,19 @@ class Training:
         position = self.loader.get_state()
         local = next(self.loader, None)
         if local is None:
+            self._settle()
             raise InputError(
                 f"the data ended after {step} of train.steps={train.steps}; set data.repeat=null"
                 " to read it again, or lower train.steps"
             )
-        self._profile(step)
-        self.state, info = self.step(self.state, self.frozen, self._put(local))
-        step, info = step + 1, jax.device_get(info)
-        if not info["finite"]:
-            self._not_finite(step, info, local, position)
-        self.meter.add(info)
-        self.progress.advance(step)
-        if step % train.log_every == 0 or step in (1, train.steps):
-            metrics = self.meter.read()
-            self.tracker.log(step, metrics)
-            self.progress.report(step, metrics)
+        if self.trace.turns(step):
+            self._settle()
+            if message := self.trace.turn(step):
+                self.progress.say(message)
+        self.state, info = self.step(self.state, self.frozen, self._put(local), self.bad)
+        step, self.bad = step + 1, info["bad"]
+        self.pending.append(Dispatched(step, info, local, position))
+        self._settle(leave=1)
         every = self.config.eval.every
         if every and (step % every == 0 or step == train.steps):
             self._validate(step)
@@ -184,33 +185,41 @@ class Training:
         return step
 
     def _put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        sharding = batch_sharding(self.mesh)
-        return {
-            name: jax.make_array_from_process_local_data(sharding, value)
-            for name, value in local.items()
-        }
+        return batches.put(local, self.mesh)
+
+    def _settle(self, leave: int = 0) -> None:
+        """Waits for the results of all steps but the last `leave`, and reports them."""
+        train = self.config.train
+        while len(self.pending) > leave:
+            done = self.pending.popleft()
+            info = jax.device_get(done.info)
+            if not info["finite"]:
+                self._not_finite(done, info)
+            self.meter.add(info)
+            self.progress.advance(done.number)
+            if done.number % train.log_every == 0 or done.number in (1, train.steps):
+                metrics = self.meter.read()
+                self.tracker.log(done.number, metrics)
+                self.progress.report(done.number, metrics)
 
     def _save(self, step: int) -> None:
+        self._settle()
         self.checkpoints.save(step, self.state, self.loader.get_state())
 
-    def _not_finite(self, step: int, info: dict, batch: dict, position: dict) -> None:
+    def _not_finite(self, done: Dispatched, info: dict) -> None:
         """Names the batch; stops the run where it was before it, or lets it go on."""
-        file = self.folder / f"bad_batch_{step}.npz"
+        step, file = done.number, self.folder / f"bad_batch_{done.number}.npz"
         if self.main:
-            np.savez(file, position=np.array(str(position)), **batch)
+            np.savez(file, position=np.array(str(done.position)), **done.batch)
         what = (
             f"step {step}: loss {float(info['loss'])}, gradient norm {float(info['grad_norm'])};"
             f" the batch and its place in the data are in {file}"
         )
-        self.meter.skip()
-        if self.config.train.on_nan == "skip" and self.meter.skipped < _SKIPPED_IN_A_ROW:
+        if info["bad"] < self.patience:
             self.progress.say(f"skipped {what}")
             return
-        # The step left the weights alone; going back one batch makes it repeatable.
-        state = dataclasses.replace(
-            self.state, step=self.state.step - 1, skipped=self.state.skipped - 1
-        )
-        self.checkpoints.save(step - 1, state, position)
+        # This step and those that were dispatched after it have left the state as it was.
+        self.checkpoints.save(step - 1, self.state, done.position)
         self.checkpoints.wait()
         raise NonFiniteError(
             f"stopped at {what}; the checkpoint of step {step - 1} is from before it: resume with"
@@ -219,49 +228,14 @@ class Training:
 
     def _validate(self, step: int) -> None:
         """Mean loss on held-out documents; with the averaged weights, where there are some."""
-        nll = tokens = 0.0
-        for count, local in enumerate(self._held_out()):
-            if count == self.config.eval.batches:
-                break
-            params = self._result_params()
-            info = jax.device_get(self.eval_step(params, self.frozen, self._put(local)))
-            nll, tokens = nll + float(info["nll"]), tokens + float(info["tokens"])
-        loss = nll / max(tokens, 1.0)
+        self._settle()
+        loss, tokens = self.validation.loss(self._result_params(), self.frozen)
         self.tracker.log(step, {"validation_loss": loss, "validation_tokens": tokens})
         self.progress.say(f"step {step}: validation loss {loss:.4f} over {tokens:,.0f} tokens")
         self.meter.restart()
 
-    def _held_out(self) -> Loader:
-        """The held-out batches from the first one; the corpus is opened once."""
-        if self.validation is None:
-            loader = open_loader(self.config, self.tokenizer, "validation")
-            self.validation = loader, loader.get_state()
-        else:
-            self.validation[0].set_state(self.validation[1])
-        return self.validation[0]
-
     def _result_params(self) -> dict:
-        if self.state.ema is None:
-            return self.state.params
-        return jax.tree.map(
-            lambda average, leaf: average.astype(leaf.dtype), self.state.ema, self.state.params
-        )
-
-    def _profile(self, step: int) -> None:
-        profile = self.config.train.profile
-        if profile is None or not self.main:
-            return
-        if step == profile.start:
-            jax.profiler.start_trace(str(self.folder / "profile"))
-            self.tracing = True
-        elif step == profile.start + profile.steps:
-            self._stop_trace()
-
-    def _stop_trace(self) -> None:
-        if self.tracing:
-            jax.profiler.stop_trace()
-            self.tracing = False
-            self.progress.say(f"trace written to {self.folder / 'profile'}")
+        return self.state.params if self.state.ema is None else self.state.ema
 
     def _flops_per_token(self) -> float:
         trained = matcher(self.config.train.rules(), "train.trainable")
@@ -287,34 +261,3 @@ class Training:
             raise KeyboardInterrupt(message)
         print(message) if self.main else None
         return {"step": step, "folder": str(self.folder), "stopped": stop.signal.name}
-
-    def _finish(self, step: int) -> dict[str, Any]:
-        """The model folder and the curve; says where everything is."""
-        rows = read(self.folder / folder_lib.METRICS)
-        last = {k: v for row in rows for k, v in row.items()}
-        # One process cannot see the weights of the others.
-        alone = jax.process_count() == 1
-        if self.config.train.export and alone:
-            self._export()
-        if self.main:
-            plot_loss(self.folder / folder_lib.METRICS, self.folder / "loss.png")
-            model = ", model/ (a Hugging Face folder)"
-            if not alone:
-                model = f"; python -m lcjax.convert {self.folder} DST makes a Hugging Face folder"
-            found = f"{folder_lib.METRICS}, loss.png, checkpoints/"
-            print(f"results in {self.folder}: {found}{model if self.config.train.export else ''}")
-        return last | {"step": step, "folder": str(self.folder), "stopped": None}
-
-    def _export(self) -> None:
-        """The merged model; beside it the adapters alone, when nothing else was trained."""
-        from lcjax.convert import save_hf
-        from lcjax.convert.peft import save_peft
-
-        announce(f"writing {self.folder / 'model'}")
-        trained = self._result_params()
-        if all(matcher(("lora",), "")(path) for path in flatten(trained)):
-            base = self.config.model.path or str(self.config.model.preset)
-            save_peft(self.folder / "adapter", trained, self.model, base=base, overwrite=True)
-        params, model = restore.merged(union(trained, self.frozen), self.model)
-        dtype = self.config.train.export_dtype
-        save_hf(self.folder / "model", params, model, self.tokenizer, dtype=dtype, overwrite=True)

@@ -9,7 +9,6 @@ class Meter:
 
     def __init__(self, flops_per_token: float, peak: float, peak_source: str):
         self._flops, self._peak, self.peak_source = flops_per_token, peak, peak_source
-        self.skipped = 0  # in a row, up to now
         self._clock: float | None = None  # starts after the first step, which holds compilation
         self._timed_tokens = 0.0
         self._clear()
@@ -18,14 +17,9 @@ class Meter:
         self._losses: list[float] = []
         self._last: dict = {}
 
-    def skip(self) -> None:
-        """Notes that the step at hand was not finite."""
-        self.skipped += 1
-
     def add(self, info: dict) -> None:
         """Adds one step, whose results have arrived on the host."""
         if info["finite"]:
-            self.skipped = 0
             self._losses.append(float(info["loss"]))
         self._last = info
         if self._clock is None:

@@ -6,7 +6,7 @@ import jax
 
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
-from lcjax.training.partition import union
+from lcjax.tree import union
 
 Batch = dict[str, jax.Array]
 # (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights)
@@ -46,7 +46,13 @@ def language_model(
         kernel, bias = head(params, config)
         with jax.named_scope("loss"):
             return cross_entropy(
-                hidden, kernel, batch["targets"], batch["weights"], bias=bias, chunk=chunk
+                hidden,
+                kernel,
+                batch["targets"],
+                batch["weights"],
+                bias=bias,
+                chunk=chunk,
+                mesh=mesh,
             )
 
     return objective

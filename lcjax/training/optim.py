@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from lcjax.training.config import TrainSection
-from lcjax.training.partition import flatten, matcher, unflatten
+from lcjax.training.partition import matcher
+from lcjax.tree import flatten, nest
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
@@ -60,7 +61,7 @@ def optimizer(train: TrainSection) -> optax.GradientTransformation:
     skipped = matcher(train.no_decay, "train.no_decay")
 
     def decayed(params: dict) -> dict:
-        return unflatten({path: not skipped(path) for path in flatten(params)})
+        return nest({path: not skipped(path) for path in flatten(params)})
 
     return optax.chain(
         optax.clip_by_global_norm(train.clip) if train.clip else optax.identity(),

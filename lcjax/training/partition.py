@@ -1,4 +1,4 @@
-"""Which parameters are trained: path rules split the tree in two, and `union` joins it again.
+"""Which parameters are trained: rules about their paths, for `lcjax.tree.split`.
 
 Only the trained tree is differentiated, so frozen weights have no gradient, no moments and no
 place in a checkpoint.
@@ -7,8 +7,6 @@ place in a checkpoint.
 import difflib
 import re
 from collections.abc import Callable, Iterable
-
-import jax
 
 from lcjax.errors import InputError
 
@@ -20,44 +18,6 @@ NAMED_RULES = {
     "norms": r"norm/(scale|bias)$",
     "rope": r"^rope/",
 }
-
-
-def flatten(tree: dict, prefix: str = "") -> dict[str, jax.Array]:
-    """Nested dicts as one: {"layers/mlp/up/kernel": leaf}."""
-    flat = {}
-    for name, child in tree.items():
-        path = f"{prefix}{name}"
-        if isinstance(child, dict):
-            flat |= flatten(child, f"{path}/")
-        else:
-            flat[path] = child
-    return flat
-
-
-def unflatten(flat: dict[str, jax.Array]) -> dict:
-    """The inverse of `flatten`."""
-    tree: dict = {}
-    for path, leaf in flat.items():
-        *branches, last = path.split("/")
-        node = tree
-        for branch in branches:
-            node = node.setdefault(branch, {})
-        node[last] = leaf
-    return tree
-
-
-def split(tree: dict, keep: Callable[[str], bool]) -> tuple[dict, dict]:
-    """(leaves whose path `keep` accepts, the others), both as nested dicts."""
-    flat = flatten(tree)
-    kept = {path: leaf for path, leaf in flat.items() if keep(path)}
-    rest = {path: leaf for path, leaf in flat.items() if path not in kept}
-    return unflatten(kept), unflatten(rest)
-
-
-def union(first: dict, second: dict) -> dict:
-    """The tree of both halves' leaves, in an order that does not depend on how it was split."""
-    flat = flatten(first) | flatten(second)
-    return unflatten(dict(sorted(flat.items())))
 
 
 def matcher(rules: Iterable[str], key: str) -> Callable[[str], bool]:

@@ -1,6 +1,7 @@
 """What changes from step to step, where it lies on the mesh, and how it starts."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ class TrainState:
 
     step: jax.Array  # int32, batches seen, skipped ones included
     skipped: jax.Array  # int32, batches whose loss or gradient was not finite
-    params: dict  # the trained parameters
+    params: dict  # the trained parameters, float32
     opt_state: Any  # float32 moments of the trained parameters
     ema: dict | None  # float32 running average of the trained parameters
     rng: jax.Array  # key of the run; step i draws from fold_in(rng, i)
@@ -32,30 +33,50 @@ def init_state(
     seed: int,
     ema: bool,
 ) -> TrainState:
-    """The state before the first step, every array made where it will stay."""
+    """The state before the first step, every array made where it will stay; `params` is donated."""
+    start = _starter(optimizer, seed, ema)
+    shardings = state_shardings(jax.eval_shape(start, params), mesh)
+    return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
 
+
+def abstract_state(
+    params: dict,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    seed: int,
+    ema: bool,
+) -> TrainState:
+    """Shapes, dtypes and shardings of `init_state`'s result, for a checkpoint to be restored into.
+
+    Nothing is computed: a run that is resumed has only one state in memory.
+    """
+    shapes = jax.eval_shape(_starter(optimizer, seed, ema), params)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(shapes, mesh),
+    )
+
+
+def _starter(
+    optimizer: optax.GradientTransformation, seed: int, ema: bool
+) -> Callable[[dict], TrainState]:
     def start(params):
+        params = wide(params)
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
             params=params,
-            opt_state=optimizer.init(wide(params)),
-            # A copy even for float32 parameters: two donated arrays must not be one buffer.
-            ema=jax.tree.map(jnp.copy, wide(params)) if ema else None,
+            opt_state=optimizer.init(params),
+            # A copy: two donated arrays must not be one buffer.
+            ema=jax.tree.map(jnp.copy, params) if ema else None,
             rng=jax.random.key(seed),
         )
 
-    shardings = state_shardings(jax.eval_shape(start, params), mesh)
-    return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
+    return start
 
 
 def state_shardings(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     """Moments and averages lie where their parameter lies; everything else on every device."""
     return param_shardings(mesh, state)
-
-
-def abstract(state: TrainState) -> TrainState:
-    """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-    )

@@ -25,14 +25,19 @@ def make_train_step(
     *,
     accumulation: int = 1,
     ema_decay: float | None = None,
-) -> Callable[[TrainState, dict, Batch], tuple[TrainState, Info]]:
-    """`train_step(state, frozen, batch) -> (state, info)`: pure, to be jitted with donation.
+    halt_after: int | None = None,
+) -> Callable[..., tuple[TrainState, Info]]:
+    """`train_step(state, frozen, batch, bad=0) -> (state, info)`: pure, to be jitted with donation.
 
     A step whose loss or gradient is not finite leaves parameters, moments and average as they
-    were; it only counts. Whether the run goes on is the loop's decision.
+    were; it only counts. `bad` is the `info["bad"]` of the step before: how many of the last steps
+    were not finite. The step at which it reaches `halt_after` and all steps after it change nothing
+    at all, so that the loop may learn of it late: the state is the one before that step's batch.
     """
 
-    def train_step(state: TrainState, frozen: dict, batch: Batch) -> tuple[TrainState, Info]:
+    def train_step(
+        state: TrainState, frozen: dict, batch: Batch, bad: jax.typing.ArrayLike = 0
+    ) -> tuple[TrainState, Info]:
         key = jax.random.fold_in(state.rng, state.step)
         loss, tokens, grads = accumulate(objective, state.params, frozen, batch, key, accumulation)
         norm, lr = optax.tree.norm(grads), schedule(state.step)
@@ -43,8 +48,12 @@ def make_train_step(
             if ema_decay is not None:
                 ema = optim.average(ema, params, ema_decay)
             new, old = (params, opt_state, ema), (state.params, state.opt_state, state.ema)
-            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-        skipped = state.skipped + jnp.where(finite, 0, 1)
+            halted = False if halt_after is None else bad >= halt_after
+            good = finite & jnp.logical_not(halted)
+            kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
+        bad = jnp.where(good, 0, bad + 1).astype(jnp.int32)
+        counts = 1 if halt_after is None else (bad < halt_after).astype(jnp.int32)
+        skipped = state.skipped + jnp.where(finite, 0, counts)
         info = {
             "loss": loss,
             "grad_norm": norm,
@@ -52,8 +61,9 @@ def make_train_step(
             "tokens": tokens,
             "finite": finite,
             "skipped": skipped,
+            "bad": bad,
         }
-        return TrainState(state.step + 1, skipped, *kept, state.rng), info
+        return TrainState(state.step + counts, skipped, *kept, state.rng), info
 
     return train_step
 
@@ -95,11 +105,20 @@ def microbatches(batch: Batch, count: int) -> Batch:
     return jax.tree.map(one, batch)
 
 
-def make_eval_step(objective: Objective) -> Callable[[dict, dict, Batch], Info]:
-    """`eval_step(params, frozen, batch) -> {"nll": sum, "tokens": sum of weights}`."""
+def make_eval_step(
+    objective: Objective, *, accumulation: int = 1
+) -> Callable[[dict, dict, Batch], Info]:
+    """`eval_step(params, frozen, batch) -> {"nll": sum, "tokens": sum of weights}`.
+
+    Takes as many rows at once as the training step does: what can be trained can be validated.
+    """
 
     def eval_step(params, frozen, batch):
-        nll, tokens = objective(params, frozen, batch, jax.random.key(0))
-        return {"nll": nll, "tokens": tokens}
+        def one(carry, micro):
+            nll, tokens = objective(params, frozen, micro, jax.random.key(0))
+            return {"nll": carry["nll"] + nll, "tokens": carry["tokens"] + tokens}, None
+
+        start = {"nll": jnp.float32(0), "tokens": jnp.float32(0)}
+        return jax.lax.scan(one, start, microbatches(batch, accumulation))[0]
 
     return eval_step

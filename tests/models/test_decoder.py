@@ -25,6 +25,7 @@ from lcjax.models import (
 from lcjax.models import decoder as decoder_lib
 from lcjax.rope import NTK, Default, Linear, Yarn
 from lcjax.sharding import Mesh, make_mesh, param_shardings
+from lcjax.tree import split
 
 TINY = preset("tiny")
 PHI = TINY.replace(
@@ -189,7 +190,7 @@ def test_merged_adapters_give_the_same_logits(name):
     plain = Decoder(config.replace(lora=None))
     want = _logits(model, params, tokens)
     np.testing.assert_allclose(_logits(plain, merged, tokens), want, atol=5e-5)
-    base, adapters = lora_lib.split(params)
+    adapters, base = split(params, lora_lib.is_adapter)
     assert np.abs(_logits(plain, base, tokens) - want).max() > 1e-3
     assert {"lora_a", "lora_b"} == set(adapters["layers"]["attention"]["query"])
 

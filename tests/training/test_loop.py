@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 from training_support import STEPS, quick_compilation, tiny, write_corpus
 
-from lcjax import checkpoint, convert
+from lcjax import convert
 from lcjax import config as config_lib
+from lcjax.convert.run_folder import load_run
 from lcjax.data import make_loader
 from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.lora import LoRA
 from lcjax.models import Decoder
 from lcjax.training import folder as folder_lib
-from lcjax.training import loop, run
+from lcjax.training import batches, loop, run
 from lcjax.training.config import EvalSection, TrainConfig
-from lcjax.training.partition import flatten
 from lcjax.training.track import read
+from lcjax.tree import flatten
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +72,7 @@ def test_a_run_leaves_metrics_curve_config_and_checkpoints(reference):
 
 def test_the_exported_folder_and_the_run_folder_are_the_same_model(reference):
     folder = reference[0]
-    params, config, tokenizer = checkpoint.load_run(folder)
+    params, config, tokenizer = load_run(folder)
     exported, _, other = convert.load(folder / "model")
     for path, leaf in flatten(params).items():
         np.testing.assert_array_equal(leaf, flatten(exported)[path], err_msg=path)
@@ -82,10 +83,10 @@ def test_the_exported_folder_and_the_run_folder_are_the_same_model(reference):
 
 
 def test_an_older_checkpoint_can_be_loaded_by_its_step(reference):
-    early, late = (checkpoint.load_run(reference[0], step)[0] for step in (8, 12))
+    early, late = (load_run(reference[0], step)[0] for step in (8, 12))
     assert (early["embed"]["embedding"] != late["embed"]["embedding"]).any()
     with pytest.raises(InputError, match=r"no checkpoint of step 3; there are: \[8, 12\]"):
-        checkpoint.load_run(reference[0], 3)
+        load_run(reference[0], 3)
 
 
 KILLED = """
@@ -139,17 +140,18 @@ def test_sigterm_saves_and_ends_well_and_the_same_command_goes_on(
     with monkeypatch.context() as patch:
         at_step(patch, 5, lambda: signal.raise_signal(signal.SIGTERM))
         metrics = run(tiny(tmp_path / "run", corpus, export=False))
-    assert metrics == {"step": 5, "folder": str(tmp_path / "run"), "stopped": "SIGTERM"}
-    assert "step 5 is saved" in capsys.readouterr().out
+    # Step 6 had begun when the results of step 5 were reported.
+    assert metrics == {"step": 6, "folder": str(tmp_path / "run"), "stopped": "SIGTERM"}
+    assert "step 6 is saved" in capsys.readouterr().out
     run(tiny(tmp_path / "run", corpus, export=False))
     assert losses(tmp_path / "run") == reference[2]
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, monkeypatch):
     at_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; step 2 is saved"):
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; step 3 is saved"):
         run(tiny(tmp_path / "run", corpus))
-    assert os.listdir(tmp_path / "run" / "checkpoints") == ["2"]
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["3"]
 
 
 def poison(monkeypatch, *bad):
@@ -248,7 +250,7 @@ def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(
 ):
     folder, opened = tmp_path / "run", []
     monkeypatch.setattr(
-        loop, "make_loader", lambda *a, **k: opened.append(k["split"]) or make_loader(*a, **k)
+        batches, "make_loader", lambda *a, **k: opened.append(k["split"]) or make_loader(*a, **k)
     )
     settings = {"lora": LoRA(rank=2), "trainable": ("lora", "embeddings", "norms"), "ema": 0.5}
     settings |= {"steps": 6, "save_every": 3, "data": {"holdout": 0.2}}
@@ -261,7 +263,7 @@ def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(
     assert len(set(counts) - {None}) == 1 and len(list(filter(None, counts))) == 3
     shown = capsys.readouterr().err
     assert "loading tiny" in shown and f"writing {folder / 'model'}" in shown
-    params, model, _tokenizer = checkpoint.load_run(folder)
+    params, model, _tokenizer = load_run(folder)
     assert model.lora is None and not any("lora" in path for path in flatten(params))
     exported, _, _ = convert.load(folder / "model")
     for path, leaf in flatten(params).items():
@@ -276,8 +278,7 @@ def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(
     )
     frozen = sum(params["layers"]["mlp"][name]["kernel"].nbytes for name in ("gate", "up", "down"))
     assert size < 4 * (sum(leaf.nbytes for leaf in flatten(params).values()) - frozen)
-    other = config_lib.parse(TrainConfig, ["--config", str(folder / "config.yaml")])
-    other = other.replace(model=type(other.model)(preset="tiny", seed=1))
-    config_lib.dump(other, folder / "config.yaml")
+    note = json.loads((folder / "base.json").read_text())
+    (folder / "base.json").write_text(json.dumps(note | {"seed": 1}))
     with pytest.raises(InputError, match="has other weights than when the run"):
-        checkpoint.load_run(folder)
+        load_run(folder)

@@ -11,18 +11,20 @@ import pytest
 from training_support import quick_compilation
 
 from lcjax import lora as lora_lib
+from lcjax.convert.run_folder import fingerprint
 from lcjax.lora import LoRA
 from lcjax.models import Decoder, ModelConfig
 from lcjax.rope import E2LLM, Clex
 from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions
 from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.training import optim
-from lcjax.training.assemble import fingerprint, new_adapters
+from lcjax.training.assemble import new_adapters
 from lcjax.training.config import TrainSection
 from lcjax.training.objective import language_model
-from lcjax.training.partition import flatten, split, trainable, union
+from lcjax.training.partition import trainable
 from lcjax.training.state import init_state
-from lcjax.training.step import accumulate, make_train_step, microbatches
+from lcjax.training.step import accumulate, make_eval_step, make_train_step, microbatches
+from lcjax.tree import flatten, split, union
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32)
 ONE = Mesh(fsdp=1)

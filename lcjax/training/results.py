@@ -1,0 +1,51 @@
+"""What a run leaves when it is complete: the model folder and the curve."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lcjax.lora import is_adapter
+from lcjax.models import ModelConfig
+from lcjax.training import folder as folder_lib
+from lcjax.training.config import TrainConfig
+from lcjax.training.progress import announce
+from lcjax.training.track import plot_loss, read
+from lcjax.tree import flatten, union
+
+
+def finish(
+    config: TrainConfig, folder: Path, model: ModelConfig, trained: dict, frozen: dict, tokenizer
+) -> dict[str, Any]:
+    """Writes the results, says where everything is, returns the last metrics."""
+    rows = read(folder / folder_lib.METRICS)
+    # One process cannot see the weights of the others.
+    alone = jax.process_count() == 1
+    if config.train.export and alone:
+        export(config, folder, model, trained, frozen, tokenizer)
+    if jax.process_index() == 0:
+        plot_loss(folder / folder_lib.METRICS, folder / "loss.png")
+        written = ", model/ (a Hugging Face folder)"
+        if not alone:
+            written = f"; python -m lcjax.convert {folder} DST makes a Hugging Face folder"
+        found = f"{folder_lib.METRICS}, loss.png, checkpoints/"
+        print(f"results in {folder}: {found}{written if config.train.export else ''}")
+    return {key: value for row in rows for key, value in row.items()}
+
+
+def export(
+    config: TrainConfig, folder: Path, model: ModelConfig, trained: dict, frozen: dict, tokenizer
+) -> None:
+    """The merged model; beside it the adapters alone, when nothing else was trained.
+
+    Adapters are merged one layer at a time while it is written: no second model in memory.
+    """
+    from lcjax.convert import save_hf
+    from lcjax.convert.peft import save_peft
+
+    announce(f"writing {folder / 'model'}")
+    if all(map(is_adapter, flatten(trained))):
+        base = config.model.path or str(config.model.preset)
+        save_peft(folder / "adapter", trained, model, base=base, overwrite=True)
+    params, dtype = union(trained, frozen), config.train.export_dtype
+    save_hf(folder / "model", params, model, tokenizer, dtype=dtype, overwrite=True)
