@@ -31,6 +31,11 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     # transformers reads `head_dim: null` as absent.
     head_dim = hf.get("head_dim") or get("hidden_size") // heads
     fraction = _rotary_fraction(hf, 0.5 if kind == "phi" else 1.0)
+    if kind != "phi" and fraction != 1:  # transformers ignores the key, or fails over it
+        raise InputError(
+            f"{where}: partial_rotary_factor={fraction} is not supported for model_type={kind!r}, "
+            "whose heads are rotated whole; remove it if the weights were trained so"
+        )
     return ModelConfig(
         vocab_size=get("vocab_size"),
         width=get("hidden_size"),

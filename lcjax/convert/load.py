@@ -20,6 +20,13 @@ from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 
 SMOLLM2 = "smollm2-135m-instruct"
+# What a folder without config.json may be instead, by a file in it.
+_NOT_MODELS = {
+    "adapter_config.json": "this folder has adapters only: give the merged model (a run's model/)",
+    "*.gguf": "give the file itself, {}",
+    "consolidated*": "{} is in the format of the model's authors: give the transformers folder",
+    "params.json": "{} is in the format of the model's authors: give the transformers folder",
+}
 
 
 def load(
@@ -71,7 +78,16 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
     if _is_gguf(path):
         return GGUFFile(path).config()
     file = path / "config.json"
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; {_why_no_config(path)}")
     return config_from_hf(read_json(file), str(file))
+
+
+def _why_no_config(folder: Path) -> str:
+    for pattern, answer in _NOT_MODELS.items():
+        if found := sorted(folder.glob(pattern)):
+            return answer.format(found[0].name)
+    return "is this a Hugging Face model folder?"
 
 
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:

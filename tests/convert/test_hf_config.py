@@ -150,6 +150,8 @@ def test_a_window_survives_the_way_out_and_back(family):
         (LLAMA2 | {"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True}, "qk_lay"),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 5}, "max_window_layers=5 of 32"),
         (LLAMA2 | {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*unquan"),
+        (LLAMA2 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 .*'llama'"),
+        (LLAMA2 | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "factor=0.5 .*'llama'"),
         (LLAMA2 | {"hidden_size": "4096"}, "hidden_size='4096' must be a whole number"),
         (LLAMA2 | {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number"),
         (LLAMA2 | {"vocab_size": 32000.5}, "vocab_size=32000.5 must be a whole number"),

@@ -284,5 +284,19 @@ def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path
         load(tmp_path / "absent")
     with pytest.raises(InputError, match="no such local path, and the hub did not give it"):
         load("nobody/never-downloaded-this")  # tests run with HF_HUB_OFFLINE=1
-    with pytest.raises(InputError, match=r"config\.json: no such file"):
+    with pytest.raises(InputError, match=r"config\.json: no such file; is this a Hugging Face"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adapter_config.json", "adapters only: give the merged model"),
+        ("small-q8_0.gguf", r"give the file itself, small-q8_0\.gguf"),
+        ("consolidated.00.pth", "format of the model's authors"),
+    ],
+)
+def test_folders_of_other_kinds_get_an_answer_that_fits(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=rf"config\.json: no such file; .*{words}"):
         load(tmp_path)
