@@ -98,6 +98,28 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def process_rows(mesh: jax.sharding.Mesh, rows: int, process: int | None = None) -> list[int]:
+    """Rows of a batch of `rows` that the devices of a process hold (of this one by default).
+
+    Processes that share a tensor-parallel group hold the same rows, and a mesh may scatter those of
+    a process; in this order `jax.make_array_from_process_local_data` expects them.
+    """
+    process = jax.process_index() if process is None else process
+    parts = math.prod(mesh.shape[axis] for axis in ROWS)
+    if rows < 1 or rows % parts:
+        raise InputError(
+            f"batch size {rows} must be a positive multiple of mesh.data x mesh.fsdp = {parts};"
+            f" nearest: {max(1, round(rows / parts)) * parts}"
+        )
+    share = rows // parts
+    return [
+        part * share + row
+        for part, group in enumerate(mesh.devices.reshape(parts, -1))
+        if any(device.process_index == process for device in group)
+        for row in range(share)
+    ]
+
+
 def rows_over(mesh: jax.sharding.Mesh | None, rows: int) -> int:
     """Devices that the `rows` of a batch are spread over: 1 without a mesh that divides them."""
     devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROWS)

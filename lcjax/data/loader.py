@@ -4,6 +4,7 @@ import atexit
 import functools
 import json
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,9 +26,10 @@ def make_loader(
     *,
     process_index: int = 0,
     process_count: int = 1,
+    rows: Sequence[int] | None = None,
     split: str = "train",
 ) -> "Loader":
-    """Batches of this process as dicts of arrays [B, T], B = batch_size / process_count.
+    """Batches of this process as dicts of arrays [B, T], B = the number of its rows.
 
     - `tokens` int32: the text; 0 where there is padding.
     - `targets` int32: the token after `tokens[t]` in the same document. It was attached before
@@ -39,29 +41,31 @@ def make_loader(
       there at 0 again, because that row cannot see the part before.
     - `weights` float32: 1 where there is a target, 0 at ends of documents and on padding.
 
-    Every process builds the same global batch and keeps its own consecutive rows, so that the
-    global batches do not depend on the number of processes, all processes end together, and a
+    Every process builds the same global batch of `batch_size` rows and keeps its own: `rows`, from
+    `lcjax.sharding.process_rows` where a mesh says which (processes of one tensor-parallel group
+    need the same ones), else the consecutive share number `process_index` of `process_count`. So
+    the global batches do not depend on the number of processes, all processes end together, and a
     position saved with one number of processes resumes with another.
 
     `split="validation"` reads the held-out documents once, in order; its last batch is filled up
     with padding, as is the last of a finite training run.
     """
-    _check_processes(batch_size, process_index, process_count)
+    own = _own_rows(batch_size, process_index, process_count) if rows is None else list(rows)
+    if not own or not 0 <= min(own) <= max(own) < batch_size:
+        raise InputError(f"rows={own} must be some of 0 ... {batch_size - 1}, the rows of a batch")
     corpora = open_split(config, split)
     tokenise = Tokenise(config, tokenizer)
     repeat = config.repeat if split == "train" else 1
     needed = batch_size * config.length if split == "train" else 1
     _require_tokens(corpora, tokenise, needed=needed, repeat=repeat)
     if split == "train":
-        rows = mixed_rows(corpora, config, tokenise)
+        packed = mixed_rows(corpora, config, tokenise)
     else:
         sources = [grain.MapDataset.source(corpus) for corpus in corpora]
-        rows = pack(grain.MapDataset.concatenate(sources).map(tokenise), config, shuffle=False)
-    batches = rows.map(Fields(config.document_mask)).batch(
+        packed = pack(grain.MapDataset.concatenate(sources).map(tokenise), config, shuffle=False)
+    batches = packed.map(Fields(config.document_mask)).batch(
         batch_size, batch_fn=PadBatch(batch_size)
     )
-    share = batch_size // process_count
-    own = slice(process_index * share, (process_index + 1) * share)
     batches = batches.map(lambda batch: {key: value[own] for key, value in batch.items()})
     batches = grain.experimental.ThreadPrefetchIterDataset(
         batches, prefetch_buffer_size=config.prefetch
@@ -179,7 +183,7 @@ def _slices_as_tuples(state: Any) -> Any:
     return [_slices_as_tuples(item) for item in state] if isinstance(state, list) else state
 
 
-def _check_processes(batch_size: int, index: int, count: int) -> None:
+def _own_rows(batch_size: int, index: int, count: int) -> list[int]:
     if batch_size < 1 or batch_size % count:
         raise InputError(
             f"batch size {batch_size} must be a positive multiple of the {count} processes;"
@@ -187,3 +191,5 @@ def _check_processes(batch_size: int, index: int, count: int) -> None:
         )
     if not 0 <= index < count:
         raise InputError(f"process_index={index} must lie in 0 ... {count - 1}")
+    share = batch_size // count
+    return list(range(index * share, (index + 1) * share))
