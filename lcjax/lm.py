@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lcjax import convert
@@ -29,8 +28,9 @@ from lcjax.models import (
     unstack_layers,
     unstack_layers_in_place,
 )
+from lcjax.models.initial import random_params, with_learned_rope
 from lcjax.rope import Default, Rope, Rotation
-from lcjax.sharding import Mesh, keep_rows, make_mesh, padding_rows, param_shardings, replicated
+from lcjax.sharding import Mesh, keep_rows, make_mesh, padding_rows
 
 _NUMERICS = {
     "dtype": ("float32", "bfloat16", "float16"),
@@ -99,29 +99,14 @@ def build(
             section.path, mesh=mesh, param_dtype=section.param_dtype
         )
         config = resolve(section, config)
-        if config.rope.learned and "rope" not in params:
-            params = params | {"rope": _new_rope(config, section.seed, mesh)}
+        params = with_learned_rope(params, config, section.seed)
     else:
         config = resolve(section, preset(section.preset))
-        params, tokenizer = _random(config, section.seed, mesh), ByteTokenizer()
+        params, tokenizer = random_params(config, section.seed, mesh), ByteTokenizer()
     if section.tokenizer is not None:
         tokenizer = convert.load_tokenizer(section.tokenizer)
         check_vocabulary(tokenizer, config.vocab_size, f"model.tokenizer={section.tokenizer}")
     return Decoder(config, mesh), params, tokenizer
-
-
-def _new_rope(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None) -> dict:
-    arrays = config.rope.init(jax.random.key(seed), config.rotary_dim)
-    return arrays if mesh is None else jax.device_put(arrays, replicated(mesh))
-
-
-def _random(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None) -> dict:
-    def init(key):
-        return Decoder(config).init(key, jnp.zeros((1, 2), jnp.int32))["params"]
-
-    key = jax.random.key(seed)
-    shardings = None if mesh is None else param_shardings(mesh, jax.eval_shape(init, key))
-    return jax.jit(init, out_shardings=shardings)(key)
 
 
 class LanguageModel:

@@ -4,10 +4,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from lcjax import cache as cache_lib
 from lcjax import cost
 from lcjax.attention import Sliding
+from lcjax.errors import InputError
 from lcjax.lora import LoRA
-from lcjax.models import Decoder, ModelConfig, preset
+from lcjax.loss import cross_entropy
+from lcjax.models import Decoder, ModelConfig, head, preset
+from lcjax.models.initial import random_params
+from lcjax.sharding import Mesh, make_mesh
 from lcjax.training.partition import NAMED_RULES, matcher
 
 
@@ -80,6 +85,12 @@ class Device:
         ("NVIDIA H200", 989),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA GB200", 2500),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("Tesla T4", 65),
+        ("NVIDIA T400 4GB", None),
+        ("Tesla V100-SXM2-16GB", 125),
         ("TPU v4", 275),
         ("TPU v5 lite", 197),
         ("TPU v5p", 459),
@@ -94,3 +105,89 @@ def test_peaks_are_found_by_device_kind(kind, tera):
 def test_a_cpu_is_measured_as_one_machine():
     peak, source = cost.machine_peak("float32")
     assert 1e8 < peak < 1e14 and "measured float32" in source
+
+
+LLAMA = preset("llama2-7b").replace(dtype="bfloat16", remat="full")
+
+
+def test_training_state_takes_sixteen_bytes_a_weight_split_over_the_mesh():
+    found = cost.training_memory(LLAMA, 512, 8, Mesh(data=1, fsdp=4, tensor=2))
+    share = 6_738_415_616 / 8
+    assert found.weights == pytest.approx(4 * share, rel=1e-3)  # norms are whole on every device
+    assert found.gradients == pytest.approx(4 * share, rel=1e-3)
+    assert found.optimizer == pytest.approx(8 * share, rel=1e-3)
+    averaged = cost.training_memory(LLAMA, 512, 8, Mesh(1, 4, 2), average=True)
+    assert averaged.optimizer == pytest.approx(12 * share, rel=1e-3)
+    assert "per device (weights 3.4 + gradients 3.4 + optimizer 6.7" in str(found)
+
+
+def test_frozen_weights_have_no_gradient_and_no_moments():
+    config = LLAMA.replace(lora=LoRA())
+    found = cost.training_memory(config, 512, 1, Mesh(fsdp=1), trained=matcher(("lora",), ""))
+    assert (
+        found.gradients
+        == 4 * cost.estimate(config, 16, trained=matcher(("lora",), "")).trained_parameters
+    )
+    assert found.optimizer == 2 * found.gradients < found.weights / 100
+
+
+def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing():
+    config = preset("tiny").replace(num_layers=8)
+
+    def activations(remat, rows, mesh, length=1024):
+        own = config.replace(remat=remat)
+        return cost.training_memory(own, length, rows, mesh).activations
+
+    one = Mesh(fsdp=1)
+    full, dots, none = (activations(remat, 1, one) for remat in ("full", "dots", "none"))
+    assert 3 * full < none and full <= dots <= none
+    assert activations("none", 4, one) == 4 * none == activations("none", 1, one, length=4096)
+    spread = Mesh(data=4, fsdp=1)
+    assert activations("none", 4, spread) == none
+    assert activations("none", 5, spread) == 2 * none  # a row more is one more on every device
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_activations_are_about_what_the_compiler_reserves(remat):
+    config = preset("tiny").replace(num_layers=4, remat=remat)
+    model = Decoder(config)
+
+    def loss(params, tokens):
+        hidden, _ = model.apply({"params": params}, tokens)
+        kernel, bias = head(params, config)
+        return cross_entropy(hidden, kernel, tokens, jnp.ones(tokens.shape), bias=bias)[0]
+
+    tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    compiled = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+    found = cost.training_memory(config, 512, 2, Mesh(fsdp=1)).activations
+    assert 0.7 < found / compiled.memory_analysis().temp_size_in_bytes < 1.4
+
+
+def test_weights_and_cache_are_those_that_lie_on_a_device():
+    shape = Mesh(data=2, fsdp=2, tensor=2)
+    mesh, config = make_mesh(shape), preset("tiny")
+    params = random_params(config, 0, mesh)
+    cache = cache_lib.create(config, 8, 256, mesh=mesh)
+
+    def on_one(tree):
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+    found = cost.generation_memory(config, 256, 6, shape)  # filled up to 8 rows
+    assert found.weights == on_one(params)
+    assert found.cache == on_one(cache.layers)
+    assert found == cost.generation_memory(config, 256, 8, mesh)
+    assert found.total == found.weights + found.cache + found.activations
+
+
+def test_a_llama_needs_its_weights_and_half_a_megabyte_of_cache_for_every_token():
+    config = LLAMA.replace(param_dtype="bfloat16")
+    found = cost.generation_memory(config, 32_768, 1, Mesh(fsdp=1))
+    assert found.weights == 2 * 6_738_415_616
+    assert found.cache == 32_768 * 2 * 32 * 4096 * 2
+    assert found.activations < 2**30
+
+
+def test_memory_wants_to_know_how_many_devices_there_are():
+    with pytest.raises(InputError, match="write how many devices lie along each axis"):
+        cost.generation_memory(preset("tiny"), 16, 1, Mesh())

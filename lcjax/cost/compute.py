@@ -8,6 +8,7 @@ FLOPs / (time * peak) is the *model* FLOPs utilisation.
 
 import dataclasses
 import math
+import re
 import time
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 from lcjax.models import Decoder, ModelConfig
 
 # Dense peak FLOP/s of one device in bfloat16 with float32 sums, from the vendors' data sheets.
-# The first name that is found in `device.device_kind`, lower case, counts.
+# The first name that stands as whole words in `device.device_kind`, lower case, counts.
 PEAK_FLOPS = (
     ("tpu7x", 2_307e12),
     ("tpu v6", 918e12),
@@ -37,6 +38,7 @@ PEAK_FLOPS = (
     ("h100", 989e12),
     ("a100", 312e12),
     ("l40s", 362e12),
+    ("l40", 181e12),
     ("l4", 121e12),
     ("a10g", 70e12),
     ("v100", 125e12),
@@ -136,7 +138,9 @@ def peak_flops(device: jax.Device | None = None) -> float | None:
     """Peak FLOP/s of a device from the table, or None for a device that is not in it."""
     device = device or jax.devices()[0]
     kind = device.device_kind.lower()
-    return next((peak for name, peak in PEAK_FLOPS if name in kind), None)
+    # "L4" is no part of "L40", nor "T4" of "T400".
+    found = (peak for name, peak in PEAK_FLOPS if re.search(rf"\b{name}\b", kind))
+    return next(found, None)
 
 
 def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) -> float:

@@ -1,0 +1,31 @@
+"""What a model costs before it runs: FLOPs, parameters and cache, and memory per device.
+
+cost.estimate(config, length)                           # parameters, FLOPs per token, cache bytes
+cost.training_memory(config, length, rows, Mesh(fsdp=8))      # bytes on each device, by purpose
+"""
+
+from lcjax.cost.compute import (
+    PEAK_FLOPS,
+    Cost,
+    estimate,
+    machine_peak,
+    measured_peak,
+    parameter_shapes,
+    peak_flops,
+    visible_keys,
+)
+from lcjax.cost.memory import Memory, generation_memory, training_memory
+
+__all__ = [
+    "PEAK_FLOPS",
+    "Cost",
+    "Memory",
+    "estimate",
+    "generation_memory",
+    "machine_peak",
+    "measured_peak",
+    "parameter_shapes",
+    "peak_flops",
+    "training_memory",
+    "visible_keys",
+]

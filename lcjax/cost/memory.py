@@ -1,0 +1,194 @@
+"""Memory that one device needs for training or for writing text, known before anything runs.
+
+Weights, gradients, optimizer state and cache follow from shapes and from the table of shardings.
+What the backward pass keeps is not modelled but asked of JAX: the residuals of the model's own
+gradient, traced for two short texts, grow by a fixed number of bytes per token. Buffers that a
+compiler adds or saves are not in it: expect 20 % more or less, and room that an allocator needs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from lcjax.cost.compute import parameter_shapes
+from lcjax.errors import InputError
+from lcjax.loss import cross_entropy
+from lcjax.models import Decoder, ModelConfig, head
+from lcjax.sharding import AXES, Mesh, spec_of
+
+_LOGITS = 2**30  # bytes of float32 logits that the loss makes at once on accelerators
+_SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes per device at the moment when most is needed."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0  # moments, and the running average of the weights
+    activations: int = 0  # kept for the backward pass, and what one layer and the loss work with
+    cache: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def __str__(self) -> str:
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        named = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
+        return f"{self.total / 1e9:.1f} GB per device ({named})"
+
+
+def training_memory(
+    config: ModelConfig,
+    length: int,
+    rows: int,
+    mesh: Mesh | jax.sharding.Mesh,
+    *,
+    trained: Callable[[str], bool] = lambda path: True,
+    average: bool = False,
+) -> Memory:
+    """Of an update on `rows` texts of `length` tokens, the rows of one microbatch on all devices.
+
+    `trained(path)` says which parameters are trained. Gradients and both moments of Adam are
+    float32 and lie where their parameter lies; so does the running `average`, if one is kept.
+    """
+    sizes = _sizes(mesh)
+    counts = _per_device(config, sizes)
+    own = sum(count for path, (count, _) in counts.items() if trained(path))
+    return Memory(
+        weights=_bytes(counts),
+        gradients=4 * own,
+        optimizer=(12 if average else 8) * own,
+        activations=_backward(config, sizes, _rows(rows, sizes), length),
+    )
+
+
+def generation_memory(
+    config: ModelConfig,
+    length: int,
+    rows: int,
+    mesh: Mesh | jax.sharding.Mesh,
+    *,
+    chunk: int = 4096,
+) -> Memory:
+    """Of writing text in `rows` caches of `length` slots, prompts read `chunk` tokens at a time.
+
+    With `chunk` equal to `length` it is at least what scoring texts of that length needs, which
+    fills no cache.
+    """
+    sizes = _sizes(mesh)
+    own = _rows(rows, sizes)
+    heads = _share(config.num_kv_heads, sizes["tensor"])
+    slots = 2 * config.num_layers * own * heads * config.head_dim * length
+    wide = _local(config, sizes)
+    # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
+    channels = max(2 * wide.mlp_width, 2 * (wide.num_heads + wide.num_kv_heads) * wide.head_dim)
+    tokens = own * min(chunk, length)
+    size = config.compute_dtype().itemsize
+    return Memory(
+        weights=_bytes(_per_device(config, sizes)),
+        activations=size * tokens * (channels + 3 * config.width) + 4 * own * config.vocab_size,
+        cache=size * slots,
+    )
+
+
+def _sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
+    if not isinstance(mesh, Mesh):
+        return mesh.shape
+    sizes = dataclasses.asdict(mesh)
+    if any(sizes[axis] < 1 for axis in AXES):
+        raise InputError(f"mesh={sizes}: write how many devices lie along each axis, not -1")
+    return sizes
+
+
+def _rows(rows: int, sizes: Mapping[str, int]) -> int:
+    """Rows on one device; a batch is filled up until all have equally many."""
+    return -(-rows // (sizes["data"] * sizes["fsdp"]))
+
+
+def _share(count: int, devices: int) -> int:
+    return count // devices if count % devices == 0 else count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What `spec_of` asks of a mesh; no device is needed."""
+
+    shape: Mapping[str, int]
+
+
+def _per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """(numbers, bytes) of each parameter on one device, by path."""
+    found = {}
+    for path, leaf in parameter_shapes(config).items():
+        spec = spec_of(path, leaf.shape, _Shape(sizes))
+        count = math.prod(leaf.shape) // math.prod(sizes[axis] for axis in spec if axis)
+        found[path] = count, count * leaf.dtype.itemsize
+    return found
+
+
+def _bytes(counts: Mapping[str, tuple[int, int]]) -> int:
+    return sum(size for _, size in counts.values())
+
+
+def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
+    """The part of each layer that one device of the tensor axis computes."""
+    tensor = sizes["tensor"]
+    heads, shared = _share(config.num_heads, tensor), _share(config.num_kv_heads, tensor)
+    if heads % shared:  # more devices than key heads: each computes all of those
+        heads, shared = config.num_heads, config.num_kv_heads
+    return config.replace(
+        num_heads=heads, num_kv_heads=shared, mlp_width=_share(config.mlp_width, tensor)
+    )
+
+
+def _backward(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
+    """What all layers keep, what one more needs while it is computed again, weights that fsdp
+    gathers for it, and two chunks of logits."""
+    local, tokens = _local(config, sizes), rows * length
+    kept = _per_token(local)
+    again = 0
+    if config.remat != "none":
+        bare = local.replace(remat="none")
+        again = _per_token(bare, layers=2) - _per_token(bare, layers=1)
+    gathered = 0
+    if sizes["fsdp"] > 1:
+        whole = _per_device(config, {**sizes, "fsdp": 1})
+        numbers = sum(count for path, (count, _) in whole.items() if path.startswith("layers"))
+        gathered = config.compute_dtype().itemsize * numbers // config.num_layers
+    vocabulary = _share(config.vocab_size, sizes["tensor"])
+    logits = 2 * min(_LOGITS, 4 * tokens * vocabulary)
+    return math.ceil(tokens * (kept + again)) + gathered + logits
+
+
+def _per_token(config: ModelConfig, *, layers: int | None = None) -> float:
+    """Bytes that the backward pass keeps for each token of a text."""
+    if layers is None:
+        # All layers are alike, and two are enough to see what one costs.
+        one, two = (_per_token(config, layers=count) for count in (1, 2))
+        return one + (config.num_layers - 1) * (two - one)
+    config = config.replace(num_layers=layers, scan_layers=True)
+    return (_residuals(config, _LONG) - _residuals(config, _SHORT)) / (_LONG - _SHORT)
+
+
+def _residuals(config: ModelConfig, length: int) -> int:
+    """Bytes between the forward and the backward pass of one text; traced, not computed."""
+    model = Decoder(config)
+
+    def backward(params, tokens):
+        def loss(params):
+            hidden, _ = model.apply({"params": params}, tokens)
+            kernel, bias = head(params, config)
+            return cross_entropy(hidden, kernel, tokens, jnp.ones(tokens.shape), bias=bias)[0]
+
+        return jax.vjp(loss, params)[1]
+
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    kept = jax.tree.leaves(jax.eval_shape(backward, params, tokens))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
