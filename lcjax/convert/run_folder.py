@@ -20,7 +20,7 @@ from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.models.initial import abstract_params, random_params, with_learned_rope
 from lcjax.sharding import Mesh, make_mesh
-from lcjax.tree import flatten, nest, split, union
+from lcjax.tree import flatten, split, union
 
 MODEL_CONFIG, BASE = "model.yaml", "base.json"
 
@@ -78,14 +78,13 @@ def load_run(
     kind = "ema" if base.average else "params"
     params = load_state(folder, {kind: _abstract_wide(trained)}, step=step)[kind]
     if rest:
-        frozen = _frozen(base, config, mesh)
-        check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))
-        params = union(params, frozen)
+        params = union(params, _frozen(folder, base, config, mesh))
     config = config.replace(param_dtype=param_dtype or config.param_dtype)
     if config.lora is not None:
         params = lora.merge(params, config.lora, dtype=config.param_dtype)
         config = config.replace(lora=None)
-    return _stored(params, config), config, load_tokenizer(folder / "tokenizer")
+    _round(params, config.param_dtype)
+    return params, config, load_tokenizer(folder / "tokenizer")
 
 
 def _abstract_wide(tree: dict) -> dict:
@@ -95,8 +94,8 @@ def _abstract_wide(tree: dict) -> dict:
     )
 
 
-def _frozen(base: Base, config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
-    """The frozen parameters, made or read again as they were for the run."""
+def _frozen(folder: Path, base: Base, config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
+    """The frozen parameters, made or read again as they were for the run, and checked."""
     from lcjax.convert.load import load
 
     if base.path is None:
@@ -104,16 +103,21 @@ def _frozen(base: Base, config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
     else:
         params, _, _ = load(base.path, mesh=mesh, param_dtype=base.param_dtype)
         params = with_learned_rope(params, config, base.seed)
-    return split(params, set(base.trained).__contains__)[1]
+    frozen = split(params, set(base.trained).__contains__)[1]
+    check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))
+    return frozen
 
 
-def _stored(params: dict, config: ModelConfig) -> dict:
-    """All in `config.param_dtype` but learned frequencies, which half precision would ruin."""
-    flat = flatten(params)
-    for path in list(flat):
-        if not path.startswith("rope/"):
-            flat[path] = flat[path].astype(config.param_dtype)
-    return nest(flat)
+def _round(params: dict, dtype: str) -> None:
+    """Casts `params` in place, so that each leaf is let go before the next is cast.
+
+    All but learned frequencies, which half precision would ruin.
+    """
+    for name, child in params.items():
+        if not isinstance(child, dict):
+            params[name] = child.astype(dtype)
+        elif name != "rope":
+            _round(child, dtype)
 
 
 def check_frozen(folder: Path, base: Base) -> None:
