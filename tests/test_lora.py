@@ -64,9 +64,24 @@ def test_adapters_of_one_layer_are_merged_like_stacked_ones():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, atol=1e-6), stacked, apart)
 
 
+def test_float32_adapters_lose_nothing_on_a_bfloat16_base():
+    lora = LoRA(rank=2, targets=("up",))
+    layer = _params(preset("tiny").replace(lora=lora))["layers"]["mlp"]["up"]
+    layer["kernel"] = layer["kernel"].astype(jnp.bfloat16)
+    exact = lora_lib.merge({k: v.astype(jnp.float32) for k, v in layer.items()}, lora)["kernel"]
+    merged = lora_lib.merge(layer, lora)["kernel"]
+    assert merged.dtype == jnp.float32
+    np.testing.assert_array_equal(merged, exact)
+    stored = lora_lib.merge(layer, lora, dtype="bfloat16")["kernel"]
+    np.testing.assert_array_equal(stored, exact.astype(jnp.bfloat16))
+
+
 def test_bad_adapter_settings_name_the_projections():
     with pytest.raises(InputError, match="rank=0"):
         LoRA(rank=0)
+    for alpha in (0.0, -1.0):
+        with pytest.raises(InputError, match=rf"lora.alpha={alpha} must be above 0.*usual: 8"):
+            LoRA(rank=4, alpha=alpha)
     with pytest.raises(InputError, match="query, key, value, out, gate, up, down"):
         LoRA(targets=("q_proj",))
     with pytest.raises(InputError, match="no adapters"):

@@ -2,10 +2,12 @@
 
 import json
 import math
+import uuid
 from pathlib import Path
 from typing import Protocol
 
 from lcjax.errors import InputError
+from lcjax.training import folder as folder_lib
 from lcjax.training.config import TrackSection
 
 Metrics = dict[str, float]
@@ -48,14 +50,16 @@ class JsonLines:
 class TensorBoard:
     """Scalars in event files."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, *, keep_until: int | None = None):
+        """`keep_until`: as in `JsonLines`; TensorBoard hides the steps after it, or all of them."""
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
             raise InputError(
                 "track.tensorboard=true needs tensorboardX: pip install 'lcjax[tensorboard]'"
             ) from None
-        self._writer = SummaryWriter(str(folder))
+        purge = 0 if keep_until is None else keep_until + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -67,23 +71,35 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project; resumed runs go on in the same one."""
+    """A run of the project; resumed runs go on in the same one.
 
-    def __init__(self, project: str, folder: Path, settings: dict):
+    Its id lies in the run folder: folders of the same name are different runs, and a folder that
+    is begun anew is a new one.
+    """
+
+    def __init__(self, project: str, folder: Path, settings: dict, *, resumed: bool = False):
         try:
             import wandb
         except ImportError:
             raise InputError(
                 f"track.wandb={project} needs wandb: pip install 'lcjax[wandb]'"
             ) from None
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=folder.name,
-            resume="allow",
-            dir=str(folder),
-            config=settings,
-        )
+        file = folder / folder_lib.WANDB_RUN
+        note = {"project": project, "id": uuid.uuid4().hex[:12]}
+        if resumed and file.exists():
+            known = json.loads(file.read_text(encoding="utf-8"))
+            note = known if known["project"] == project else note
+        try:
+            self._run = wandb.init(
+                **note, name=folder.name, resume="allow", dir=str(folder), config=settings
+            )
+        except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"track.wandb={project}: run {note['id']} cannot be written ({reason}); remove"
+                f" {file} to begin a new one, or set track.wandb=null"
+            ) from error
+        file.write_text(json.dumps(note) + "\n", encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(metrics, step=step)
@@ -114,11 +130,12 @@ def open_tracker(
     section: TrackSection, folder: Path, *, keep_until: int | None, settings: dict
 ) -> Tracker:
     """The sinks that `track:` asks for; JSON lines first."""
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", keep_until=keep_until)]
+    sinks: list[Sink] = [JsonLines(folder / folder_lib.METRICS, keep_until=keep_until)]
     if section.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard"))
+        sinks.append(TensorBoard(folder / folder_lib.TENSORBOARD, keep_until=keep_until))
     if section.wandb:
-        sinks.append(WeightsAndBiases(section.wandb, folder, settings))
+        resumed = keep_until is not None
+        sinks.append(WeightsAndBiases(section.wandb, folder, settings, resumed=resumed))
     return Tracker(sinks)
 
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from training_support import STEPS, quick_compilation, tiny, write_corpus
 
-from lcjax import convert
 from lcjax import config as config_lib
+from lcjax import convert
 from lcjax.convert.run_folder import load_run
 from lcjax.data import make_loader
 from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.lora import LoRA
 from lcjax.models import Decoder
-from lcjax.training import folder as folder_lib
 from lcjax.training import batches, loop, run
+from lcjax.training import folder as folder_lib
 from lcjax.training.config import EvalSection, TrainConfig
 from lcjax.training.track import read
 from lcjax.tree import flatten

@@ -9,8 +9,9 @@ import optax
 import pytest
 
 from lcjax.errors import InputError
+from lcjax.lm import ModelSection
 from lcjax.training import optim
-from lcjax.training.config import TrainSection
+from lcjax.training.config import RunSection, TrainConfig, TrainSection
 
 
 def rates(*steps, **settings):
@@ -99,9 +100,28 @@ def test_average_follows_its_formula_also_for_bfloat16_weights():
         ({"batch_size": 8, "accumulation": 3}, "nearest: 2"),
         ({"steps": 10, "warmup_steps": 11}, "train.warmup_steps=11"),
         ({"ema": 1.5}, "train.ema=1.5"),
+        ({"ema": 1.0}, "train.ema=1.0 must be at least 0 and below 1, such as 0.999"),
+        ({"betas": (0.9, 1.0)}, r"train.betas=\(0.9, 1.0\) must be at least 0 and below 1"),
+        ({"betas": (-0.1, 0.9)}, r"train.betas=\(-0.1, 0.9\)"),
+        ({"min_lr": -0.1}, "train.min_lr=-0.1"),
+        ({"trainable": ("(",)}, r"train.trainable: rule '\('"),
+        ({"no_decay": ("[",)}, r"train.no_decay: rule '\['"),
         ({"clip": -1.0}, "train.clip=-1.0"),
     ],
 )
 def test_impossible_settings_name_key_and_value(settings, named):
     with pytest.raises(InputError, match=named):
         TrainSection(**settings)
+
+
+@pytest.mark.parametrize("key", ["dtype", "param_dtype"])
+def test_float16_is_refused_in_one_line(key):
+    file_says_so = {"model": ModelSection(preset="tiny", **{key: "float16"})}
+    with pytest.raises(InputError, match=rf"^model.{key}='float16' cannot be trained") as error:
+        TrainConfig(**file_says_so)
+    assert "bfloat16" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_without_a_folder_is_refused():
+    with pytest.raises(InputError, match="run.folder='' must name a folder"):
+        RunSection(folder="")

@@ -23,7 +23,7 @@ from lcjax.training.config import TrainSection
 from lcjax.training.objective import language_model
 from lcjax.training.partition import trainable
 from lcjax.training.state import init_state
-from lcjax.training.step import accumulate, make_eval_step, make_train_step, microbatches
+from lcjax.training.step import accumulate, make_train_step, microbatches
 from lcjax.tree import flatten, split, union
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 
 import pytest
 
@@ -40,6 +41,75 @@ def test_tensorboard_gets_event_files(tmp_path):
         tracker.log(1, {"loss": 2.0})
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"loss" in events.read_bytes()
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    section = TrackSection(tensorboard=True)
+    for number, (keep, purge) in enumerate(((None, 0), (4, 5))):
+        with open_tracker(section, tmp_path, keep_until=keep, settings={}) as tracker:
+            tracker.log(5, {"loss": float(number)})
+        newest = max((tmp_path / "tensorboard").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        starts = [event.step for event in events_of(newest, Event) if event.session_log.status]
+        assert starts == [purge]
+
+
+def events_of(file, kind):
+    """The records of an event file: length (8 bytes), check (4), message, check (4)."""
+    data, found = file.read_bytes(), []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        found.append(kind.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    return found
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the package: `wandb.runs` holds the settings of every `init`."""
+    errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+    module = types.SimpleNamespace(errors=errors, runs=[], deleted=set())
+
+    def init(**settings):
+        if settings["id"] in module.deleted:
+            raise errors.Error("run was deleted;\ntry another id")
+        module.runs.append(settings)
+        return types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def track_in(folder, keep_until, project="p"):
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_tracker(
+        TrackSection(wandb=project), folder, keep_until=keep_until, settings={"train.lr": 1.0}
+    ) as tracker:
+        tracker.log(1, {"loss": 1.0})
+
+
+def test_a_resumed_run_goes_on_in_its_own_wandb_run(tmp_path, wandb):
+    track_in(tmp_path / "a" / "run", None)
+    track_in(tmp_path / "b" / "run", None)  # another folder of the same name
+    track_in(tmp_path / "a" / "run", 4)
+    track_in(tmp_path / "a" / "run", None)  # begun anew
+    track_in(tmp_path / "a" / "run", 4, project="q")
+    first, namesake, resumed, anew, elsewhere = (run["id"] for run in wandb.runs)
+    assert resumed == first and len({first, namesake, anew, elsewhere}) == 4
+    assert {run["name"] for run in wandb.runs} == {"run"}
+
+
+def test_a_wandb_run_that_was_deleted_says_how_to_begin_another(tmp_path, wandb):
+    track_in(tmp_path, None)
+    wandb.deleted = {wandb.runs[0]["id"]}
+    with pytest.raises(InputError, match=r"deleted; try another id\); remove .*wandb\.json"):
+        track_in(tmp_path, 4)
+    (tmp_path / "wandb.json").unlink()
+    track_in(tmp_path, 4)
+    assert wandb.runs[1]["id"] != wandb.runs[0]["id"]
 
 
 @pytest.mark.parametrize(
