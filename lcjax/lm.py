@@ -159,6 +159,11 @@ class LanguageModel:
             model = Decoder(config.replace(scan_layers=False), model.mesh)
         return cls(model, params, tokenizer)
 
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """Whose devices share weights, rows and caches; None: all is on one device."""
+        return self._model.mesh
+
     def with_method(
         self,
         *,
@@ -208,7 +213,7 @@ class LanguageModel:
         if not 1 <= first < length:
             raise InputError(f"first={first} must lie between 1 and the length {length} - 1")
         # Every device needs equally many rows; those that are lacking repeat the first one.
-        filled = np.pad(tokens, [(0, padding_rows(self._model.mesh, rows)), (0, 0)])
+        filled = np.pad(tokens, [(0, padding_rows(self.mesh, rows)), (0, 0)])
         filled[rows:] = tokens[:1]
         scored = _score(self._model, self.params, filled, self.rotation(length), first)
         nll = np.zeros((rows, length), np.float32)

@@ -60,6 +60,7 @@ class Pieces:
 class Passkey(Task):
     """Five-digit keys at evenly spaced depths, measured in tokens."""
 
+    generates: ClassVar[bool] = True
     needs_data: ClassVar[bool] = False
 
     depths: int = 10  # places of the key, from the very beginning to the very end

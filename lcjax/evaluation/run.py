@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import gc
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import draccus
 from tqdm import tqdm
 
+from lcjax import cost
 from lcjax.config import dump
 from lcjax.data import DataConfig, documents
 from lcjax.errors import InputError
@@ -19,7 +21,7 @@ from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.lm import LanguageModel, ModelSection
-from lcjax.sharding import make_mesh
+from lcjax.sharding import Mesh, make_mesh, padding_rows
 
 Loader = Callable[[ModelSection], Any]
 _READ = ("path", "sources", "holdout", "on_bad_text")  # keys of `data:` that whole documents have
@@ -134,6 +136,8 @@ class _Runner:
     ) -> None:
         """All methods of one checkpoint, which is read once and given up before the next one."""
         model = self._load(section)
+        if isinstance(model, LanguageModel):
+            bar.write(self._needs(section, model), file=sys.stderr)
         # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
         # to have as many.
         bar.total = bar.n + left * sum(map(len, self._plan(model.tokenizer).values()))
@@ -141,6 +145,20 @@ class _Runner:
             self._method(method, model, bar)
         del model
         gc.collect()
+
+    def _needs(self, section: ModelSection, model: LanguageModel) -> str:
+        """What the largest batch needs of each device, and whether it keeps them all busy."""
+        batch, longest = self._config.batch, self._limits.lengths[-1]
+        mesh = model.mesh or Mesh(fsdp=1)
+        memory = cost.generation_memory(model.config, longest, batch, mesh, chunk=longest)
+        if not any(task.generates for task in self._config.tasks):
+            memory = dataclasses.replace(memory, cache=0)
+        name = section.path or section.preset
+        line = f"{name}: up to about {memory}, batch={batch} of {longest:,} tokens"
+        filler = padding_rows(model.mesh, batch)
+        if filler:
+            line += f"; {filler} more rows are filler, so batch={batch + filler} takes no longer"
+        return line
 
     def _section(self, method: Method) -> ModelSection:
         """What is loaded for a method: of another checkpoint, its own position method counts."""

@@ -60,6 +60,7 @@ class Metric:
 class Task(draccus.ChoiceRegistry, abc.ABC):
     """A benchmark. Units do not depend on the method, so all methods answer the same questions."""
 
+    generates: ClassVar[bool] = False  # whether `score` writes text, which fills a cache
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
 
     name: str = ""  # name of its files; empty: made from the settings

@@ -81,7 +81,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_is_writ
     assert not (tmp_path / "out").exists()
 
 
-def test_passkey_runs_through_generation_in_batches(found, tmp_path):
+def test_passkey_runs_through_generation_in_batches(found, tmp_path, capsys):
     config, _ = found
     own = EvalConfig(
         model=config.model,
@@ -92,3 +92,7 @@ def test_passkey_runs_through_generation_in_batches(found, tmp_path):
     )
     (cell,) = run(own).cells
     assert cell["windows"] == 3 and cell["value"] == 0.0
+    # It says before the first batch what a device needs, and that devices would be idle.
+    said = capsys.readouterr().err
+    assert "tiny: up to about 0.0 GB per device (weights 0.0 + activations 0.0 + cache 0.0)" in said
+    assert "batch=2 of 448 tokens; 6 more rows are filler, so batch=8 takes no longer" in said
