@@ -85,10 +85,11 @@ def _loose(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
+    index, single = folder / INDEX, folder / SINGLE
+    if single.is_file():  # before an index that may lie beside it, as in transformers
+        return [single]
     if not index.is_file():
-        single = folder / SINGLE
-        found = [single] if single.is_file() else _loose(folder)
+        found = _loose(folder)
         if not found:
             raise InputError(f"{folder}: no *.safetensors file")
         _check_numbered(folder, found)

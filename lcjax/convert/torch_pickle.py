@@ -21,6 +21,7 @@ from lcjax.convert.weights import TensorInfo
 from lcjax.errors import InputError
 
 INDEX = "pytorch_model.bin.index.json"
+SINGLE = "pytorch_model.bin"
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
     "HalfStorage": np.dtype(np.float16),
@@ -109,7 +110,9 @@ class TorchFolder:
 
 def bin_files(folder: Path) -> list[Path]:
     """The pickled weights of a folder; empty when there are none."""
-    index = folder / INDEX
+    index, single = folder / INDEX, folder / SINGLE
+    if single.is_file():  # before an index that may lie beside it, as in transformers
+        return [single]
     if not index.is_file():
         return sorted(folder.glob("pytorch_model*.bin"))
     try:

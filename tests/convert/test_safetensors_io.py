@@ -137,6 +137,14 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path):
             SafetensorsFolder(tmp_path)
 
 
+def test_one_whole_file_wins_over_an_index_beside_it(tmp_path):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(InputError, match=r"1 of 1 shards are missing: model-1\.safetensors"):
+        SafetensorsFolder(tmp_path)
+    write(tmp_path / SINGLE)
+    assert set(SafetensorsFolder(tmp_path).tensors) == set(ARRAYS)
+
+
 def test_the_writer_insists_on_the_announced_order_and_shape(tmp_path):
     infos = {"x": TensorInfo((2,), "float32")}
     with pytest.raises(ValueError, match="was due"):

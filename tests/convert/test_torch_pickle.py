@@ -10,7 +10,7 @@ from convert_support import assert_same, edit_json, saved
 
 from lcjax.convert import load
 from lcjax.convert.safetensors_io import SINGLE, SafetensorsFolder
-from lcjax.convert.torch_pickle import TorchFolder
+from lcjax.convert.torch_pickle import TorchFolder, bin_files
 from lcjax.errors import InputError
 
 
@@ -108,6 +108,20 @@ def test_files_that_are_no_torch_checkpoint_are_refused(tmp_path):
         (tmp_path / "pytorch_model.bin").write_bytes(data)
         with pytest.raises(InputError, match="not a torch checkpoint"):
             TorchFolder(tmp_path)
+
+
+def test_shards_are_those_of_the_index_unless_there_is_one_whole_file(tmp_path):
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"x": "pytorch_model-00001-of-00001.bin"}}')
+    with pytest.raises(InputError, match=r"shards are missing: pytorch_model-00001-of-00001\.bin"):
+        bin_files(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert bin_files(tmp_path) == [tmp_path / "pytorch_model.bin"]
+    (tmp_path / "pytorch_model.bin").unlink()
+    for damaged in ('{"weight_map": {"x": 3}}', "[" * 100_000):
+        index.write_text(damaged)
+        with pytest.raises(InputError, match="not an index of shards"):
+            bin_files(tmp_path)
 
 
 def test_safetensors_win_over_pickles_beside_them(tmp_path):
