@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from training_support import STEPS, quick_compilation, tiny, write_corpus
@@ -198,6 +199,47 @@ def test_skipping_for_ever_is_refused(tmp_path, corpus, monkeypatch):
     poison(monkeypatch, *range(5, 20))
     with pytest.raises(loop.NonFiniteError, match="stopped at step 7"):
         run(tiny(tmp_path / "run", corpus, on_nan="skip"))
+
+
+def test_a_step_is_dispatched_before_the_results_of_the_one_before_are_waited_for(
+    tmp_path, corpus, monkeypatch
+):
+    events, put, get = [], loop.Training._put, jax.device_get
+    monkeypatch.setattr(
+        loop.Training, "_put", lambda self, local: events.append("step") or put(self, local)
+    )
+
+    def fetch(tree):
+        if isinstance(tree, dict) and "grad_norm" in tree:
+            events.append("results")
+        return get(tree)
+
+    monkeypatch.setattr(jax, "device_get", fetch)
+    run(tiny(tmp_path / "run", corpus, steps=4, save_every=4, export=False))
+    assert events == ["step", "step", "results", "step", "results", "step", "results", "results"]
+
+
+def test_a_run_goes_on_with_one_state_in_memory(tmp_path, corpus, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
+        run(tiny(tmp_path / "run", corpus, export=False))
+    read_in, freed = [], []
+    assemble, restore = loop.assemble, loop.Checkpoints.restore
+
+    def assembled(*args):
+        read_in.append(assemble(*args))
+        return read_in[0]
+
+    def restored(self, target):
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(target))
+        freed.extend(leaf.is_deleted() for leaf in flatten(read_in[0].trained).values())
+        return restore(self, target)
+
+    monkeypatch.setattr(loop, "assemble", assembled)
+    monkeypatch.setattr(loop.Checkpoints, "restore", restored)
+    monkeypatch.setattr(loop, "init_state", None)
+    run(tiny(tmp_path / "run", corpus, export=False))
+    assert len(freed) > 5 and all(freed)
 
 
 def test_another_learning_rate_is_refused_unless_it_is_accepted(tmp_path, corpus, reference):

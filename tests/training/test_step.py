@@ -22,8 +22,8 @@ from lcjax.training.assemble import new_adapters
 from lcjax.training.config import TrainSection
 from lcjax.training.objective import language_model
 from lcjax.training.partition import trainable
-from lcjax.training.state import init_state
-from lcjax.training.step import accumulate, make_train_step, microbatches
+from lcjax.training.state import abstract_state, init_state
+from lcjax.training.step import accumulate, make_eval_step, make_train_step, microbatches
 from lcjax.tree import flatten, split, union
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32)
@@ -66,18 +66,19 @@ def random_batch(seed, rows=8, length=16):
 
 
 @functools.cache
-def compiled(config, settings):
+def compiled(config, settings, halt_after):
     step = make_train_step(
         language_model(config, settings.positions),
         optim.optimizer(settings),
         optim.schedule(settings),
         accumulation=settings.accumulation,
         ema_decay=settings.ema,
+        halt_after=halt_after,
     )
     return jax.jit(step, donate_argnums=0)
 
 
-def train(mesh, batches, *, params=None, frozen=None, config=CONFIG):
+def train(mesh, batches, *, params=None, frozen=None, config=CONFIG, halt_after=None):
     """(final state, info of each step) of a few steps on `mesh`."""
     settings = TrainSection(
         lr=1e-2, warmup_steps=0, schedule="constant", batch_size=8, accumulation=2, ema=0.9
@@ -85,10 +86,11 @@ def train(mesh, batches, *, params=None, frozen=None, config=CONFIG):
     params = random_params() if params is None else params
     params = jax.device_put(jax.tree.map(jnp.copy, params), param_shardings(mesh, params))
     state = init_state(params, optim.optimizer(settings), mesh, seed=0, ema=True)
-    infos = []
+    infos, bad, step = [], jnp.int32(0), compiled(config, settings, halt_after)
     for batch in batches:
         batch = jax.device_put(batch, batch_sharding(mesh))
-        state, info = compiled(config, settings)(state, frozen or {}, batch)
+        state, info = step(state, frozen or {}, batch, bad)
+        bad = info["bad"]
         infos.append(jax.device_get(info))
     return state, infos
 
@@ -170,6 +172,52 @@ def test_a_step_that_is_not_finite_only_counts():
     assert_close(state.params, good.params, rtol=0)
     assert_close(state.ema, good.ema, rtol=0)
     assert int(state.opt_state[1].count) == 1
+
+
+def test_after_as_many_bad_steps_as_allowed_nothing_changes_any_more():
+    """The loop hears of a bad step when the next one has begun."""
+    good, bad = random_batch(0), random_batch(1)
+    bad["weights"] = bad["weights"].at[0, 0].set(jnp.inf)
+    alone, _ = train(one_device(), [good, bad])
+    # One bad step is skipped; the second in a row halts, and the good one after it is not taken.
+    state, infos = train(one_device(), [good, bad, bad, good], halt_after=2)
+    assert [int(info["bad"]) for info in infos] == [0, 1, 2, 3]
+    assert (int(state.step), int(state.skipped)) == (2, 1)
+    jax.tree.map(np.testing.assert_array_equal, values(state), values(alone))
+    # A good step in between starts the count anew.
+    state, infos = train(one_device(), [good, bad, good, bad], halt_after=2)
+    assert [int(info["bad"]) for info in infos] == [0, 1, 0, 1]
+    assert (int(state.step), int(state.skipped)) == (4, 2)
+
+
+def values(state):
+    return state.params, state.opt_state, state.ema
+
+
+def test_validation_takes_no_more_rows_at_once_than_training_and_sums_the_same():
+    seen, batch = [], random_batch(2)
+
+    def watched(trained, frozen, micro, key):
+        seen.append(micro["tokens"].shape[0])
+        return PLAIN(trained, frozen, micro, key)
+
+    found = jax.jit(make_eval_step(watched, accumulation=4))(random_params(), {}, batch)
+    nll, tokens = total(random_params(), batch)
+    assert set(seen) == {2}
+    np.testing.assert_allclose(found["nll"], nll, rtol=1e-6)
+    assert found["tokens"] == tokens
+
+
+def test_the_state_to_restore_into_is_that_of_a_new_run():
+    mesh, optimizer = make_mesh(Mesh(2, 2, 2)), optim.optimizer(TrainSection())
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_params())
+    half = jax.device_put(half, param_shardings(mesh, half))
+    wanted = abstract_state(half, optimizer, mesh, seed=3, ema=True)
+    state = init_state(half, optimizer, mesh, seed=3, ema=True)
+    assert jax.tree.structure(wanted) == jax.tree.structure(state)
+    for shape, leaf in zip(jax.tree.leaves(wanted), jax.tree.leaves(state), strict=True):
+        assert (shape.shape, shape.dtype, shape.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
+    assert all(leaf.dtype == jnp.float32 for leaf in flatten(state.params).values())
 
 
 def total(params, batch):
