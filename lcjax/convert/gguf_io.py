@@ -98,8 +98,10 @@ class GGUFFile:
         """A number that a file may also give layer by layer, where all have to agree."""
         value = self.need(key) if default is None else self.get(key, default)
         values = set(value) if isinstance(value, list) else {value}
+        key = key.replace("{arch}", self.architecture)
+        if wrong := [x for x in values if type(x) is not int or x < 1]:
+            raise InputError(f"{self.path}: {key}={wrong[0]!r} must be a whole number, 1 or more")
         if len(values) != 1:
-            key = key.replace("{arch}", self.architecture)
             raise InputError(
                 f"{self.path}: {key} differs between layers ({sorted(values)}): such models are "
                 "not supported; use one whose layers are alike"
@@ -119,7 +121,7 @@ class GGUFFile:
         if kind == "llama" and self.get("{arch}.attention.sliding_window"):
             kind = "mistral"  # llama.cpp has one architecture for both
         heads = self.same("{arch}.attention.head_count")
-        width = self.need("{arch}.embedding_length")
+        width = self.same("{arch}.embedding_length")
         head_dim = self.get("{arch}.attention.key_length", width // heads)
         embedding = self.stored.get("token_embd.weight")
         if embedding is None:

@@ -164,6 +164,18 @@ def test_layers_that_differ_are_refused(tmp_path):
         load_config(tmp_path / "other.gguf")
 
 
+@pytest.mark.parametrize("key", ["attention.head_count", "embedding_length"])
+def test_sizes_that_are_no_counts_are_refused(tmp_path, key):
+    config = tiny_config()
+    for add, shown in (
+        (lambda w: w.add_uint32(f"llama.{key}", 0), "0"),
+        (lambda w: w.add_string(f"llama.{key}", "many"), "'many'"),
+    ):
+        write_gguf(tmp_path / "m.gguf", random_params(config), config, metadata=[add])
+        with pytest.raises(InputError, match=rf"{key}={shown} must be a whole number, 1 or more"):
+            load_config(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"pre": "viking"}, "'viking' is not known; known: default"), ({"model": "rwkv"}, "'rwkv'")],
