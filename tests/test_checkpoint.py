@@ -84,6 +84,16 @@ def test_loading_reads_only_the_named_leaves(tmp_path):
     assert found[0, 0] == 1
 
 
+def test_leaves_saved_in_16_bits_are_restored_as_wide_as_is_asked(tmp_path):
+    state = make_state(1)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state["params"])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state | {"params": half}, {})
+    found = load_state(tmp_path, abstract(state))["params"]["up"]["kernel"]
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, half["up"]["kernel"].astype(jnp.float32))
+
+
 def biggest_file(folder):
     return max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
 

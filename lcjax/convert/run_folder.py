@@ -52,7 +52,9 @@ class Base:
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1)
-        (folder / BASE).write_text(text + "\n", encoding="utf-8")
+        draft = folder / f"{BASE}.tmp"  # other processes may be reading the note
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(folder / BASE)
 
 
 def load_run(

@@ -58,7 +58,7 @@ class TrainSection:
     save_every: int = 500
     keep: int = 2  # newest checkpoints that are kept
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
-    # Of the weights in <run>/model; null: model.param_dtype.
+    # Of the weights in <run>/model; null: model.param_dtype, or what the checkpoint is stored in.
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     profile: Profile | None = None
 

@@ -259,9 +259,14 @@ def test_overwriting_removes_the_run_and_nothing_else(tmp_path, corpus, referenc
     run(tiny(folder, corpus, export=False))
     (folder / "notes.txt").write_text("mine")
     (folder / "checkpoints" / "4").mkdir()
+    for name in ("tensorboard", "wandb", "profile"):
+        (folder / name).mkdir()
+    (folder / "wandb.json").write_text("{}")
     run(tiny(folder, corpus, export=False, run={"existing": "overwrite"}))
     assert losses(folder) == reference[2]
     assert (folder / "notes.txt").read_text() == "mine"
+    left = set(os.listdir(folder)) - {"notes.txt"}
+    assert left == set(os.listdir(reference[0])) - {"model"}
     assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
 
 

@@ -4,12 +4,14 @@ import json
 import sys
 import types
 
+import jax
 import pytest
 
 from lcjax.errors import InputError
-from lcjax.training.config import TrackSection
+from lcjax.training.config import Profile, TrackSection
 from lcjax.training.meter import Meter
 from lcjax.training.progress import Progress
+from lcjax.training.trace import Trace
 from lcjax.training.track import JsonLines, open_tracker, plot_loss, read
 
 
@@ -143,6 +145,29 @@ def test_without_a_terminal_progress_is_plain_lines(capsys):
         progress.report(2, {"loss": 1.25, "tokens_per_second": 12_345.0, "mfu": 0.5})
     err = capsys.readouterr().err
     assert err.startswith("step 2/4  loss 1.2500  12,345 tokens/s  MFU 50.0%  ETA 0:00")
+
+
+def test_a_trace_covers_its_steps_and_ends_with_the_run(tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(folder))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    with Trace(Profile(start=2, steps=3), tmp_path) as trace:
+        assert [step for step in range(10) if trace.turns(step)] == [2, 5]
+        assert trace.turn(2) is None
+        assert trace.turn(5) == f"trace written to {tmp_path}"
+    assert calls == [str(tmp_path), "stop"]
+    with Trace(Profile(start=2, steps=3), tmp_path) as trace:
+        trace.turn(2)
+    assert calls[2:] == [str(tmp_path), "stop"]  # a run that is over sooner
+    assert capsys.readouterr().err == f"trace written to {tmp_path}\n"
+    with Trace(None, tmp_path) as trace:
+        assert not any(map(trace.turns, range(10)))
+
+
+def test_a_run_that_is_resumed_within_its_trace_begins_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.profiler, "start_trace", None)
+    with Trace(Profile(start=2, steps=3), tmp_path) as trace:
+        assert trace.turn(5) is None
 
 
 def info(loss, tokens=100.0, finite=True):
