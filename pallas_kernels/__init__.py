@@ -7,6 +7,48 @@ Depends on JAX only.
 """
 
 from pallas_kernels.flash import flash, merge
-from pallas_kernels.masks import Mask, causal, everything, window
+from pallas_kernels.masks import (
+    Mask,
+    PerHead,
+    band,
+    by_heads,
+    causal,
+    chunk_distance,
+    chunks,
+    documents,
+    everything,
+    keys_in,
+    nothing,
+    per_head,
+    prefix,
+    queries_in,
+    random_blocks,
+    since_chunk,
+    stride,
+    tail_of,
+    window,
+)
 
-__all__ = ["Mask", "causal", "everything", "flash", "merge", "window"]
+__all__ = [
+    "Mask",
+    "PerHead",
+    "band",
+    "by_heads",
+    "causal",
+    "chunk_distance",
+    "chunks",
+    "documents",
+    "everything",
+    "flash",
+    "keys_in",
+    "merge",
+    "nothing",
+    "per_head",
+    "prefix",
+    "queries_in",
+    "random_blocks",
+    "since_chunk",
+    "stride",
+    "tail_of",
+    "window",
+]
