@@ -5,14 +5,16 @@ batch = next(loader)                      # tokens, targets, segments, positions
 state = loader.get_state()                # JSON-ready; set_state continues bit for bit
 """
 
-from lcjax.data.config import DataConfig, Source
+from lcjax.data.config import DataConfig, SeqioSource, Source, TextSource
 from lcjax.data.corpus import documents
 from lcjax.data.loader import Loader, make_loader
 
 __all__ = [
     "DataConfig",
     "Loader",
+    "SeqioSource",
     "Source",
+    "TextSource",
     "documents",
     "make_loader",
 ]

@@ -1,15 +1,15 @@
 """Documents of a source by index, and their split into training and validation."""
 
 import bisect
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
 
-from lcjax.data.config import DataConfig, Source
+from lcjax.data.config import DataConfig, SeqioSource, TextSource
 from lcjax.data.files import Files
 from lcjax.data.paths import find_files, kind
-from lcjax.data.readers import JsonLines, ParquetRows, TextFile
+from lcjax.data.readers import JsonLines, ParquetRows, TextFile, unit_hash
+from lcjax.data.seqio_source import SeqioCorpus
 from lcjax.errors import InputError
 
 
@@ -19,13 +19,22 @@ class Corpus:
     `indices` picks some of them, such as one side of the validation split.
     """
 
-    def __init__(self, source: Source, readers: list, size: int, indices=None):
+    mixes = False  # sources of its own, at rates that only an endless stream can keep
+
+    def __init__(self, source: TextSource, readers: list, size: int, indices=None):
         self.source, self.size = source, size
         self._readers, self._indices = readers, indices
         self._starts = np.cumsum([0] + [len(reader) for reader in readers]).tolist()
 
     def __len__(self) -> int:
         return self._starts[-1] if self._indices is None else len(self._indices)
+
+    @property
+    def count(self) -> int:
+        return len(self)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int) -> tuple[str, str]:
         reader, at = self._locate(index)
@@ -44,7 +53,7 @@ class Corpus:
         if holdout == 0.0 and which == "train":
             return self
         held = np.fromiter(
-            (_unit_hash(self.name(i)) < holdout for i in range(len(self))), bool, len(self)
+            (unit_hash(self.name(i).encode()) < holdout for i in range(len(self))), bool, len(self)
         )
         indices = np.flatnonzero(held if which == "validation" else ~held)
         return Corpus(self.source, self._readers, self.size, indices)
@@ -55,7 +64,7 @@ class Corpus:
         return self._readers[place], index - self._starts[place]
 
 
-def open_corpus(source: Source, *, on_bad_text: str = "error") -> Corpus:
+def open_corpus(source: TextSource, *, on_bad_text: str = "error") -> Corpus:
     """Finds the files of a source and indexes those that hold many documents."""
     readers, size, files = [], 0, Files()
     for name, path in find_files(source.path):
@@ -73,20 +82,26 @@ def open_corpus(source: Source, *, on_bad_text: str = "error") -> Corpus:
     return corpus
 
 
-def open_split(config: DataConfig, split: str = "train") -> list[Corpus]:
+def open_split(config: DataConfig, split: str = "train") -> list[Corpus | SeqioCorpus]:
     """One corpus per source, cut to the `train` or the `validation` split."""
     if split not in ("train", "validation"):
         raise InputError(f"split={split} is not one of train, validation")
     if split == "validation" and config.holdout == 0.0:
         raise InputError("data.holdout=0.0 keeps nothing for validation: set it to, say, 0.01")
-    found = [open_corpus(s, on_bad_text=config.on_bad_text) for s in config.resolved_sources()]
+    found = [
+        SeqioCorpus(source, on_bad_text=config.on_bad_text)
+        if isinstance(source, SeqioSource)
+        else open_corpus(source, on_bad_text=config.on_bad_text)
+        for source in config.resolved_sources()
+    ]
     corpora = [corpus.split(config.holdout, split) for corpus in found]
     if split == "validation":
-        corpora = [corpus for corpus in corpora if len(corpus)]
-    if not corpora or not all(len(corpus) for corpus in corpora):
+        corpora = [corpus for corpus in corpora if corpus.count != 0]
+    if not corpora or any(corpus.count == 0 for corpus in corpora):
         raise InputError(
             f"data.holdout={config.holdout} leaves no document for {split} out of"
-            f" {sum(map(len, found))}: choose another fraction, or cut the text into more documents"
+            f" {sum(corpus.count or 0 for corpus in found)}: choose another fraction, or cut the"
+            " text into more documents"
         )
     return corpora
 
@@ -102,8 +117,11 @@ def documents(data: DataConfig | str, split: str = "train") -> Iterator[tuple[st
     corpora = open_split(config, split)
     empty = True
     for corpus in corpora:
-        for i in range(len(corpus)):
-            name, text = corpus[i]
+        for name, text in corpus:
+            if not isinstance(text, str):
+                raise InputError(
+                    f"{name} is token ids, and text is needed here: set data.sources.0.tokens=false"
+                )
             if text.strip():
                 empty = False
                 yield name, text
@@ -111,16 +129,11 @@ def documents(data: DataConfig | str, split: str = "train") -> Iterator[tuple[st
         raise all_empty(corpora)
 
 
-def all_empty(corpora: list[Corpus]) -> InputError:
+def all_empty(corpora: list[Corpus | SeqioCorpus]) -> InputError:
     """The error for sources whose documents have no text."""
-    paths = ", ".join(corpus.source.path for corpus in corpora)
-    count = sum(len(corpus) for corpus in corpora)
+    paths = ", ".join(corpus.source.name for corpus in corpora)
+    known = [corpus.count for corpus in corpora if corpus.count is not None]
     return InputError(
-        f"data.path={paths}: none of the {count} documents has enough text"
-        " (empty, skipped, or below data.min_document_tokens)"
+        f"data.path={paths}: none of the {f'{sum(known)} ' if known else ''}documents has enough"
+        " text (empty, skipped, or below data.min_document_tokens)"
     )
-
-
-def _unit_hash(name: str) -> float:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64

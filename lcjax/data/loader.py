@@ -12,7 +12,8 @@ import grain
 
 from lcjax.data.config import DataConfig
 from lcjax.data.corpus import Corpus, all_empty, open_split
-from lcjax.data.rows import Batch, Fields, PadBatch, Tokenise, mixed_rows, pack
+from lcjax.data.rows import Batch, Fields, PadBatch, Tokenise, mixed_rows, rows_in_order
+from lcjax.data.seqio_source import SeqioCorpus
 from lcjax.errors import InputError
 
 # Fields that may change at a resume: how fast batches come, and after how many they end.
@@ -54,15 +55,15 @@ def make_loader(
     if not own or not 0 <= min(own) <= max(own) < batch_size:
         raise InputError(f"rows={own} must be some of 0 ... {batch_size - 1}, the rows of a batch")
     corpora = open_split(config, split)
+    for corpus in corpora:
+        if isinstance(corpus, SeqioCorpus):
+            corpus.check_vocabulary(tokenizer)
     tokenise = Tokenise(config, tokenizer)
     repeat = config.repeat if split == "train" else 1
     needed = batch_size * config.length if split == "train" else 1
     _require_tokens(corpora, tokenise, needed=needed, repeat=repeat)
-    if split == "train":
-        packed = mixed_rows(corpora, config, tokenise)
-    else:
-        sources = [grain.MapDataset.source(corpus) for corpus in corpora]
-        packed = pack(grain.MapDataset.concatenate(sources).map(tokenise), config, shuffle=False)
+    build = mixed_rows if split == "train" else rows_in_order
+    packed = build(corpora, config, tokenise)
     batches = packed.map(Fields(config.document_mask)).batch(
         batch_size, batch_fn=PadBatch(batch_size)
     )
@@ -128,7 +129,7 @@ def _close(loader: weakref.ref) -> None:
 
 
 def _require_tokens(
-    corpora: list[Corpus], tokenise: Tokenise, *, needed: int, repeat: int | None
+    corpora: list[Corpus | SeqioCorpus], tokenise: Tokenise, *, needed: int, repeat: int | None
 ) -> None:
     """Stops at once, rather than looping for ever or training on copies, when text is short.
 
@@ -137,15 +138,17 @@ def _require_tokens(
     epochs, total = repeat or 1, 0
     for corpus in corpora:
         found = 0
-        for i in range(len(corpus)):
-            element = tokenise(corpus[i])
+        for document in corpus:
+            element = tokenise(document)
             found += len(element["pair"]) if element else 0
             if found and (total + found) * epochs >= needed:
                 break
         if found == 0:
             raise all_empty([corpus])
         total += found
-    if total * epochs < needed:
+    # One pass over a mixture ends with its smallest task: that is not all that it holds.
+    endless = repeat is None and any(corpus.mixes for corpus in corpora)
+    if total * epochs < needed and not endless:
         raise InputError(
             f"data holds {total:,} tokens, too few for one batch of {needed:,} (batch size x"
             f" data.length): give more text, lower one of these, or read it several times with"
@@ -153,14 +156,16 @@ def _require_tokens(
         )
 
 
-def _identity(config: DataConfig, corpora: list[Corpus], tokenizer, split: str) -> dict[str, Any]:
+def _identity(
+    config: DataConfig, corpora: list[Corpus | SeqioCorpus], tokenizer, split: str
+) -> dict[str, Any]:
     """What the order of the batches depends on."""
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _FREE}
     # Where the text lies may change, what it is may not.
     del fields["data.path"], fields["data.sources"]
-    fields["data text fields"] = [corpus.source.text_field for corpus in corpora]
+    fields["data text fields"] = [corpus.source.reads for corpus in corpora]
     fields["data weights"] = [corpus.source.weight for corpus in corpora]
-    fields["number of documents"] = [len(corpus) for corpus in corpora]
+    fields["number of documents"] = [corpus.count for corpus in corpora]
     fields["bytes of text"] = [corpus.size for corpus in corpora]
     fields["tokenizer"] = tokenizer.fingerprint
     fields["split"] = split

@@ -1,5 +1,6 @@
 """Random access to the documents of one file: whole text files, JSON lines, Parquet rows."""
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterable
@@ -29,6 +30,11 @@ def decode(data: bytes, *, where: str, offset: int = 0, on_bad_text: str = "erro
             f" {offset + error.start}; convert it (`iconv -f {guess} -t UTF-8`) or set"
             " data.on_bad_text=skip (or replace)"
         ) from None
+
+
+def unit_hash(data: bytes) -> float:
+    """A number in [0, 1) that depends on nothing but `data`."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
 class TextFile:

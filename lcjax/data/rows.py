@@ -4,11 +4,14 @@ A row travels as one array `pair` [T, 2], each token beside its target, so that 
 together and the target of a token never depends on where a row was cut.
 """
 
+import itertools
+
 import grain
 import numpy as np
 
 from lcjax.data.config import DataConfig
 from lcjax.data.corpus import Corpus
+from lcjax.data.seqio_source import SeqioCorpus
 from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
@@ -21,7 +24,8 @@ _PACKERS = {
 class Tokenise:
     """(name, text) -> {"pair": int32 [n, 2]}: each token of a document beside the one after it.
 
-    The last token has none: -1. None for a document that is left out.
+    The last token has none: -1. None for a document that is left out. In place of the text may
+    stand its token ids, with BOS and EOS or without.
     """
 
     def __init__(self, config: DataConfig, tokenizer):
@@ -35,9 +39,12 @@ class Tokenise:
         self._limit = config.length if whole and config.overlong != "split" else None
         self._drop = config.overlong == "drop"
 
-    def __call__(self, document: tuple[str, str]) -> dict[str, np.ndarray] | None:
+    def __call__(self, document: tuple[str, str | np.ndarray]) -> dict[str, np.ndarray] | None:
         text = document[1]
-        ids = self._tokenizer.encode(text) if text.strip() else []
+        if isinstance(text, str):
+            ids = self._tokenizer.encode(text) if text.strip() else []
+        else:
+            ids = self._without_specials(text.tolist())
         if len(ids) < self._least:
             return None
         tokens = np.array([*self._bos, *ids, *self._eos], np.int32)
@@ -45,6 +52,11 @@ class Tokenise:
         if self._limit is not None and len(pair) > self._limit:
             return None if self._drop else {"pair": pair[: self._limit]}
         return {"pair": pair}
+
+    def _without_specials(self, ids: list[int]) -> list[int]:
+        """Ids less the BOS and EOS that are added here."""
+        first, last = ids[:1] == self._bos, ids[-1:] == self._eos
+        return ids[int(first and bool(self._bos)) : len(ids) - int(last and bool(self._eos))]
 
 
 class _SplitOverlong(grain.experimental.FlatMapTransform):
@@ -90,18 +102,25 @@ class PadBatch:
         return grain.experimental.batch_and_pad(rows, batch_size=self._batch_size)
 
 
-def mixed_rows(corpora: list[Corpus], config: DataConfig, tokenise) -> grain.IterDataset:
+def mixed_rows(
+    corpora: list[Corpus | SeqioCorpus], config: DataConfig, tokenise
+) -> grain.IterDataset:
     """Each source packed for itself, then rows drawn by weight: shares hold in tokens.
 
     Mixing documents instead would give sources of long documents more than their share.
     """
     streams = []
     for i, corpus in enumerate(corpora):
-        docs = grain.MapDataset.source(corpus)
-        if config.shuffle:
-            docs = docs.shuffle(seed=_derived_seed(config.seed, i))
-        docs = docs.repeat(config.repeat).map(tokenise)
-        streams.append(pack(docs, config, shuffle=config.shuffle))
+        seed = _derived_seed(config.seed, i)
+        if isinstance(corpus, SeqioCorpus):
+            pieces = corpus.elements(
+                tokenise, shuffle=config.shuffle, seed=seed, repeat=config.repeat
+            )
+        else:
+            docs = grain.MapDataset.source(corpus)
+            docs = docs.shuffle(seed=seed) if config.shuffle else docs
+            pieces = read_ahead(docs.repeat(config.repeat).map(tokenise), config)
+        streams.append(pack(pieces, config, shuffle=config.shuffle))
     rows = streams[0]
     if len(streams) > 1:
         weights = [corpus.source.weight for corpus in corpora]
@@ -113,10 +132,28 @@ def mixed_rows(corpora: list[Corpus], config: DataConfig, tokenise) -> grain.Ite
     return rows
 
 
-def pack(docs: grain.MapDataset, config: DataConfig, *, shuffle: bool) -> grain.IterDataset:
+def rows_in_order(corpora: list[Corpus | SeqioCorpus], config: DataConfig, tokenise):
+    """All documents once, source after source."""
+    parts = []
+    for kind, group in itertools.groupby(corpora, key=type):
+        if kind is SeqioCorpus:
+            parts += [corpus.elements(tokenise) for corpus in group]
+        else:
+            docs = grain.MapDataset.concatenate([grain.MapDataset.source(c) for c in group])
+            parts.append(read_ahead(docs.map(tokenise), config))
+    if len(parts) > 1:
+        parts = [grain.experimental.InterleaveIterDataset(parts, cycle_length=1)]
+    return pack(parts[0], config, shuffle=False)
+
+
+def read_ahead(docs: grain.MapDataset, config: DataConfig) -> grain.IterDataset:
     # grain's own default of 500 documents ahead would be gigabytes of books.
     read = grain.ReadOptions(config.threads, prefetch_buffer_size=4 * config.threads)
-    pieces = docs.to_iter_dataset(read)
+    return docs.to_iter_dataset(read)
+
+
+def pack(pieces: grain.IterDataset, config: DataConfig, *, shuffle: bool) -> grain.IterDataset:
+    """Rows of the elements of `pieces`, cut or fitted as `config.pack` says."""
     size = {"pair": config.length}
     if config.pack == "concat":
         return grain.experimental.ConcatThenSplitIterDataset(pieces, length_struct=size)

@@ -10,7 +10,7 @@ import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
 from lcjax.data import DataConfig, documents, files, make_loader, zstd
-from lcjax.data.config import Source
+from lcjax.data.config import TextSource
 from lcjax.data.corpus import open_corpus
 from lcjax.errors import InputError
 
@@ -47,7 +47,7 @@ def write_frames(path, data, size, pack=frame):
 def test_lines_are_found_in_zstd_files_wherever_the_frames_are_cut(size, pack, tmp_path):
     texts = make_texts(30)
     path = write_frames(tmp_path / "a.jsonl.zst", lines_of(texts), size, pack)
-    corpus = open_corpus(Source(path))
+    corpus = open_corpus(TextSource(path))
     order = np.random.default_rng(0).permutation(30)
     assert [corpus[int(i)][1] for i in order] == [texts[i] for i in order]
     text = tmp_path / "b.txt.zst"
@@ -67,7 +67,9 @@ def test_frames_end_where_their_headers_say():
 def test_only_the_frames_of_a_document_are_unpacked_and_they_are_kept(tmp_path, monkeypatch):
     texts = [f"{i:09d}" for i in range(20)]  # lines of equal length: two in a frame
     line = len(lines_of(texts[:1]))
-    corpus = open_corpus(Source(write_frames(tmp_path / "a.jsonl.zst", lines_of(texts), 2 * line)))
+    corpus = open_corpus(
+        TextSource(write_frames(tmp_path / "a.jsonl.zst", lines_of(texts), 2 * line))
+    )
     unpacked = []
     original = zstd.Frames.unpack
     monkeypatch.setattr(
@@ -84,7 +86,7 @@ def test_a_zstd_frame_too_large_to_be_read_for_one_document_is_refused(tmp_path,
     assert len(list(documents(str(tmp_path / "a.jsonl.zst")))) == 40
     write_frames(tmp_path / "a.jsonl.zst", data, len(data))
     with pytest.raises(InputError, match=r"frame at byte 0 unpacks to more .*split -C") as caught:
-        open_corpus(Source(str(tmp_path / "a.jsonl.zst")))
+        open_corpus(TextSource(str(tmp_path / "a.jsonl.zst")))
     assert "\n" not in str(caught.value)
 
 
@@ -105,10 +107,10 @@ def test_damaged_zstd_files_are_named(tmp_path):
     ]:
         path.write_bytes(data)
         with pytest.raises(InputError, match=match):
-            open_corpus(Source(str(path)))
+            open_corpus(TextSource(str(path)))
     path.write_bytes(b"")
     with pytest.raises(InputError, match="holds no document"):
-        open_corpus(Source(str(path)))
+        open_corpus(TextSource(str(path)))
 
 
 @pytest.fixture
@@ -166,7 +168,7 @@ def test_threads_read_the_right_lines_while_files_are_closed_under_them(tmp_path
     texts = make_texts(60)
     for i in range(6):
         write_jsonl(tmp_path / f"{i}.jsonl", texts[i::6])
-    corpus = open_corpus(Source(str(tmp_path)))
+    corpus = open_corpus(TextSource(str(tmp_path)))
     wanted = [corpus[i][1] for i in range(60)]
     assert sorted(wanted) == sorted(texts)
     wrong = []

@@ -22,7 +22,7 @@ from data_support import (
 )
 
 import lcjax
-from lcjax.data import DataConfig, Source, make_loader
+from lcjax.data import DataConfig, TextSource, make_loader
 from lcjax.errors import InputError
 
 PACKINGS = ["concat", "first_fit", "best_fit"]
@@ -191,7 +191,7 @@ def test_resuming_anywhere_continues_bit_for_bit(pack, extra, path, tmp_path):
         config = replace(config, shuffle_rows=20)
     if extra == "mixture":
         other = write_jsonl(tmp_path / "other.jsonl", make_texts(30, seed=1))
-        config = replace(config, path="", sources=[Source(path), Source(other, weight=2.5)])
+        config = replace(config, path="", sources=[TextSource(path), TextSource(other, weight=2.5)])
     loader, states, batches = make_loader(config, Bytes(), 2), [], []
     states.append(loader.get_state())
     for batch in loader:
@@ -320,7 +320,9 @@ def test_a_position_saved_by_two_processes_resumes_in_one(path):
 def test_weights_are_shares_of_the_tokens_whatever_the_length_of_documents(tmp_path):
     short = write_jsonl(tmp_path / "short.jsonl", ["a" * 10] * 50)
     long = write_jsonl(tmp_path / "long.jsonl", ["b" * 500] * 50)
-    config = DataConfig(sources=[Source(short, weight=3), Source(long, weight=1)], length=16)
+    config = DataConfig(
+        sources=[TextSource(short, weight=3), TextSource(long, weight=1)], length=16
+    )
     loader = make_loader(config, Bytes(), 4)
     rows = np.concatenate([next(loader)["tokens"] for _ in range(100)])
     loader.close()

@@ -10,7 +10,7 @@ import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
 from lcjax import config as configs
-from lcjax.data import DataConfig, Source, documents, make_loader
+from lcjax.data import DataConfig, TextSource, documents, make_loader
 from lcjax.data.readers import line_starts
 from lcjax.errors import InputError
 
@@ -64,7 +64,7 @@ def test_parquet_rows_are_right_in_any_order(texts, tmp_path):
     path = write_all(tmp_path, texts)["parquet"]
     from lcjax.data.corpus import open_corpus
 
-    corpus = open_corpus(Source(path))
+    corpus = open_corpus(TextSource(path))
     for i in np.random.default_rng(0).permutation(len(texts)).tolist() * 2:
         assert corpus[i] == (f"a.parquet:{i + 1}", texts[i])
 
@@ -144,7 +144,7 @@ def test_the_section_is_read_from_yaml_and_the_command_line(tmp_path):
     )
     argv = ["--config", str(file), "--data.length=64", "--data.sources.1.text_field=body"]
     data = configs.parse(Run, argv).data
-    assert data.sources == [Source("a.txt", 2.0), Source("b.jsonl", 1.0, "body")]
+    assert data.sources == [TextSource("a.txt", 2.0), TextSource("b.jsonl", 1.0, "body")]
     assert (data.length, data.add_bos, data.repeat) == (64, False, None)
     with pytest.raises(InputError, match=r"^data.sources.0.weight=0.0 must be a positive number"):
         configs.parse(Run, [*argv, "--data.sources.0.weight=0"])
@@ -278,9 +278,9 @@ def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
         ({"packing_bins": 0}, "data.packing_bins=0 must be"),
         ({"min_document_tokens": 0}, "data.min_document_tokens=0 must be"),
         ({"threads": -1}, "data.threads=-1 must be"),
-        ({"path": "a", "sources": [Source("b")]}, "data.path=a and data.sources are both set"),
-        ({"sources": [Source("b", weight=0)]}, "data.sources.0.weight=0 must be a positive"),
-        ({"sources": [Source("b", weight=float("nan"))]}, "data.sources.0.weight=nan must be"),
+        ({"path": "a", "sources": [TextSource("b")]}, "data.path=a and data.sources are both set"),
+        ({"sources": [TextSource("b", weight=0)]}, "data.sources.0.weight=0 must be a positive"),
+        ({"sources": [TextSource("b", weight=float("nan"))]}, "data.sources.0.weight=nan must be"),
     ],
 )
 def test_settings_out_of_range_are_refused(fields, match):
