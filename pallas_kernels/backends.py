@@ -1,0 +1,159 @@
+"""What a backend is given and must answer, which ones there are, and which one runs.
+
+A backend is a module with three functions over q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]:
+
+    forward(q, k, v, operands, spec, *, platform)
+        -> out [B, T, N, Hv] in q's dtype, lse float32 [B, T, N]
+    backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform)
+        -> dq, dk, dv in the dtypes of q, k, v, and the cotangent of operands.bias (None: no bias)
+    unsupported(q, k, v, operands, spec) -> str | None
+        a reason not to run these inputs, or None; only shapes, dtypes and structure are read
+
+It computes logit = cap(scale q k^T) + bias with cap(x) = spec.soft_cap tanh(x / spec.soft_cap),
+hides what `spec.mask`, the segments or the table hide, and returns the softmax's weighted values
+and its log-sum-exp (natural logarithm). A query that sees no key gets out 0, lse -inf and zero
+gradients. Softmax and sums are float32; float32 operands are multiplied in full precision. The
+cotangent of lse enters the backward pass through `di = rowsum(out * d_out) - d_lse`.
+
+Already done outside backends: masks per head are split (`spec.mask` is one mask for all heads),
+k_lengths are segments, sinks are merged in, a table that overflowed has its results replaced.
+`platform` is the one that the program is lowered for ("cpu", "tpu", ...), or "default".
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pallas_kernels.biases import Bias
+from pallas_kernels.masks import Mask
+
+log = logging.getLogger(__name__)
+
+
+class Constant:
+    """NumPy arrays that a program is compiled for: a hashable that equals its like in content."""
+
+    def __init__(self, tree):
+        leaves, structure = jax.tree.flatten(tree)
+        digest = hashlib.sha256()
+        for leaf in leaves:
+            digest.update(f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).data)
+        self.tree = tree
+        self._key = (structure, digest.digest())
+
+    def __hash__(self):
+        return hash(self._key)
+
+    def __eq__(self, other):
+        return isinstance(other, Constant) and self._key == other._key
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known when the program is traced; hashable."""
+
+    mask: Mask
+    scale: float
+    soft_cap: float | None = None
+    table: Constant | None = None  # a caller's block table of NumPy arrays
+
+
+class Operands(NamedTuple):
+    """Arrays beside q, k, v; what is absent is None."""
+
+    q_index: Any = None  # int32 [1 or B, T]; None: 0, 1, ..., known when traced
+    k_index: Any = None  # int32 [1 or B, S]; None: 0, 1, ...
+    q_segments: Any = None  # int32 [B, T], 0 is padding; None together with k_segments
+    k_segments: Any = None  # int32 [B, S]
+    bias: Bias | None = None
+    table: Any = None  # a caller's block table of traced arrays; see `given_table`
+
+
+def given_table(operands: Operands, spec: Spec):
+    """The caller's BlockTable, of NumPy or of traced arrays, or None: the mask says it all.
+
+    Only its blocks are visible, on top of the mask. It calls a block full with respect to the mask
+    alone: segments still apply there.
+    """
+    return operands.table if spec.table is None else spec.table.tree
+
+
+class Backend(NamedTuple):
+    """A module, and the platforms that it is the best choice on; `only` there if not portable."""
+
+    module: str
+    platforms: tuple[str, ...]
+    portable: bool = False
+
+    def load(self):
+        return importlib.import_module(self.module)
+
+
+# The first one that can run the inputs is taken on its platforms; "default" is every other one.
+BACKENDS = {
+    "xla": Backend("pallas_kernels._xla", ("cpu", "default"), portable=True),
+}
+REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
+
+
+def choose(name: str | None, q, k, v, operands: Operands, spec: Spec):
+    """((platform, backend), ...) for `run`; an explicit name that cannot run raises its reason."""
+    if name is not None:
+        return _explicit(name, q, k, v, operands, spec)
+    chosen = dict.fromkeys(BACKENDS["xla"].platforms, "xla")
+    for other, backend in BACKENDS.items():
+        if backend.portable:
+            continue
+        reason = backend.load().unsupported(q, k, v, operands, spec)
+        if reason is None:
+            chosen |= {p: other for p in backend.platforms if p not in chosen}
+        elif jax.default_backend() in backend.platforms:
+            _say_once(f"flash: not {other}, {reason}; the blockwise XLA implementation runs")
+    return tuple(chosen.items())
+
+
+def _explicit(name: str, q, k, v, operands: Operands, spec: Spec):
+    if name not in BACKENDS:
+        choices = ", ".join([*BACKENDS, REFERENCE])
+        raise ValueError(f"flash(implementation={name!r}): unknown; choose one of {choices}")
+    backend, here = BACKENDS[name], jax.default_backend()
+    if backend.portable:
+        return tuple((platform, name) for platform in backend.platforms)
+    if here not in backend.platforms:
+        reason = f"it runs on {', '.join(backend.platforms)} and this process runs on {here}"
+    else:
+        reason = backend.load().unsupported(q, k, v, operands, spec)
+    if reason is not None:
+        raise ValueError(
+            f"flash(implementation={name!r}): {reason}; leave implementation out for the best one "
+            "that can"
+        )
+    return (("default", name),)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning(message)
+
+
+# Compiled once per shape also when called outside jit, and traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("direction", "choice", "spec"))
+def run(direction: str, choice, arrays, operands: Operands, spec: Spec):
+    """`forward` or `backward` of the chosen backends, by the platform that the program is for."""
+    branches = {
+        platform: functools.partial(
+            getattr(BACKENDS[name].load(), direction), spec=spec, platform=platform
+        )
+        for platform, name in choice
+    }
+    if len(branches) == 1:
+        return branches["default"](*arrays, operands)
+    return jax.lax.platform_dependent(*arrays, operands, **branches)

@@ -1,0 +1,141 @@
+"""Biases of the logits that depend on the head and on the distance `k_index - q_index`.
+
+A bias is a pytree whose leaves end in the axis of query heads, so a part of the heads is a slice
+of the leaves. Its parameters get gradients. Kernels ask two questions, block by block:
+
+- `logits(q_index [..., T], k_index [..., S]) -> float32 [..., N, T, S]`
+- `gradient(q_index, k_index, d_logits [..., N, T, S])`: the cotangent of the parameters, summed
+  over everything but the heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def _distance(q_index, k_index):
+    """k - q, int32 [..., T, S]."""
+    return jnp.asarray(k_index)[..., None, :] - jnp.asarray(q_index)[..., :, None]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["slopes"], meta_fields=[])
+@dataclass(frozen=True)
+class Alibi:
+    """-slopes[n] |q - k|: attention with linear biases (Press et al. 2022, section 3)."""
+
+    slopes: jax.Array  # float [N]; `alibi_slopes(N)` gives those of the paper
+
+    @property
+    def num_heads(self) -> int:
+        return self.slopes.shape[-1]
+
+    def logits(self, q_index, k_index):
+        away = jnp.abs(_distance(q_index, k_index)).astype(jnp.float32)
+        return -self.slopes.astype(jnp.float32)[:, None, None] * away[..., None, :, :]
+
+    def gradient(self, q_index, k_index, d_logits):
+        away = jnp.abs(_distance(q_index, k_index)).astype(jnp.float32)
+        sums = -jnp.sum(d_logits * away[..., None, :, :], (-2, -1))
+        return Alibi(jnp.sum(sums, tuple(range(sums.ndim - 1))))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["table"],
+    meta_fields=["max_distance", "bidirectional"],
+)
+@dataclass(frozen=True)
+class RelativeBias:
+    """table[bucket(k - q), n]: T5's relative bias (Raffel et al. 2020, section 2.1).
+
+    Buckets hold one distance each up to half of their number, from there logarithmically longer
+    ranges up to `max_distance`, and the last one everything beyond. Bidirectional tables use their
+    second half for keys ahead of the query; otherwise those share bucket 0.
+    """
+
+    table: jax.Array  # float [buckets, N]
+    max_distance: int = 128
+    bidirectional: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.table.shape[-1]
+
+    @property
+    def thresholds(self) -> tuple[int, ...]:
+        """The shortest distance of each bucket after the first, of one direction."""
+        return _thresholds(self.table.shape[0] // (1 + self.bidirectional), self.max_distance)
+
+    def buckets(self, q_index, k_index):
+        """int32 [..., T, S]."""
+        ahead = _distance(q_index, k_index)
+        away = jnp.abs(ahead) if self.bidirectional else jnp.maximum(-ahead, 0)
+        thresholds = self.thresholds
+        # The bucket of every distance up to the last threshold, looked up.
+        known = np.searchsorted(thresholds, np.arange(thresholds[-1] + 1), side="right")
+        found = jnp.asarray(known.astype(np.int32))[jnp.minimum(away, thresholds[-1])]
+        if not self.bidirectional:
+            return found
+        return found + jnp.where(ahead > 0, self.table.shape[0] // 2, 0)
+
+    def logits(self, q_index, k_index):
+        values = self.table.astype(jnp.float32)[self.buckets(q_index, k_index)]
+        return jnp.moveaxis(values, -1, -3)
+
+    def gradient(self, q_index, k_index, d_logits):
+        # A product with the one-hot buckets: a scatter would add element by element.
+        buckets = self.buckets(q_index, k_index)
+        chosen = jax.nn.one_hot(buckets, self.table.shape[0], dtype=jnp.float32)
+        chosen = jnp.broadcast_to(chosen, (*d_logits.shape[:-3], *chosen.shape[-3:]))
+        table = jnp.einsum(
+            "...NTS,...TSX->XN", d_logits, chosen, precision=jax.lax.Precision.HIGHEST
+        )
+        return RelativeBias(table, self.max_distance, self.bidirectional)
+
+
+Bias = Alibi | RelativeBias
+
+
+def _thresholds(buckets: int, max_distance: int) -> tuple[int, ...]:
+    """First distance of buckets 1.. where the later half of `buckets` is spaced logarithmically.
+
+    bucket(d) = d for d < e = buckets / 2, else e + floor(log(d/e) / log(max_distance/e) (buckets -
+    e)), in float32 as in the published models: the boundaries are rounded there.
+    """
+    exact = buckets // 2
+    if exact < 1 or max_distance <= exact:
+        raise ValueError(
+            f"RelativeBias: {buckets} buckets a direction and max_distance={max_distance}; at least "
+            f"2 buckets are needed, and a distance of more than half of them ({exact})"
+        )
+    far = np.arange(exact, max_distance + 1)
+    steps = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(
+        math.log(max_distance / exact)
+    )
+    found = exact + (steps * np.float32(buckets - exact)).astype(np.int64)
+    found = np.minimum(found, buckets - 1)
+    logarithmic = (int(far[np.argmax(found >= b)]) for b in range(exact + 1, buckets))
+    return *range(1, exact + 1), *logarithmic
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """float32 [heads]: 2^(-8 i / heads) for i = 1.., as in the paper's released code.
+
+    For a number of heads that is no power of two: the slopes of the power below, then every second
+    one of the power above.
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    between = [2.0 ** (-4.0 * i / power) for i in range(1, 2 * power, 2)]
+    return np.array((slopes + between)[:heads], np.float32)
+
+
+def of_heads(tree, first: int, count: int):
+    """The slice [first, first + count) of the last axis of every leaf."""
+    return jax.tree.map(lambda x: x[..., first : first + count], tree)
