@@ -6,7 +6,8 @@
 Depends on JAX only.
 """
 
-from pallas_kernels.flash import flash, merge
+from pallas_kernels.biases import Alibi, RelativeBias, alibi_slopes
+from pallas_kernels.flash import flash
 from pallas_kernels.masks import (
     Mask,
     PerHead,
@@ -28,10 +29,16 @@ from pallas_kernels.masks import (
     tail_of,
     window,
 )
+from pallas_kernels.merging import merge
+from pallas_kernels.tables import BlockTable
 
 __all__ = [
+    "Alibi",
+    "BlockTable",
     "Mask",
     "PerHead",
+    "RelativeBias",
+    "alibi_slopes",
     "band",
     "by_heads",
     "causal",
