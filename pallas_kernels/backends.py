@@ -81,7 +81,7 @@ def given_table(operands: Operands, spec: Spec):
     """The caller's BlockTable, of NumPy or of traced arrays, or None: the mask says it all.
 
     Only its blocks are visible, on top of the mask. It calls a block full with respect to the mask
-    alone: segments still apply there.
+    alone: segments still apply there (`pallas_kernels.tables.restrict` applies them).
     """
     return operands.table if spec.table is None else spec.table.tree
 

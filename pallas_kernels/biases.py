@@ -111,8 +111,8 @@ def _thresholds(buckets: int, max_distance: int) -> tuple[int, ...]:
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
         raise ValueError(
-            f"RelativeBias: {buckets} buckets a direction and max_distance={max_distance}; at least "
-            f"2 buckets are needed, and a distance of more than half of them ({exact})"
+            f"RelativeBias: {buckets} buckets a direction with max_distance={max_distance}; give "
+            f"at least 2 buckets, and a distance above half of them ({exact})"
         )
     far = np.arange(exact, max_distance + 1)
     steps = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(

@@ -1,18 +1,23 @@
-"""Attention as a partial that can be merged: the output and the log-sum-exp of its logits."""
+"""Attention as a partial that can be merged: the output and the log-sum-exp of its logits.
+
+`flash` is the public function and holds the one gradient rule of all backends. What a backend is
+given and must answer (`forward`, `backward`, `unsupported` over `Operands` and `Spec`), and how one
+is chosen, is written in `pallas_kernels/backends.py`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _xla, reference
-from pallas_kernels.masks import Mask, everything
-
-IMPLEMENTATIONS = ("xla", "reference")
-CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities share the L3 cache
+from pallas_kernels import backends, reference
+from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels.biases import Bias, of_heads
+from pallas_kernels.block_table import BlockTable
+from pallas_kernels.masks import Mask, by_heads, everything
+from pallas_kernels.merging import with_sinks
 
 
 def flash(
@@ -22,117 +27,155 @@ def flash(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    bias: Bias | None = None,
+    sinks=None,
+    table: BlockTable | None = None,
     q_index=None,
     k_index=None,
     q_segments=None,
     k_segments=None,
+    k_lengths=None,
     implementation: str | None = None,
 ):
-    """softmax(scale q k^T) v over visible keys, and the log-sum-exp of their logits.
+    """softmax(cap(scale q k^T) + bias) v over visible keys, and the log-sum-exp of their logits.
 
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv] with N a multiple of K. Returns out
-    [B, T, N, Hv] in q's dtype and lse float32 [B, T, N], both differentiable. A query that sees no
-    key gets out 0, lse -inf and zero gradients. Softmax and sums are float32 for every input dtype.
+    [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]; both are differentiable in q, k, v, the
+    bias and the sinks. A query that sees no key gets out 0, lse -inf and zero gradients. Softmax
+    and sums are float32 for every input dtype.
 
-    mask: tests order indices (`pallas_kernels.masks`); None shows everything.
+    mask: tests order indices (`pallas_kernels.masks`), for all heads or per head; None shows all.
     scale: None means H ** -0.5.
-    q_index [T], k_index [S]: integer places of queries and keys in the text, by default 0, 1, ...;
-        they may be traced (a decoding step passes offset + arange(T)).
+    soft_cap: logits become soft_cap tanh(logit / soft_cap), before the bias and the mask.
+    bias: `Alibi` or `RelativeBias`, a function of k_index - q_index.
+    sinks [N]: learned logits that only add to the denominator (and to lse).
+    table: a `BlockTable`: only the blocks it lists are visible, on top of the mask; calling a block
+        full is a promise that the mask shows all of it. NumPy tables are part of the compiled
+        program. Where a traced table overflowed its capacity, everything returned is NaN.
+    q_index [T] or [B, T], k_index [S] or [B, S]: integer places of queries and keys in the text, by
+        default 0, 1, ...; they may be traced (a decoding step passes offset + arange(T)).
     q_segments int [B, T], k_segments int [B, S]: keys are seen only inside the same segment;
         segment 0 is padding, which sees nothing and is seen by nobody.
-    implementation: "xla", "reference", or None for the best one on this backend.
+    k_lengths int [B]: only that many first keys of a row are there.
+    implementation: a name of `pallas_kernels.backends.BACKENDS`, "reference" (dense, for tests), or
+        None for the best one on this platform.
     """
-    _check(q, k, v, q_index, k_index, q_segments, k_segments)
-    mask = everything() if mask is None else mask
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    name = "xla" if implementation is None else implementation
-    places = (q_index, k_index, q_segments, k_segments)
-    if name == "xla":
-        return _blockwise(q, k, v, places, mask, scale)
-    if name == "reference":
-        return reference.attention(q, k, v, *places, mask=mask, scale=scale)
-    raise ValueError(
-        f"flash(implementation={name!r}): unknown; choose one of {', '.join(IMPLEMENTATIONS)}"
+    _check(q, k, v, q_index, k_index, q_segments, k_segments, k_lengths)
+    _check_options(q, k, soft_cap, bias, sinks, table)
+    q_segments, k_segments = _with_lengths(q, k, q_segments, k_segments, k_lengths)
+    static = table is not None and table.static
+    operands = Operands(
+        _rows(q_index), _rows(k_index), q_segments, k_segments, bias, None if static else table
     )
+    mask = everything() if mask is None else mask
+    spec = Spec(
+        mask,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        None if soft_cap is None else float(soft_cap),
+        Constant(table) if static else None,
+    )
+    out, lse = _by_heads(q, k, v, operands, spec, implementation)
+    if table is not None and table.overflow is not None:
+        out, lse = (jnp.where(table.overflow, jnp.nan, x).astype(x.dtype) for x in (out, lse))
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
-def merge(partials: Sequence[tuple[jax.Array, jax.Array]]):
-    """Merges attentions over disjoint sets of keys into the attention over their union.
+def _rows(index):
+    """[T] or [B, T] -> [1 or B, T]."""
+    return None if index is None else jnp.atleast_2d(jnp.asarray(index, jnp.int32))
 
-    lse = log sum_a exp(lse_a), out = sum_a exp(lse_a - lse) out_a: exact, and differentiable in
-    every out_a and lse_a. Partials are (out [B, T, N, Hv], lse [B, T, N]); a row that is empty in
-    all of them stays out 0, lse -inf.
-    """
-    if not partials:
-        raise ValueError("merge([]): at least one (out, lse) is needed")
-    outs, lses = zip(*partials, strict=True)
-    lses = jnp.stack([x.astype(jnp.float32) for x in lses])
-    top = jnp.max(lses, 0)
-    some = top > -jnp.inf
-    top = jax.lax.stop_gradient(jnp.where(some, top, 0.0))
-    # exp(-inf - finite) is 0 with gradient 0, so empty partials need no special case.
-    weights = jnp.exp(lses - top)
-    total = jnp.where(some, jnp.sum(weights, 0), 1.0)
-    mixed = sum(w[..., None] * x.astype(jnp.float32) for w, x in zip(weights, outs, strict=True))
-    out = (mixed / total[..., None]).astype(outs[0].dtype)
-    return out, jnp.where(some, top + jnp.log(total), -jnp.inf)
+
+def _with_lengths(q, k, q_segments, k_segments, k_lengths):
+    """Keys from k_lengths on are in the segment of padding."""
+    if k_lengths is None:
+        return q_segments, k_segments
+    if q_segments is None:
+        q_segments, k_segments = (jnp.ones(x.shape[:2], jnp.int32) for x in (q, k))
+    there = jnp.arange(k.shape[1]) < jnp.asarray(k_lengths)[:, None]
+    return q_segments, jnp.where(there, k_segments, 0)
+
+
+def _by_heads(q, k, v, operands: Operands, spec: Spec, implementation: str | None):
+    """Attention whose mask differs by heads: one call for each run of heads that share a mask."""
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    parts, start = [], 0
+    for mask, count in by_heads(spec.mask, heads):
+        while count:
+            # Whole groups of queries that share a key head, or a part of one group.
+            some = min(count, group - start % group)
+            if start % group == 0 and count >= group:
+                some = count - count % group
+            parts.append((mask, start, some))
+            start, count = start + some, count - some
+    if len(parts) == 1:
+        return _attention(q, k, v, operands, spec, implementation)
+    results = [
+        _attention(*_of_heads(q, k, v, operands, spec, *part), implementation) for part in parts
+    ]
+    out, lse = (jnp.concatenate(x, 2) for x in zip(*results, strict=True))
+    return out, lse
+
+
+def _of_heads(q, k, v, operands: Operands, spec: Spec, mask: Mask, start: int, count: int):
+    """(q, k, v, operands, spec) of `count` query heads from `start` on."""
+    key_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    first, some = start // group, -(-count // group)
+
+    def cut(table):
+        if table is None or table.seen.shape[1] == 1:
+            return table
+        if table.seen.shape[1] == key_heads:
+            return table.heads(lambda x: x[:, first : first + some])
+        return table.heads(lambda x: x[:, start : start + count])
+
+    operands = operands._replace(
+        bias=of_heads(operands.bias, start, count), table=cut(operands.table)
+    )
+    table = spec.table if spec.table is None else Constant(cut(spec.table.tree))
+    spec = Spec(mask, spec.scale, spec.soft_cap, table)
+    keys = slice(first, first + some)
+    return q[:, :, start : start + count], k[:, :, keys], v[:, :, keys], operands, spec
+
+
+def _attention(q, k, v, operands: Operands, spec: Spec, implementation: str | None):
+    if implementation == backends.REFERENCE:
+        options = dict(
+            soft_cap=spec.soft_cap,
+            bias=operands.bias,
+            table=backends.given_table(operands, spec),
+        )
+        options = {name: x for name, x in options.items() if x is not None}
+        return reference.attention(
+            q, k, v, *operands[:4], mask=spec.mask, scale=spec.scale, **options
+        )
+    choice = backends.choose(implementation, q, k, v, operands, spec)
+    return _differentiable(q, k, v, operands, spec, choice)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _blockwise(q, k, v, places, mask, scale):
-    arrays = (q, k, v, *places)
-    return _on_platform(_xla.forward, _forward_blocks, arrays, mask, scale)
+def _differentiable(q, k, v, operands, spec, choice):
+    return backends.run("forward", choice, (q, k, v), operands, spec)
 
 
-def _blockwise_forward(q, k, v, places, mask, scale):
-    out, lse = _blockwise(q, k, v, places, mask, scale)
-    return (out, lse), (q, k, v, places, out, lse)
+def _forward(q, k, v, operands, spec, choice):
+    out, lse = _differentiable(q, k, v, operands, spec, choice)
+    return (out, lse), (q, k, v, operands, out, lse)
 
 
-def _blockwise_backward(mask, scale, saved, cotangents):
-    q, k, v, places, out, lse = saved
-    arrays = (q, k, v, out, lse, *cotangents, *places)
-    return *_on_platform(_xla.backward, _backward_blocks, arrays, mask, scale), None
+def _backward(spec, choice, saved, cotangents):
+    *arrays, operands, out, lse = saved
+    arrays = (*arrays, out, lse, *cotangents)
+    *d_arrays, d_bias = backends.run("backward", choice, arrays, operands, spec)
+    if d_bias is not None:
+        d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
+    return *d_arrays, Operands(bias=d_bias)
 
 
-_blockwise.defvjp(_blockwise_forward, _blockwise_backward)
+_differentiable.defvjp(_forward, _backward)
 
 
-# Compiled once per shape also when called outside jit, and traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("run", "blocks", "mask", "scale"))
-def _on_platform(run, blocks, arrays, mask, scale):
-    """`run` with the blocks of the platform it is lowered for, which need not be this machine's."""
-    lengths = arrays[0].shape[1], arrays[1].shape[1]
-    cpu, other = (
-        functools.partial(run, mask=mask, scale=scale, blocks=blocks(*lengths, on_cpu=on_cpu))
-        for on_cpu in (True, False)
-    )
-    return jax.lax.platform_dependent(*arrays, cpu=cpu, default=other)
-
-
-def _forward_blocks(queries: int, keys: int, *, on_cpu: bool) -> _xla.Blocks:
-    """Block sizes: large enough to keep the matrix units busy, small enough to skip and to cache.
-
-    A CPU keeps the scores of one step in its cache; the limits are measured
-    (benchmarks/attention_cpu.py). Few queries (decoding) make few scores, so their key blocks are
-    longer: fewer steps, and still only the part of a cache that is visible is read.
-    """
-    if not on_cpu:
-        return _xla.Blocks(q=512, k=1024)
-    if queries <= 64:
-        return _xla.Blocks(q=64, k=1024, scores=CPU_SCORES)
-    size = 256 if keys <= 2048 else 512  # the diagonal's masked half weighs less when longer
-    return _xla.Blocks(q=size, k=size, scores=CPU_SCORES)
-
-
-def _backward_blocks(queries: int, keys: int, *, on_cpu: bool) -> _xla.Blocks:
-    """As forward; the backward pass holds twice the scores, so its blocks are smaller."""
-    if not on_cpu:
-        return _xla.Blocks(q=512, k=512)
-    return _xla.Blocks(q=256, k=256, scores=CPU_SCORES)
-
-
-def _check(q, k, v, q_index, k_index, q_segments, k_segments):
+def _check(q, k, v, q_index, k_index, q_segments, k_segments, k_lengths):
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             "flash: q, k, v must be [batch, length, heads, size]; "
@@ -148,11 +191,33 @@ def _check(q, k, v, q_index, k_index, q_segments, k_segments):
         raise ValueError(f"flash: {n} query heads must be a multiple of {heads} key heads")
     if (q_segments is None) != (k_segments is None):
         raise ValueError("flash: give both q_segments and k_segments, or neither")
-    for name, x, shape in (
-        ("q_index", q_index, (t,)),
-        ("k_index", k_index, (s,)),
-        ("q_segments", q_segments, (b, t)),
-        ("k_segments", k_segments, (b, s)),
+    for name, x, shapes in (
+        ("q_index", q_index, [(t,), (1, t), (b, t)]),
+        ("k_index", k_index, [(s,), (1, s), (b, s)]),
+        ("q_segments", q_segments, [(b, t)]),
+        ("k_segments", k_segments, [(b, s)]),
+        ("k_lengths", k_lengths, [(b,)]),
     ):
-        if x is not None and jnp.shape(x) != shape:
-            raise ValueError(f"flash: {name} has shape {jnp.shape(x)}, must be {shape}")
+        if x is not None and jnp.shape(x) not in shapes:
+            rule = " or ".join(map(str, dict.fromkeys([shapes[0], shapes[-1]])))
+            raise ValueError(f"flash: {name} has shape {jnp.shape(x)}, must be {rule}")
+
+
+def _check_options(q, k, soft_cap, bias, sinks, table):
+    (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"flash: soft_cap={soft_cap} must be above 0; None leaves logits as is")
+    if bias is not None and bias.num_heads != n:
+        raise ValueError(f"flash: the bias is for {bias.num_heads} heads, q has {n}")
+    if sinks is not None and jnp.shape(sinks) != (n,):
+        raise ValueError(f"flash: sinks has shape {jnp.shape(sinks)}, must be ({n},)")
+    if table is None:
+        return
+    rows, table_heads, blocks = table.seen.shape
+    expected, key_blocks = -(-t // table.q_block), -(-s // table.k_block)
+    if rows not in (1, b) or table_heads not in (1, heads, n) or blocks != expected:
+        raise ValueError(
+            f"flash: table of {rows} rows, {table_heads} heads and {blocks} query blocks; must be "
+            f"1 or {b} rows, 1, {heads} or {n} heads, and {expected} blocks of {table.q_block} "
+            f"queries (keys: {key_blocks} blocks of {table.k_block})"
+        )
