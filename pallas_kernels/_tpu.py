@@ -1,0 +1,177 @@
+"""Block-sparse attention for TPU: forward, dq, and dk with dv, each one Pallas kernel.
+
+The grid has one step per visited pair of blocks (`_tpu_tables`), so time follows the number of
+visible blocks, whatever the mask, also where the table is per head or computed on the device.
+Batch and heads are axes of the grid. Sums run in a fixed order inside one core and nothing is
+accumulated in memory: results are the same bit by bit in every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+
+from pallas_kernels import _tpu_kernels as kernels
+from pallas_kernels import _tpu_layout as layouts
+from pallas_kernels import _tpu_tables as tables
+from pallas_kernels._tpu_kernels import Body
+from pallas_kernels._tpu_launch import every_call, launch
+from pallas_kernels._tpu_layout import LANES, Layout, wide
+from pallas_kernels.backends import given_table
+from pallas_kernels.biases import Alibi
+from pallas_kernels.tables import from_mask, restrict
+
+LARGEST_HEAD = 256
+F32 = jnp.float32
+
+
+def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
+    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    table, cut = _table(q, k, v, operands, spec)
+    body, x = _prepare(q, k, v, operands, spec, cut)
+    size = x["v"].shape[-1]
+    run = functools.partial(
+        launch,
+        kernels.forward,
+        body,
+        cut,
+        x,
+        axis=0,
+        outputs=[(q.dtype, size), (F32, None)],
+        scratch=[(F32, LANES), (F32, LANES), (F32, size)],
+        interpret=interpret,
+    )
+    out, lse = every_call(_visits(table, cut), cut, 0, run)
+    return cut.from_rows(out)[..., : v.shape[-1]], cut.from_rows(lse[:, :, 0])
+
+
+def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
+    """Cotangents of q, k, v and of the bias; that of lse enters through `di`."""
+    table, cut = _table(q, k, v, operands, spec)
+    body, x = _prepare(q, k, v, operands, spec, cut)
+    di = jnp.sum(out.astype(F32) * d_out.astype(F32), -1) - d_lse
+    # A row without keys is masked everywhere; any finite lse keeps it finite until then.
+    x["lse"] = cut.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
+    x["di"] = cut.to_rows(di)[:, :, None]
+    x["d_out"] = cut.to_rows(wide(d_out.astype(q.dtype)))
+    found = _visits(table, cut)
+
+    def run(kernel, axis, outputs, scratch):
+        fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
+        one = functools.partial(launch, kernel, body, cut, x, **fixed)
+        return every_call(found, cut, axis, one)
+
+    biased, h, hv = x["slopes"] is not None, x["k"].shape[-1], x["v"].shape[-1]
+    dq, d_slopes = run(
+        kernels.d_queries,
+        0,
+        [(q.dtype, h), (F32, None) if biased else None],
+        [(F32, h), (F32, LANES) if biased else None],
+    )
+    dk, dv = run(kernels.d_keys, 1, [(k.dtype, h), (v.dtype, hv)], [(F32, h), (F32, hv)])
+    bias = Alibi(jnp.sum(cut.from_rows(d_slopes[:, :, 0]), (0, 1))) if biased else None
+    dq = cut.from_rows(dq)[..., : q.shape[-1]]
+    return dq, cut.from_keys(dk, k.shape[-1]), cut.from_keys(dv, v.shape[-1]), bias
+
+
+def unsupported(q, k, v, operands, spec) -> str | None:
+    """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
+    dtypes = {str(x.dtype) for x in (q, k, v)}
+    if dtypes not in ({"float32"}, {"bfloat16"}):
+        found = ", ".join(sorted(dtypes))
+        return f"q, k and v must all be float32 or all bfloat16, they are {found}"
+    if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
+        largest = max(q.shape[-1], v.shape[-1])
+        return f"the head size {largest} is above {LARGEST_HEAD}: a step would not fit into VMEM"
+    if not spec.mask.arithmetic:
+        return "the mask looks places up in a long list; TPU kernels compute masks from scalars"
+    if operands.bias is not None and not isinstance(operands.bias, Alibi):
+        return "a bias by buckets needs a lookup per element; TPU kernels have ALiBi only"
+    return _table_unsupported(q, k, v, operands, spec)
+
+
+def _table_unsupported(q, k, v, operands, spec) -> str | None:
+    table = given_table(operands, spec)
+    lists = 1 if table is None else table.index.shape[1]
+    q_block, k_block = _blocks(q, k, v, table)
+    (queries, n), (keys, heads) = q.shape[1:3], k.shape[1:3]
+    width = 1 if lists > heads else n // heads
+    if queries > q_block and not layouts.divide(q_block * width):
+        return (
+            f"the table's blocks of {q_block} queries times {width} heads of a key head are "
+            f"{q_block * width} rows, no multiple of {LANES}"
+        )
+    if keys > k_block and (k_block % LANES or k_block > layouts.KEYS):
+        return (
+            f"the table's blocks of {k_block} keys are no multiple of {LANES} up to {layouts.KEYS}"
+        )
+    cut = layouts.layout(q, k, lists=lists, q_block=q_block, k_block=k_block)
+    if max(cut.count, cut.key_count) >= tables.LIMIT:
+        return (
+            f"{cut.count} x {cut.key_count} blocks are more than {tables.LIMIT} along an axis; "
+            "larger blocks make fewer"
+        )
+    return None
+
+
+def _blocks(q, k, v, table):
+    """Sizes of the blocks of queries and of keys: the caller's table's, or what suits best."""
+    if table is not None:
+        return table.q_block, table.k_block
+    size = max(x.shape[-1] for x in (q, k, v))
+    return layouts.blocks(q.shape[1], k.shape[1], q.shape[2] // k.shape[2], size)
+
+
+def _table(q, k, v, operands, spec):
+    """The table of visible blocks, and the layout that it asks for."""
+    given = given_table(operands, spec)
+    q_block, k_block = _blocks(q, k, v, given)
+    places = dict(queries=q.shape[1], keys=k.shape[1])
+    places |= dict(q_index=operands.q_index, k_index=operands.k_index)
+    places |= dict(q_segments=operands.q_segments, k_segments=operands.k_segments)
+    if given is None:
+        table = from_mask(spec.mask, **places, q_block=q_block, k_block=k_block)
+    else:
+        table = restrict(given, spec.mask, **places)
+    lists = table.index.shape[1]
+    return table, layouts.layout(q, k, lists=lists, q_block=q_block, k_block=k_block)
+
+
+def _visits(table, cut: Layout):
+    return tables.visits(table, heads=cut.heads, split=cut.split)
+
+
+def _prepare(q, k, v, operands, spec, cut: Layout):
+    """The kernels' static part, and the operands in their layout."""
+    # Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
+    exact = q.dtype == F32 or math.frexp(spec.scale)[0] == 0.5
+    before, factor = (spec.scale, 1.0) if exact else (1.0, spec.scale)
+    body = Body(
+        mask=spec.mask,
+        soft_cap=spec.soft_cap,
+        factor=factor,
+        scale=spec.scale,
+        rows=cut.rows,
+        key_block=cut.key_block,
+        keys=cut.keys,
+        group=1 if cut.by_head else cut.group,
+        period=cut.period,
+    )
+
+    def vector(x, lay):
+        return None if x is None else lay(jnp.asarray(x, jnp.int32))
+
+    slopes = operands.bias.slopes if operands.bias is not None else None
+    x = {
+        "q": cut.to_rows(wide(q * jnp.asarray(before, q.dtype))),
+        "k": cut.to_keys(wide(k)),
+        "v": cut.to_keys(wide(v)),
+        "q_index": vector(operands.q_index, cut.query_vector),
+        "k_index": vector(operands.k_index, cut.key_vector),
+        "q_segments": vector(operands.q_segments, cut.query_vector),
+        "k_segments": vector(operands.k_segments, cut.key_vector),
+        "slopes": None if slopes is None else cut.head_vector(slopes.astype(F32)),
+    }
+    return body, x

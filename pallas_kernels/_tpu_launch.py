@@ -1,0 +1,121 @@
+"""Starts a TPU kernel on a call's grid, and joins the outputs of all calls."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels._tpu_kernels import Body
+from pallas_kernels._tpu_layout import LANES, Layout
+from pallas_kernels._tpu_tables import Call, Visits, calls, col_of, row_of
+
+ROW_OPERANDS = ("q", "d_out", "q_index", "q_segments", "slopes", "lse", "di")
+MATRICES = ("q", "k", "v", "d_out")
+
+
+def every_call(found: Visits, cut: Layout, axis: int, run):
+    """The outputs of `run(call)`, each [batch, heads, ...], for all batch rows, heads and blocks."""
+    sizes = dict(rows=cut.count, cols=cut.key_count, batch=cut.batch, heads=cut.heads)
+    parts = [
+        _join([_join([run(call) for call in row], 1) for row in rows], 0)
+        for rows in calls(found, axis, **sizes)
+    ]
+    return _join(parts, -2)
+
+
+def _join(parts, axis: int):
+    """Matrices lie as [batch, heads, rows, size] and vectors as [batch, heads, 1, rows]."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(*xs):
+        vector = axis == -2 and xs[0].shape[2] == 1
+        return jnp.concatenate(xs, 3 if vector else axis)
+
+    return jax.tree.map(join, *parts)
+
+
+def launch(kernel, body: Body, cut: Layout, x, call: Call, *, axis, outputs, scratch, interpret):
+    """One kernel call; `axis` says whether row blocks (0) or key blocks (1) stay.
+
+    outputs: (dtype, width) each, width None for a vector; scratch likewise; None is left out.
+    """
+    staying = cut.key_block if axis else cut.rows
+    columns = {
+        name: pltpu.VMEM((staying, LANES), value.dtype)
+        for name, value in x.items()
+        if value is not None and name not in MATRICES and (name in ROW_OPERANDS) == (axis == 0)
+    }
+    batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
+
+    def shape(output):
+        dtype, width = output
+        length = blocks * staying
+        sizes = (1, length) if width is None else (length, width)
+        return jax.ShapeDtypeStruct((batch, heads, *sizes), dtype)
+
+    def memory(item):
+        dtype, width = item
+        return pltpu.VMEM((staying, width), dtype)
+
+    def each(f, items):
+        return tuple(None if item is None else f(item) for item in items)
+
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(batch, heads, call.grid),
+        in_specs=[{name: _operand(name, v, cut, call) for name, v in x.items()}],
+        out_specs=each(functools.partial(_output, staying=staying, call=call, axis=axis), outputs),
+        scratch_shapes=(columns, *each(memory, scratch)),
+    )
+    run = pl.pallas_call(
+        functools.partial(kernel, body, call),
+        out_shape=each(shape, outputs),
+        grid_spec=grid_spec,
+        interpret=interpret,
+        name=f"lcjax_{kernel.__name__}",
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+    )
+    return run(jnp.asarray(call.steps), x)
+
+
+def _operand(name: str, value, cut: Layout, call: Call):
+    """The block of an operand that a step reads."""
+    if value is None:
+        return None
+    by_row = name in ROW_OPERANDS
+    size = cut.rows if by_row else cut.key_block
+    place = row_of if by_row else col_of
+    # Places and segments are the same for all heads, slopes for all batch rows.
+    along = {"slopes": (1,)}.get(name, (0,) if value.ndim == 3 else (0, 1))
+
+    def index(b, h, s, steps):
+        code = steps[call.place(b, h, s)]
+        block = place(code)
+        if name in ("q_index", "q_segments"):
+            block = jax.lax.rem(block, cut.period)
+        lead = [(b + call.batch[0], h + call.heads[0])[i] for i in along]
+        if value.shape[0] == 1:
+            lead[0] = 0
+        return (*lead, block, 0) if name in MATRICES else (*lead, 0, block)
+
+    sizes = (size, value.shape[-1]) if name in MATRICES else (1, size)
+    return pl.BlockSpec((*(None,) * len(along), *sizes), index)
+
+
+def _output(output, *, staying: int, call: Call, axis: int):
+    _, width = output
+
+    def index(b, h, s, steps):
+        code = steps[call.place(b, h, s)]
+        block = (col_of if axis else row_of)(code) - call.blocks[0]
+        return (b, h, 0, block) if width is None else (b, h, block, 0)
+
+    sizes = (1, staying) if width is None else (staying, width)
+    return pl.BlockSpec((None, None, *sizes), index)
