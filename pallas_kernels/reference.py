@@ -4,45 +4,118 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.masks import Mask
+from pallas_kernels.algebra import Mask, by_heads
+from pallas_kernels.block_table import BlockTable, namespace
 
 
-def visibility(mask: Mask, q_index, k_index, q_segments=None, k_segments=None) -> jax.Array:
-    """Who sees whom, bool [B or 1, T, S]: the mask, and the same non-zero segment."""
-    seen = jnp.asarray(mask.element(q_index[:, None], k_index[None, :]))[None]
+def expand(table: BlockTable, queries: int, keys: int):
+    """The pairs of a query and a key that the table lists, bool [b, h, T, S]."""
+    nk = -(-keys // table.k_block)
+    # One hot over key blocks: an entry counts if it is listed, not a repeat at the row's end.
+    chosen = table.index[..., None] == np.arange(nk, dtype=np.int32)
+    blocks = (chosen & table.listed[..., None]).any(-2)
+    xp = namespace(blocks)
+    tokens = xp.repeat(xp.repeat(blocks, table.q_block, 2), table.k_block, 3)
+    return tokens[:, :, :queries, :keys]
+
+
+def visibility(
+    mask: Mask, q_index, k_index, q_segments=None, k_segments=None, *, heads: int = 1, table=None
+) -> jax.Array:
+    """Who sees whom, bool [1 or B, 1 or N, T, S]: mask, same non-zero segment, listed block.
+
+    q_index [T] or [B, T], k_index [S] or [B, S]. The axis of heads has N = `heads` entries where
+    the mask or the table differ by head, else 1.
+    """
+    q, k = (jnp.atleast_2d(x) for x in (q_index, k_index))
+    q, k = q[:, :, None], k[:, None, :]
+    parts = by_heads(mask, heads)
+    seen = [jnp.asarray(part.element(q, k))[:, None] for part, _ in parts]
+    if len(parts) > 1:
+        counts = [count for _, count in parts]
+        seen = [jnp.repeat(x, count, 1) for x, count in zip(seen, counts, strict=True)]
+    seen = jnp.concatenate(seen, 1)
     if q_segments is not None:
+        q_segments, k_segments = jnp.asarray(q_segments), jnp.asarray(k_segments)
         same = q_segments[:, :, None] == k_segments[:, None, :]
-        seen = seen & same & (k_segments != 0)[:, None, :]
+        seen = seen & (same & (k_segments != 0)[:, None, :])[:, None]
+    if table is not None:
+        listed = expand(table, q.shape[1], k.shape[2])
+        if listed.shape[1] > 1:
+            listed = jnp.repeat(listed, heads // listed.shape[1], 1)
+        seen = seen & listed
     return seen
 
 
-def attention(q, k, v, q_index, k_index, q_segments, k_segments, *, mask, scale):
-    """softmax(scale q k^T) v over the visible keys, and the logarithm of its denominator.
+def attention(
+    q,
+    k,
+    v,
+    q_index=None,
+    k_index=None,
+    q_segments=None,
+    k_segments=None,
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None = None,
+    bias=None,
+    sinks=None,
+    table: BlockTable | None = None,
+):
+    """softmax(cap(scale q k^T) + bias) v over the visible keys, and the logarithm of its sum.
+
+    cap(x) = soft_cap tanh(x / soft_cap). bias: float [N, T, S] or [B, N, T, S], or such logits as
+    a function of (q_index [1 or B, T], k_index), also as a method `logits`. sinks [N]: logits that
+    only add to the sum. table: only the blocks that it lists are visible, on top of the mask; if
+    it has overflowed everything is NaN.
 
     Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]. A query that sees no key gets
     out 0, lse -inf and zero gradients. Memory is O(T S): for tests and small inputs.
     """
-    b, t, n, h = q.shape
-    kv_heads = k.shape[2]
+    t, heads, s = q.shape[1], q.shape[2], k.shape[1]
     q_index = jnp.arange(t) if q_index is None else q_index
-    k_index = jnp.arange(k.shape[1]) if k_index is None else k_index
-    grouped = q.reshape(b, t, kv_heads, n // kv_heads, h).astype(jnp.float32) * scale
-    logits = jnp.einsum(
-        "BTKGH,BSKH->BTKGS", grouped, k.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
-    seen = visibility(mask, q_index, k_index, q_segments, k_segments)[:, :, None, None, :]
+    k_index = jnp.arange(s) if k_index is None else k_index
+    logits = scale * _products("BTNH,BSNH->BNTS", q, _every_head(k, heads))
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    if bias is not None:
+        bias = getattr(bias, "logits", bias)
+        places = (jnp.atleast_2d(x) for x in (q_index, k_index))
+        logits = logits + (bias(*places) if callable(bias) else bias)
+    places = q_index, k_index, q_segments, k_segments
+    seen = visibility(mask, *places, heads=heads, table=table)
+    weights, lse = _softmax(logits, seen, sinks)
+    out = _products("BNTS,BSNH->BTNH", weights, _every_head(v, heads)).astype(q.dtype)
+    lse = lse.swapaxes(1, 2)
+    if table is None or table.overflow is None:
+        return out, lse
+    return tuple(jnp.where(table.overflow, jnp.nan, x).astype(x.dtype) for x in (out, lse))
+
+
+def _every_head(x, heads: int):
+    """[B, S, K, H] -> [B, S, N, H]: query head n reads key head n // (N / K)."""
+    return jnp.repeat(x, heads // x.shape[2], 2)
+
+
+def _products(formula: str, x, y):
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.einsum(formula, x, y, precision=jax.lax.Precision.HIGHEST)
+
+
+def _softmax(logits, seen, sinks):
+    """Weights [B, N, T, S] over what is seen, and the log-sum-exp [B, N, T]."""
     top = jnp.max(jnp.where(seen, logits, -jnp.inf), -1, keepdims=True)
+    if sinks is not None:
+        sinks = jnp.asarray(sinks, jnp.float32)[:, None, None]
+        top = jnp.maximum(top, sinks)
     some = top > -jnp.inf
     # The maximum is a constant shift: no gradient. Where nothing is seen it must stay finite.
     top = jax.lax.stop_gradient(jnp.where(some, top, 0.0))
     p = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0.0)), 0.0)
-    total = jnp.where(some, jnp.sum(p, -1, keepdims=True), 1.0)
-    out = jnp.einsum(
-        "BTKGS,BSKH->BTKGH",
-        p / total,
-        v.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    lse = jnp.where(some, jnp.log(total) + top, -jnp.inf)[..., 0]
-    return out.reshape(b, t, n, v.shape[-1]).astype(q.dtype), lse.reshape(b, t, n)
+    total = jnp.sum(p, -1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks - top)
+    total = jnp.where(some, total, 1.0)
+    return p / total, jnp.where(some, jnp.log(total) + top, -jnp.inf)[..., 0]
