@@ -1,9 +1,14 @@
 """What is kept of the past while generating: a fixed number of key/value slots per row.
 
-All rows of a batch fill the same slots, so shorter prompts are padded on the left; `segments` says
-which slots hold a token. Keys are kept rotated, which is exact as long as the rotation stays the
-same for the whole request, or unrotated (`rotated=False`) so that every step may rotate all of
-them anew: a rotation that depends on the length needs that to be exact (YaRN, section 3.3).
+Two policies. A *full* cache has a slot for every token; all rows of a batch fill the same slots, so
+shorter prompts are padded on the left, and `segments` says which slots hold a token. A *rolling*
+cache serves patterns that see the first and the last tokens only (`Pattern.kept`): each row writes
+its tokens to the sinks, then round a ring, and however long the text grows the cache does not.
+Which slot holds which token is data there: masks are asked about `index`, the order indices.
+
+Keys are kept rotated, which is exact as long as the rotation stays the same for the whole request,
+or unrotated (`rotated=False`) so that every step may rotate all of them anew: patterns that move
+keys need that, and so does a rotation that depends on the length (YaRN, section 3.3).
 """
 
 import dataclasses
@@ -14,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax.attention import Pattern, attend
+from lcjax.errors import InputError
 from lcjax.rope import rotate
 from lcjax.sharding import rows_over
 
@@ -22,10 +28,27 @@ if TYPE_CHECKING:
     from lcjax.models.layers import Context
 
 
+@dataclasses.dataclass(frozen=True)
+class Rolling:
+    """Which tokens a rolling cache holds: the first `sinks`, and round a ring the last ones."""
+
+    sinks: int
+    recent: int  # last tokens that a new one may see, itself included
+
+    def slots_for(self, chunk: int) -> int:
+        """Slots with which `chunk` tokens can be read at once: the first of them sees `recent`."""
+        return self.sinks + self.recent + chunk - 1
+
+    def slot(self, order: jax.Array, slots: int) -> jax.Array:
+        """The slot of the token with this order index."""
+        ring = slots - self.sinks
+        return jnp.where(order < self.sinks, order, self.sinks + (order - self.sinks) % ring)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of `filled` slots out of S, for every layer.
+    """Keys and values in S slots, for every layer.
 
     `layers` holds (keys, values), each [B, K, S, H]: stacked [L, ...] for scanned layers, else a
     tuple with one pair per layer. Heads stand before slots, the order in which a decoding step
@@ -35,8 +58,11 @@ class Cache:
     layers: Any
     segments: jax.Array  # int32 [B, S]: 1 where a slot holds a token, 0 where not
     positions: jax.Array  # float32 [B, S], the positions of the keys
-    filled: jax.Array  # int32 scalar
+    index: jax.Array  # int32 [B, S], their order indices
+    filled: jax.Array  # int32 scalar, tokens read, padding included
+    tokens: jax.Array  # int32 [B], tokens read of each row, padding not counted
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
+    rolling: Rolling | None = dataclasses.field(metadata={"static": True}, default=None)
 
     @property
     def capacity(self) -> int:
@@ -46,39 +72,64 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The cache as one call sees it: slots `start .. start + T - 1` receive the new tokens."""
+    """The cache as one call sees it, the places of its T new tokens included."""
 
-    segments: jax.Array  # int32 [B, S], the new tokens included
+    segments: jax.Array  # int32 [B, S]
     positions: jax.Array  # [B, S]
-    start: jax.Array  # int32 scalar
+    index: jax.Array  # int32 [B, S]
+    start: jax.Array  # int32 scalar; a full cache writes to slots start .. start + T - 1
+    slots: jax.Array | None  # int32 [B, T], where a rolling cache writes; S for padding
+    q_index: jax.Array  # int32 [B, T], order indices of the new tokens
+    q_segments: jax.Array  # int32 [B, T]
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
 
 
 def create(
     config: "ModelConfig",
     batch: int,
-    capacity: int,
+    length: int,
     *,
-    rotated: bool = True,
+    chunk: int | None = None,
+    rotated: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-    """An empty cache of `capacity` slots in the compute dtype of `config`.
+    """An empty cache for `length` tokens in the compute dtype of `config`.
 
-    On `mesh` rows lie over data and fsdp, heads over tensor; every device makes its own part.
+    `chunk` is the most tokens that are read at once; with it, a pattern that keeps only some keys
+    gets a rolling cache where that is the smaller one. Keys are `rotated` unless the pattern moves
+    them. On `mesh` rows lie over data and fsdp, heads over tensor; every device makes its own part.
     """
-    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+    pattern = config.pattern.for_inference()
+    slots, rolling = policy(pattern, length, chunk)
+    shape = (batch, config.num_kv_heads, slots, config.head_dim)
     dtype, count = config.compute_dtype(), config.num_layers
 
-    def pair(*stack):
-        full = (*stack, *shape)
-        return tuple(jnp.zeros(full, dtype, device=_layout(mesh, full)) for _ in range(2))
+    def zeros(shape, dtype):
+        return jnp.zeros(shape, dtype, device=_layout(mesh, shape))
 
-    layers = pair(count) if config.scan_layers else tuple(pair() for _ in range(count))
-    by_row = _layout(mesh, (batch, capacity))
-    segments = jnp.zeros((batch, capacity), jnp.int32, device=by_row)
-    positions = jnp.zeros((batch, capacity), jnp.float32, device=by_row)  # may be fractional
-    filled = jnp.zeros((), jnp.int32, device=_layout(mesh, ()))
-    return Cache(layers, segments, positions, filled, rotated)
+    def pair(*stack):
+        return tuple(zeros((*stack, *shape), dtype) for _ in range(2))
+
+    return Cache(
+        layers=pair(count) if config.scan_layers else tuple(pair() for _ in range(count)),
+        segments=zeros((batch, slots), jnp.int32),
+        positions=zeros((batch, slots), jnp.float32),  # may be fractional
+        index=zeros((batch, slots), jnp.int32),
+        filled=zeros((), jnp.int32),
+        tokens=zeros((batch,), jnp.int32),
+        rotated=not pattern.moves_keys if rotated is None else rotated,
+        rolling=rolling,
+    )
+
+
+def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolling | None]:
+    """(slots, how they are used) of a cache for `length` tokens, read `chunk` at a time."""
+    kept = pattern.kept()
+    if kept is None or chunk is None:
+        return length, None
+    rolling = Rolling(*kept)
+    slots = whole_blocks(rolling.slots_for(min(chunk, length)))
+    return (slots, rolling) if slots < length else (length, None)
 
 
 def keep_layout(cache: Cache, mesh: jax.sharding.Mesh | None) -> Cache:
@@ -112,21 +163,49 @@ def whole_blocks(slots: int) -> int:
 def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tuple[Cache, View]:
     """Reserves slots for `positions.shape[1]` new tokens; the layers are written afterwards.
 
-    `segments` [B, T] is 1 for a token and 0 for padding (all tokens if None). Writing past the
-    capacity cannot be seen under jit: callers size the cache for prompt + new tokens.
+    `segments` [B, T] is 1 for a token and 0 for padding, which stands before the first token (all
+    are tokens if None). Writing past the capacity of a full cache cannot be seen under jit: callers
+    size it for prompt + new tokens.
     """
+    rows, length = positions.shape
     if segments is None:
-        segments = jnp.ones(positions.shape, jnp.int32)
-    at = (0, cache.filled)
-    all_segments = jax.lax.dynamic_update_slice(cache.segments, segments.astype(jnp.int32), at)
-    all_positions = jax.lax.dynamic_update_slice(
-        cache.positions, positions.astype(cache.positions.dtype), at
+        segments = jnp.ones((rows, length), jnp.int32)
+    segments = segments.astype(jnp.int32)
+    order = cache.tokens[:, None] + jnp.cumsum(segments, axis=1) - 1
+    slots = _slots(cache, segments, order)
+    fields = {"segments": segments, "positions": positions, "index": order}
+    for name, new in fields.items():
+        kept = getattr(cache, name)
+        new = new.astype(kept.dtype)
+        if slots is None:
+            fields[name] = jax.lax.dynamic_update_slice(kept, new, (0, cache.filled))
+        else:
+            fields[name] = kept.at[jnp.arange(rows)[:, None], slots].set(new, mode="drop")
+    view = View(
+        **fields,
+        start=cache.filled,
+        slots=slots,
+        q_index=order,
+        q_segments=segments,
+        rotated=cache.rotated,
     )
-    view = View(all_segments, all_positions, cache.filled, cache.rotated)
-    filled = cache.filled + positions.shape[1]
-    return dataclasses.replace(
-        cache, segments=all_segments, positions=all_positions, filled=filled
-    ), view
+    counts = {"filled": cache.filled + length, "tokens": cache.tokens + segments.sum(1)}
+    return dataclasses.replace(cache, **fields, **counts), view
+
+
+def _slots(cache: Cache, segments: jax.Array, order: jax.Array) -> jax.Array | None:
+    """Where a rolling cache writes the tokens [B, T]: nowhere (slot S) for padding."""
+    rolling, length = cache.rolling, segments.shape[1]
+    if rolling is None:
+        return None
+    room = cache.capacity - rolling.slots_for(1) + 1
+    if length > room:
+        raise InputError(
+            f"{length} tokens at once overwrite keys that they need in a rolling cache of "
+            f"{cache.capacity} slots; read at most {room}, or create it with chunk={length}"
+        )
+    slots = rolling.slot(order, cache.capacity)
+    return jnp.where(segments != 0, slots, cache.capacity)
 
 
 def replace_layers(cache: Cache, layers: Any) -> Cache:
@@ -149,16 +228,10 @@ def attend_cached(
     """
     view, rotation = context.view, context.rotation
     if view.rotated:
-        k = rotate(k, context.positions, rotation.inv_freq, rotation.scale)
-    keys, values = (
-        jax.lax.dynamic_update_slice(
-            kept, new.swapaxes(1, 2).astype(kept.dtype), (0, 0, view.start, 0)
-        )
-        for kept, new in zip(layer, (k, v), strict=True)
-    )
-    length = q.shape[1]
-    # A query that is padding itself sees nothing, like a key that is padding.
-    q_segments = jax.lax.dynamic_slice_in_dim(view.segments, view.start, length, axis=1)
+        places = pattern.key_positions(context.positions, view.q_index)
+        k = rotate(k, places, rotation.inv_freq, rotation.scale)
+    keys, values = (_write(kept, new, view) for kept, new in zip(layer, (k, v), strict=True))
+    here = view.start + jnp.arange(q.shape[1], dtype=jnp.int32)
     out = attend(
         q,
         keys.swapaxes(1, 2),
@@ -167,9 +240,21 @@ def attend_cached(
         rotation=rotation,
         q_positions=context.positions,
         k_positions=view.positions,
-        q_index=view.start + jnp.arange(length, dtype=jnp.int32),
-        q_segments=q_segments,
+        q_index=view.q_index,
+        k_index=view.index,
+        # A query that is padding itself sees nothing, like a key that is padding.
+        q_segments=view.q_segments,
         k_segments=view.segments,
+        row=(here, None) if view.slots is None else None,
         keys_rotated=view.rotated,
     )
     return out, (keys, values)
+
+
+def _write(kept: jax.Array, new: jax.Array, view: View) -> jax.Array:
+    """`kept` [B, K, S, H] with `new` [B, T, K, H] in the slots of `view`."""
+    new = new.astype(kept.dtype)
+    if view.slots is None:
+        return jax.lax.dynamic_update_slice(kept, new.swapaxes(1, 2), (0, 0, view.start, 0))
+    rows = jnp.arange(new.shape[0])[:, None]
+    return kept.at[rows, :, view.slots].set(new, mode="drop")

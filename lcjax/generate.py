@@ -111,8 +111,11 @@ def stream(
     lengths = np.array([len(prompt) for prompt in prompts])
     exact = exact and follows_length
     rotations = _Rotations(rotation, lengths, sampling.max_new_tokens, exact)
-    capacity = cache_lib.whole_blocks(tokens.shape[1] + sampling.max_new_tokens)
-    cache = cache_lib.create(model.config, len(prompts), capacity, rotated=not exact, mesh=mesh)
+    length = cache_lib.whole_blocks(tokens.shape[1] + sampling.max_new_tokens)
+    rotated = False if exact else None  # as the pattern wants it
+    cache = cache_lib.create(
+        model.config, len(prompts), length, chunk=chunk, rotated=rotated, mesh=mesh
+    )
     positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
     for start in _starts(tokens.shape[1], chunk):
         part = slice(*start)

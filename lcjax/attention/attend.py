@@ -1,66 +1,52 @@
-"""Rotates queries and keys as a pattern says, computes its passes and merges them."""
+"""The entry to attention under any pattern, and the order indices that its masks test."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
-from lcjax.attention.base import Pattern
-from lcjax.errors import InputError
-from lcjax.rope.base import Rotation, rotate
-from pallas_kernels import flash, merge
+from lcjax.attention.base import Pattern, Places
+from lcjax.rope.base import Rotation
 
 
 def attend(
-    q,
-    k,
-    v,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     *,
     pattern: Pattern,
     rotation: Rotation,
-    q_positions,
-    k_positions,
-    q_index=None,
-    k_index=None,
-    q_segments=None,
-    k_segments=None,
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    q_index: jax.Array | None = None,
+    k_index: jax.Array | None = None,
+    q_segments: jax.Array | None = None,
+    k_segments: jax.Array | None = None,
+    row: tuple[jax.Array | None, jax.Array | None] | None = None,
     keys_rotated: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attention of q [B, T, N, H] over k [B, S, K, H] and v [B, S, K, Hv]: out [B, T, N, Hv].
 
     q and k are unrotated; `q_positions` [B, T] and `k_positions` [B, S] say where they stand, the
-    pattern may move them. Order indices and segments are those of `pallas_kernels.flash`.
-    `keys_rotated` says that k already carries its rotation at `k_positions` (a cache that stores
-    rotated keys), which only patterns that leave keys where they are can use.
+    pattern may move them. Order indices, segments and `row` are those of `Places`.
+    `keys_rotated` says that k already carries its rotation, at `pattern.key_positions` (a cache
+    that stores rotated keys), which patterns that move keys refuse.
     """
-    partials = []
-    for step in pattern.passes(q_positions, k_positions):
-        if keys_rotated and step.k_positions is not k_positions:
-            raise InputError(
-                f"pattern {pattern!r} moves keys to other positions, so the cache must keep "
-                "unrotated keys"
-            )
-        with jax.named_scope("rope"):
-            query = rotate(q, step.q_positions, rotation.inv_freq, rotation.scale)
-            query = (query * rotation.query_scale).astype(q.dtype)
-            key = (
-                k
-                if keys_rotated
-                else rotate(k, step.k_positions, rotation.inv_freq, rotation.scale)
-            )
-        with jax.named_scope("attention"):
-            partials.append(
-                flash(
-                    query,
-                    key,
-                    v,
-                    step.mask,
-                    q_index=q_index,
-                    k_index=k_index,
-                    q_segments=q_segments,
-                    k_segments=k_segments,
-                    implementation=implementation,
-                )
-            )
-    out, _ = partials[0] if len(partials) == 1 else merge(partials)
-    return out
+    places = Places(
+        q_positions, k_positions, q_index, k_index, q_segments, k_segments, row, q.shape[2]
+    )
+    return pattern.attend(
+        q, k, v, rotation, places, keys_rotated=keys_rotated, implementation=implementation
+    )
+
+
+def order_indices(segments: jax.Array) -> jax.Array:
+    """The place of every token in its own document, int32 [B, T], of `segments` [B, T].
+
+    A document is a stretch of equal segments.
+    """
+    at = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    starts = segments[:, 1:] != segments[:, :-1]
+    starts = jnp.pad(starts, [(0, 0), (1, 0)])  # the first token starts at 0 anyway
+    return at - jax.lax.cummax(jnp.where(starts, at, 0), axis=1)

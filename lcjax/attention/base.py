@@ -4,20 +4,55 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import draccus
 import jax
+import jax.numpy as jnp
 
+from lcjax.attention.partial import partial_attention
 from lcjax.errors import InputError
-from pallas_kernels import Mask
+from lcjax.rope.base import Rotation
+from pallas_kernels import Mask, merge
+
+
+class Places(NamedTuple):
+    """Where the queries and keys of one call stand.
+
+    An *order index* is the place of a token in its own document: 0, 1, 2, ... whatever else is
+    packed in the row, padding not counted. Masks test order indices, so what a method says of the
+    first tokens, or of chunks, is said of each document.
+    """
+
+    q_positions: jax.Array  # [B, T], what the rotation uses; int or fractional
+    k_positions: jax.Array  # [B, S]
+    q_index: jax.Array | None = None  # order indices int32 [T] or [B, T]; None is 0, 1, 2, ...
+    k_index: jax.Array | None = None  # [S] or [B, S]
+    q_segments: jax.Array | None = None  # int32 [B, T], documents from 1, 0 is padding
+    k_segments: jax.Array | None = None  # [B, S]
+    # (queries [T], keys [S]), each None for 0, 1, 2, ...: places in the row, whose differences are
+    # those of the order indices inside a document. None where slots do not follow the text.
+    row: tuple[jax.Array | None, jax.Array | None] | None = None
+    heads: int = 1  # query heads, for masks that differ between them
+
+    @property
+    def q_order(self) -> jax.Array:
+        """The order indices of queries as an array, [T] or [B, T]."""
+        length = self.q_positions.shape[1]
+        return jnp.arange(length, dtype=jnp.int32) if self.q_index is None else self.q_index
+
+    @property
+    def k_order(self) -> jax.Array:
+        """The order indices of keys as an array, [S] or [B, S]."""
+        length = self.k_positions.shape[1]
+        return jnp.arange(length, dtype=jnp.int32) if self.k_index is None else self.k_index
 
 
 class Pass(NamedTuple):
     """One partial attention: queries and keys rotated to these positions, the keys of `mask`."""
 
-    q_positions: jax.Array  # int or float [B, T]
-    k_positions: jax.Array  # int or float [B, S]
+    q_positions: jax.Array  # int or float, [B, T]
+    k_positions: jax.Array  # int or float, [B, S]
     mask: Mask  # over order indices, which keep counting where positions repeat or jump
 
 
@@ -29,9 +64,72 @@ class Pattern(draccus.ChoiceRegistry):
     a method says what is seen and from where, never how it is computed.
     """
 
-    def passes(self, q_positions, k_positions) -> list[Pass]:
-        """The passes for queries at `q_positions` [B, T] and keys at `k_positions` [B, S]."""
-        raise NotImplementedError
+    # Small instances, as the fields of a config: what the tests of all patterns run.
+    examples: ClassVar[tuple[dict, ...]] = ({},)
+    # Whether a key stands at different positions for different queries in a way that only another
+    # rotation of the key can express: then a cache has to keep unrotated keys.
+    moves_keys: ClassVar[bool] = False
+
+    def passes(self, places: Places) -> list[Pass]:
+        """The passes of queries and keys at `places`; their masks are disjoint."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `passes`")
+
+    def key_positions(self, positions: jax.Array, order: jax.Array) -> jax.Array:
+        """Where keys at `positions` [B, S] with order indices [S] or [B, S] stand for all queries.
+
+        A cache keeps keys rotated there unless the pattern `moves_keys`; `passes` is given it as
+        `k_positions`.
+        """
+        del order
+        return positions
+
+    def kept(self) -> tuple[int, int] | None:
+        """(sinks, recent): the first and last keys that a new token may see; None is all of them.
+
+        `recent` counts the new token. A cache then needs no more room than that, however long the
+        text grows.
+        """
+        return None
+
+    def for_inference(self) -> Pattern:
+        """The pattern with which a model that was trained under this one is evaluated."""
+        return self
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rotation: Rotation,
+        places: Places,
+        *,
+        keys_rotated: bool = False,
+        implementation: str | None = None,
+    ) -> jax.Array:
+        """Attention of unrotated q [B, T, N, H] over k [B, S, K, H], v [B, S, K, Hv].
+
+        Patterns whose keys depend on the data replace it; arguments as in `lcjax.attention.attend`.
+        """
+        if keys_rotated and self.moves_keys:
+            raise InputError(
+                f"pattern {self!r} moves keys to other positions, so the cache must keep "
+                "unrotated keys"
+            )
+        places = places._replace(k_positions=self.key_positions(places.k_positions, places.k_order))
+        steps = self.passes(places)
+        if not self.moves_keys and any(s.k_positions is not places.k_positions for s in steps):
+            raise TypeError(
+                f"{type(self).__name__} moves keys and has to say so: moves_keys = True"
+            )
+        partials = [
+            partial_attention(
+                q, k, v, step, rotation, places,
+                keys_rotated=keys_rotated, implementation=implementation,
+            )
+            for step in steps
+        ]  # fmt: skip
+        out, _ = partials[0] if len(partials) == 1 else merge(partials)
+        return out
 
 
 def check_at_least(key: str, value: int, least: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern
+from lcjax.attention.base import Pass, Pattern, Places
 from pallas_kernels import causal
 
 
@@ -13,5 +13,5 @@ from pallas_kernels import causal
 class Causal(Pattern):
     """Every token sees itself and all tokens before it."""
 
-    def passes(self, q_positions, k_positions) -> list[Pass]:
-        return [Pass(q_positions, k_positions, causal())]
+    def passes(self, places: Places) -> list[Pass]:
+        return [Pass(places.q_positions, places.k_positions, causal())]

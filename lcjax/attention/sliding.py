@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places, check_at_least
 from pallas_kernels import causal, window
 
 
@@ -13,10 +13,15 @@ from pallas_kernels import causal, window
 class Sliding(Pattern):
     """Every token sees itself and the `window - 1` tokens before it."""
 
+    examples = ({"window": 7}, {"window": 1})
+
     window: int  # visible tokens, the token itself included (Hugging Face's `sliding_window`)
 
     def __post_init__(self):
         check_at_least("pattern.window", self.window, 1)
 
-    def passes(self, q_positions, k_positions) -> list[Pass]:
-        return [Pass(q_positions, k_positions, causal() & window(self.window))]
+    def passes(self, places: Places) -> list[Pass]:
+        return [Pass(places.q_positions, places.k_positions, causal() & window(self.window))]
+
+    def kept(self) -> tuple[int, int]:
+        return 0, self.window

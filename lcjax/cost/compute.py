@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lcjax.attention import Places
 from lcjax.models import Decoder, ModelConfig
+from pallas_kernels.masks import by_heads
 
 # Dense peak FLOP/s of one device in bfloat16 with float32 sums, from the vendors' data sheets.
 # The first name that stands as whole words in `device.device_kind`, lower case, counts.
@@ -127,11 +129,17 @@ def visible_keys(config: ModelConfig, length: int) -> float:
     keys = np.arange(length, dtype=np.int64)
     total = 0
     with jax.ensure_compile_time_eval():
-        for step in config.pattern.passes(queries[None], keys[None]):
+        places = Places(queries[None], keys[None], queries, keys, heads=config.num_heads)
+        parts = [
+            part
+            for step in config.pattern.passes(places)
+            for part in by_heads(step.mask, config.num_heads)
+        ]
+        for mask, heads in parts:
             for piece in np.array_split(queries, max(1, count * length // 2**22)):
-                seen = np.asarray(step.mask.element(piece[:, None], keys[None]))
-                total += int(np.broadcast_to(seen, (len(piece), length)).sum())
-    return total / count
+                seen = np.asarray(mask.element(piece[:, None], keys[None]))
+                total += heads * int(np.broadcast_to(seen, (len(piece), length)).sum())
+    return total / count / config.num_heads
 
 
 def peak_flops(device: jax.Device | None = None) -> float | None:

@@ -8,12 +8,23 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax import cache as cache_lib
+from lcjax.attention import order_indices
+from lcjax.errors import InputError
+from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Norm
 from lcjax.rope import Rotation
 from lcjax.sharding import keep_rows
 
-_REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+# "dots" keeps the results of products and of attention, and computes everything elementwise again:
+# that is cheaper than writing it to memory and reading it back.
+_REMAT_POLICIES = {
+    "full": None,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("attention"),
+    ),
+}
 
 
 class SequentialBlock(nn.Module):
@@ -112,14 +123,15 @@ class Decoder(nn.Module):
         if positions is None:
             positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         if rotation is None:
-            length = tokens.shape[1] if cache is None else cache.capacity
+            length = self._request_length(tokens, cache)
             learned = self.rope if c.rope.learned else None
             rotation = c.rope.rotation(c.rotary_dim, length, learned)
         view, layers = None, None
+        index = None if segments is None or cache is not None else order_indices(segments)
         if cache is not None:
             cache, view = cache_lib.extend(cache, segments, positions)
             layers = cache.layers
-        context = Context(positions, segments, rotation, view)
+        context = Context(positions, segments, rotation, index, view)
         x = keep_rows(self.embed.embedding[tokens].astype(c.compute_dtype()), self.mesh)
         if c.scan_layers:
             x, layers = self.layers(x, context, layers)
@@ -135,21 +147,32 @@ class Decoder(nn.Module):
             self.logits(x[:, :1])  # so that `init` creates the head
         return self.final_norm(x), cache
 
+    def _request_length(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> int:
+        """Tokens that a rotation has to be made for when the caller gives none."""
+        if cache is None:
+            return tokens.shape[1]
+        rope = self.config.rope
+        if cache.rolling is not None and rope.depends_on_length:
+            raise InputError(
+                f"rotation=None: rope type {rope.type} depends on the length of the text, which a "
+                "rolling cache does not know; give rotation=rope.rotation(...)"
+            )
+        return cache.capacity
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] of hidden states [..., D]."""
         if self.config.tie_embeddings:
             kernel = self.embed.embedding.astype(self.config.compute_dtype())
-            # As it lies in memory: a transposed kernel costs a CPU a copy for every token.
-            return jnp.einsum("...D,VD->...V", hidden, kernel, preferred_element_type=jnp.float32)
+            return Projection(kernel, tied=True)(hidden)
         return self.head(hidden)
 
 
-def head(params: dict, config: ModelConfig) -> tuple[jax.Array, jax.Array | None]:
-    """(kernel [D, V] in the compute dtype, bias [V] or None) of the projection to logits."""
+def head(params: dict, config: ModelConfig) -> Projection:
+    """The projection to logits in the compute dtype."""
     dtype = config.compute_dtype()
     if config.tie_embeddings:
-        return params["embed"]["embedding"].T.astype(dtype), None
-    return params["head"]["kernel"].astype(dtype), params["head"].get("bias")
+        return Projection(params["embed"]["embedding"].astype(dtype), tied=True)
+    return Projection(params["head"]["kernel"].astype(dtype), params["head"].get("bias"))
 
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:

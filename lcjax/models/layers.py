@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from lcjax import cache as cache_lib
-from lcjax.attention import attend
-from lcjax.loss import project
+from lcjax.attention import Causal, attend
+from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
 from lcjax.rope import Rotation
@@ -21,6 +21,7 @@ class Context(NamedTuple):
     positions: jax.Array  # [B, T], where tokens stand for the rotation; may be fractional
     segments: jax.Array | None  # int32 [B, T], documents from 1, 0 is padding
     rotation: Rotation
+    index: jax.Array | None = None  # int32 [B, T], places in the own document; None: 0, 1, 2, ...
     view: cache_lib.View | None = None  # where the new tokens stand in the cache
 
 
@@ -64,7 +65,7 @@ class Head(nn.Module):
         kernel = self.param("kernel", spread, (c.width, c.vocab_size), dtype)
         zeros = nn.initializers.zeros
         bias = self.param("bias", zeros, (c.vocab_size,), dtype) if c.head_bias else None
-        return project(hidden, kernel.astype(c.compute_dtype()), bias)
+        return Projection(kernel.astype(c.compute_dtype()), bias)(hidden)
 
 
 def _matmul(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
@@ -106,6 +107,8 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
         heads, kv_heads, size = c.num_heads, c.num_kv_heads, c.head_dim
+        # Parameters do not depend on the pattern, and some refuse the short rows they are made with
+        pattern = Causal() if self.is_initializing() else c.pattern
 
         def project(name, count):
             return Linear((c.width,), (count, size), c, c.qkv_bias, name=name)(x)
@@ -118,16 +121,19 @@ class Attention(nn.Module):
                     q,
                     k,
                     v,
-                    pattern=c.pattern,
+                    pattern=pattern,
                     rotation=context.rotation,
                     q_positions=context.positions,
                     k_positions=context.positions,
+                    q_index=context.index,
+                    k_index=context.index,
+                    row=(None, None),
                     q_segments=context.segments,
                     k_segments=context.segments,
                 )
             else:
                 y, layer = cache_lib.attend_cached(
-                    q, k, v, layer, pattern=c.pattern, context=context
+                    q, k, v, layer, pattern=pattern.for_inference(), context=context
                 )
         with jax.named_scope("out"):
             return Linear((heads, size), (c.width,), c, c.out_bias, name="out")(y), layer

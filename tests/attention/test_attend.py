@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import Causal, Pass, Pattern, Sliding, attend
+from lcjax.attention import Causal, Pass, Pattern, Sliding, attend, order_indices
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation, rotate
 from pallas_kernels import causal, window
@@ -84,9 +83,10 @@ def test_decoding_against_a_cache_equals_the_whole(pattern, keys_rotated):
 def test_several_passes_are_merged():
     @dataclasses.dataclass(frozen=True)
     class NearAndFar(Pattern):
-        def passes(self, q_positions, k_positions):
+        def passes(self, places):
+            here = places.q_positions, places.k_positions
             near, far = causal() & window(9), causal() & ~window(9)
-            return [Pass(q_positions, k_positions, near), Pass(q_positions, k_positions, far)]
+            return [Pass(*here, near), Pass(*here, far)]
 
     q, k, v = arrays()
     np.testing.assert_allclose(
@@ -94,28 +94,43 @@ def test_several_passes_are_merged():
     )
 
 
-def test_a_pattern_that_moves_keys_refuses_rotated_keys():
-    @dataclasses.dataclass(frozen=True)
-    class Halved(Pattern):
-        def passes(self, q_positions, k_positions):
-            return [Pass(q_positions // 2, k_positions // 2, causal())]
+@dataclasses.dataclass(frozen=True)
+class Halved(Pattern):
+    def passes(self, places):
+        return [Pass(places.q_positions // 2, places.k_positions // 2, causal())]
 
+
+@dataclasses.dataclass(frozen=True)
+class Moved(Halved):
+    moves_keys = True
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rotated", "error", "message"),
+    [
+        (Moved(), True, InputError, "cache must keep unrotated keys"),
+        (Halved(), False, TypeError, "moves_keys = True"),
+    ],
+    ids=str,
+)
+def test_a_pattern_that_moves_keys_says_so_and_refuses_rotated_ones(
+    pattern, rotated, error, message
+):
     q, k, v = arrays()
-    with pytest.raises(InputError, match="unrotated keys"):
+    with pytest.raises(error, match=message):
         attend(
-            q, k, v, pattern=Halved(), rotation=ROTATION, q_positions=positions(),
-            k_positions=positions(), keys_rotated=True,
+            q, k, v, pattern=pattern, rotation=ROTATION, q_positions=positions(),
+            k_positions=positions(), keys_rotated=rotated,
         )  # fmt: skip
+
+
+def test_order_indices_restart_in_every_document():
+    segments = jnp.array([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 3, 1, 1, 0]])
+    want = [[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 0, 1, 0]]
+    np.testing.assert_array_equal(order_indices(segments), want)
 
 
 @pytest.mark.parametrize("size", [0, -4, 2.5, True, None])
 def test_a_window_that_is_no_positive_integer_is_refused(size):
     with pytest.raises(InputError, match=r"pattern\.window=.* at least 1"):
         Sliding(size)
-
-
-@pytest.mark.parametrize("pattern", [Causal(), Sliding(4096)], ids=str)
-def test_patterns_are_choices_of_a_config(pattern):
-    encoded = draccus.encode(pattern, Pattern)
-    assert encoded["type"] == type(pattern).__name__.lower()
-    assert draccus.decode(Pattern, encoded) == pattern

@@ -1,0 +1,57 @@
+"""Dual Chunk Attention, ChunkLlama (An et al. 2024, arXiv 2402.17463)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.errors import InputError
+from pallas_kernels import causal, chunk_distance, chunks
+
+
+@Pattern.register_subclass("dual_chunk")
+@dataclass(frozen=True)
+class DualChunk(Pattern):
+    """Full attention in which no distance exceeds `chunk`, untrained.
+
+    The text is cut into pieces of c = chunk - local tokens, and key j stands at j mod c. Query i
+    stands at i mod c for keys of its own piece, at min(i mod c + c, chunk) for those of the piece
+    before, which keeps the distance of the `local` nearest ones exact, and at min(2c - 1, chunk)
+    for older ones (sec. 3; the code's `chunk_size` and `local_window`, which clamps at `chunk`
+    where the paper clamps at the trained length - 1).
+    """
+
+    examples = ({"chunk": 7, "local": 3}, {"chunk": 8, "local": 6})
+
+    chunk: int = 3072  # the largest distance: 3/4 of the trained length in the released code
+    local: int = 512  # of which keep exact distances across pieces: 1/8 of the trained length
+
+    def __post_init__(self):
+        check_at_least("pattern.chunk", self.chunk, 2)
+        check_at_least("pattern.local", self.local, 1)
+        if self.local >= self.chunk:
+            raise InputError(
+                f"pattern.local={self.local} must be below pattern.chunk={self.chunk}; the "
+                f"released code has a sixth of it: {max(self.chunk // 6, 1)}"
+            )
+
+    @property
+    def _piece(self) -> int:
+        return self.chunk - self.local
+
+    def key_positions(self, positions: jax.Array, order: jax.Array) -> jax.Array:
+        return positions - order // self._piece * self._piece
+
+    def passes(self, places: Places) -> list[Pass]:
+        piece = self._piece
+        inside = self.key_positions(places.q_positions, places.q_order)
+        older = jnp.full_like(inside, min(2 * piece - 1, self.chunk))
+        keys = places.k_positions
+        return [
+            Pass(inside, keys, causal() & chunks(piece)),
+            Pass(jnp.minimum(inside + piece, self.chunk), keys, chunk_distance(piece, 1, 1)),
+            Pass(older, keys, chunk_distance(piece, 2)),
+        ]

@@ -1,0 +1,61 @@
+"""One pass: rotates queries and keys to its positions and attends over the keys of its mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+
+from lcjax.rope.base import Rotation, rotate
+from pallas_kernels import flash
+
+if TYPE_CHECKING:
+    from lcjax.attention.base import Pass, Places
+
+
+def partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    step: Pass,
+    rotation: Rotation,
+    places: Places,
+    *,
+    keys_rotated: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, Hv], lse float32 [B, T, N]) of one pass over unrotated q and k."""
+    with jax.named_scope("rope"):
+        q = rotate_queries(q, step.q_positions, rotation)
+        if not keys_rotated:
+            k = rotate(k, step.k_positions, rotation.inv_freq, rotation.scale)
+    q_index, k_index = tested_indices(step, places)
+    with jax.named_scope("attention"):
+        return flash(
+            q,
+            k,
+            v,
+            step.mask,
+            q_index=q_index,
+            k_index=k_index,
+            q_segments=places.q_segments,
+            k_segments=places.k_segments,
+            implementation=implementation,
+        )
+
+
+def rotate_queries(q: jax.Array, positions: jax.Array, rotation: Rotation) -> jax.Array:
+    """q [B, T, N, H] at `positions` [B, T], with the scale that only queries have."""
+    rotated = rotate(q, positions, rotation.inv_freq, rotation.scale)
+    return (rotated * rotation.query_scale).astype(q.dtype)
+
+
+def tested_indices(step: Pass, places: Places) -> tuple[jax.Array | None, jax.Array | None]:
+    """What the mask of `step` tests: order indices, or places in the row where they serve as well.
+
+    A mask of differences gives the same answer for both, and places in a whole row are known before
+    the program runs, which keeps the tables of visible blocks static.
+    """
+    if places.row is not None and step.mask.shift_invariant:
+        return places.row
+    return places.q_index, places.k_index

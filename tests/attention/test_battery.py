@@ -1,0 +1,167 @@
+"""What every registered pattern must do, whatever it is: each joins through its `examples`."""
+
+import dataclasses
+import functools
+
+import draccus
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import cache as cache_lib
+from lcjax.attention import Pattern, attend, order_indices
+from lcjax.models import Decoder, preset
+from lcjax.rope import Rotation
+
+PATTERNS = {
+    f"{name}-{number}": draccus.decode(Pattern, {"type": name, **fields})
+    for name, choice in Pattern.get_known_choices().items()
+    for number, fields in enumerate(choice.examples)
+}
+EVERY = pytest.mark.parametrize("name", PATTERNS)
+T, HEADS, KV_HEADS, SIZE = 48, 6, 2, 16  # three query heads to a key head: halves cut a group
+ROTATION = Rotation(jnp.asarray(100.0 ** -np.linspace(0, 1, 6), jnp.float32), 1.1, 0.9)
+FIRST, SECOND = 20, 28  # two documents that fill a row
+# Rows: both packed, each alone with padding behind it, each alone with padding before it.
+SEGMENTS = np.array(
+    [
+        [1] * FIRST + [2] * SECOND,
+        [1] * FIRST + [0] * SECOND,
+        [2] * SECOND + [0] * FIRST,
+        [0] * SECOND + [1] * FIRST,
+        [0] * FIRST + [2] * SECOND,
+    ],
+    np.int32,
+)
+PARTS = ((slice(0, FIRST), 1), (slice(FIRST, None), 2))
+
+
+def rows():
+    """q, k, v of the rows of SEGMENTS: the same two documents, and noise where padding is."""
+    rng = np.random.default_rng(1)
+    arrays = []
+    for heads in (HEADS, KV_HEADS, KV_HEADS):
+        x = rng.normal(size=(len(SEGMENTS), T, heads, SIZE)).astype(np.float32)
+        for part, document in PARTS:
+            for row in range(1, len(SEGMENTS)):
+                if document in SEGMENTS[row]:
+                    x[row, SEGMENTS[row] == document] = x[0, part]
+        arrays.append(jnp.asarray(x))
+    return arrays
+
+
+@functools.partial(jax.jit, static_argnames=("pattern", "implementation"))
+def run(q, k, v, pattern, implementation=None):
+    segments = jnp.asarray(SEGMENTS)
+    index = order_indices(segments)
+    return attend(
+        q, k, v, pattern=pattern, rotation=ROTATION, q_positions=index, k_positions=index,
+        q_index=index, k_index=index, q_segments=segments, k_segments=segments, row=(None, None),
+        implementation=implementation,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames="pattern")
+def run_whole(q, k, v, pattern):
+    """Rows that are one document each, which nobody has said anything about."""
+    index = jnp.broadcast_to(jnp.arange(T), q.shape[:2])
+    return attend(q, k, v, pattern=pattern, rotation=ROTATION, q_positions=index, k_positions=index)
+
+
+@functools.partial(jax.jit, static_argnames=("pattern", "implementation"))
+def gradients(q, k, v, cotangent, pattern, implementation):
+    def loss(q, k, v):
+        return jnp.sum(run(q, k, v, pattern, implementation) * cotangent)
+
+    return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+
+@EVERY
+def test_packed_padded_and_single_documents_are_the_same(name):
+    out = np.asarray(run(*rows(), PATTERNS[name]))
+    for part, document in PARTS:
+        for row in range(1, len(SEGMENTS)):
+            here = SEGMENTS[row] == document
+            if here.any():
+                np.testing.assert_allclose(out[row, here], out[0, part], rtol=1e-5, atol=2e-6)
+    assert not out[SEGMENTS == 0].any()
+
+
+@EVERY
+def test_changing_a_token_changes_nothing_before_it(name):
+    arrays = rows()
+    before = run_whole(*arrays, PATTERNS[name])
+    after = run_whole(*(x.at[:, 30].add(1.0) for x in arrays), PATTERNS[name])
+    np.testing.assert_array_equal(before[:, :30], after[:, :30])
+    assert np.all(np.any(before[:, 30] != after[:, 30], -1))
+
+
+@EVERY
+def test_backends_agree_in_values_and_gradients(name):
+    arrays, pattern = rows(), PATTERNS[name]
+    cotangent = jnp.asarray(np.random.default_rng(2).normal(size=arrays[0].shape), jnp.float32)
+    want = run(*arrays, pattern, "reference")
+    np.testing.assert_allclose(run(*arrays, pattern), want, rtol=1e-5, atol=2e-6)
+    got = gradients(*arrays, cotangent, pattern, None)
+    for x, y in zip(got, gradients(*arrays, cotangent, pattern, "reference"), strict=True):
+        assert np.isfinite(x).all() and not x[SEGMENTS == 0].any()
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5)
+
+
+@EVERY
+def test_equal_patterns_share_one_compiled_call(name):
+    arrays, pattern = rows(), PATTERNS[name]
+    run(*arrays, pattern)
+    before = run._cache_size()
+    run(*(x + 1 for x in arrays), dataclasses.replace(pattern))
+    assert run._cache_size() == before
+
+
+@EVERY
+def test_a_pattern_is_a_choice_of_a_config(name):
+    pattern = PATTERNS[name]
+    encoded = draccus.encode(pattern, Pattern)
+    assert encoded["type"] == name.rpartition("-")[0]
+    assert draccus.decode(Pattern, encoded) == pattern
+
+
+LENGTH, CHUNK, PADDING = 96, 8, 5  # more tokens than a rolling cache of the examples has slots
+CONFIG = preset("tiny").replace(num_layers=2, num_heads=4, num_kv_heads=2)
+
+
+@functools.cache
+def decoder_params():
+    model = Decoder(CONFIG)
+    return jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read(model, params, tokens, segments, positions, cache):
+    return model.apply(
+        {"params": params}, tokens, segments=segments, positions=positions, cache=cache
+    )
+
+
+@EVERY
+def test_reading_in_steps_equals_reading_at_once(name):
+    config = CONFIG.replace(pattern=PATTERNS[name])
+    inference = config.pattern.for_inference()
+    at_once, in_steps = Decoder(CONFIG.replace(pattern=inference)), Decoder(config)
+    tokens = np.random.default_rng(3).integers(0, 256, (2, LENGTH))
+    segments = np.ones((2, LENGTH), np.int32)
+    segments[1, :PADDING] = 0
+    positions = np.maximum(np.cumsum(segments, 1) - 1, 0)
+    want, _ = read(at_once, decoder_params(), tokens, segments, positions, None)
+    cache = cache_lib.create(config, 2, LENGTH, chunk=CHUNK)
+    slots, edges = cache.capacity, [*range(0, LENGTH - 7, CHUNK), *range(LENGTH - 7, LENGTH + 1)]
+    outs = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        part = (x[:, start:stop] for x in (tokens, segments, positions))
+        out, cache = read(in_steps, decoder_params(), *part, cache)
+        outs.append(out)
+    real = segments != 0
+    np.testing.assert_allclose(np.concatenate(outs, 1)[real], want[real], rtol=0, atol=5e-5)
+    # What a new token cannot see is given up: the cache does not grow with the text.
+    assert slots == cache.capacity == (LENGTH if inference.kept() is None else 64)
+    assert cache.rotated != inference.moves_keys
