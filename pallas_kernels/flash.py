@@ -64,17 +64,16 @@ def flash(
     _check(q, k, v, q_index, k_index, q_segments, k_segments, k_lengths)
     _check_options(q, k, soft_cap, bias, sinks, table)
     q_segments, k_segments = _with_lengths(q, k, q_segments, k_segments, k_lengths)
-    static = table is not None and table.static
-    operands = Operands(
-        _rows(q_index), _rows(k_index), q_segments, k_segments, bias, None if static else table
-    )
     mask = everything() if mask is None else mask
-    spec = Spec(
-        mask,
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
-        None if soft_cap is None else float(soft_cap),
-        Constant(table) if static else None,
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    soft_cap = None if soft_cap is None else float(soft_cap)
+    places = _rows(q_index), _rows(k_index), q_segments, k_segments
+    if implementation == backends.REFERENCE:
+        options = dict(soft_cap=soft_cap, bias=bias, sinks=sinks, table=table)
+        return reference.attention(q, k, v, *places, mask=mask, scale=scale, **options)
+    static = table is not None and table.static
+    operands = Operands(*places, bias, None if static else table)
+    spec = Spec(mask, scale, soft_cap, Constant(table) if static else None)
     out, lse = _by_heads(q, k, v, operands, spec, implementation)
     if table is not None and table.overflow is not None:
         out, lse = (jnp.where(table.overflow, jnp.nan, x).astype(x.dtype) for x in (out, lse))
@@ -139,16 +138,6 @@ def _of_heads(q, k, v, operands: Operands, spec: Spec, mask: Mask, start: int, c
 
 
 def _attention(q, k, v, operands: Operands, spec: Spec, implementation: str | None):
-    if implementation == backends.REFERENCE:
-        options = dict(
-            soft_cap=spec.soft_cap,
-            bias=operands.bias,
-            table=backends.given_table(operands, spec),
-        )
-        options = {name: x for name, x in options.items() if x is not None}
-        return reference.attention(
-            q, k, v, *operands[:4], mask=spec.mask, scale=spec.scale, **options
-        )
     choice = backends.choose(implementation, q, k, v, operands, spec)
     return _differentiable(q, k, v, operands, spec, choice)
 
