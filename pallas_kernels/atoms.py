@@ -108,7 +108,7 @@ class Stride(Invariant):
     step: int
 
     def element(self, q, k):
-        return (q - k) % self.step == 0
+        return q % self.step == k % self.step  # divides rows and columns, not their pairs
 
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
         least, most = q_lo - k_hi, q_hi - k_lo

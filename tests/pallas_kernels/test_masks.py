@@ -166,6 +166,13 @@ def test_long_lists_are_no_plain_arithmetic_and_short_ones_are():
     assert not pk.random_blocks(4, [(0,)] * (UNROLLED + 1)).arithmetic
 
 
+@pytest.mark.parametrize("mask", DEFINITIONS, ids=NAMES)
+def test_the_element_test_of_plain_arithmetic_holds_no_arrays(mask):
+    tile = jax.ShapeDtypeStruct((8, 1), jnp.int32), jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    program = jax.make_jaxpr(mask.element)(*tile)
+    assert mask.arithmetic != bool(program.consts)
+
+
 def test_a_huge_table_of_random_blocks_keeps_conservative_bounds():
     mask = pk.random_blocks(1, [(i,) for i in range(4096)])
     some, whole = mask.bounds(np.arange(3)[:, None], np.arange(3)[:, None], 0, np.arange(2))
