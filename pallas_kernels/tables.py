@@ -118,6 +118,8 @@ def from_top_k(
     there = there if valid is None else there & valid
     xp = namespace(indices, there)
     listed = [xp.where(there, indices, count)]
+    if isinstance(also, PerHead):
+        listed = [_every_head(listed[0], also.heads)]
     if also is not None:
         queries = indices.shape[2] * q_block if q_index is None else np.shape(q_index)[-1]
         table = from_mask(
@@ -183,13 +185,7 @@ def restrict(
     if isinstance(mask, PerHead):
         places = dict(queries=queries, keys=keys, q_index=q_index, k_index=k_index)
         places |= dict(q_segments=q_segments, k_segments=k_segments)
-        heads = table.index.shape[1]
-        if mask.heads % heads:
-            raise ValueError(
-                f"a block table of {heads} heads does not fit a mask of {mask.heads} heads; "
-                "1, the key heads or the query heads must have a table each"
-            )
-        wide = table.heads(lambda x: namespace(x).repeat(x, mask.heads // heads, 1))
+        wide = table.heads(lambda x: _every_head(x, mask.heads))
         parts, start = [], 0
         for part, count in mask.parts:
             cut = slice(start, start := start + count)
@@ -227,6 +223,16 @@ def transpose(table: BlockTable, keys: int, capacity: int | None = None) -> Bloc
             yield from ((dense[cut] > 0, dense[cut] > 1) for cut in row_pieces(nk, nq))
 
     return build_static(pieces(), (b, h, nk), *sizes)
+
+
+def _every_head(x, heads: int):
+    """[b, h, ...] -> [b, heads, ...]: every head of x serves as many query heads as the others."""
+    if heads % x.shape[1]:
+        raise ValueError(
+            f"a block table of {x.shape[1]} heads does not fit a mask of {heads} heads; "
+            "1, the key heads or the query heads must have a table each"
+        )
+    return namespace(x).repeat(x, heads // x.shape[1], 1)
 
 
 def _narrow(table: BlockTable, count: int) -> BlockTable:

@@ -260,12 +260,15 @@ def test_top_k_lists_valid_choices_once_and_the_blocks_of_a_mask(traced):
     assert far.capacity <= 8 and far.overflow is None
 
 
-def test_top_k_of_key_heads_is_joined_with_a_mask_of_one_head_only():
-    indices = np.zeros((1, 4, 2, 1), np.int32)
-    table = from_top_k(indices, keys=8, q_block=4, k_block=4, also=PARTS)
-    assert table.seen.shape == (1, 4, 2)
-    with pytest.raises(ValueError, match="broadcast"):
-        from_top_k(indices[:, :3], keys=8, q_block=4, k_block=4, also=PARTS)
+def test_top_k_of_key_heads_is_joined_with_a_mask_per_query_head():
+    indices = np.array([3, 0]).reshape(1, 2, 1, 1)
+    table = from_top_k(indices, keys=16, q_block=4, k_block=4, also=PARTS)
+    expected = brute_top_k(indices.repeat(2, 1), np.ones((1, 4, 1, 1), bool), 4)
+    np.testing.assert_array_equal(
+        listed(table, 4)[0], expected | blocks_of(dense(PARTS, 4, 16, 4), 4, 4)
+    )
+    with pytest.raises(ValueError, match="of 3 heads does not fit a mask of 4 heads"):
+        from_top_k(indices.repeat(3, 1)[:, :3], keys=8, q_block=4, k_block=4, also=PARTS)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
