@@ -87,7 +87,7 @@ def given_table(operands: Operands, spec: Spec):
 
 
 class Backend(NamedTuple):
-    """A module, and the platforms that it is the best choice on; `only` there if not portable."""
+    """A module, and the platforms that it is for; a portable one runs on all others too."""
 
     module: str
     platforms: tuple[str, ...]
@@ -108,16 +108,19 @@ def choose(name: str | None, q, k, v, operands: Operands, spec: Spec):
     """((platform, backend), ...) for `run`; an explicit name that cannot run raises its reason."""
     if name is not None:
         return _explicit(name, q, k, v, operands, spec)
-    chosen = dict.fromkeys(BACKENDS["xla"].platforms, "xla")
+    portable = {
+        p: x for x, backend in BACKENDS.items() if backend.portable for p in backend.platforms
+    }
+    special = {}
     for other, backend in BACKENDS.items():
-        if backend.portable:
+        if backend.portable or special.keys() >= set(backend.platforms):
             continue
         reason = backend.load().unsupported(q, k, v, operands, spec)
         if reason is None:
-            chosen |= {p: other for p in backend.platforms if p not in chosen}
+            special = dict.fromkeys(backend.platforms, other) | special
         elif jax.default_backend() in backend.platforms:
-            _say_once(f"flash: not {other}, {reason}; the blockwise XLA implementation runs")
-    return tuple(chosen.items())
+            _say_once(f"flash: not {other}, {reason}; another implementation runs")
+    return tuple((portable | special).items())
 
 
 def _explicit(name: str, q, k, v, operands: Operands, spec: Spec):

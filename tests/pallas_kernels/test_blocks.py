@@ -1,7 +1,5 @@
 """How the blockwise loops behave: what they skip, what they hold, what they compose with."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import _xla, causal, flash, window
+from pallas_kernels import Alibi, _xla, _xla_blocks, _xla_visits, causal, flash, window
+from pallas_kernels.backends import Operands, Spec
 
 
 def arrays(batch=2, t=96, heads=4, kv_heads=2, size=16, seed=5):
@@ -27,36 +26,38 @@ def assert_close(x, y):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), x, y)
 
 
-def visits(mask, t, s, bq, bk, q_segments=None, k_segments=None, chunks=1):
-    cut = _xla.Cut(1, 1, chunks, 1, t // bq, bq, s // bk, bk, 1)
-    places = _xla._places(None, None, q_segments, k_segments, t, s, cut)
-    return _xla._visits(mask, places, cut)
+def walked(mask, batch, t, block, batch_chunks, segments=None, **places):
+    """The table of a cut into `batch_chunks`, one key head."""
+    n = t // block
+    cut = _xla_blocks.Cut(batch // batch_chunks, 1, batch_chunks, 1, n, block, n, block, 1)
+    segments = None if segments is None else jnp.asarray(segments, jnp.int32)
+    operands = Operands(**places, q_segments=segments, k_segments=segments)
+    return _xla_visits.table_of(operands, Spec(mask, 1.0), t, t, cut)
 
 
-def test_causal_walks_the_triangle_and_masks_only_the_diagonal():
-    found = visits(causal(), 64, 64, 8, 8)
-    np.testing.assert_array_equal(found.full[0], np.arange(8))
-    np.testing.assert_array_equal(found.seen[0], np.arange(8) + 1)
-    np.testing.assert_array_equal(found.order[0, 3, :4], [0, 1, 2, 3])
-
-
-def test_a_window_walks_a_band():
-    found = visits(causal() & window(16), 64, 64, 8, 8)
-    np.testing.assert_array_equal(found.seen[0], np.minimum(np.arange(8) + 1, 3))
-    np.testing.assert_array_equal(np.sort(found.order[0, 6, :3]), [4, 5, 6])
-
-
-def test_packed_documents_walk_only_their_own_blocks():
-    segments = np.repeat(np.array([[1, 2, 3, 0]], np.int32), 16, 1)
-    found = visits(causal(), 64, 64, 8, 8, segments, segments)
-    np.testing.assert_array_equal(found.seen[0], [1, 2, 1, 2, 1, 2, 0, 0])
-    np.testing.assert_array_equal(found.full[0], [0, 1, 0, 1, 0, 1, 0, 0])
+def test_causal_walks_the_triangle_masks_only_the_diagonal_and_is_known_when_compiling():
+    found = walked(causal(), 1, 64, 8, 1)
+    assert found.static
+    np.testing.assert_array_equal(found.full[0, 0], np.arange(8))
+    np.testing.assert_array_equal(found.seen[0, 0], np.arange(8) + 1)
 
 
 def test_rows_of_a_batch_skip_each_their_own_documents():
-    segments = np.stack([np.repeat([1, 2], 32), np.repeat([1, 1], 32)]).astype(np.int32)
-    found = visits(causal(), 64, 64, 32, 32, segments, segments, chunks=2)
-    np.testing.assert_array_equal(found.seen, [[1, 1], [1, 2]])
+    segments = np.stack([np.repeat([1, 2], 32), np.repeat([1, 1], 32)])
+    apart = walked(causal(), 2, 64, 32, 2, segments)
+    np.testing.assert_array_equal(apart.seen[:, 0], [[1, 1], [1, 2]])
+    np.testing.assert_array_equal(apart.full[:, 0], [[0, 0], [0, 1]])
+
+
+def test_rows_that_walk_together_see_what_any_sees_and_test_what_one_must():
+    segments = np.stack([np.repeat([1, 2], 32), np.repeat([1, 1], 32)])
+    together = walked(causal(), 2, 64, 32, 1, segments)
+    np.testing.assert_array_equal(together.seen, [[[1, 2]]])
+    np.testing.assert_array_equal(together.full, [[[0, 0]]])
+    late = jnp.stack([jnp.arange(64), 32 + jnp.arange(64)])
+    found = walked(causal(), 2, 64, 32, 1, q_index=late)
+    np.testing.assert_array_equal(found.seen, [[[2, 2]]])
+    np.testing.assert_array_equal(found.full, [[[0, 1]]])
 
 
 def test_nothing_is_computed_for_keys_that_nobody_sees():
@@ -71,19 +72,21 @@ def test_nothing_is_computed_for_keys_that_nobody_sees():
 def test_looping_over_batch_and_heads_changes_nothing(scores):
     q, k, v = arrays(batch=3, t=50, heads=12, kv_heads=6)
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (3, 50)), 1).astype(np.int32)
-    places = (None, None, segments, segments)
-    blocks = _xla.Blocks(16, 24, scores)
-    run = functools.partial(_xla.forward, mask=causal(), scale=0.3, blocks=blocks)
-    out, lse = jax.jit(run)(q, k, v, *places)
+    slopes = Alibi(jnp.linspace(0.1, 2.0, 12))
+    operands = Operands(q_segments=segments, k_segments=segments, bias=slopes)
+    spec, blocks = Spec(causal(), 0.3), _xla_blocks.Blocks(16, 24, scores)
+    out, lse = jax.jit(lambda *x: _xla.forward(*x, operands, spec, blocks=blocks))(q, k, v)
     expected = flash(
-        q, k, v, causal(), scale=0.3, q_segments=segments, k_segments=segments,
+        q, k, v, causal(), scale=0.3, bias=slopes, q_segments=segments, k_segments=segments,
         implementation="reference",
     )  # fmt: skip
     assert_close((out, lse), expected)
-    back = functools.partial(_xla.backward, mask=causal(), scale=0.3, blocks=blocks)
-    grads = jax.jit(back)(q, k, v, out, lse, q, jnp.ones_like(lse), *places)
-    whole = functools.partial(_xla.backward, mask=causal(), scale=0.3, blocks=_xla.Blocks(50, 50))
-    assert_close(grads, jax.jit(whole)(q, k, v, out, lse, q, jnp.ones_like(lse), *places))
+    rows, whole = (q, k, v, out, lse, q, jnp.ones_like(lse)), _xla_blocks.Blocks(50, 50)
+    found, single = (
+        jax.jit(lambda *x, blocks=blocks: _xla.backward(*x, operands, spec, blocks=blocks))(*rows)
+        for blocks in (blocks, whole)
+    )
+    assert_close(found, single)
 
 
 def test_changing_a_token_changes_nothing_before_it():

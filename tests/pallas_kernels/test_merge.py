@@ -4,23 +4,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import causal, flash, merge, window
 
 
-def arrays(t=75, s=75, heads=4, kv_heads=2, size=16):
-    rng = np.random.default_rng(3)
+def arrays(t=75, s=75, heads=4, kv_heads=2, size=16, seed=3):
+    rng = np.random.default_rng(seed)
     shapes = [(2, t, heads, size), (2, s, kv_heads, size), (2, s, kv_heads, size)]
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def values_and_gradients(attention, q, k, v):
+def values_and_gradients(attention, *inputs):
     rng = np.random.default_rng(4)
-    (out, lse), pull = jax.vjp(jax.jit(attention), q, k, v)
+    (out, lse), pull = jax.vjp(attention, *inputs)
     seen = jnp.isfinite(lse)
     cotangents = rng.normal(size=out.shape), rng.normal(size=lse.shape)
     d_out, d_lse = (jnp.asarray(x, jnp.float32) for x in cotangents)
-    return out, jnp.where(seen, lse, 0.0), *pull((d_out, d_lse))
+    return out, jnp.where(seen, lse, 0.0), *jax.tree.leaves(pull((d_out, d_lse)))
 
 
 def assert_same(x, y):
@@ -29,31 +31,81 @@ def assert_same(x, y):
         assert np.linalg.norm(a - b) < 3e-6 * np.linalg.norm(b)
 
 
-def test_keys_split_in_random_parts_merge_to_the_whole():
-    q, k, v = arrays()
-    owner = np.random.default_rng(0).integers(0, 3, k.shape[1])
-    parts = [np.flatnonzero(owner == i) for i in range(3)]
+@jax.jit
+def whole(q, k, v):
+    return values_and_gradients(lambda q, k, v: flash(q, k, v, causal()), q, k, v)
 
-    def split(q, k, v):
-        return merge([flash(q, k[:, p], v[:, p], causal(), k_index=jnp.asarray(p)) for p in parts])
 
-    assert_same(
-        values_and_gradients(split, q, k, v),
-        values_and_gradients(lambda q, k, v: flash(q, k, v, causal()), q, k, v),
-    )
+@jax.jit
+def split(q, k, v, places, segments):
+    """Two parts: the keys at `places`, of which those in segment 1 count."""
+
+    def attention(q, k, v):
+        here = jnp.ones(q.shape[:2], jnp.int32)
+        parts = []
+        for place, segment in zip(places, segments, strict=True):
+            segment = jnp.broadcast_to(segment, (k.shape[0], len(place)))
+            parts.append(
+                flash(
+                    q, k[:, place], v[:, place], causal(), k_index=place, q_segments=here,
+                    k_segments=segment,
+                )
+            )  # fmt: skip
+        return merge(parts)
+
+    return values_and_gradients(attention, q, k, v)
+
+
+@settings(max_examples=25, deadline=None)
+@given(owner=st.lists(st.booleans(), min_size=75, max_size=75), seed=st.integers(0, 5))
+def test_keys_split_at_random_merge_to_the_whole(owner, seed):
+    # Both parts have 75 places, of which some are padding, so that every split is one program.
+    inputs, owner = arrays(seed=seed), np.array(owner)
+    order = np.argsort(owner, stable=True).astype(np.int32)
+    parts = [order, order[::-1].copy()]
+    counts = [owner.size - owner.sum(), owner.sum()]
+    segments = [(np.arange(owner.size) < n).astype(np.int32) for n in counts]
+    assert_same(split(*inputs, parts, segments), whole(*inputs))
 
 
 def test_near_and_far_masks_merge_to_the_whole():
     q, k, v = arrays()
     near, far = causal() & window(20), causal() & ~window(20)
 
-    def split(q, k, v):
+    def both(q, k, v):
         return merge([flash(q, k, v, near), flash(q, k, v, far)])
 
-    assert_same(
-        values_and_gradients(split, q, k, v),
-        values_and_gradients(lambda q, k, v: flash(q, k, v, causal()), q, k, v),
+    found = jax.jit(lambda *x: values_and_gradients(both, *x))(q, k, v)
+    assert_same(found, whole(q, k, v))
+
+
+def test_two_passes_of_self_extend_equal_one_dense_softmax():
+    # Jin et al. 2024, algorithm 1: neighbours at their own rotation, farther keys at grouped ones.
+    t, near = 75, causal() & window(20)
+    q, k, v = arrays()
+    grouped = arrays(seed=8)
+
+    def passes(q, k, v, far_q, far_k):
+        return merge([flash(q, k, v, near), flash(far_q, far_k, v, causal() & ~window(20))])
+
+    def dense(q, k, v, far_q, far_k):
+        away = jnp.arange(t)[:, None] - jnp.arange(t)[None]
+        high = jax.lax.Precision.HIGHEST
+        k, v, far_k = (jnp.repeat(x, 2, 2) for x in (k, v, far_k))
+        near, far = (
+            jnp.einsum("btnh,bsnh->btns", *x, precision=high) / 4 for x in ((q, k), (far_q, far_k))
+        )
+        away = away[None, :, None]
+        logits = jnp.where(away < 20, near, far)
+        logits = jnp.where(away >= 0, logits, -jnp.inf)
+        p = jax.nn.softmax(logits, -1)
+        return jnp.einsum("btns,bsnh->btnh", p, v, precision=high), jax.nn.logsumexp(logits, -1)
+
+    inputs = q, k, v, grouped[0], grouped[1]
+    found, expected = (
+        jax.jit(lambda *x, f=f: values_and_gradients(f, *x))(*inputs) for f in (passes, dense)
     )
+    assert_same(found, expected)
 
 
 def test_merging_is_associative_and_one_partial_is_itself():
@@ -67,9 +119,9 @@ def test_merging_is_associative_and_one_partial_is_itself():
 
 def test_rows_empty_in_every_partial_stay_empty_without_nan():
     q, k, v = arrays(t=10, s=12)
+    ahead = jnp.arange(12) + 6  # queries 0..5 see no key
 
-    def split(q, k, v):
-        ahead = jnp.arange(12) + 6  # queries 0..5 see no key
+    def both(q, k, v):
         return merge(
             [
                 flash(q, k[:, :5], v[:, :5], causal(), k_index=ahead[:5]),
@@ -77,15 +129,27 @@ def test_rows_empty_in_every_partial_stay_empty_without_nan():
             ]
         )
 
-    out, lse = split(q, k, v)
+    def single(q, k, v):
+        return flash(q, k, v, causal(), k_index=ahead)
+
+    out, lse = both(q, k, v)
     assert np.all(np.isneginf(lse[:, :6])) and not np.any(out[:, :6])
     assert np.all(np.isfinite(lse[:, 6:]))
-    assert_same(
-        values_and_gradients(split, q, k, v),
-        values_and_gradients(
-            lambda q, k, v: flash(q, k, v, causal(), k_index=jnp.arange(12) + 6), q, k, v
-        ),
-    )
+    assert_same(*(values_and_gradients(f, q, k, v) for f in (both, single)))
+
+
+def test_sinks_are_one_more_partial_without_values():
+    q, k, v = arrays()
+    sinks = jnp.asarray([0.3, -1.0, 2.0, 5.0])
+
+    def merged(q, k, v, sinks):
+        out, lse = flash(q, k, v, causal())
+        return merge([(out, lse), (jnp.zeros_like(out), jnp.broadcast_to(sinks, lse.shape))])
+
+    def single(q, k, v, sinks):
+        return flash(q, k, v, causal(), sinks=sinks)
+
+    assert_same(*(values_and_gradients(f, q, k, v, sinks) for f in (single, merged)))
 
 
 def test_merging_nothing_is_refused():
