@@ -262,5 +262,4 @@ def _score(model: Decoder, params: dict, tokens: jax.Array, rotation: Rotation, 
     """float32 [B, T - first]; only the scored positions are projected to the vocabulary."""
     tokens = keep_rows(tokens, model.mesh)
     hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
-    kernel, bias = head(params, model.config)
-    return token_nll(hidden[:, first - 1 : -1], kernel, tokens[:, first:], bias=bias)
+    return token_nll(hidden[:, first - 1 : -1], head(params, model.config), tokens[:, first:])

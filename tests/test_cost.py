@@ -154,8 +154,7 @@ def test_activations_are_about_what_the_compiler_reserves(remat):
 
     def loss(params, tokens):
         hidden, _ = model.apply({"params": params}, tokens)
-        kernel, bias = head(params, config)
-        return cross_entropy(hidden, kernel, tokens, jnp.ones(tokens.shape), bias=bias)[0]
+        return cross_entropy(hidden, head(params, config), tokens, jnp.ones(tokens.shape))[0]
 
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from lcjax.loss import cross_entropy, token_nll
+from lcjax.loss import Projection, cross_entropy, token_nll
 from lcjax.sharding import Mesh, batch_sharding, make_mesh
 
 
@@ -32,12 +32,14 @@ def _optax_loss(hidden, kernel, bias, targets, weights):
     ("batch", "length", "vocabulary", "chunk"),
     [(1, 1, 2, 1), (2, 13, 127, 4), (3, 37, 1001, 16), (2, 29, 257, None), (1, 50, 333, 999)],
 )
-def test_loss_and_gradients_equal_optax(batch, length, vocabulary, chunk):
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_loss_and_gradients_equal_optax(batch, length, vocabulary, chunk, tied):
     hidden, kernel, bias, targets, weights = _inputs(batch, length, 24, vocabulary)
     weights = weights.at[0, 0].set(0.7)  # at least one token counts
 
     def ours(hidden, kernel, bias, weights):
-        total, count = cross_entropy(hidden, kernel, targets, weights, bias=bias, chunk=chunk)
+        projection = Projection(kernel.T if tied else kernel, bias, tied)
+        total, count = cross_entropy(hidden, projection, targets, weights, chunk=chunk)
         return total / count
 
     def peer(hidden, kernel, bias, weights):
@@ -52,7 +54,7 @@ def test_loss_and_gradients_equal_optax(batch, length, vocabulary, chunk):
 def test_token_nll_is_the_loss_of_each_position():
     hidden, kernel, bias, targets, _ = _inputs(2, 23, 16, 91)
     want = optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel + bias, targets)
-    got = token_nll(hidden, kernel, targets, bias=bias, chunk=7)
+    got = token_nll(hidden, Projection(kernel, bias), targets, chunk=7)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -62,7 +64,11 @@ def test_padding_and_unscored_tokens_change_neither_loss_nor_gradients():
 
     def loss(hidden, kernel, length):
         total, count = cross_entropy(
-            hidden[:, :length], kernel, targets[:, :length], weights[:, :length], chunk=5
+            hidden[:, :length],
+            Projection(kernel),
+            targets[:, :length],
+            weights[:, :length],
+            chunk=5,
         )
         return total / count
 
@@ -79,7 +85,7 @@ def test_logits_of_a_long_sequence_never_exist_in_the_backward_pass():
     targets, weights = jnp.zeros((1, 8192), jnp.int32), jnp.ones((1, 8192))
 
     def loss(hidden, kernel):
-        return cross_entropy(hidden, kernel, targets, weights, chunk=64)[0]
+        return cross_entropy(hidden, Projection(kernel), targets, weights, chunk=64)[0]
 
     memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis()
     whole = 8192 * 4001 * 4
@@ -97,7 +103,9 @@ def test_each_device_goes_through_its_rows_and_the_kernels_gradient_crosses_once
 
     def grads(hidden, targets, weights, mesh=None):
         def total(hidden, kernel, bias, weights):
-            return cross_entropy(hidden, kernel, targets, weights, bias=bias, chunk=4, mesh=mesh)[0]
+            return cross_entropy(
+                hidden, Projection(kernel, bias), targets, weights, chunk=4, mesh=mesh
+            )[0]
 
         argnums = (0, 1, 2, 3) if biased else (0, 1, 3)
         return jax.value_and_grad(total, argnums)(hidden, kernel, bias, weights)
@@ -109,3 +117,16 @@ def test_each_device_goes_through_its_rows_and_the_kernels_gradient_crosses_once
     assert loops  # 13 positions in chunks of 4 are a loop
     assert not [body for body in loops if re.search(r"f32\[16,\d+\]\S* all-reduce\(", body)]
     assert re.search(r"f32\[16,\d+\][^=]*all-reduce", program.as_text())
+
+
+def test_a_target_that_is_no_token_counts_nothing_where_its_weight_is_zero():
+    hidden, kernel, _, targets, weights = _inputs(2, 9, 16, 50)
+    weights = weights.at[0, 3].set(0)
+
+    def loss(hidden, targets):
+        return cross_entropy(hidden, Projection(kernel), targets, weights, chunk=4)[0]
+
+    want = jax.value_and_grad(loss)(hidden, targets)
+    for ignored in (-100, -1, 50, 10**6):
+        got = jax.value_and_grad(loss)(hidden, targets.at[0, 3].set(ignored))
+        jax.tree.map(np.testing.assert_array_equal, got, want)

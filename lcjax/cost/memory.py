@@ -183,8 +183,7 @@ def _residuals(config: ModelConfig, length: int) -> int:
     def backward(params, tokens):
         def loss(params):
             hidden, _ = model.apply({"params": params}, tokens)
-            kernel, bias = head(params, config)
-            return cross_entropy(hidden, kernel, tokens, jnp.ones(tokens.shape), bias=bias)[0]
+            return cross_entropy(hidden, head(params, config), tokens, jnp.ones(tokens.shape))[0]
 
         return jax.vjp(loss, params)[1]
 

@@ -43,14 +43,12 @@ def language_model(
             segments=batch["segments"],
             rotation=rotation,
         )
-        kernel, bias = head(params, config)
         with jax.named_scope("loss"):
             return cross_entropy(
                 hidden,
-                kernel,
+                head(params, config),
                 batch["targets"],
                 batch["weights"],
-                bias=bias,
                 chunk=chunk,
                 mesh=mesh,
             )

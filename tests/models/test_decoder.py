@@ -249,7 +249,6 @@ def test_bfloat16_logits_of_an_untied_head_are_those_of_the_loss_and_not_rounded
     logits = model.apply({"params": params}, hidden, method="logits")
     assert logits.dtype == jnp.float32
     assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.5
-    kernel, bias = head(params, config)
-    nll = token_nll(hidden, kernel, tokens, bias=bias)
+    nll = token_nll(hidden, head(params, config), tokens)
     want = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
     np.testing.assert_allclose(nll, want, atol=1e-5)
