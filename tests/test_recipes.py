@@ -1,5 +1,6 @@
 """Recipes: each one parses, says what it promises, and is the method that it names."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -8,17 +9,19 @@ import numpy as np
 import pytest
 
 from lcjax import config, cost
+from lcjax.attention import Causal, Pattern, ShiftedSparse
 from lcjax.evaluation.config import EvalConfig
-from lcjax.models.presets import preset
+from lcjax.models import ModelConfig, preset
 from lcjax.rope import Default, Rope
 from lcjax.training.config import TrainConfig
+from lcjax.training.partition import trainable
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-EVALUATIONS = [file for file in RECIPES if "eval" in file.stem]
+EVALUATIONS = [file for file in RECIPES if "\n# Command: python eval.py" in file.read_text()]
 TRAININGS = [file for file in RECIPES if file not in EVALUATIONS]
 PUBLISHED = [file for file in RECIPES if not file.stem.startswith("quickstart")]
-STUDIED = [file for file in TRAININGS if "32k" in file.stem or "64k" in file.stem]  # LCEG
+STUDIED = [file for file in TRAININGS if "Reproduces: LCEG" in file.read_text()]
 PARTS = ("Paper", "Reproduces", "Hardware", "Expected", "Data", "Command")
 LLAMA = preset("llama2-7b")
 A100 = 312e12
@@ -57,6 +60,10 @@ def ropes(file: Path) -> list[Rope]:
     recipe = read(file)
     found = [recipe.model.rope, *(method.rope for method in getattr(recipe, "methods", ()))]
     return [rope or Default() for rope in found]
+
+
+def with_pattern(pattern: Pattern | None) -> ModelConfig:
+    return LLAMA.replace(pattern=pattern or Causal())
 
 
 def ready(rope: Rope) -> Rope:
@@ -136,6 +143,35 @@ def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, sc
     np.testing.assert_allclose(factor, scale, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("lm_infinite_7b", {"window": 4096, "sinks": 10, "distance": None}),
+        ("self_extend_7b", {"window": 1024, "group": 64}),
+        ("streaming_7b", {"sinks": 4, "recent": 2044, "stride": 2048, "first": None}),
+        ("dual_chunk_7b", {"chunk": 3072, "local": 512}),
+    ],
+)
+def test_a_recipe_without_training_has_the_constants_of_its_paper(name, fields):
+    methods = read(ROOT / "configs" / f"{name}.yaml").methods
+    pattern = next(method.pattern for method in methods if method.pattern is not None)
+    assert Pattern.get_choice_name(type(pattern)) == name.removesuffix("_7b")
+    assert dataclasses.asdict(pattern) == fields
+
+
+def test_longlora_trains_adapters_embeddings_and_norms_under_groups_of_a_quarter():
+    recipe = read(ROOT / "configs" / "longlora_7b_32k.yaml")
+    train, model = recipe.train, LLAMA.replace(lora=recipe.train.lora)
+    assert recipe.model.pattern == ShiftedSparse(fraction=0.25)
+    assert recipe.model.pattern.for_inference() == Causal()
+    assert (train.lora.rank, train.lora.alpha) == (8, 16)
+    trained = trainable(cost.parameter_shapes(model), train.rules())
+    found = {path for path in cost.parameter_shapes(model) if trained(path)}
+    adapters = {f"layers/attention/{name}/lora_{x}" for name in train.lora.targets for x in "ab"}
+    norms = {f"{name}/scale" for name in ("layers/attention_norm", "layers/mlp_norm", "final_norm")}
+    assert found == adapters | norms | {"embed/embedding"}
+
+
 def test_clex_starts_as_ntk_and_reaches_131072_tokens():
     rope = ready(read(ROOT / "configs" / "clex_7b_32k.yaml").model.rope)
     params = rope.init(jax.random.key(0), LLAMA.head_dim)
@@ -167,11 +203,21 @@ def test_hours_on_a_recipe_follow_from_its_flops(file):
     devices, hours, flops, share = (float(number) for number in said.groups())
     recipe = read(file)
     if file in TRAININGS:
-        tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.length
-        expected = cost.estimate(LLAMA, recipe.data.length).training_flops * tokens
+        train, model = (
+            recipe.train,
+            with_pattern(recipe.model.pattern).replace(lora=recipe.train.lora),
+        )
+        trained = trainable(cost.parameter_shapes(model), train.rules())
+        tokens = train.steps * train.batch_size * recipe.data.length
+        per_token = cost.estimate(model, recipe.data.length, trained=trained).training_flops
+        expected = per_token * tokens
     else:
-        runs = len(recipe.methods) * len(recipe.tasks) * recipe.max_windows
-        expected = sum(n * cost.estimate(LLAMA, n).forward_flops * runs for n in recipe.lengths)
+        runs = len(recipe.tasks) * recipe.max_windows
+        expected = sum(
+            n * cost.estimate(with_pattern(method.pattern), n).forward_flops * runs
+            for n in recipe.lengths
+            for method in recipe.methods
+        )
     assert flops == pytest.approx(expected, rel=0.01)
     assert hours == pytest.approx(flops / (devices * A100 * share / 100) / 3600, abs=0.6)
 

@@ -60,7 +60,7 @@ class Cost:
     matmul_flops: float  # forward, through weight matrices, the head included
     attention_flops: float  # forward, queries with keys and weights with values
     weight_gradient_flops: float  # backward, for the trained weights only
-    kv_cache_bytes: int  # of one sequence of that length
+    kv_cache_bytes: int  # of one sequence of that length: the keys that may still be seen
 
     @property
     def forward_flops(self) -> float:
@@ -97,6 +97,8 @@ def estimate(config: ModelConfig, length: int, *, trained=lambda path: True) -> 
         matmul += 2 * size if product else 0
         weight_gradients += 2 * size if product and trained(path) else 0
     per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
+    kept = config.pattern.for_inference().kept()
+    cached = length if kept is None else min(length, sum(kept))
     cache_width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     return Cost(
         parameters=parameters,
@@ -105,7 +107,7 @@ def estimate(config: ModelConfig, length: int, *, trained=lambda path: True) -> 
         matmul_flops=matmul,
         attention_flops=config.num_layers * per_pair * visible_keys(config, length),
         weight_gradient_flops=weight_gradients,
-        kv_cache_bytes=config.num_layers * cache_width * length,
+        kv_cache_bytes=config.num_layers * cache_width * cached,
     )
 
 
