@@ -49,7 +49,9 @@ class ModelSection:
     pattern: Pattern | None = None  # attention pattern; none: the checkpoint's own
     dtype: str | None = None  # of activations; none: bfloat16 on accelerators, float32 on CPU
     param_dtype: str | None = None  # of weights; none: the checkpoint's own
-    remat: str = "none"  # what a training step recomputes: none, dots (all but matmuls), full
+    # What a training step computes again instead of keeping it: none, full (all but the inputs of
+    # layers) or dots (all but the results of products and attention: nearly free).
+    remat: str = "dots"
     tokenizer: str | None = None  # path of another tokenizer; none: the checkpoint's own
     seed: int = 0  # of random weights, and of what a learned rope adds to a checkpoint
 
@@ -124,8 +126,8 @@ class LanguageModel:
         Stacked layers are copied apart, since `params` are the caller's; `load` makes no copy. On
         the mesh of `model` the parameters must lie as `lcjax.sharding.param_shardings` says.
         """
-        self.config, self.tokenizer, self.length = model.config, tokenizer, length
-        config = model.config
+        config = model.config.replace(pattern=model.config.pattern.for_inference())
+        self.config, self.tokenizer, self.length = config, tokenizer, length
         if config.scan_layers:
             params, config = unstack_layers(params, config), config.replace(scan_layers=False)
         self.params = params
@@ -178,7 +180,7 @@ class LanguageModel:
         if rope is not None:
             changes["rope"] = resolve_rope(rope, self.config)
         if pattern is not None:
-            changes["pattern"] = pattern
+            changes["pattern"] = pattern.for_inference()
         other.config = self.config.replace(**changes)
         if other.config.rope.learned and "rope" not in self.params:
             raise InputError(

@@ -25,8 +25,6 @@ def make_loader(
     tokenizer,
     batch_size: int,
     *,
-    process_index: int = 0,
-    process_count: int = 1,
     rows: Sequence[int] | None = None,
     split: str = "train",
 ) -> "Loader":
@@ -43,15 +41,14 @@ def make_loader(
     - `weights` float32: 1 where there is a target, 0 at ends of documents and on padding.
 
     Every process builds the same global batch of `batch_size` rows and keeps its own: `rows`, from
-    `lcjax.sharding.process_rows` where a mesh says which (processes of one tensor-parallel group
-    need the same ones), else the consecutive share number `process_index` of `process_count`. So
-    the global batches do not depend on the number of processes, all processes end together, and a
-    position saved with one number of processes resumes with another.
+    `lcjax.sharding.process_rows`, or all. So the global batches do not depend on the number of
+    processes, all processes end together, and a position saved with one number of processes resumes
+    with another.
 
     `split="validation"` reads the held-out documents once, in order; its last batch is filled up
     with padding, as is the last of a finite training run.
     """
-    own = _own_rows(batch_size, process_index, process_count) if rows is None else list(rows)
+    own = list(range(batch_size) if rows is None else rows)
     if not own or not 0 <= min(own) <= max(own) < batch_size:
         raise InputError(f"rows={own} must be some of 0 ... {batch_size - 1}, the rows of a batch")
     corpora = open_split(config, split)
@@ -186,15 +183,3 @@ def _slices_as_tuples(state: Any) -> Any:
             for key, value in state.items()
         }
     return [_slices_as_tuples(item) for item in state] if isinstance(state, list) else state
-
-
-def _own_rows(batch_size: int, index: int, count: int) -> list[int]:
-    if batch_size < 1 or batch_size % count:
-        raise InputError(
-            f"batch size {batch_size} must be a positive multiple of the {count} processes;"
-            f" nearest: {max(count, batch_size // count * count)}"
-        )
-    if not 0 <= index < count:
-        raise InputError(f"process_index={index} must lie in 0 ... {count - 1}")
-    share = batch_size // count
-    return list(range(index * share, (index + 1) * share))

@@ -7,20 +7,14 @@ import numpy as np
 
 from lcjax.data import Loader, make_loader
 from lcjax.errors import InputError
-from lcjax.sharding import batch_sharding
+from lcjax.sharding import batch_sharding, process_rows
 from lcjax.training.config import TrainConfig
 
 
-def open_loader(config: TrainConfig, tokenizer: Any, split: str) -> Loader:
-    """This process' share of the batches."""
-    return make_loader(
-        config.data,
-        tokenizer,
-        config.train.batch_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-        split=split,
-    )
+def open_loader(config: TrainConfig, tokenizer: Any, split: str, mesh: jax.sharding.Mesh) -> Loader:
+    """Batches of the rows that this process' devices hold."""
+    rows = process_rows(mesh, config.train.batch_size)
+    return make_loader(config.data, tokenizer, config.train.batch_size, rows=rows, split=split)
 
 
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:

@@ -66,7 +66,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if config.data.path
         else "opening the text of data.sources"
     )
-    loader = batches.open_loader(config, assembly.tokenizer, "train")
+    loader = batches.open_loader(config, assembly.tokenizer, "train", mesh)
     folder_lib.begin(config, folder)
     with Checkpoints(folder, keep=config.train.keep) as checkpoints:
         return Training(config, folder, mesh, assembly, loader, checkpoints).run()

@@ -288,10 +288,9 @@ def test_settings_out_of_range_are_refused(fields, match):
         DataConfig(**fields)
 
 
-def test_processes_must_divide_the_batch(tmp_path):
+def test_rows_must_be_those_of_the_batch(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["abcd" * 9])
     config = DataConfig(path=path, length=8)
-    with pytest.raises(InputError, match=r"batch size 3 must be .* the 2 processes; nearest: 2"):
-        make_loader(config, Bytes(), 3, process_index=0, process_count=2)
-    with pytest.raises(InputError, match=r"process_index=2 must lie in 0 ... 1"):
-        make_loader(config, Bytes(), 2, process_index=2, process_count=2)
+    for rows in ([], [3], [-1, 0]):
+        with pytest.raises(InputError, match=r"rows=.* must be some of 0 ... 2"):
+            make_loader(config, Bytes(), 3, rows=rows)
