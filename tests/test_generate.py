@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lcjax import cache as cache_lib
+from lcjax.attention import LMInfinite, SelfExtend, Streaming
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
@@ -94,6 +95,29 @@ def test_unrotated_keys_follow_a_rotation_that_changes_while_decoding(params, na
     assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=True)]
     changed = {str(lm.rotation(29 + step).inv_freq) for step in range(9)}
     assert len(changed) > 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "slots"),
+    [
+        (Streaming(sinks=3, recent=20), 64),
+        (LMInfinite(window=12, sinks=4), 64),  # a rolling cache of unrotated keys
+        (SelfExtend(window=16, group=4), 192),  # a full one
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_patterns_generate_what_reading_everything_anew_gives(params, pattern, slots, monkeypatch):
+    made, create = [], cache_lib.create
+    monkeypatch.setattr(
+        cache_lib, "create", lambda *a, **k: made.append(create(*a, **k)) or made[-1]
+    )
+    lm = _model(params).with_method(pattern=pattern)
+    prompts, sampling = [_ids(1, 90), _ids(2, 121)], Sampling(max_new_tokens=6, min_new_tokens=6)
+    got = _generated(lm, prompts, sampling, prefill_chunk=32)
+    assert got == [_greedy_by_full_forward(lm, prompt, 6, exact=False) for prompt in prompts]
+    # The text of 128 tokens is read through as many slots as the pattern can see.
+    assert [cache.capacity for cache in made] == [slots]
+    assert made[0].rotated != pattern.moves_keys
 
 
 def test_rows_of_a_batch_do_not_know_of_each_other(params):

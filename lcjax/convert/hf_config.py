@@ -161,6 +161,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
 
     Up to `config.rope.hf_limit` tokens when the position method has one.
     """
+    config = config.replace(pattern=config.pattern.for_inference())
     kind = model_type_of(config)
     _check_exportable(config, kind)
     hf = {

@@ -51,35 +51,29 @@ def rows():
     return arrays
 
 
+COTANGENT = jnp.asarray(np.random.default_rng(2).normal(size=(5, T, HEADS, SIZE)), jnp.float32)
+
+
 @functools.partial(jax.jit, static_argnames=("pattern", "implementation"))
 def run(q, k, v, pattern, implementation=None):
+    """The output, and the gradients of q, k and v for COTANGENT: one program for all tests."""
     segments = jnp.asarray(SEGMENTS)
     index = order_indices(segments)
-    return attend(
-        q, k, v, pattern=pattern, rotation=ROTATION, q_positions=index, k_positions=index,
-        q_index=index, k_index=index, q_segments=segments, k_segments=segments, row=(None, None),
-        implementation=implementation,
-    )  # fmt: skip
 
+    def forward(q, k, v):
+        return attend(
+            q, k, v, pattern=pattern, rotation=ROTATION, q_positions=index, k_positions=index,
+            q_index=index, k_index=index, q_segments=segments, k_segments=segments,
+            row=(None, None), implementation=implementation,
+        )  # fmt: skip
 
-@functools.partial(jax.jit, static_argnames="pattern")
-def run_whole(q, k, v, pattern):
-    """Rows that are one document each, which nobody has said anything about."""
-    index = jnp.broadcast_to(jnp.arange(T), q.shape[:2])
-    return attend(q, k, v, pattern=pattern, rotation=ROTATION, q_positions=index, k_positions=index)
-
-
-@functools.partial(jax.jit, static_argnames=("pattern", "implementation"))
-def gradients(q, k, v, cotangent, pattern, implementation):
-    def loss(q, k, v):
-        return jnp.sum(run(q, k, v, pattern, implementation) * cotangent)
-
-    return jax.grad(loss, (0, 1, 2))(q, k, v)
+    out, backward = jax.vjp(forward, q, k, v)
+    return out, backward(COTANGENT)
 
 
 @EVERY
 def test_packed_padded_and_single_documents_are_the_same(name):
-    out = np.asarray(run(*rows(), PATTERNS[name]))
+    out = np.asarray(run(*rows(), PATTERNS[name])[0])
     for part, document in PARTS:
         for row in range(1, len(SEGMENTS)):
             here = SEGMENTS[row] == document
@@ -90,21 +84,19 @@ def test_packed_padded_and_single_documents_are_the_same(name):
 
 @EVERY
 def test_changing_a_token_changes_nothing_before_it(name):
-    arrays = rows()
-    before = run_whole(*arrays, PATTERNS[name])
-    after = run_whole(*(x.at[:, 30].add(1.0) for x in arrays), PATTERNS[name])
-    np.testing.assert_array_equal(before[:, :30], after[:, :30])
-    assert np.all(np.any(before[:, 30] != after[:, 30], -1))
+    arrays, at = rows(), 30  # inside the second document, in the row where both are packed
+    before = np.asarray(run(*arrays, PATTERNS[name])[0])[0]
+    after = np.asarray(run(*(x.at[:, at].add(1.0) for x in arrays), PATTERNS[name])[0])[0]
+    np.testing.assert_array_equal(before[:at], after[:at])
+    assert np.all(np.any(before[at] != after[at], -1))
 
 
 @EVERY
 def test_backends_agree_in_values_and_gradients(name):
-    arrays, pattern = rows(), PATTERNS[name]
-    cotangent = jnp.asarray(np.random.default_rng(2).normal(size=arrays[0].shape), jnp.float32)
-    want = run(*arrays, pattern, "reference")
-    np.testing.assert_allclose(run(*arrays, pattern), want, rtol=1e-5, atol=2e-6)
-    got = gradients(*arrays, cotangent, pattern, None)
-    for x, y in zip(got, gradients(*arrays, cotangent, pattern, "reference"), strict=True):
+    out, gradients = run(*rows(), PATTERNS[name])
+    want, wanted = run(*rows(), PATTERNS[name], "reference")
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=2e-6)
+    for x, y in zip(gradients, wanted, strict=True):
         assert np.isfinite(x).all() and not x[SEGMENTS == 0].any()
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5)
 
@@ -154,10 +146,9 @@ def test_reading_in_steps_equals_reading_at_once(name):
     positions = np.maximum(np.cumsum(segments, 1) - 1, 0)
     want, _ = read(at_once, decoder_params(), tokens, segments, positions, None)
     cache = cache_lib.create(config, 2, LENGTH, chunk=CHUNK)
-    slots, edges = cache.capacity, [*range(0, LENGTH - 7, CHUNK), *range(LENGTH - 7, LENGTH + 1)]
-    outs = []
-    for start, stop in zip(edges, edges[1:], strict=False):
-        part = (x[:, start:stop] for x in (tokens, segments, positions))
+    slots, outs = cache.capacity, []
+    for start in range(0, LENGTH, CHUNK):
+        part = (x[:, start : start + CHUNK] for x in (tokens, segments, positions))
         out, cache = read(in_steps, decoder_params(), *part, cache)
         outs.append(out)
     real = segments != 0

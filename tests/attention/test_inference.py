@@ -1,0 +1,51 @@
+"""A pattern for training only is left behind wherever a model is evaluated, used or exported."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax.attention import Causal, ShiftedSparse
+from lcjax.convert import ByteTokenizer
+from lcjax.convert.hf_config import config_to_hf
+from lcjax.lm import LanguageModel
+from lcjax.models import Decoder, preset
+from lcjax.training import validation
+from lcjax.training.config import TrainConfig
+
+TINY = preset("tiny").replace(num_layers=1)
+TRAINED = TINY.replace(pattern=ShiftedSparse(group=8))
+
+
+def test_a_language_model_reads_with_full_attention_what_was_trained_in_groups():
+    model = Decoder(TRAINED)
+    # Weights are made with two tokens, which are no group.
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 24))
+    grouped, _ = model.apply({"params": params}, tokens)
+    full, _ = Decoder(TINY).apply({"params": params}, tokens)
+    assert np.abs(grouped - full).max() > 1e-2
+    np.testing.assert_allclose(grouped[:, :4], full[:, :4], atol=1e-5)  # before any group ends
+    plain = LanguageModel(Decoder(TINY), params, ByteTokenizer())
+    odd = tokens[:, :23]  # which no group divides
+    for lm in (
+        LanguageModel(model, params, ByteTokenizer()),
+        plain.with_method(pattern=ShiftedSparse(group=8)),
+    ):
+        assert lm.config.pattern == Causal()
+        np.testing.assert_array_equal(lm.nll(odd), plain.nll(odd))
+
+
+def test_an_export_says_full_attention():
+    assert config_to_hf(TRAINED) == config_to_hf(TINY)
+
+
+def test_held_out_text_is_scored_with_full_attention(monkeypatch):
+    seen = []
+    build = validation.language_model
+    monkeypatch.setattr(
+        validation,
+        "language_model",
+        lambda config, *a, **k: seen.append(config) or build(config, *a, **k),
+    )
+    validation.Validation(TrainConfig(), TRAINED, ByteTokenizer(), None)
+    assert seen == [TINY]
