@@ -140,7 +140,7 @@ def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing(
 
     one = Mesh(fsdp=1)
     full, dots, none = (activations(remat, 1, one) for remat in ("full", "dots", "none"))
-    assert 3 * full < none and full <= dots <= none
+    assert 3 * full < none and full < dots < none
     assert activations("none", 4, one) == 4 * none == activations("none", 1, one, length=4096)
     spread = Mesh(data=4, fsdp=1)
     assert activations("none", 4, spread) == none
