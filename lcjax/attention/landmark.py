@@ -1,0 +1,99 @@
+"""Landmark attention (Mohtashami & Jaggi 2023, arXiv 2305.16300)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from lcjax.attention.base import Pattern, Places, check_at_least
+from lcjax.attention.landmark_retrieval import retrieve
+from lcjax.attention.partial import rotate_queries
+from lcjax.errors import InputError
+from lcjax.rope.base import Rotation, rotate
+from pallas_kernels.grouped import grouped
+
+SELECT = ("per_token_and_head", "per_head_and_chunk")
+
+
+@Pattern.register_subclass("landmark")
+@dataclass(frozen=True)
+class Landmark(Pattern):
+    """Attention that is shared first among blocks, by their landmark tokens, then inside them.
+
+    Every `block`-th token is a landmark (`lcjax.data.landmarks` inserts them). A token sees the
+    ordinary tokens of its own block, and those of an older block with the weight that the block's
+    landmark gets (sec. 3.1). Tokens that are read together, as in training, see all of each other.
+    What was read before comes from the cache: the `top_k` blocks with the best landmarks, moved to
+    positions at which no distance exceeds the trained length (sec. 3.2 and 3.3). So a long text has
+    to be read `chunk` tokens at a time.
+    """
+
+    examples = (
+        {"block": 8, "top_k": 12, "train_length": 160},  # as many as there are: nothing is left out
+        {"block": 7, "top_k": 14, "train_length": 160, "select": "per_head_and_chunk"},
+        {"block": 5, "top_k": None},
+    )
+
+    block: int = 64  # tokens, the landmark included (the paper 51; epfml's LLaMA and LCEG 64)
+    top_k: int | None = 5  # blocks that a query reads from the cache; null: all, where they stand
+    select: str = "per_token_and_head"  # or per_head_and_chunk: one choice for what is read at once
+    train_length: int = 512  # the trained length in tokens, landmarks included
+    token: int | None = None  # id of the landmark token
+
+    def __post_init__(self):
+        check_at_least("pattern.block", self.block, 2)
+        if self.token is not None:
+            check_at_least("pattern.token", self.token, 0)
+        if self.select not in SELECT:
+            raise InputError(f"pattern.select={self.select!r} must be one of {', '.join(SELECT)}")
+        if self.top_k is None:
+            return
+        check_at_least("pattern.top_k", self.top_k, 1)
+        check_at_least("pattern.train_length", self.train_length, self.block)
+        if self.chunk < 1:
+            raise InputError(
+                f"pattern.top_k={self.top_k} blocks of {self.block} leave no room in "
+                f"pattern.train_length={self.train_length}, which must hold top_k + 2 blocks; at "
+                f"most {max(self.train_length // self.block - 2, 0)}"
+            )
+
+    @property
+    def chunk(self) -> int | None:
+        """The most tokens to read at once: what the retrieved blocks leave of the trained length.
+
+        None without retrieval.
+        """
+        if self.top_k is None:
+            return None
+        return (self.train_length // self.block - self.top_k - 1) * self.block
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rotation: Rotation,
+        places: Places,
+        *,
+        keys_rotated: bool = False,
+        implementation: str | None = None,
+    ) -> jax.Array:
+        with jax.named_scope("rope"):
+            turned = rotate_queries(q, places.q_positions, rotation)
+            if not keys_rotated:
+                k = rotate(k, places.k_positions, rotation.inv_freq, rotation.scale)
+        if self.top_k is not None and k.shape[1] != q.shape[1]:
+            return retrieve(self, q, turned, k, v, rotation, places, implementation)
+        out, _ = grouped(
+            turned,
+            k,
+            v,
+            self.block,
+            q_index=places.q_index,
+            k_index=places.k_index,
+            q_segments=places.q_segments,
+            k_segments=places.k_segments,
+            implementation=implementation,
+        )
+        return out

@@ -1,0 +1,178 @@
+"""The two passes of grouped softmax over older blocks, in plain XLA, on every platform.
+
+Loops are those of the blockwise attention beside it (`_xla.py`), with whole blocks in place of
+keys: what is cut, skipped and masked is counted in blocks, only products are of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import _xla_blocks as cutting
+from pallas_kernels import _xla_visits as visiting
+from pallas_kernels.backends import Operands, Spec
+from pallas_kernels.block_table import BlockTable
+from pallas_kernels.masks import causal, window
+
+# Start of the running maximum: finite, so that exp(-inf - LOWEST) is 0, and below every logit.
+LOWEST = -1e28
+_KEYS = 512  # about as many in a step
+_QUERIES = {"forward": 256, "backward": 128}  # on a CPU; twice as many elsewhere
+_OLDER = causal() & ~window(1)  # of numbers of blocks: those before the query's own
+
+
+class Loop(NamedTuple):
+    """All that the steps of one pass share."""
+
+    cut: cutting.Cut  # in tokens
+    groups: cutting.Cut  # in blocks
+    places: cutting.Places
+    table: BlockTable
+    block: int
+    scale: float
+
+    def logits(self, query, key):
+        """Ordinary logits [.., R, C, block], the last column -inf, and landmarks' [.., R, C]."""
+        x = self.scale * _dot(query, key, 3, 3)
+        x = x.reshape(*x.shape[:3], -1, self.block)
+        landmark = jnp.arange(self.block) == self.block - 1
+        return jnp.where(landmark, -jnp.inf, x), x[..., -1]
+
+    def visible(self, chunk, i, j):
+        return visiting.visible(_OLDER, self.places, self.groups, chunk, i, j)
+
+
+def _loop(q, k, places, block: int, scale: float, direction: str, platform: str) -> Loop:
+    on_cpu = platform == "cpu"
+    count, t = k.shape[1] // block, q.shape[1]
+    size = _QUERIES[direction] * (1 if on_cpu else 2)
+    scores = cutting.CPU_SCORES // block if on_cpu else None
+    blocks = cutting.Blocks(q=size, k=max(1, _KEYS // block), scores=scores)
+    shape = jax.ShapeDtypeStruct((k.shape[0], count, *k.shape[2:]), k.dtype)
+    groups = cutting.plan(q, shape, blocks)
+    q_numbers, k_numbers, q_segments, k_segments = places
+    if q_numbers is None:
+        q_numbers = np.arange(t, dtype=np.int32)[None] // block
+    operands = Operands(q_numbers, k_numbers, q_segments, k_segments)
+    table = visiting.table_of(operands, Spec(_OLDER, scale), t, count, groups)
+    where = cutting.places(operands, t, count, groups)
+    return Loop(groups._replace(bk=groups.bk * block), groups, where, table, block, scale)
+
+
+def forward(q, k, v, places, *, block, scale, platform):
+    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    loop, t = _loop(q, k, places, block, scale, "forward", platform), q.shape[1]
+    cut = loop.cut
+    q = cutting.pad(q, cut.nq * cut.bq)
+    k, v = cutting.heads_first(k, cut), cutting.heads_first(v, cut)
+
+    def chunk(c):
+        return lax.map(lambda i: _forward_rows(loop, q, k, v, c, i), jnp.arange(cut.nq))
+
+    out, lse = lax.map(chunk, jnp.arange(cut.chunks))
+    return cutting.join(out, cut, t, cut.group), cutting.join(lse, cut, t, cut.group)
+
+
+def _forward_rows(loop: Loop, q, k, v, chunk, i):
+    """out and lse of query block i."""
+    query = cutting.queries(q, loop.cut, chunk, i)
+
+    def step(j, partial, carry):
+        top, total, out = carry
+        logits, landmark = loop.logits(query, cutting.keys(k, loop.cut, chunk, j))
+        if partial:
+            landmark = jnp.where(loop.visible(chunk, i, j), landmark, -jnp.inf)
+        inner = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
+        new = jnp.maximum(top, jnp.max(landmark, -1))
+        keep = jnp.exp(top - new)
+        weight = jnp.exp(landmark - new[..., None])
+        p = inner * (weight / jnp.sum(inner, -1))[..., None]
+        value = cutting.keys(v, loop.cut, chunk, j)
+        total = total * keep + jnp.sum(weight, -1)
+        p = p.reshape(*p.shape[:3], -1).astype(value.dtype)
+        return new, total, out * keep[..., None] + _dot(p, value, 3, 2)
+
+    shape = query.shape[:3]
+    start = (
+        jnp.full(shape, LOWEST, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, v.shape[3]), jnp.float32),
+    )
+    top, total, out = visiting.walk(loop.table, loop.groups, chunk, i, step, start)
+    some = total > 0
+    safe = jnp.where(some, total, 1.0)
+    lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
+    return (out / safe[..., None]).astype(q.dtype), lse
+
+
+def backward(q, k, v, out, lse, d_out, d_lse, places, *, block, scale, platform):
+    """Cotangents of q, k and v."""
+    loop, (t, s) = _loop(q, k, places, block, scale, "backward", platform), (q.shape[1], k.shape[1])
+    cut, dtypes = loop.cut, (q.dtype, k.dtype, v.dtype)
+    di = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - d_lse
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # empty rows: probabilities exp(-inf) = 0
+    rows = [cutting.pad(x, cut.nq * cut.bq) for x in (q, d_out, di)]
+    rows.append(cutting.pad(lse, cut.nq * cut.bq, jnp.inf))
+    k, v = cutting.heads_first(k, cut), cutting.heads_first(v, cut)
+
+    def chunk(c):
+        shape = (cut.nk, cut.batch, cut.heads, cut.bk)
+        sums = tuple(jnp.zeros((*shape, x.shape[3]), jnp.float32) for x in (k, v))
+        step = lambda sums, i: _backward_rows(loop, rows, k, v, c, i, sums)  # noqa: E731
+        (dk, dv), dq = lax.scan(step, sums, jnp.arange(cut.nq))
+        return dq.astype(dtypes[0]), dk.astype(dtypes[1]), dv.astype(dtypes[2])
+
+    dq, dk, dv = lax.map(chunk, jnp.arange(cut.chunks))
+    return tuple(
+        cutting.join(x, cut, *rest) for x, *rest in ((dq, t, cut.group), (dk, s, 1), (dv, s, 1))
+    )
+
+
+def _backward_rows(loop: Loop, rows, k, v, chunk, i, sums):
+    """(dk, dv) with the part of query block i added, and its dq.
+
+    With w the weight of a block, p the probabilities inside it, g_j = v_j . d_out and their mean
+    g = sum p_j g_j:
+    d landmark = w (g - di), d logit_j = w p_j (g_j - g).
+    """
+    query, do, di, lse = (cutting.queries(x, loop.cut, chunk, i) for x in rows)
+
+    def step(j, partial, carry):
+        dq, dk, dv = carry
+        key = cutting.keys(k, loop.cut, chunk, j)
+        logits, landmark = loop.logits(query, key)
+        weight = jnp.exp(landmark - lse[..., None])
+        if partial:
+            weight = jnp.where(loop.visible(chunk, i, j), weight, 0.0)
+        p = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
+        p = p / jnp.sum(p, -1, keepdims=True)
+        g = _dot(do, cutting.keys(v, loop.cut, chunk, j), 3, 3).reshape(p.shape)
+        mean = jnp.sum(p * g, -1, keepdims=True)
+        weight = weight[..., None]
+        ds = weight * p * (g - mean)
+        ds = ds.at[..., -1:].set(weight * (mean - di[..., None, None]))
+        ds, p = (x.reshape(*x.shape[:3], -1) for x in (ds, weight * p))
+        ds = loop.scale * ds.astype(key.dtype)
+        dq = dq + _dot(ds, key, 3, 2)
+        dk = _add(dk, j, _dot(ds, query, 2, 2))
+        return dq, dk, _add(dv, j, _dot(p.astype(do.dtype), do, 2, 2))
+
+    zero = jnp.zeros(query.shape, jnp.float32)
+    dq, *sums = visiting.walk(loop.table, loop.groups, chunk, i, step, (zero, *sums))
+    return tuple(sums), dq
+
+
+def _dot(x, y, axis_x: int, axis_y: int):
+    """Matrix product over the first two axes, accumulated in float32."""
+    dims = (((axis_x,), (axis_y,)), ((0, 1), (0, 1)))
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _add(sums, j, update):
+    return lax.dynamic_update_index_in_dim(sums, cutting.take(sums, j) + update, j, 0)

@@ -1,0 +1,159 @@
+"""Blocks of keys that are worth reading: summaries, scores, the best k, and their tokens.
+
+A block is summarised by one vector (its last key, the landmark; the mean of its keys; the mean of
+its most attended keys) or by two (the least and greatest value of every channel). A query scores
+summaries instead of keys, and only the tokens of the best blocks are gathered.
+
+Letters: C blocks, M selected blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# What is gathered at a time stays below this many elements: 64 MB in float32.
+BUDGET = 2**24
+PER = ("token_and_head", "head_and_chunk", "chunk")
+
+
+def landmarks(k, slots):
+    """The last key of every block [B, C, K, H]: k [B, S, K, H] at slots int [B, C, block]."""
+    return jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="clip"))(k, slots[..., -1])
+
+
+def means(k, slots, there=None):
+    """The mean key of every block, float32 [B, C, K, H] (MoBA, Lu et al. 2025, eq. 6).
+
+    there bool [B, C, block] says which slots hold a token (None: all); a block without is 0.
+    """
+    keys = _blocks(k, slots).astype(jnp.float32)
+    if there is None:
+        return keys.mean(2)
+    kept = there[..., None, None]
+    return jnp.where(kept, keys, 0.0).sum(2) / jnp.maximum(kept.sum(2), 1)
+
+
+def extents(k, slots, there=None):
+    """The least and greatest value of each channel in every block, two of float32 [B, C, K, H].
+
+    (Quest, Tang et al. 2024, sec. 3.3.) A block without tokens has 0.
+    """
+    keys = _blocks(k, slots).astype(jnp.float32)
+    if there is None:
+        return keys.min(2), keys.max(2)
+    kept = there[..., None, None]
+    low = jnp.where(kept, keys, jnp.inf).min(2)
+    high = jnp.where(kept, keys, -jnp.inf).max(2)
+    some = there.any(-1)[..., None, None]
+    return jnp.where(some, low, 0.0), jnp.where(some, high, 0.0)
+
+
+def representatives(k, slots, received, count: int):
+    """The mean of the `count` keys of a block that received most attention, float32 [B, C, K, H].
+
+    received [B, S, K]: attention summed over queries (InfLLM, Xiao et al. 2024, sec. 3.2).
+    """
+    keys = jnp.moveaxis(_blocks(k, slots).astype(jnp.float32), 2, 3)  # [B, C, K, block, H]
+    marks = jnp.moveaxis(_blocks(received, slots), 2, 3)
+    _, best = lax.top_k(marks, min(count, marks.shape[-1]))
+    return jnp.take_along_axis(keys, best[..., None], 3).mean(3)
+
+
+def scores(q, summary):
+    """Products of q [B, T, N, H] and summaries [B, C, K, H]: float32 [B, T, N, C], not scaled."""
+    grouped = q.reshape(*q.shape[:2], summary.shape[2], -1, q.shape[3])
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    x = jnp.einsum(
+        "BTKGH,BCKH->BTKGC",
+        grouped,
+        summary.astype(q.dtype),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return x.reshape(*q.shape[:3], -1)
+
+
+def bounds(q, extent):
+    """The greatest score that a key within (least, greatest) could have, float32 [B, T, N, C].
+
+    sum over channels of max(q_d low_d, q_d high_d) (Quest, sec. 3.3).
+    """
+    low, high = extent
+    return scores(jnp.maximum(q, 0), high) + scores(jnp.minimum(q, 0), low)
+
+
+def pooled(x, per: str, asked=None, exists=None):
+    """Scores [B, T, N, C] of one choice for many queries.
+
+    "token_and_head": as they are. "head_and_chunk": [B, N, C], a softmax over blocks, then the
+    largest over the chunk's tokens (Landmark attention's offloaded cache). "chunk": [B, C], the
+    mean over tokens, summed over heads (InfLLM).
+
+    asked bool [B, T]: queries that are none are left out; exists bool [B, C]: blocks that are.
+    """
+    if per not in PER:
+        raise ValueError(f"pooled(per={per!r}): choose one of {', '.join(PER)}")
+    if per == "token_and_head":
+        return x
+    asked = jnp.ones(x.shape[:2], bool) if asked is None else asked
+    if per == "chunk":
+        total = jnp.where(asked[..., None, None], x, 0.0).sum((1, 2))
+        return total / jnp.maximum(asked.sum(1), 1)[:, None]
+    if exists is not None:
+        x = jnp.where(exists[:, None, None], x, -jnp.inf)
+        x = jnp.where(exists.any(-1)[:, None, None, None], x, 0.0)
+    return jnp.where(asked[..., None, None], jax.nn.softmax(x, -1), 0.0).max(1)
+
+
+def best(x, count: int, exists=None, forced=None):
+    """The `count` blocks of the highest scores [..., C], by number: (ids, there) [..., M].
+
+    M = min(count, C). ids are ascending; where fewer blocks exist, the rest are not `there` and
+    have id 0. exists, forced bool, broadcastable to x: blocks that may, and that must be taken.
+    """
+    blocks = x.shape[-1]
+    if forced is not None:
+        x = jnp.where(forced, jnp.inf, x)
+    if exists is not None:
+        x = jnp.where(exists, x, -jnp.inf)
+    top, ids = lax.top_k(x, min(count, blocks))
+    ids = jnp.sort(jnp.where(top > -jnp.inf, ids.astype(jnp.int32), blocks), -1)
+    there = ids < blocks
+    return jnp.where(there, ids, 0), there
+
+
+def tokens(x, slots):
+    """x [B, S, K, H] at slots int [B, ..., N, M, block], of query heads: [B, ..., N, M, block, H].
+
+    Every query head reads its own slots of the key head that it shares.
+    """
+    heads = slots.shape[-3]
+    head = jnp.arange(heads) // (heads // x.shape[2])
+
+    def of_row(x, slots):
+        return x.at[slots, head[:, None, None]].get(mode="clip")
+
+    return jax.vmap(of_row)(x, slots)
+
+
+def by_query(run: Callable[[Any], Any], arrays, elements: int):
+    """`run` of every query: arrays [B, T, ...] -> results [B, T, ...], a few queries at a time.
+
+    run takes and gives arrays [B, ...]. `elements` is what it gathers for one query of the whole
+    batch; together they stay below `BUDGET`, or one query at a time goes.
+    """
+    some = max(1, BUDGET // max(1, elements))
+    first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
+    length = jax.tree.leaves(first)[0].shape[0]
+    results = lax.map(run, first, batch_size=min(some, length))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), results)
+
+
+def _blocks(x, slots):
+    """x [B, S, ...] at slots [B, C, block]: [B, C, block, ...]."""
+    return jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="clip"))(x, slots)

@@ -1,0 +1,225 @@
+"""Grouped softmax: blocks of keys that are weighted by the logit of the token that closes them.
+
+Landmark attention (Mohtashami and Jaggi 2023, arXiv 2305.16300, sec. 3.1). The last token of every
+block, its landmark, stands for the block. A query shares its attention among the ordinary tokens
+of its own block and the landmarks of older blocks, and what a landmark gets is shared among the
+ordinary tokens of that block by a second softmax:
+
+    a = softmax over {own ordinary tokens j <= i} and {landmarks of older blocks} of s_ij
+    out_i = sum_own a_j v_j + sum_blocks a_landmark(b) sum_{j in b} softmax_{j in b}(s_ij) v_j
+
+The own block is ordinary attention. Older blocks are walked once, O(T) memory: their outer softmax
+is running (Milakov and Gimelshein 2018), the inner one needs no more than the block at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _xla_grouped
+from pallas_kernels.flash import flash
+from pallas_kernels.masks import Mask, causal, chunks, tail_of
+from pallas_kernels.merging import merge
+
+
+def own_block(block: int) -> Mask:
+    """The ordinary tokens of the query's own block, up to the query."""
+    return causal() & chunks(block) & ~tail_of(block, 1)
+
+
+def grouped(
+    q,
+    k,
+    v,
+    block: int,
+    *,
+    scale: float | None = None,
+    q_index=None,
+    k_index=None,
+    q_segments=None,
+    k_segments=None,
+    implementation: str | None = None,
+):
+    """(out [B, T, N, Hv], lse float32 [B, T, N]) of the grouped softmax, both differentiable.
+
+    q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv] with N a multiple of K. lse is that of the outer
+    softmax. The landmark of a block is its last token: order index p with p % block == block - 1.
+
+    block: tokens of a block, the landmark included.
+    q_index [T] or [B, T], k_index [S] or [B, S]: places in the own document, by default 0, 1, ...
+        Older blocks have to stand in consecutive keys; one whose start is not there is not seen.
+    q_segments int [B, T], k_segments int [B, S]: documents; 0 is padding.
+    implementation: that of the own block as in `flash`, "reference" for a dense form of the whole.
+    """
+    if block < 2:
+        raise ValueError(f"grouped: block={block} must be at least 2: a token and its landmark")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    places = {
+        "q_index": q_index, "k_index": k_index, "q_segments": q_segments, "k_segments": k_segments
+    }  # fmt: skip
+    if implementation == "reference":
+        rows = *_rows(q_index, q_segments, q), *_rows(k_index, k_segments, k)
+        return _dense(q, k, v, *rows, block=block, scale=scale)
+    own = flash(q, k, v, own_block(block), scale=scale, implementation=implementation, **places)
+    if k.shape[1] < block:
+        return own
+    if k_index is None and k_segments is None:
+        whole = k.shape[1] // block * block
+        k, v, numbers, segments = k[:, :whole], v[:, :whole], None, None
+    else:
+        rows = _rows(k_index, k_segments, k)
+        k, v, numbers, segments = _complete_blocks(k, v, *rows, block)
+    q_numbers, q_segments = _query_blocks(q, q_index, q_segments, numbers, segments, block)
+    old = older_blocks(
+        q, k, v, block, scale=scale, q_numbers=q_numbers, k_numbers=numbers,
+        q_segments=q_segments, k_segments=segments,
+    )  # fmt: skip
+    return merge([own, old])
+
+
+def older_blocks(
+    q, k, v, block: int, *, scale: float, q_numbers=None, k_numbers=None,
+    q_segments=None, k_segments=None,
+):  # fmt: skip
+    """The part of `grouped` that falls on blocks numbered below the query's own.
+
+    k [B, C * block, K, H], v likewise: C whole blocks. q_numbers [B, T] and k_numbers [B, C] number
+    the blocks within their document (None: t // block and 0, 1, ...); k_segments is [B, C].
+    """
+    places = (q_numbers, k_numbers, q_segments, k_segments)
+    return _older(q, k, v, places, block, float(scale))
+
+
+def _rows(index, segments, k):
+    """Order indices and segments as [B, S]."""
+    shape = k.shape[:2]
+    index = jnp.arange(shape[1], dtype=jnp.int32) if index is None else index
+    segments = jnp.ones(shape, jnp.int32) if segments is None else segments
+    return jnp.broadcast_to(index, shape), segments
+
+
+def _query_blocks(q, index, segments, k_numbers, k_segments, block: int):
+    if index is None and k_numbers is None:
+        return None, None
+    index, rows = _rows(index, segments, q)
+    return index // block, None if k_segments is None else rows
+
+
+def _complete_blocks(k, v, index, segments, block: int):
+    """k, v [B, C * block, ...], numbers and segments [B, C] of the complete blocks, C = S // block.
+
+    Blocks of a row do not overlap, so there are never more; missing ones have segment 0.
+    """
+    (rows, length), offset = index.shape, index % block
+    at, count = jnp.arange(length, dtype=jnp.int32), length // block
+    closes, close = _closing(index, segments, block)
+    rank = jnp.cumsum(closes, axis=1, dtype=jnp.int32) - closes
+    row = jnp.arange(rows)[:, None]
+    ends = jnp.full((rows, count), length, jnp.int32)
+    ends = ends.at[row, jnp.where(closes, rank, count)].set(at, mode="drop")
+    slots = ends[..., None] - (block - 1) + jnp.arange(block, dtype=jnp.int32)
+    slots = jnp.where(ends[..., None] < length, slots, length).reshape(rows, -1)
+    back = jnp.where(close < length, rank * block + offset, count * block)
+    numbers = jnp.take_along_axis(index, jnp.minimum(ends, length - 1), 1) // block
+    of_end = jnp.take_along_axis(segments, jnp.minimum(ends, length - 1), 1)
+    kept = jnp.where(ends < length, of_end, 0)
+    return _moved(k, slots, back), _moved(v, slots, back), numbers, kept
+
+
+def _closing(index, segments, block: int):
+    """Which tokens close a block that is there as a whole, and where that of each token closes.
+
+    bool and int32 [B, S]; S for tokens of an open block and for padding.
+    """
+    length, offset = index.shape[1], index % block
+    at = jnp.arange(length, dtype=jnp.int32)
+    closes = (segments != 0) & (offset == block - 1) & (at >= block - 1)
+    close = at + block - 1 - offset
+    closed = jnp.take_along_axis(closes, jnp.minimum(close, length - 1), 1) & (close < length)
+    return closes, jnp.where(closed & (segments != 0), close, length)
+
+
+@jax.custom_vjp
+def _moved(x, slots, back):
+    """x [B, S, ...] -> [B, M, ...]: x[slots], 0 where slots is S; `back` is the inverse map.
+
+    With it the gradient is a gather too: no scatter, whose order of sums could vary.
+    """
+    take = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
+    return jax.vmap(take)(x, slots)
+
+
+_moved.defvjp(
+    lambda x, slots, back: (_moved(x, slots, back), (slots, back)),
+    lambda saved, dy: (_moved(dy, saved[1], saved[0]), None, None),
+)
+
+
+# Compiled once per shape also when called outside jit, and traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("run", "block", "scale"))
+def _on_platform(run, arrays, places, block, scale):
+    branches = {
+        platform: functools.partial(run, block=block, scale=scale, platform=platform)
+        for platform in ("cpu", "default")
+    }
+    return lax.platform_dependent(*arrays, places, **branches)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _older(q, k, v, places, block, scale):
+    return _on_platform(_xla_grouped.forward, (q, k, v), places, block, scale)
+
+
+def _older_forward(q, k, v, places, block, scale):
+    out, lse = _older(q, k, v, places, block, scale)
+    return (out, lse), (q, k, v, places, out, lse)
+
+
+def _older_backward(block, scale, saved, cotangents):
+    q, k, v, places, out, lse = saved
+    arrays = (q, k, v, out, lse, *cotangents)
+    return *_on_platform(_xla_grouped.backward, arrays, places, block, scale), None
+
+
+_older.defvjp(_older_forward, _older_backward)
+
+
+def _dense(q, k, v, q_index, q_segments, k_index, k_segments, *, block: int, scale: float):
+    """The formula at the top of this file, all scores at once: for tests and small inputs."""
+    (b, t, n, h), (length, heads) = q.shape, k.shape[1:3]
+    query = q.reshape(b, t, heads, n // heads, h).astype(jnp.float32) * scale
+    exact = {"precision": lax.Precision.HIGHEST}
+    x = jnp.einsum("BTKGH,BSKH->SBTKG", query, k.astype(jnp.float32), **exact)
+    same = (q_segments[:, :, None] == k_segments[:, None]) & (k_segments != 0)[:, None]
+    own = own_block(block).element(q_index[:, :, None], k_index[:, None]) & same
+    closes, close = _closing(k_index, k_segments, block)
+    older = same & (k_index[:, None] // block < q_index[:, :, None] // block)
+    own, older = (jnp.moveaxis(m, 2, 0)[..., None, None] for m in (own, older))
+    closes, close = closes.T[:, :, None, None, None], close.T
+    logits = jnp.where(own | (older & closes), x, -jnp.inf)
+    top = jnp.max(logits, 0)
+    some = top > -jnp.inf
+    shift = lax.stop_gradient(jnp.where(some, top, 0.0))
+    total = jnp.where(some, jnp.sum(jnp.exp(logits - shift), 0), 1.0)
+    a = jnp.exp(logits - shift) / total
+
+    def by_block(reduce, y):
+        return jax.vmap(lambda y, ids: reduce(y, ids, length + 1), 1, 1)(y, close)
+
+    def of_token(y):
+        return jnp.take_along_axis(y, close[..., None, None, None], 0)
+
+    ordinary = ~closes & (close < length)[..., None, None, None]
+    inner = jnp.where(ordinary, x, -jnp.inf)
+    inner_top = lax.stop_gradient(of_token(by_block(jax.ops.segment_max, inner)))
+    p = jnp.exp(inner - jnp.where(ordinary, inner_top, 0.0))
+    p = p / jnp.where(ordinary, of_token(by_block(jax.ops.segment_sum, p)), 1.0)
+    shared = jnp.take_along_axis(a, jnp.minimum(close, length - 1)[..., None, None, None], 0)
+    weights = jnp.where(own, a, jnp.where(older & ordinary, shared * p, 0.0))
+    out = jnp.einsum("SBTKG,BSKH->BTKGH", weights, v.astype(jnp.float32), **exact)
+    lse = jnp.where(some, shift + jnp.log(total), -jnp.inf)
+    return out.reshape(b, t, n, -1).astype(q.dtype), lse.reshape(b, t, n)

@@ -1,0 +1,213 @@
+"""Landmark attention: training form, retrieval from a cache, and what a cache must not change."""
+
+import functools
+
+import attention_golden as golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import cache as cache_lib
+from lcjax.attention import attend
+from lcjax.attention.landmark import Landmark
+from lcjax.attention.landmark_retrieval import Past
+from lcjax.errors import InputError
+from lcjax.models import preset
+from lcjax.models.layers import Context
+from lcjax.rope import Rotation
+
+ROTATION = Rotation(jnp.asarray(10_000.0 ** -np.linspace(0, 1, 8, endpoint=False), jnp.float32))
+BLOCK = 4
+
+
+@functools.partial(jax.jit, static_argnames="pattern")
+def run(q, k, v, pattern, rotation=ROTATION, segments=None):
+    """The last q.shape[1] queries of a text of k.shape[1] tokens."""
+    first, there = k.shape[1] - q.shape[1], segments
+    order = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
+    if segments is not None:
+        order = jnp.cumsum(segments, 1) - 1
+    return attend(
+        q, k, v, pattern=pattern, rotation=rotation, q_positions=order[:, first:],
+        k_positions=order, q_index=order[:, first:], k_index=order,
+        q_segments=None if there is None else there[:, first:], k_segments=there,
+    )  # fmt: skip
+
+
+def test_training_equals_the_code_of_the_authors():
+    case = "landmark.train_f7_t43"
+    x = golden.arrays(case)
+
+    def loss(q, k, v):
+        out = run(q, k, v, Landmark(block=8), golden.rotation(case))
+        return jnp.sum(out * x["cotangent"]), out
+
+    grad = jax.grad(loss, (0, 1, 2), has_aux=True)
+    gradients, out = grad(*(jnp.asarray(x[name]) for name in "qkv"))
+    np.testing.assert_allclose(out, x["out"], **golden.TOLERANCE)
+    for got, name in zip(gradients, ("dq", "dk", "dv"), strict=True):
+        np.testing.assert_allclose(got, x[name], **golden.GRADIENTS, err_msg=name)
+
+
+def test_retrieval_equals_the_code_of_the_authors():
+    case = "landmark.infer_p48_n16_k2"
+    x = golden.arrays(case)
+    k = np.concatenate([x["past_k_prerope"], x["k"]], 1)
+    v = np.concatenate([x["past_v"], x["v"]], 1)
+    pattern = Landmark(block=8, top_k=2, train_length=64)
+    out = run(*map(jnp.asarray, (x["q"], k, v)), pattern, golden.rotation(case))
+    np.testing.assert_allclose(out, x["out"], **golden.TOLERANCE)
+
+
+def oracle(q, k, v, past, pattern):
+    """Query by query, head by head, as the specification says it, in float64."""
+    block, (length, heads, size) = pattern.block, k.shape
+
+    def turn(x, position):
+        a, b = np.split(x.astype(np.float64), 2)
+        angle = position * 10_000.0 ** -(np.arange(0, size, 2) / size)
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin])
+
+    blocks = past // block
+    taken = min(pattern.top_k, blocks)
+    first = (blocks - taken - 1) * block
+
+    def score(i, n):
+        """Of every block of the past."""
+        query = turn(q[i - past, n], i)
+        place = [max(0, b - (blocks - taken) + 1) for b in range(blocks)]
+        ends = [first + m * block + block - 1 for m in place]
+        keys = [turn(k[b * block + block - 1, n], end) for b, end in enumerate(ends)]
+        return np.array([query @ key for key in keys]) / np.sqrt(size)
+
+    out = np.zeros((length - past, heads, size))
+    for n in range(heads):
+        scores = np.array([score(i, n) for i in range(past, length)])
+        if pattern.select == "per_head_and_chunk" and blocks:
+            p = np.exp(scores - scores.max(1, keepdims=True))
+            scores[:] = (p / p.sum(1, keepdims=True)).max(0)
+        for i in range(past, length):
+            query, groups = turn(q[i - past, n], i), []
+            for slot, b in enumerate(np.sort(np.argsort(-scores[i - past])[:taken])):
+                start = first + slot * block + (block if b >= blocks - taken else 0)
+                groups.append((b, start - b * block))
+            groups += [(b, 0) for b in range(blocks, i // block)]
+            own = [j for j in range(i // block * block, i + 1) if j % block != block - 1]
+            logits = [query @ turn(k[j, n], j) / np.sqrt(size) for j in own]
+            values = [v[j, n] for j in own]
+            for b, shift in groups:
+                x = [
+                    query @ turn(k[j, n], j + shift) / np.sqrt(size)
+                    for j in range(b * block, (b + 1) * block)
+                ]
+                p = np.exp(np.array(x[:-1]) - max(x[:-1]))
+                logits.append(x[-1])
+                values.append(p / p.sum() @ v[b * block : (b + 1) * block - 1, n])
+            a = np.exp(np.array(logits) - max(logits))
+            out[i - past, n] = a / a.sum() @ np.array(values)
+    return out
+
+
+@pytest.mark.parametrize("select", ["per_token_and_head", "per_head_and_chunk"])
+@pytest.mark.parametrize(
+    ("past", "new", "top_k"),
+    [(24, 9, 2), (26, 1, 2), (23, 7, 4), (5, 6, 3), (3, 12, 2)],
+)
+def test_retrieval_equals_the_specification(past, new, top_k, select):
+    rng = np.random.default_rng(past)
+    k, v = rng.normal(size=(2, past + new, 2, 16)).astype(np.float32)
+    q = 2 * rng.normal(size=(new, 4, 16)).astype(np.float32)
+    pattern = Landmark(block=BLOCK, top_k=top_k, train_length=64, select=select)
+    got = run(*(jnp.asarray(x)[None] for x in (q, k, v)), pattern)[0]
+    want = oracle(q, *(np.repeat(x, 2, 1) for x in (k, v)), past, pattern)
+    np.testing.assert_allclose(got, want, **golden.TOLERANCE)
+
+
+def test_rows_of_a_batch_have_pasts_of_their_own():
+    rng = np.random.default_rng(0)
+    k, v = rng.normal(size=(2, 1, 40, 2, 16)).astype(np.float32)
+    q = rng.normal(size=(1, 6, 4, 16)).astype(np.float32)
+    pattern = Landmark(block=BLOCK, top_k=2, train_length=64)
+    alone = run(*(jnp.asarray(x) for x in (q, k[:, 7:], v[:, 7:])), pattern)
+    segments = np.ones((2, 40), np.int32)
+    segments[1, :7] = 0
+    q, k, v = (jnp.asarray(np.repeat(x, 2, 0)) for x in (q, k, v))
+    both = run(q, k, v, pattern, segments=jnp.asarray(segments))
+    np.testing.assert_allclose(both[1:], alone, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(both[:1], run(q[:1], k[:1], v[:1], pattern), rtol=1e-5, atol=2e-6)
+    # A query that is padding sees nothing.
+    segments[1, 34] = 0
+    out = run(q, k, v, pattern, segments=jnp.asarray(segments))
+    assert not np.asarray(out)[1, 0].any() and np.isfinite(out).all()
+
+
+def test_few_queries_at_a_time_give_the_same(monkeypatch):
+    rng = np.random.default_rng(1)
+    k, v = (jnp.asarray(rng.normal(size=(2, 50, 2, 16)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(2, 11, 4, 16)), jnp.float32)
+    pattern = Landmark(block=BLOCK, top_k=3, train_length=64)
+    want = run.__wrapped__(q, k, v, pattern)
+    monkeypatch.setattr("pallas_kernels.gather.BUDGET", 2 * 4 * 3 * BLOCK * 32 * 3)
+    got = run.__wrapped__(q, k, v, pattern)  # three at a time, then two
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_a_cache_read_in_chunks_gives_every_chunk_its_past(rotated):
+    pattern = Landmark(block=BLOCK, top_k=2, train_length=32)
+    config = preset("tiny").replace(num_layers=1, scan_layers=False, pattern=pattern)
+    cache = cache_lib.create(config, 1, 64, chunk=pattern.chunk, rotated=rotated)
+    rng = np.random.default_rng(2)
+    q = jnp.asarray(rng.normal(size=(1, 54, 4, 16)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(1, 54, 2, 16)), jnp.float32) for _ in range(2))
+    assert pattern.chunk == 20
+    for start, stop in ((0, 20), (20, 40), (40, 53), (53, 54)):
+        new = slice(start, stop)
+        positions = jnp.arange(start, stop)[None]
+        cache, view = cache_lib.extend(cache, None, positions)
+        out, layer = cache_lib.attend_cached(
+            q[:, new], k[:, new], v[:, new], cache.layers[0], pattern=pattern,
+            context=Context(positions, None, ROTATION, view=view),
+        )  # fmt: skip
+        cache = cache_lib.replace_layers(cache, (layer,))
+        want = run(q[:, new], k[:, :stop], v[:, :stop], pattern)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=2e-6)
+        full = run(q[:, :stop], k[:, :stop], v[:, :stop], Landmark(block=BLOCK, top_k=None))
+        assert np.allclose(out, full[:, new], atol=1e-5) == (start == 0)
+
+
+def test_distances_stay_within_the_trained_length():
+    pattern = Landmark(block=BLOCK, top_k=3, train_length=40)
+    past = Past(jnp.zeros((1, 100, BLOCK), jnp.int32), jnp.array([100]), jnp.array([3]), BLOCK)
+    ids = jnp.asarray([[[0, 1, 2], [0, 50, 99], [97, 98, 99], [96, 97, 99]]])
+    starts = np.asarray(ids * BLOCK + past.slot_shift(ids))[0]
+    want = [[384, 388, 392], [384, 388, 396], [388, 392, 396], [384, 392, 396]]
+    np.testing.assert_array_equal(starts, want)
+    last = 400 + pattern.chunk - 1
+    assert last - starts.min() == pattern.train_length - 1
+    scored = np.asarray(jnp.arange(100) * BLOCK + past.scoring_shift())[0]
+    np.testing.assert_array_equal(scored, [384] * 97 + [388, 392, 396])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": 1}, "pattern.block=1 must be an integer of at least 2"),
+        ({"top_k": 0}, "pattern.top_k=0"),
+        ({"select": "all"}, "per_token_and_head, per_head_and_chunk"),
+        ({"top_k": 7}, "at most 6"),
+        ({"train_length": 32}, "pattern.train_length=32 must be an integer of at least 64"),
+        ({"token": -1}, "pattern.token=-1"),
+    ],
+)
+def test_fields_that_cannot_work_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        Landmark(**fields)
+
+
+def test_the_released_model_is_read_128_tokens_at_a_time():
+    assert Landmark().chunk == 128
+    assert Landmark(top_k=6, train_length=512).chunk == 64
+    assert Landmark(top_k=None).chunk is None

@@ -1,0 +1,133 @@
+"""Summaries, scores and choices of blocks against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gather
+
+RNG = np.random.default_rng(0)
+K = RNG.normal(size=(2, 24, 2, 8)).astype(np.float32)
+Q = RNG.normal(size=(2, 5, 4, 8)).astype(np.float32)
+# Five blocks of four; the second row's lie in other slots, not in order.
+SLOTS = np.stack([np.arange(20), RNG.permutation(24)[:20]]).reshape(2, 5, 4).astype(np.int32)
+THERE = np.ones((2, 5, 4), bool)
+THERE[1, 4, 2:], THERE[0, 3] = False, False
+BLOCKS = K[np.arange(2)[:, None, None], SLOTS]  # [B, C, block, K, H]
+
+
+def test_summaries_describe_the_tokens_of_their_blocks():
+    np.testing.assert_array_equal(gather.landmarks(K, SLOTS), BLOCKS[:, :, -1])
+    np.testing.assert_allclose(gather.means(K, SLOTS), BLOCKS.mean(2), rtol=1e-5, atol=1e-6)
+    low, high = gather.extents(K, SLOTS)
+    np.testing.assert_array_equal(low, BLOCKS.min(2))
+    np.testing.assert_array_equal(high, BLOCKS.max(2))
+
+
+def test_slots_without_a_token_do_not_count():
+    mean, (low, high) = gather.means(K, SLOTS, THERE), gather.extents(K, SLOTS, THERE)
+    for row, block in np.ndindex(2, 5):
+        kept = BLOCKS[row, block, THERE[row, block]]
+        some = len(kept) > 0
+        np.testing.assert_allclose(
+            mean[row, block], kept.mean(0) if some else 0 * mean[row, block], rtol=1e-5, atol=1e-6
+        )
+        for got, reduce in ((low, np.min), (high, np.max)):
+            want = reduce(kept, 0) if some else np.zeros_like(got[row, block])
+            np.testing.assert_array_equal(got[row, block], want)
+
+
+def test_representatives_are_the_most_attended_keys():
+    received = RNG.random((2, 24, 2)).astype(np.float32)
+    got = gather.representatives(K, SLOTS, received, 3)
+    for row, block, head in np.ndindex(2, 5, 2):
+        order = np.argsort(-received[row, SLOTS[row, block], head])[:3]
+        want = BLOCKS[row, block, order, head].mean(0)
+        np.testing.assert_allclose(got[row, block, head], want, rtol=1e-5, atol=1e-6)
+    whole = gather.representatives(K, SLOTS, received, 9)
+    np.testing.assert_allclose(whole, BLOCKS.mean(2), rtol=1e-5, atol=1e-6)
+
+
+def test_scores_are_products_of_a_head_with_the_keys_it_shares():
+    got = gather.scores(jnp.asarray(Q), gather.means(K, SLOTS))
+    want = np.einsum("btnh,bcnh->btnc", Q, np.repeat(BLOCKS.mean(2), 2, 2))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_no_key_of_a_block_scores_above_its_bound():
+    bound = np.asarray(gather.bounds(jnp.asarray(Q), gather.extents(K, SLOTS)))
+    keys = np.einsum("btnh,bcpnh->btncp", Q, np.repeat(BLOCKS, 2, 3)).max(-1)
+    assert np.all(bound >= keys - 1e-5) and np.all(bound <= keys + 12)
+    one = gather.extents(K, SLOTS[..., :1])  # of one key the bound is the score
+    keys = np.einsum("btnh,bcnh->btnc", Q, np.repeat(BLOCKS[:, :, 0], 2, 2))
+    np.testing.assert_allclose(gather.bounds(jnp.asarray(Q), one), keys, rtol=1e-5, atol=1e-5)
+
+
+def test_pooling_leaves_out_padding_and_missing_blocks():
+    x = RNG.normal(size=(2, 5, 4, 6)).astype(np.float32)
+    asked, exists = np.ones((2, 5), bool), np.ones((2, 6), bool)
+    asked[1, :2], exists[0, 4:] = False, False
+    assert gather.pooled(x, "token_and_head") is x
+    chunk = gather.pooled(x, "chunk", asked)
+    np.testing.assert_allclose(chunk[1], x[1, 2:].mean(0).sum(0), rtol=1e-5, atol=1e-5)
+    head = np.asarray(gather.pooled(x, "head_and_chunk", asked, exists))
+    p = np.exp(x[0, :, :, :4])
+    np.testing.assert_allclose(
+        head[0, :, :4], (p / p.sum(-1, keepdims=True)).max(0), rtol=1e-5, atol=1e-6
+    )
+    p = np.exp(x[1, 2:])
+    np.testing.assert_allclose(head[1], (p / p.sum(-1, keepdims=True)).max(0), rtol=1e-5, atol=1e-6)
+    nothing = gather.pooled(x, "head_and_chunk", asked, np.zeros((2, 6), bool))
+    assert np.isfinite(nothing).all()
+    with pytest.raises(ValueError, match="token_and_head, head_and_chunk, chunk"):
+        gather.pooled(x, "head")
+
+
+def test_the_best_blocks_come_in_the_order_of_the_text():
+    x = RNG.normal(size=(3, 7)).astype(np.float32)
+    ids, there = gather.best(x, 3)
+    np.testing.assert_array_equal(ids, np.sort(np.argsort(-x)[:, :3]))
+    assert np.all(there)
+    ids, there = gather.best(x, 9)
+    np.testing.assert_array_equal(ids, np.tile(np.arange(7), (3, 1)))
+
+
+def test_forced_blocks_are_taken_and_missing_ones_are_not():
+    x = np.array([[9.0, 1, 2, 8, 3]], np.float32)
+    forced, exists = np.array([[0, 1, 0, 0, 0]], bool), np.array([[1, 1, 1, 0, 0]], bool)
+    ids, there = gather.best(x, 2, exists, forced)
+    np.testing.assert_array_equal(ids, [[0, 1]])
+    ids, there = gather.best(x, 4, exists)
+    np.testing.assert_array_equal(ids, [[0, 1, 2, 0]])
+    np.testing.assert_array_equal(there, [[True, True, True, False]])
+    _, there = gather.best(x, 2, np.zeros((1, 5), bool), forced)
+    assert not np.any(there)
+
+
+def test_every_query_head_reads_its_own_blocks():
+    ids = RNG.integers(0, 5, (2, 3, 4, 2))  # [B, T, N, M]
+    slots = SLOTS[np.arange(2)[:, None, None, None], ids]
+    got = np.asarray(gather.tokens(jnp.asarray(K), jnp.asarray(slots)))
+    assert got.shape == (2, 3, 4, 2, 4, 8)
+    for row, t, head, m in np.ndindex(2, 3, 4, 2):
+        np.testing.assert_array_equal(
+            got[row, t, head, m], BLOCKS[row, ids[row, t, head, m], :, head // 2]
+        )
+
+
+@pytest.mark.parametrize("length", [1, 7, 8])
+def test_queries_are_handled_a_few_at_a_time(monkeypatch, length):
+    monkeypatch.setattr(gather, "BUDGET", 100)
+    x, y = RNG.normal(size=(2, length, 3)), RNG.normal(size=(2, length))
+    seen = []
+
+    def run(pair):
+        seen.append(pair[0].shape)
+        return pair[0] * pair[1][:, None], pair[1].sum()[None]
+
+    got, _ = gather.by_query(run, (jnp.asarray(x), jnp.asarray(y)), 30)
+    np.testing.assert_allclose(got, x * y[..., None], rtol=1e-6)
+    assert set(seen) == {(2, 3)}
+    made = str(jax.make_jaxpr(lambda x: gather.by_query(jnp.sin, x, 30))(x))
+    assert f"length={max(1, length // 3)}" in made
