@@ -29,7 +29,7 @@ F32 = jnp.float32
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    table, cut = _table(q, k, v, operands, spec)
+    cut, found = _plan(q, k, v, operands, spec, backward=False)
     body, x = _prepare(q, k, v, operands, spec, cut)
     size = x["v"].shape[-1]
     run = functools.partial(
@@ -43,20 +43,19 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
         scratch=[(F32, LANES), (F32, LANES), (F32, size)],
         interpret=interpret,
     )
-    out, lse = every_call(_visits(table, cut), cut, 0, run)
+    out, lse = every_call(found, cut, 0, run)
     return cut.from_rows(out)[..., : v.shape[-1]], cut.from_rows(lse[:, :, 0])
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
     """Cotangents of q, k, v and of the bias; that of lse enters through `di`."""
-    table, cut = _table(q, k, v, operands, spec)
+    cut, found = _plan(q, k, v, operands, spec, backward=True)
     body, x = _prepare(q, k, v, operands, spec, cut)
     di = jnp.sum(out.astype(F32) * d_out.astype(F32), -1) - d_lse
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     x["lse"] = cut.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
     x["di"] = cut.to_rows(di)[:, :, None]
     x["d_out"] = cut.to_rows(wide(d_out.astype(q.dtype)))
-    found = _visits(table, cut)
 
     def run(kernel, axis, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
@@ -94,53 +93,52 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 
 def _table_unsupported(q, k, v, operands, spec) -> str | None:
     table = given_table(operands, spec)
-    lists = 1 if table is None else table.index.shape[1]
-    q_block, k_block = _blocks(q, k, v, table)
     (queries, n), (keys, heads) = q.shape[1:3], k.shape[1:3]
-    width = 1 if lists > heads else n // heads
-    if queries > q_block and not layouts.divide(q_block * width):
-        return (
-            f"the table's blocks of {q_block} queries times {width} heads of a key head are "
-            f"{q_block * width} rows, no multiple of {LANES}"
-        )
-    if keys > k_block and (k_block % LANES or k_block > layouts.KEYS):
-        return (
-            f"the table's blocks of {k_block} keys are no multiple of {LANES} up to {layouts.KEYS}"
-        )
-    cut = layouts.layout(q, k, lists=lists, q_block=q_block, k_block=k_block)
-    if max(cut.count, cut.key_count) >= tables.LIMIT:
-        return (
-            f"{cut.count} x {cut.key_count} blocks are more than {tables.LIMIT} along an axis; "
-            "larger blocks make fewer"
-        )
+    if table is not None:
+        width = 1 if table.index.shape[1] > heads else n // heads
+        if queries > table.q_block and table.q_block * width % LANES:
+            return (
+                f"blocks of {table.q_block} queries times {width} heads are "
+                f"{table.q_block * width} rows, no multiple of {LANES}"
+            )
+        if keys > table.k_block and (table.k_block % LANES or table.k_block > layouts.KEYS):
+            return f"blocks of {table.k_block} keys are no multiple of {LANES} up to {layouts.KEYS}"
+    for backward in (False, True):
+        cut = _layout(q, k, v, table, backward)
+        if max(cut.count, cut.key_count) >= tables.LIMIT:
+            return (
+                f"{cut.count} x {cut.key_count} blocks are more than {tables.LIMIT - 1} along an "
+                "axis; larger blocks make fewer"
+            )
     return None
 
 
-def _blocks(q, k, v, table):
-    """Sizes of the blocks of queries and of keys: the caller's table's, or what suits best."""
-    if table is not None:
-        return table.q_block, table.k_block
-    size = max(x.shape[-1] for x in (q, k, v))
-    return layouts.blocks(q.shape[1], k.shape[1], q.shape[2] // k.shape[2], size)
+def _blocks(q, k, v, given, backward: bool) -> tuple[int, int]:
+    if given is not None:
+        return given.q_block, given.k_block
+    return layouts.table_blocks(q, k, v, backward)
 
 
-def _table(q, k, v, operands, spec):
-    """The table of visible blocks, and the layout that it asks for."""
+def _layout(q, k, v, given, backward: bool) -> Layout:
+    q_block, k_block = _blocks(q, k, v, given, backward)
+    lists = 1 if given is None else given.index.shape[1]
+    sizes = dict(q_block=q_block, k_block=k_block)
+    return layouts.layout(q, k, v, lists=lists, **sizes, backward=backward)
+
+
+def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Layout, tables.Visits]:
+    """The layout, and the visits of blocks that it is for."""
     given = given_table(operands, spec)
-    q_block, k_block = _blocks(q, k, v, given)
+    cut = _layout(q, k, v, given, backward)
     places = dict(queries=q.shape[1], keys=k.shape[1])
     places |= dict(q_index=operands.q_index, k_index=operands.k_index)
     places |= dict(q_segments=operands.q_segments, k_segments=operands.k_segments)
     if given is None:
+        q_block, k_block = _blocks(q, k, v, None, backward)
         table = from_mask(spec.mask, **places, q_block=q_block, k_block=k_block)
     else:
         table = restrict(given, spec.mask, **places)
-    lists = table.index.shape[1]
-    return table, layouts.layout(q, k, lists=lists, q_block=q_block, k_block=k_block)
-
-
-def _visits(table, cut: Layout):
-    return tables.visits(table, heads=cut.heads, split=cut.split)
+    return cut, tables.visits(table, heads=cut.heads, split=cut.split)
 
 
 def _prepare(q, k, v, operands, spec, cut: Layout):

@@ -18,7 +18,7 @@ MATRICES = ("q", "k", "v", "d_out")
 
 
 def every_call(found: Visits, cut: Layout, axis: int, run):
-    """The outputs of `run(call)`, each [batch, heads, ...], for all batch rows, heads and blocks."""
+    """The outputs of `run(call)`, each [batch, heads, ...], of all calls together."""
     sizes = dict(rows=cut.count, cols=cut.key_count, batch=cut.batch, heads=cut.heads)
     parts = [
         _join([_join([run(call) for call in row], 1) for row in rows], 0)

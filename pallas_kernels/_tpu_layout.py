@@ -14,16 +14,27 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 LANES = 128
-ROWS = 512  # most rows of a block
 KEYS = 2048  # most keys of a block
+# Rows and keys of a step's blocks, forward and backward, by operand and head size. Blocks of 128
+# are slow: the step costs more than its products. A block of keys is read again for every block
+# of rows, so the more rows, the less memory traffic: with 1,024 of them v6e is bound by its
+# products, with 512 by its memory. A kernel may use 16 MB of VMEM (v5e's limit); scores of
+# [1024, 1024] float32 are 4 MB, and a backward step holds four such arrays beside its operands.
+# Products of float32 in full precision are six of bfloat16, which smaller blocks keep busy too.
+BLOCKS = {
+    ("bfloat16", 128): ((1024, 1024), (512, 1024)),
+    ("bfloat16", 256): ((512, 1024), (512, 512)),
+    ("float32", 128): ((512, 512), (512, 512)),
+    ("float32", 256): ((512, 512), (256, 512)),
+}
 
 
-def lanes(n: int, unit: int = LANES) -> int:
+def lanes(n: int) -> int:
     """n rounded up to whole lanes."""
-    return -(-n // unit) * unit
+    return -(-n // LANES) * LANES
 
 
-def divide(rows: int, most: int = ROWS) -> int:
+def divide(rows: int, most: int) -> int:
     """Largest divisor of `rows` of at most `most` that fills whole lanes; 0 when there is none."""
     return next((n for n in range(most, 0, -LANES) if rows % n == 0), 0)
 
@@ -105,41 +116,49 @@ def wide(x):
     return _pad(x, x.ndim - 1, lanes(x.shape[-1]))
 
 
-def blocks(queries: int, keys: int, group: int, size: int) -> tuple[int, int]:
-    """Sizes of a table's blocks of queries and of keys, where the caller gives no table.
+def step_blocks(q, v, backward: bool) -> tuple[int, int]:
+    """Rows and keys of a step."""
+    size = lanes(max(q.shape[-1], v.shape[-1]))
+    return BLOCKS[str(q.dtype), size][backward]
 
-    Large blocks keep the matrix units busy: with blocks of 128, steps cost more than products. The
-    scores of a step, [512, 1024] float32, are 2 MB, and a backward step holds five such arrays of
-    the 16 MB that a kernel may use; heads of more than 128 take half of it.
-    """
-    by_rows = ((divide(q * group), -q) for q in (128, 256, 512))
+
+def table_blocks(q, k, v, backward: bool) -> tuple[int, int]:
+    """Sizes of a table's blocks of queries and of keys, where the caller gives no table."""
+    rows, most_keys = step_blocks(q, v, backward)
+    (queries, n), (keys, heads) = q.shape[1:3], k.shape[1:3]
+    group = n // heads
+    by_rows = ((divide(size * group, rows), -size) for size in (128, 256, 512, 1024))
     q_block = -max(by_rows)[1]
-    return q_block, min(1024 if size <= LANES else 512, lanes(keys))
+    if queries * group <= LANES and max(q.shape[-1], v.shape[-1]) <= LANES:
+        most_keys = KEYS  # decoding reads the cache once and computes little
+    return q_block, min(most_keys, lanes(keys))
 
 
-def layout(q, k, *, lists: int, q_block: int, k_block: int) -> Layout:
+def layout(q, k, v, *, lists: int, q_block: int, k_block: int, backward: bool) -> Layout:
     """`lists`: how many tables there are along heads (1, K or N)."""
     (batch, queries, n), (keys, heads) = q.shape[:3], k.shape[1:3]
-    group = n // heads
     by_head = lists > heads
-    width = 1 if by_head else group
+    width = 1 if by_head else n // heads
+    key_block = min(k_block, lanes(keys))
+    rows, most_keys = step_blocks(q, v, backward)
+    most = min(rows, max(LANES, rows * most_keys // key_block // LANES * LANES))
     table_rows = -(-queries // q_block)
     if table_rows == 1:  # few queries: no more rows than there are
-        rows = min(lanes(queries * width), ROWS)
+        rows = min(lanes(queries * width), most)
         split = -(-queries * width // rows)
     else:
-        rows = divide(q_block * width)
+        rows = divide(q_block * width, most)
         split = q_block * width // rows
     return Layout(
-        batch,
-        heads,
-        group,
-        queries,
-        keys,
-        by_head,
-        rows,
-        split,
-        split * table_rows * (group if by_head else 1),
-        key_block := min(k_block, lanes(keys)),
-        -(-keys // key_block),
+        batch=batch,
+        heads=heads,
+        group=n // heads,
+        queries=queries,
+        keys=keys,
+        by_head=by_head,
+        rows=rows,
+        split=split,
+        count=split * table_rows * (n // heads if by_head else 1),
+        key_block=key_block,
+        key_count=-(-keys // key_block),
     )

@@ -202,10 +202,6 @@ def _cut(steps, used, blocks, batch: int, heads: int):
             for ends, split in ((rows, by_batch), (own, by_head))
         )
         grid = used[part].max().astype(np.int32) if dynamic else size
-        return Call(
-            steps[part].reshape(-1), size, grid, rows, own, blocks, by_batch, by_head
-        )
+        return Call(steps[part].reshape(-1), size, grid, rows, own, blocks, by_batch, by_head)
 
-    return [
-        [call(b, h) for h in range(0, heads, some_heads)] for b in range(0, batch, some_rows)
-    ]
+    return [[call(b, h) for h in range(0, heads, some_heads)] for b in range(0, batch, some_rows)]

@@ -1,0 +1,304 @@
+"""TPU kernels in Pallas' interpreter against the dense reference, values and gradients."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from pallas_kernels import _tpu, _tpu_tables, causal, chunks, everything, prefix, reference, window
+from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels.biases import Alibi, RelativeBias
+from pallas_kernels.masks import keys_in, stride
+from pallas_kernels.tables import from_block_mask, from_mask
+
+SINKS = causal() & (window(70) | prefix(5))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs; `blocks` gives a table of [128 / group, 128] blocks per `tables` (batch, heads)."""
+
+    t: int = 150
+    s: int = 300
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    size: int = 32
+    v_size: int = 32
+    mask: object = SINKS
+    offset: int | None = None
+    segments: bool = False
+    own_places: bool = False
+    soft_cap: float | None = None
+    alibi: bool = False
+    tables: tuple[int, int] | None = None
+    q_block: int = 64
+    traced: bool = False
+    dtype: str = "float32"
+
+
+CASES = {
+    "default blocks, odd sizes": Case(t=600, s=611, size=64, v_size=64, mask=causal()),
+    "blocks of 128, sinks and window": Case(t=300, s=301, tables=(1, 1)),
+    "no table, odd head sizes, places of a chunk": Case(size=80, v_size=40, offset=140),
+    "one query per row, four heads per key head": Case(
+        t=1, s=270, batch=2, heads=8, kv_heads=2, offset=200, segments=True, mask=causal()
+    ),
+    "documents with padding, traced": Case(
+        t=290, s=290, batch=2, segments=True, tables=(1, 1), traced=True, mask=causal()
+    ),
+    "queries before every key": Case(t=140, s=130, offset=-60, mask=causal()),
+    "places of every row, soft cap, linear biases": Case(
+        batch=2, own_places=True, soft_cap=2.0, alibi=True, heads=4, kv_heads=2, tables=(1, 1)
+    ),
+    "tables per query head": Case(
+        t=300, heads=4, kv_heads=2, q_block=128, tables=(1, 4), alibi=True, mask=everything()
+    ),
+    "tables per row and key head, traced": Case(
+        t=260, batch=2, heads=4, kv_heads=2, tables=(2, 2), traced=True, mask=causal()
+    ),
+    "three heads per key head": Case(heads=6, kv_heads=2, mask=causal() & stride(3)),
+    "bfloat16": Case(t=260, heads=4, kv_heads=2, dtype="bfloat16", tables=(1, 1), soft_cap=3.0),
+}
+
+
+def build(case: Case, seed: int = 0):
+    """(q, k, v, cotangents of out and lse), operands, spec and the table."""
+    rng = np.random.default_rng(seed)
+    b, t, s = case.batch, case.t, case.s
+    shapes = [
+        (b, t, case.heads, case.size),
+        (b, s, case.kv_heads, case.size),
+        (b, s, case.kv_heads, case.v_size),
+        (b, t, case.heads, case.v_size),
+    ]
+    arrays = [jnp.asarray(rng.normal(size=shape), case.dtype) for shape in shapes]
+    d_lse = jnp.asarray(rng.normal(size=(b, t, case.heads)), jnp.float32)
+    operands = {}
+    if case.offset is not None:
+        operands["q_index"] = case.offset + jnp.arange(t, dtype=jnp.int32)[None]
+    if case.own_places:
+        operands["q_index"] = jnp.asarray(rng.permuted([range(t)] * b, axis=1), jnp.int32)
+        operands["k_index"] = jnp.asarray(rng.permuted([range(s)] * b, axis=1), jnp.int32)
+    if case.segments:
+        of = {n: np.sort(rng.integers(0, 4, (b, n)), 1) for n in {t, s}}
+        q_segments = of[t] if t > 1 else np.ones((b, 1))
+        operands["q_segments"] = jnp.asarray(q_segments, jnp.int32)
+        operands["k_segments"] = jnp.asarray(of[s], jnp.int32)
+    if case.alibi:
+        operands["bias"] = Alibi(jnp.asarray(rng.uniform(0.01, 0.1, case.heads), jnp.float32))
+    table, constant = None, None
+    if case.tables is not None:
+        nq, nk = -(-t // case.q_block), -(-s // 128)
+        visible = rng.random((*case.tables, nq, nk)) < 0.6
+        visible[..., 0, :] = False  # rows that see nothing
+        visible |= case.tables == (1, 1)
+        sizes = dict(q_block=case.q_block, k_block=128)
+        make = (lambda x: from_block_mask(jnp.asarray(x), **sizes)) if case.traced else None
+        table = make(visible) if make else from_block_mask(visible, **sizes)
+        if case.traced:
+            operands["table"] = table
+        else:
+            constant = Constant(table)
+    spec = Spec(case.mask, case.size**-0.5, case.soft_cap, constant)
+    return (*arrays, d_lse), Operands(**operands), spec, table
+
+
+def run(arrays, operands, spec, interpret=True):
+    """(out, lse, dq, dk, dv, d_bias) by the kernels."""
+
+    @jax.jit
+    def both(q, k, v, d_out, d_lse, operands):
+        out, lse = _tpu.forward(q, k, v, operands, spec, interpret=interpret)
+        d_lse = jnp.where(jnp.isfinite(lse), d_lse, 0)
+        saved = (q, k, v, out, lse, d_out, d_lse)
+        return out, lse, *_tpu.backward(*saved, operands, spec, interpret=interpret)
+
+    q, k, v = arrays[:3]
+    assert _tpu.unsupported(q, k, v, operands, spec) is None
+    return both(*arrays, operands)
+
+
+def expected(arrays, operands, spec, table):
+    """The same by differentiating the dense reference in float32."""
+    options = dict(mask=spec.mask, scale=spec.scale, soft_cap=spec.soft_cap)
+
+    @jax.jit
+    def both(arrays, operands, table):
+        def dense(q, k, v, bias):
+            return reference.attention(q, k, v, *operands[:4], **options, bias=bias, table=table)
+
+        q, k, v, d_out, d_lse = (x.astype(jnp.float32) for x in arrays)
+        (out, lse), pull = jax.vjp(dense, q, k, v, operands.bias)
+        return out, lse, *pull((d_out, jnp.where(jnp.isfinite(lse), d_lse, 0)))
+
+    return both(arrays, operands, table)
+
+
+def close(found, wanted, tolerance):
+    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+    assert np.array_equal(np.isfinite(found), np.isfinite(wanted))
+    found, wanted = (np.where(np.isfinite(x), x, 0) for x in (found, wanted))
+    assert np.linalg.norm(found - wanted) <= tolerance * np.linalg.norm(wanted) + 1e-30
+
+
+def compare(found, wanted, dtype="float32"):
+    forward, backward = (2e-6, 5e-6) if dtype == "float32" else (5e-3, 8e-3)
+    for x, y in zip(found[:2], wanted[:2], strict=True):
+        close(x, y, forward)
+    for x, y in zip(jax.tree.leaves(found[2:]), jax.tree.leaves(wanted[2:]), strict=True):
+        close(x, y, backward)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_the_reference_with_a_cotangent_of_lse(name):
+    case = CASES[name]
+    arrays, operands, spec, table = build(case)
+    found = run(arrays, operands, spec)
+    assert found[0].dtype == found[2].dtype == case.dtype and found[1].dtype == jnp.float32
+    compare(found, expected(arrays, operands, spec, table), case.dtype)
+
+
+def test_rows_that_see_nothing_are_zero_and_have_zero_gradients():
+    arrays, operands, spec, _ = build(CASES["queries before every key"])
+    out, lse, dq, dk, dv, _ = run(arrays, operands, spec)
+    assert np.all(out[:, :60] == 0) and np.all(lse[:, :60] == -np.inf) and np.all(dq[:, :60] == 0)
+    assert np.all(lse[:, 60:] > -np.inf) and np.any(dq[:, 60:] != 0)
+    # Keys that only such queries could see: queries 60.. are at places 0 to 79.
+    assert np.all(dk[:, 80:] == 0) and np.all(dv[:, 80:] == 0) and np.any(dk[:, :80] != 0)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_lists_too_long_for_scalar_memory_are_cut_into_calls_with_the_same_result(
+    monkeypatch, traced
+):
+    case = Case(t=130, s=140, heads=4, kv_heads=2, tables=(1, 2), mask=causal(), traced=traced)
+    arrays, operands, spec, table = build(case)
+    monkeypatch.setattr(_tpu_tables, "SCALAR_BYTES", 4 * 3)
+    seen = []
+    cut = _tpu_tables._cut
+    monkeypatch.setattr(_tpu_tables, "_cut", lambda *a: seen.append(cut(*a)) or seen[-1])
+    compare(run(arrays, operands, spec), expected(arrays, operands, spec, table))
+    calls = [call for grid in seen for row in grid for call in row]
+    assert len(seen) > 3 and len(calls) == 2 * len(seen)  # cut by blocks, and by heads
+    assert all(len(call.steps) <= 3 for call in calls)
+
+
+# Interpreter with the machine's memory: uninitialised memory is NaN, races are errors.
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(t=129, s=200, tables=(1, 1), q_block=64, offset=50, segments=True, alibi=True),
+        Case(t=129, s=130, heads=2, tables=(1, 2), q_block=128, traced=True, mask=causal()),
+    ],
+    ids=["places, documents, biases", "traced tables per query head"],
+)
+def test_kernels_have_no_races_and_read_nothing_unwritten(case):
+    arrays, operands, spec, table = build(case)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    compare(run(arrays, operands, spec, interpret=params), expected(arrays, operands, spec, table))
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.races.races_found
+
+
+def test_forward_equals_splash_attention_of_jax():
+    t, heads, size = 384, 2, 128
+    arrays, operands, spec, _ = build(
+        Case(t=t, s=t, heads=heads, kv_heads=heads, size=size, v_size=size, mask=causal())
+    )
+    q, k, v = arrays[:3]
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((t, t))] * heads)
+    peer = splash_attention_kernel.make_splash_mha_single_device(
+        mask, save_residuals=True, interpret=True
+    )
+    first, *rest = (x[0].swapaxes(0, 1) for x in (q * size**-0.5, k, v))
+    out, (lse,) = peer(first, *rest)
+    found = run(arrays, operands, spec)
+    close(found[0][0], out.swapaxes(0, 1), 3e-3)  # its products are not in full precision
+    close(found[1][0], lse.T, 3e-3)
+
+
+def _pairs(calls, axis):
+    """{(row, col): kind} of all calls, which must be whole lists with first and last marked."""
+    pairs, outputs = {}, set()
+    for call in calls:
+        step = _tpu_tables.unpack(np.asarray(call.steps)[: int(call.grid)])
+        inside = False
+        for row, col, kind, first, last in zip(*step, strict=True):
+            assert bool(first) != inside or kind == _tpu_tables.NOTHING
+            inside = (inside or bool(first)) and not last
+            if first:
+                outputs.add(int((row, col)[axis]))
+            if kind != _tpu_tables.NOTHING:
+                assert pairs.setdefault((int(row), int(col)), int(kind)) == kind
+        assert not inside
+    return pairs, outputs
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("traced", [False, True])
+def test_packed_lists_hold_every_visit_once_and_every_output_block(axis, traced):
+    mask = causal() & (window(40) | prefix(3)) & ~chunks(64)
+    table = from_mask(mask, queries=200, keys=130, q_block=16, k_block=8)
+    wanted = {}
+    for i in range(13):
+        for n in range(table.seen[0, 0, i]):
+            kind = _tpu_tables.FULL if n < table.full[0, 0, i] else _tpu_tables.PARTIAL
+            wanted |= {(i * 2 + half, int(table.index[0, 0, i, n])): kind for half in (0, 1)}
+    if traced:
+        table = jax.tree.map(jnp.asarray, table)
+    found = _tpu_tables.visits(table, heads=3, split=2)
+    [[calls]] = _tpu_tables.calls(found, axis, rows=26, cols=17, batch=1, heads=3)
+    pairs, outputs = _pairs(calls, axis)
+    assert pairs == wanted
+    assert outputs == set(range((26, 17)[axis]))
+
+
+def test_a_table_per_query_head_lists_the_group_one_head_after_the_other():
+    visible = np.random.default_rng(0).random((1, 6, 5, 4)) < 0.5
+    table = from_block_mask(visible, q_block=128, k_block=128)
+    found = _tpu_tables.visits(table, heads=2, split=1)
+    grid = _tpu_tables.calls(found, 1, rows=15, cols=4, batch=1, heads=2)
+    ((call,),) = grid[0]
+    lists = np.asarray(call.steps).reshape(2, call.size)
+    for head, steps in enumerate(lists):
+        step = _tpu_tables.unpack(steps)
+        real = step.kind != _tpu_tables.NOTHING
+        there = set(zip(step.row[real].tolist(), step.col[real].tolist(), strict=True))
+        want = np.argwhere(visible[0, head * 3 : head * 3 + 3].reshape(15, 4))
+        assert there == {(int(i), int(j)) for i, j in want}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(dtype="float16"), "all bfloat16, they are float16"),
+        (dict(size=320), "head size 320 is above 256"),
+        (dict(mask=keys_in(tuple(range(0, 600, 2)))), "long list"),
+        (dict(tables=(1, 1), q_block=48), "48 queries times 2 heads are 96 rows"),
+    ],
+)
+def test_what_cannot_run_says_why(change, reason):
+    arrays, operands, spec, _ = build(Case(**change))
+    assert reason in _tpu.unsupported(*arrays[:3], operands, spec)
+
+
+def test_a_bias_by_buckets_says_why():
+    (q, k, v, *_), operands, spec, _ = build(Case())
+    operands = operands._replace(bias=RelativeBias(jnp.zeros((8, 2)), 20))
+    assert "ALiBi" in _tpu.unsupported(q, k, v, operands, spec)
+
+
+def test_narrow_blocks_of_keys_say_why():
+    (q, k, v, *_), operands, spec, _ = build(Case())
+    table = from_mask(causal(), queries=150, keys=300, q_block=64, k_block=32)
+    reason = _tpu.unsupported(q, k, v, operands, Spec(spec.mask, 1.0, None, Constant(table)))
+    assert "blocks of 32 keys are no multiple of 128" in reason

@@ -1,0 +1,128 @@
+"""The TPU compiler accepts every kernel, for the generations that it knows, without a TPU.
+
+Needs the compiler alone (`pip install lcjax[aot]`). What it checks and interpreters do not: that
+blocks fit into VMEM and tables into scalar memory, alignment, and which operations exist.
+"""
+
+import functools
+import importlib.util
+import os
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from pallas_kernels import _tpu, causal, everything, prefix, window
+from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels.biases import Alibi
+from pallas_kernels.tables import from_block_mask
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+LONG = 131072
+SINKS = causal() & (window(4096) | prefix(64))
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",  # no question to a cloud's metadata server
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no device is opened, so other processes do not matter
+}
+
+if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("libtpu is not installed: pip install lcjax[aot]", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment():
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name)
+        else:
+            os.environ[name] = value
+
+
+@functools.cache
+def place(generation):
+    name = TOPOLOGIES[generation]
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def arrays(generation, *shapes, dtype="bfloat16"):
+    where = place(generation)
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape in shapes]
+
+
+def compiled(f, *args):
+    """The memory that the compiled program needs, and the program before compilation as text."""
+    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",))
+    return lowered.compile().memory_analysis(), lowered.as_text()
+
+
+def compile_both(generation, b, t, s, heads, kv_heads, size, spec, operands, dtype="bfloat16"):
+    """Compiles the forward and the backward pass; yields (memory, text) of each."""
+    q, k = (b, t, heads, size), (b, s, kv_heads, size)
+    q, k, lse = *arrays(generation, q, k, dtype=dtype), *arrays(generation, q[:3], dtype="float32")
+    assert _tpu.unsupported(q, k, k, operands, spec) is None
+    yield compiled(lambda q, k, v, x: _tpu.forward(q, k, v, x, spec), q, k, k, operands)
+    saved = (q, k, k, q, lse, q, lse)
+    yield compiled(lambda *x: _tpu.backward(*x, spec), *saved, operands)
+
+
+@pytest.mark.parametrize("mask", [causal(), SINKS], ids=["causal", "window or prefix"])
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_131072_tokens_of_llama_2_7b_heads_compile(generation, mask):
+    heads, size = 32, 128
+    spec = Spec(mask, size**-0.5)
+    shape = (1, LONG, LONG, heads, heads, size)
+    kernels = []
+    for memory, text in compile_both(generation, *shape, spec, Operands()):
+        kernels.append(text.count("tpu_custom_call"))
+        assert "stablehlo.while" not in text
+        # Copies of a few operands in the kernels' order: nothing that grows with T squared.
+        assert memory.temp_size_in_bytes < 6 * LONG * heads * size * 2
+    assert kernels == [1, 2]
+
+
+def test_documents_places_and_biases_compile_with_tables_computed_on_the_device():
+    b, t, heads = 2, 2048, 8
+    i32 = arrays("v5e", *[(b, t)] * 4, dtype="int32")
+    (slopes,) = arrays("v5e", (heads,), dtype="float32")
+    spec = Spec(SINKS, 0.1, soft_cap=30.0)
+    shape = (b, t, t, heads, 2, 80)
+    for _, text in compile_both("v5e", *shape, spec, Operands(*i32, Alibi(slopes))):
+        assert "stablehlo.while" not in text  # one kernel walks all batch rows and heads
+
+
+def test_large_heads_of_float32_fit_into_vmem():
+    spec = Spec(SINKS, 0.1, soft_cap=30.0)
+    (slopes,) = arrays("v5e", (2,), dtype="float32")
+    i32 = arrays("v5e", *[(1, 2048)] * 4, dtype="int32")
+    shape = (1, 2048, 2048, 2, 1, 256)
+    operands = Operands(*i32, Alibi(slopes))
+    assert len(list(compile_both("v5e", *shape, spec, operands, dtype="float32"))) == 2
+
+
+def test_decoding_against_a_long_cache_compiles():
+    q, k = arrays("v5e", (4, 1, 32, 128), (4, LONG, 8, 128))
+    operands = Operands(*arrays("v5e", (4, 1), dtype="int32"))
+    spec = Spec(causal(), 0.1)
+    memory, text = compiled(lambda q, k, v, x: _tpu.forward(q, k, v, x, spec), q, k, k, operands)
+    assert text.count("tpu_custom_call") == 1 and "stablehlo.while" not in text
+    assert memory.temp_size_in_bytes < 3 * 4 * LONG * 8 * 128 * 2  # keys and values in order
+
+
+def test_tables_of_many_heads_are_cut_to_the_size_of_scalar_memory():
+    heads, blocks = 32, LONG // 512
+    visible = np.broadcast_to(np.tri(blocks, dtype=bool), (1, heads, blocks, blocks))
+    table = Constant(from_block_mask(visible, q_block=512, k_block=512))
+    spec = Spec(everything(), 0.1, None, table)
+    q = (1, LONG, heads, 64)
+    q, lse = *arrays("v5e", q), *arrays("v5e", q[:3], dtype="float32")
+    saved = (q, q, q, q, lse, q, lse)
+    _, text = compiled(lambda *x: _tpu.backward(*x, Operands(), spec)[0], *saved)
+    lists = heads * blocks * (blocks + 1) // 2 * 4
+    assert lists > 2**22 and text.count("tpu_custom_call") >= lists // 2**19
