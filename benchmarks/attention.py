@@ -1,11 +1,16 @@
-"""Attention on this machine's CPU beside PyTorch's and JAX's own, in one run.
+"""Attention on this machine's CPU: beside PyTorch's and JAX's own, at length, and by density.
 
-    python benchmarks/attention_cpu.py [--lengths 1024 4096 16384] [--dtype float32] [--batch 1]
+    python benchmarks/attention.py [peers] [long] [density] [--lengths 1024 4096 16384]
 
-Shapes of SmolLM2-135M: 9 query heads, 3 key heads, 64 channels, causal. The implementations take
-turns within every repetition, so that a busy machine disturbs all of them alike; the table gives
-medians and the ratio to ours. `peak` is what the process grew by at most while that
-implementation ran alone in a fresh process.
+Shapes of SmolLM2-135M: 9 query heads, 3 key heads, 64 channels.
+
+peers: causal, implementations take turns within every repetition, so that a busy machine disturbs
+    all of them alike; medians and the ratio to ours. `peak` is what the process grew by at most
+    while that implementation ran alone in a fresh process.
+long: 16,384 tokens causal beside `jax.nn.dot_product_attention` (or the length that its memory
+    allows here) and a window of 2,048 at 131,072 tokens; each alone in a fresh process, `peak` is
+    all of that process. Runs of more than 10 s are timed with their compilation.
+density: random block tables of 8,192 tokens: time follows the share of visited blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ import statistics
 import time
 
 HEADS, KV_HEADS, SIZE = 9, 3, 64
-JAX_DENSE_LIMIT = 4096  # jax.nn's memory grows with the square: 21 GB at 16,384 tokens
+JAX_DENSE_LIMIT = 4096  # jax.nn's memory grows with the square: 29 GB at 16,384 tokens
+JAX_DENSE_BYTES = 115  # of it, per token squared: three float32 score matrices
+WINDOW = 2048
 
 
 def ours(arrays, backward: bool):
@@ -27,6 +34,15 @@ def ours(arrays, backward: bool):
     from pallas_kernels import causal, flash
 
     return _jax_step(lambda q, k, v: flash(q, k, v, causal())[0], jax, arrays, backward)
+
+
+def ours_windowed(arrays, backward: bool):
+    import jax
+
+    from pallas_kernels import causal, flash, window
+
+    mask = causal() & window(WINDOW)
+    return _jax_step(lambda q, k, v: flash(q, k, v, mask)[0], jax, arrays, backward)
 
 
 def jax_nn(arrays, backward: bool):
@@ -96,10 +112,10 @@ def peak(name: str, backward: bool, length: int, batch: int, dtype: str) -> floa
     return (resident("VmHWM") - before) / 1e6
 
 
-def seconds(steps: dict, repeats: int) -> dict[str, float]:
+def seconds(steps: dict, repeats: int, warm: bool = True) -> dict[str, float]:
     """Median seconds of each step, taken in turns after one warm-up each."""
     times = {name: [] for name in steps}
-    for step in steps.values():
+    for step in steps.values() if warm else ():
         step()
     for _ in range(repeats):
         for name, step in steps.items():
@@ -109,19 +125,16 @@ def seconds(steps: dict, repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--work", type=float, default=12.0, help="seconds of repetitions per row")
-    args = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    fresh = multiprocessing.get_context("spawn")
-    print(
-        f"{HEADS} query heads, {KV_HEADS} key heads, {SIZE} channels, causal, {args.dtype}, "
-        f"batch {args.batch}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
-    )
+def alone(step, length: int, backward: bool = False) -> tuple[float, float]:
+    """(seconds, peak in GB) in this process; of a second run where the first is short."""
+    run = step(inputs(length, 1, "float32"), backward)
+    took = seconds({"first": run}, repeats=1, warm=False)["first"]
+    if took < 10:
+        took = seconds({"second": run}, repeats=1, warm=False)["second"]
+    return took, resident("VmHWM") / 1e9
+
+
+def peers(args, fresh):
     print("| tokens | pass | implementation | ms | time / lcjax | peak MB |")
     print("|--:|---|---|--:|--:|--:|")
     for length in args.lengths:
@@ -140,6 +153,81 @@ def main():
                     f"| {grown:.0f} |",
                     flush=True,
                 )
+
+
+def long(args, fresh):
+    with open("/proc/meminfo") as memory:
+        free = next(1024 * int(x.split()[1]) for x in memory if x.startswith("MemAvailable"))
+    dense = next(n for n in (16384, 8192, 4096) if n == 4096 or JAX_DENSE_BYTES * n * n < free)
+    rows = [(ours, "causal", 16384, False), (ours, "causal", 16384, True)]
+    if dense < 16384:
+        print(f"jax.nn at {dense} tokens: {free / 1e9:.0f} GB are free here")
+        rows.append((ours, "causal", dense, False))
+    rows.append((jax_nn, "causal, jax.nn", dense, False))
+    rows.append((ours_windowed, f"window {WINDOW}", 131072, False))
+    print("| tokens | attention | pass | s | peak GB |")
+    print("|--:|---|---|--:|--:|")
+    for step, what, length, backward in rows:
+        with fresh.Pool(1) as pool:
+            took, most = pool.apply(alone, (step, length, backward))
+        which = "fwd+bwd" if backward else "fwd"
+        print(f"| {length} | {what} | {which} | {took:.2f} | {most:.2f} |", flush=True)
+
+
+def density(args, fresh, length: int = 8192, block: int = 256):
+    import numpy as np
+
+    from pallas_kernels import flash
+    from pallas_kernels.tables import from_block_mask
+
+    arrays, blocks, rng = inputs(length, 1, args.dtype), length // block, np.random.default_rng(0)
+    print("| visited blocks | % | pass | ms | % of dense | ms per 100 blocks |")
+    print("|--:|--:|---|--:|--:|--:|")
+    for backward in (False, True):
+        dense = None
+        for share in (1.0, 0.5, 0.25, 0.125, 0.05):
+            count = round(share * blocks**2)
+            visible = (rng.permutation(blocks**2) < count).reshape(blocks, blocks)
+            table = from_block_mask(visible, full=visible, q_block=block, k_block=block)
+            step = _table_step(flash, table, arrays, backward)
+            took = seconds({"lcjax": step}, repeats=3)["lcjax"]
+            dense = took if dense is None else dense
+            print(
+                f"| {count} | {100 * share:g} | {'fwd+bwd' if backward else 'fwd'} "
+                f"| {1e3 * took:.0f} | {100 * took / dense:.1f} | {1e5 * took / count:.0f} |",
+                flush=True,
+            )
+
+
+def _table_step(flash, table, arrays, backward: bool):
+    import jax
+
+    return _jax_step(lambda q, k, v: flash(q, k, v, table=table)[0], jax, arrays, backward)
+
+
+PARTS = {"peers": peers, "long": long, "density": density}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--work", type=float, default=12.0, help="seconds of repetitions per row")
+    args = parser.parse_args()
+    unknown = set(args.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"unknown {', '.join(sorted(unknown))}; choose of {', '.join(PARTS)}")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    for part in args.parts or PARTS:
+        print(
+            f"\n{part}: {HEADS} query heads, {KV_HEADS} key heads, {SIZE} channels, {args.dtype}, "
+            f"batch {args.batch}, {len(os.sched_getaffinity(0))} cores, load "
+            f"{os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+        PARTS[part](args, multiprocessing.get_context("spawn"))
 
 
 if __name__ == "__main__":
