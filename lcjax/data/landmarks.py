@@ -1,0 +1,141 @@
+"""Landmark tokens among ordinary ones: in training rows, in prompts and while generating.
+
+A block is `every` ordinary tokens and the landmark that closes it (Mohtashami & Jaggi 2023, arXiv
+2305.16300, sec. 3.1). Landmarks take positions of their own, so the pattern's `block` is
+`every` + 1. In a row every document is cut into blocks for itself.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lcjax.errors import InputError
+
+LOSSES = ("predict", "skip", "drop")
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """Which token is the landmark, how many tokens it stands for, and what is learned around it.
+
+    predict: landmarks are tokens like others: the last token of a block predicts one, and it
+        predicts the token after it (epfml's LLaMA code and LCEG).
+    skip: nothing predicts a landmark and it predicts nothing, nor does an end-of-text token: the
+        last token of a block predicts the first one of the next (the paper's language models).
+    drop: as skip, but every full block is closed, also the last one, and end-of-text tokens count:
+        rows have to be whole blocks (LLaMA with fused attention).
+    """
+
+    token: int
+    every: int = 63
+    loss: str = "predict"
+
+    def __post_init__(self):
+        if isinstance(self.token, bool) or not isinstance(self.token, int) or self.token < 0:
+            raise InputError(f"landmarks.token={self.token!r} must be the id of a token")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise InputError(
+                f"landmarks.every={self.every!r} must be an integer of at least 1; the released "
+                "models have 63, the paper 50"
+            )
+        if self.loss not in LOSSES:
+            raise InputError(f"landmarks.loss={self.loss!r} must be one of {', '.join(LOSSES)}")
+
+    def row_length(self, length: int) -> int:
+        """Tokens of a row that held `length` ordinary ones; rows of short documents are padded."""
+        if self.loss != "drop":
+            return length + (length - 1) // self.every
+        below = length // self.every * self.every
+        if below != length:
+            near = ", ".join(str(n) for n in (below, below + self.every) if n)
+            raise InputError(
+                f"data.length={length} must be a multiple of landmarks.every={self.every} for "
+                f"landmarks.loss=drop; nearest: {near}"
+            )
+        return length + length // self.every
+
+
+def insert(
+    batch: dict[str, np.ndarray], landmarks: Landmarks, eos_ids: Collection[int] = ()
+) -> dict[str, np.ndarray]:
+    """A training batch with landmarks in it: fields [B, T] become [B, row_length(T)].
+
+    `eos_ids` are the end-of-text tokens that loss "skip" learns nothing from.
+    """
+    wide = landmarks.row_length(batch["tokens"].shape[1])
+    rows = [
+        _insert_row({name: field[row] for name, field in batch.items()}, landmarks, eos_ids, wide)
+        for row in range(len(batch["tokens"]))
+    ]
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _insert_row(row, landmarks: Landmarks, eos_ids, wide: int) -> dict[str, np.ndarray]:
+    tokens, targets, segments, weights = (
+        row[name] for name in ("tokens", "targets", "segments", "weights")
+    )
+    text, order = segments != 0, _order(segments)
+    full = text & (order % landmarks.every == landmarks.every - 1)  # the last of a full block
+    goes_on = np.append((segments[1:] == segments[:-1]) & text[:-1], False)
+    closed = full if landmarks.loss == "drop" else full & goes_on
+    place = np.arange(len(tokens)) + np.cumsum(closed) - closed  # of the ordinary tokens
+    marks = place[closed] + 1
+    predict = landmarks.loss == "predict"
+    if landmarks.loss == "skip" and len(eos_ids):
+        weights = np.where(np.isin(tokens, list(eos_ids)), 0, weights)
+    before = np.where(closed, landmarks.token, targets) if predict else targets
+    after = weights[closed] if predict else 0
+    fields = {
+        "tokens": (tokens, landmarks.token),
+        "targets": (before, targets[closed] if predict else 0),
+        "segments": (segments, segments[closed]),
+        "weights": (weights, after),
+    }
+    out = {}
+    for name, (ordinary, mark) in fields.items():
+        out[name] = np.zeros(wide, row[name].dtype)
+        out[name][place], out[name][marks] = ordinary, mark
+    positions = np.where(out["segments"] != 0, _order(out["segments"]), 0)
+    return out | {"positions": positions.astype(row["positions"].dtype)}
+
+
+def _order(segments: np.ndarray) -> np.ndarray:
+    """The place of every token in its stretch of equal segments."""
+    at = np.arange(len(segments))
+    starts = np.append(True, segments[1:] != segments[:-1])
+    return at - np.maximum.accumulate(np.where(starts, at, 0))
+
+
+def in_prompt(ids: Sequence[int], landmarks: Landmarks) -> list[int]:
+    """A prompt with a landmark after every full block, also at its end."""
+    every, out = landmarks.every, []
+    for start in range(0, len(ids), every):
+        out += ids[start : start + every]
+        if start + every <= len(ids):
+            out.append(landmarks.token)
+    return out
+
+
+def next_input(token: int, count: int, landmarks: Landmarks) -> list[int]:
+    """What a model reads for `token`, the `count`-th ordinary token of its text.
+
+    The landmark comes with the token that fills a block; the next token is then predicted from it
+    where landmarks are predicted, else from the token itself (`asked`).
+    """
+    return [token, landmarks.token] if count % landmarks.every == 0 else [token]
+
+
+def asked(ids: Sequence[int], landmarks: Landmarks) -> int:
+    """The place in `ids` whose logits give the next ordinary token, counted from the end: -1, -2.
+
+    A model that learned to predict landmarks knows from the landmark what follows; others were
+    never asked there.
+    """
+    closed = len(ids) > 1 and ids[-1] == landmarks.token
+    return -2 if closed and landmarks.loss != "predict" else -1
+
+
+def removed(ids: Sequence[int], landmarks: Landmarks) -> list[int]:
+    """The ordinary tokens of `ids`."""
+    return [token for token in ids if token != landmarks.token]
