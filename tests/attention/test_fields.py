@@ -56,7 +56,12 @@ def _places(length, heads=4):
 @pytest.mark.parametrize(
     ("pattern", "length", "heads", "message"),
     [
-        (ShiftedSparse(group=3000), 8192, 4, "group=3000 must divide the length 8192; .*2048, 4096"),
+        (
+            ShiftedSparse(group=3000),
+            8192,
+            4,
+            "group=3000 must divide the length 8192; .*2048, 4096",
+        ),
         (ShiftedSparse(group=100), 60, 4, "group=100 must divide the length 60; .*groups: 60"),
         (ShiftedSparse(), 6, 4, "fraction=0.25 of 6 tokens .* must divide .*groups: 2"),
         (ShiftedSparse(), 7, 4, "fraction=0.25 of 7 tokens .* must divide .*groups: 7"),
