@@ -100,6 +100,7 @@ class Backend(NamedTuple):
 # The first one that can run the inputs is taken on its platforms; "default" is every other one.
 BACKENDS = {
     "xla": Backend("pallas_kernels._xla", ("cpu", "default"), portable=True),
+    "tpu": Backend("pallas_kernels._tpu", ("tpu",)),
 }
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
 
