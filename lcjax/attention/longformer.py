@@ -1,0 +1,62 @@
+"""Longformer's windows with dilation and global tokens (Beltagy et al. 2020, arXiv 2004.05150)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.errors import InputError
+from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, stride
+
+
+@Pattern.register_subclass("longformer")
+@dataclass(frozen=True)
+class Longformer(Pattern):
+    """A window, dilated in some heads, and tokens that see everything and are seen by everyone.
+
+    With r = dilation, a token sees itself and the `window - 1` tokens r, 2r, ... before it (fig. 2c
+    of the paper), and the tokens at `global_tokens`, which see all tokens before them (fig. 2d).
+
+    This is the causal form, for language models. The encoder that the paper pretrains is another
+    model: its window reaches to both sides, and its global tokens have query, key and value
+    projections of their own, which no checkpoint of a decoder has.
+    """
+
+    examples = (
+        {"window": 5, "global_tokens": (0, 9)},
+        {"window": 4, "dilation": 2, "dilated_heads": 2, "global_tokens": (0,)},
+    )
+
+    window: int = 512  # tokens that a head sees near it, the token itself included
+    global_tokens: tuple[int, ...] = ()  # their places in the document
+    dilation: int = 1  # distance between two of the tokens in the window
+    dilated_heads: int | None = None  # only the last ones (sec. 4.1: two); null: all
+
+    def __post_init__(self):
+        check_at_least("pattern.window", self.window, 1)
+        check_at_least("pattern.dilation", self.dilation, 1)
+        for place in self.global_tokens:
+            check_at_least("pattern.global_tokens", place, 0)
+        if self.dilated_heads is not None:
+            check_at_least("pattern.dilated_heads", self.dilated_heads, 1)
+
+    def passes(self, places: Places) -> list[Pass]:
+        shared = keys_in(self.global_tokens) | queries_in(self.global_tokens)
+        mask = self._windows(places.heads)
+        if self.global_tokens:
+            mask = mask | causal() & shared
+        return [Pass(places.q_positions, places.k_positions, mask)]
+
+    def _windows(self, heads: int) -> Mask:
+        dilated = band(0, (self.window - 1) * self.dilation) & stride(self.dilation)
+        some = heads if self.dilated_heads is None else self.dilated_heads
+        if some > heads:
+            raise InputError(f"pattern.dilated_heads={some} must not exceed the {heads} heads")
+        if self.dilation == 1:
+            return band(0, self.window - 1)
+        if some == heads:
+            return dilated
+        return per_head((band(0, self.window - 1), heads - some), (dilated, some))
+
+    def kept(self) -> tuple[int, int]:
+        return max(self.global_tokens, default=-1) + 1, (self.window - 1) * self.dilation + 1

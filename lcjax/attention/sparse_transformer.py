@@ -1,0 +1,76 @@
+"""Sparse Transformer (Child et al. 2019, arXiv 1904.10509): two sparse steps reach every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.errors import InputError
+from pallas_kernels import Mask, by_heads, causal, chunks, per_head, stride, tail_of, window
+
+KINDS = ("strided", "fixed")
+HEADS = ("merged", "split")
+
+
+@Pattern.register_subclass("sparse_transformer")
+@dataclass(frozen=True)
+class SparseTransformer(Pattern):
+    """Near tokens, and a sparse set through which all older ones are reached in two layers.
+
+    With l = stride, `strided` sees the last l tokens and every l-th token before them; `fixed` cuts
+    the text into stretches of l tokens and sees the own stretch, and the last `summary` tokens of
+    each older one (sec. 4.3). The window holds l tokens, as in the released code; the formula of
+    the paper has l + 1. `columns` is that code's way to give heads different summaries: head h
+    takes the group number h mod columns of `summary` tokens, counted from the end of the stretch.
+
+    One pattern serves all layers here; the paper also alternates the two sets between layers.
+    """
+
+    examples = (
+        {"stride": 6, "heads": "split"},
+        {"stride": 8, "kind": "fixed", "summary": 2},
+    )
+
+    kind: str = "strided"  # or fixed
+    stride: int = 128  # l; near the square root of the length, in the paper 128 or 256
+    summary: int = 8  # c: the tokens of a stretch that later ones see, fixed only (8, 16 or 32)
+    heads: str = "merged"  # both sets in every head; split: the near one in the first half of them
+    columns: int = 1  # groups of summaries that heads take in turn, fixed only
+
+    def __post_init__(self):
+        for name, choices in (("kind", KINDS), ("heads", HEADS)):
+            if (value := getattr(self, name)) not in choices:
+                raise InputError(f"pattern.{name}={value!r} must be one of {', '.join(choices)}")
+        for name in ("stride", "summary", "columns"):
+            check_at_least(f"pattern.{name}", getattr(self, name), 1)
+        if self.kind == "fixed" and self.summary * self.columns > self.stride:
+            raise InputError(
+                f"pattern.summary={self.summary} times pattern.columns={self.columns} must not "
+                f"exceed pattern.stride={self.stride}"
+            )
+
+    def passes(self, places: Places) -> list[Pass]:
+        mask = causal() & self._mask(places.heads)
+        return [Pass(places.q_positions, places.k_positions, mask)]
+
+    def _mask(self, heads: int) -> Mask:
+        near = window(self.stride) if self.kind == "strided" else chunks(self.stride)
+        if self.heads == "merged":
+            return near | self._far(0, heads)
+        if heads < 2:
+            raise InputError(
+                f"pattern.heads='split' halves the heads and needs 2; there is {heads}"
+            )
+        half = heads // 2
+        return per_head((near, half), *by_heads(self._far(half, heads), heads - half))
+
+    def _far(self, first: int, last: int) -> Mask:
+        """The sparse set of heads `first` to `last`."""
+        if self.kind == "strided":
+            return stride(self.stride)
+        groups = [self._summaries(head % self.columns) for head in range(first, last)]
+        return groups[0] if self.columns == 1 else per_head(*((group, 1) for group in groups))
+
+    def _summaries(self, group: int) -> Mask:
+        up_to = tail_of(self.stride, (group + 1) * self.summary)
+        return up_to & ~tail_of(self.stride, group * self.summary) if group else up_to
