@@ -14,6 +14,7 @@ from lcjax.rope.base import Rotation, rotate
 from pallas_kernels.grouped import grouped
 
 SELECT = ("per_token_and_head", "per_head_and_chunk")
+LOSSES = ("predict", "skip", "drop")
 
 
 @Pattern.register_subclass("landmark")
@@ -40,6 +41,7 @@ class Landmark(Pattern):
     select: str = "per_token_and_head"  # or per_head_and_chunk: one choice for what is read at once
     train_length: int = 512  # the trained length in tokens, landmarks included
     token: int | None = None  # id of the landmark token
+    loss: str = "predict"  # what is learned around it: predict, skip or drop (lcjax.data.landmarks)
 
     def __post_init__(self):
         check_at_least("pattern.block", self.block, 2)
@@ -47,6 +49,8 @@ class Landmark(Pattern):
             check_at_least("pattern.token", self.token, 0)
         if self.select not in SELECT:
             raise InputError(f"pattern.select={self.select!r} must be one of {', '.join(SELECT)}")
+        if self.loss not in LOSSES:
+            raise InputError(f"pattern.loss={self.loss!r} must be one of {', '.join(LOSSES)}")
         if self.top_k is None:
             return
         check_at_least("pattern.top_k", self.top_k, 1)

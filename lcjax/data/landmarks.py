@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lcjax.attention.landmark import LOSSES, Landmark
 from lcjax.errors import InputError
-
-LOSSES = ("predict", "skip", "drop")
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,16 @@ class Landmarks:
             )
         if self.loss not in LOSSES:
             raise InputError(f"landmarks.loss={self.loss!r} must be one of {', '.join(LOSSES)}")
+
+    @classmethod
+    def of(cls, pattern: Landmark) -> "Landmarks":
+        """Those that a model with this pattern reads."""
+        if pattern.token is None:
+            raise InputError(
+                "pattern.token is not set: give the id of the landmark token; the released models "
+                "have 32001, the second one after Llama's vocabulary"
+            )
+        return cls(pattern.token, pattern.block - 1, pattern.loss)
 
     def row_length(self, length: int) -> int:
         """Tokens of a row that held `length` ordinary ones; rows of short documents are padded."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lcjax.attention.landmark import Landmark
 from lcjax.data.landmarks import Landmarks, asked, in_prompt, insert, next_input, removed
 from lcjax.errors import InputError
 
@@ -137,3 +138,10 @@ def test_the_next_token_is_asked_of_the_landmark_only_where_it_learned_to_answer
 def test_settings_that_cannot_work_are_refused(fields, message):
     with pytest.raises(InputError, match=message):
         Landmarks(**{"token": MARK} | fields)
+
+
+def test_a_pattern_says_which_landmarks_its_model_reads():
+    pattern = Landmark(block=51, token=MARK, loss="skip")
+    assert Landmarks.of(pattern) == Landmarks(MARK, 50, "skip")
+    with pytest.raises(InputError, match="pattern.token is not set"):
+        Landmarks.of(Landmark())
