@@ -148,9 +148,11 @@ def test_few_queries_at_a_time_give_the_same(monkeypatch):
     k, v = (jnp.asarray(rng.normal(size=(2, 50, 2, 16)), jnp.float32) for _ in range(2))
     q = jnp.asarray(rng.normal(size=(2, 11, 4, 16)), jnp.float32)
     pattern = Landmark(block=BLOCK, top_k=3, train_length=64)
-    want = run.__wrapped__(q, k, v, pattern)
+    want = run(q, k, v, pattern)
     monkeypatch.setattr("pallas_kernels.gather.BUDGET", 2 * 4 * 3 * BLOCK * 32 * 3)
-    got = run.__wrapped__(q, k, v, pattern)  # three at a time, then two
+    got = jax.jit(run.__wrapped__, static_argnames="pattern")(
+        q, k, v, pattern=pattern
+    )  # three at a time, then two
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -162,19 +164,22 @@ def test_a_cache_read_in_chunks_gives_every_chunk_its_past(rotated):
     rng = np.random.default_rng(2)
     q = jnp.asarray(rng.normal(size=(1, 54, 4, 16)), jnp.float32)
     k, v = (jnp.asarray(rng.normal(size=(1, 54, 2, 16)), jnp.float32) for _ in range(2))
+    full = run(q, k, v, Landmark(block=BLOCK, top_k=None))
+
+    @jax.jit
+    def read(q, k, v, layer, positions, view):
+        context = Context(positions, None, ROTATION, view=view)
+        return cache_lib.attend_cached(q, k, v, layer, pattern=pattern, context=context)
+
     assert pattern.chunk == 20
     for start, stop in ((0, 20), (20, 40), (40, 53), (53, 54)):
         new = slice(start, stop)
         positions = jnp.arange(start, stop)[None]
         cache, view = cache_lib.extend(cache, None, positions)
-        out, layer = cache_lib.attend_cached(
-            q[:, new], k[:, new], v[:, new], cache.layers[0], pattern=pattern,
-            context=Context(positions, None, ROTATION, view=view),
-        )  # fmt: skip
+        out, layer = read(q[:, new], k[:, new], v[:, new], cache.layers[0], positions, view)
         cache = cache_lib.replace_layers(cache, (layer,))
         want = run(q[:, new], k[:, :stop], v[:, :stop], pattern)
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=2e-6)
-        full = run(q[:, :stop], k[:, :stop], v[:, :stop], Landmark(block=BLOCK, top_k=None))
         assert np.allclose(out, full[:, new], atol=1e-5) == (start == 0)
 
 
@@ -200,6 +205,7 @@ def test_distances_stay_within_the_trained_length():
         ({"top_k": 7}, "at most 6"),
         ({"train_length": 32}, "pattern.train_length=32 must be an integer of at least 64"),
         ({"token": -1}, "pattern.token=-1"),
+        ({"loss": "none"}, "predict, skip, drop"),
     ],
 )
 def test_fields_that_cannot_work_are_refused(fields, message):
