@@ -25,8 +25,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lcjax.convert", description=__doc__)
-    parser.add_argument("src", help="Hugging Face folder, .gguf file, run folder, or hub id")
+    parser.add_argument("src", help="Hugging Face folder, adapters, .gguf, run folder, hub id")
     parser.add_argument("dst", type=Path, help="folder to write: config, safetensors, tokenizer")
+    parser.add_argument("--base", help="of SRC with adapters only (LoRA); default: what it names")
+    parser.add_argument(
+        "--context",
+        type=int,
+        help="tokens SRC was trained for where it does not say (LongLoRA's adapters, LCEG's NTK)",
+    )
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights; default: as read")
     parser.add_argument("--force", action="store_true", help="replace DST if it is not empty")
     parser.add_argument(
@@ -39,7 +45,12 @@ def _convert(args: argparse.Namespace) -> None:
     _check_destination(args.src, args.dst, args.force)
     with _bar("reading") as bar:
         params, config, tokenizer = load(
-            args.src, param_dtype=args.dtype, allow_pickle=args.allow_pickle, progress=bar.update
+            args.src,
+            base=args.base,
+            context=args.context,
+            param_dtype=args.dtype,
+            allow_pickle=args.allow_pickle,
+            progress=bar.update,
         )
     with _bar("writing") as bar:
         save_hf(args.dst, params, config, tokenizer, overwrite=args.force, progress=bar.update)

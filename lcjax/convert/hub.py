@@ -16,7 +16,10 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TEXT = ["*.json", "tokenizer.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
 _PICKLES = ["pytorch_model*.bin"]
-_OTHER_FORMATS = ["*/*", "consolidated*", "*.pth", "adapter_*"]
+_ADAPTERS = ["adapter_config.json", "adapter_model.safetensors", "trainable_params.safetensors"]
+_PICKLED_ADAPTERS = ["adapter_model.bin", "trainable_params.bin"]
+_ELSEWHERE = ["*/*", "consolidated*", "*.pth"]
+_OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
 
 
 def is_hub_id(name: str) -> bool:
@@ -31,7 +34,7 @@ def download(name: str, *, weights: bool = True, allow_pickle: bool = False) -> 
     if not weights:
         return _snapshot(name, _TEXT)
     folder = _snapshot(name, _TEXT + _WEIGHTS)
-    if has_weights(folder):
+    if has_weights(folder) or _fetch_adapters(name, allow_pickle):
         return folder
     if not allow_pickle:
         raise _no_weights(name, folder)
@@ -41,14 +44,31 @@ def download(name: str, *, weights: bool = True, allow_pickle: bool = False) -> 
     return folder
 
 
-def _snapshot(name: str, patterns: list[str]) -> Path:
+def _fetch_adapters(name: str, allow_pickle: bool) -> bool:
+    """Adds the files of adapters to the snapshot; false for a repository that has none.
+
+    LongLoRA's second file must not be left out in silence: what is a pickle is fetched or refused.
+    """
+    files = [file for file in _listing(name) or () if "/" not in file]
+    if any(fnmatch.filter(files, pattern) for pattern in _PICKLES):
+        return False
+    folder = _snapshot(name, _ADAPTERS, _ELSEWHERE)
+    if not (folder / _ADAPTERS[0]).is_file():
+        return False
+    pickled = [f for f in _PICKLED_ADAPTERS if f in files and f[:-3] + "safetensors" not in files]
+    if pickled and not allow_pickle:
+        raise pickles(name, pickled)
+    if pickled:
+        _snapshot(name, pickled, _ELSEWHERE)
+    return True
+
+
+def _snapshot(name: str, patterns: list[str], without: list[str] = _OTHER_FORMATS) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError  # of its HTTP client
 
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=patterns, ignore_patterns=_OTHER_FORMATS)
-        )
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=without))
     except (HTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(

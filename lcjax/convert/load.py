@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from lcjax.convert.adapted import Adapted, adapted_config, adapted_rope, with_context
+from lcjax.convert.adapter_folder import CONFIG, base_named_by, is_adapter_folder, read_adapters
 from lcjax.convert.gguf_io import GGUFFile
 from lcjax.convert.hf_config import config_from_hf, stated_dtype
 from lcjax.convert.hub import download, is_hub_id
@@ -18,11 +20,12 @@ from lcjax.convert.torch_pickle import TorchFolder, bin_files, refuse
 from lcjax.convert.weights import DTYPES, Source, read_params, stored_dtype
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
+from lcjax.rope.hf import from_hf
 
 SMOLLM2 = "smollm2-135m-instruct"
 # What a folder without config.json may be instead, by a file in it.
 _NOT_MODELS = {
-    "adapter_config.json": "this folder has adapters only: give the merged model (a run's model/)",
+    "adapter_config.json": "this folder has adapters only, and their config is that of their base",
     "*.gguf": "give the file itself, {}",
     "consolidated*": "{} is in the format of the model's authors: give the transformers folder",
     "params.json": "{} is in the format of the model's authors: give the transformers folder",
@@ -32,6 +35,8 @@ _NOT_MODELS = {
 def load(
     path_or_name: str | Path,
     *,
+    base: str | Path | None = None,
+    context: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
     param_dtype: str | None = None,
     allow_pickle: bool = False,
@@ -44,27 +49,90 @@ def load(
     own, onto `mesh` as the sharding table says (none: the default device). `param_dtype` none keeps
     the dtype that config.json names, else that of the stored matrices (float32 when they differ or
     are quantised). `progress` is told the bytes of each leaf.
+
+    A folder of adapters (`peft`'s, LongLoRA's) is merged into `base`, by default the one that its
+    adapter_config.json names. `context` is the length that a model was trained for, where its files
+    leave it out: LongLoRA's adapters, and dynamic NTK trained at a fixed length (LCEG's).
     """
     if param_dtype is not None and param_dtype not in DTYPES:
         raise InputError(f"param_dtype={param_dtype!r} must be one of {', '.join(DTYPES)}")
+    if context is not None and context < 1:
+        raise InputError(f"context={context} must be a number of tokens, 1 or more")
     path = resolve(path_or_name, allow_pickle=allow_pickle)
     if is_run(path):
+        _check_no_base(path, base, "a run folder")
+        _check_no_base(path, context, "a run folder", "context")
         from lcjax.convert.run_folder import load_run
 
         return load_run(path, mesh=mesh, param_dtype=param_dtype)
-    source: Source
-    if _is_gguf(path):
-        source = file = GGUFFile(path)
-        config, tokenizer = file.config(), gguf_tokenizer(file)
+    if path.is_dir() and is_adapter_folder(path, has_weights(path) or bool(bin_files(path))):
+        source, config, tokenizer = _open_adapters(path, base, context, allow_pickle)
     else:
-        config, tokenizer = load_config(path), hf_tokenizer(path)
-        source = _weights(path, allow_pickle)
-        if stated_dtype(read_json(path / "config.json")) is None:
-            config = config.replace(param_dtype=stored_dtype(source, config))
+        _check_no_base(path, base, "a whole model")
+        source, config, tokenizer = _open(path, allow_pickle)
+        config = config if context is None else with_context(config, context, path)
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
     return read_params(source, config, mesh=mesh, progress=progress), config, tokenizer
+
+
+def _check_no_base(path: Path, value: Any, kind: str, key: str = "base") -> None:
+    if value is not None:
+        raise InputError(f"{key}={value}: {path} is {kind}; leave {key} (--{key}) out")
+
+
+def _open(path: Path, allow_pickle: bool) -> tuple[Source, ModelConfig, Tokenizer]:
+    """A GGUF file or a Hugging Face folder; its config has the dtype of the weights."""
+    if _is_gguf(path):
+        file = GGUFFile(path)
+        return file, file.config(), gguf_tokenizer(file)
+    config, tokenizer = load_config(path), hf_tokenizer(path)
+    source = _weights(path, allow_pickle)
+    if stated_dtype(read_json(path / "config.json")) is None:
+        config = config.replace(param_dtype=stored_dtype(source, config))
+    return source, config, tokenizer
+
+
+def _open_adapters(
+    folder: Path, base: str | Path | None, context: int | None, allow_pickle: bool
+) -> tuple[Source, ModelConfig, Tokenizer]:
+    """Adapters over their base, with the tokenizer that lies beside them if there is one."""
+    adapters = read_adapters(folder, allow_pickle=allow_pickle)
+    source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        tokenizer = hf_tokenizer(folder)
+    # LongLoRA adds [PAD] to the tokenizer, and with it a row that plain LoRA does not train.
+    rows = tokenizer.vocab_size if context is not None else 0
+    hf = read_json(folder / "config.json", {})
+    own = from_hf(hf) if hf.get("rope_scaling") or hf.get("rope_parameters") else None
+    if own is not None:
+        own = own.resolve(theta=config.rope.theta, length=config.max_length)
+    rope = adapted_rope(config, adapters, own, context)
+    config = adapted_config(source, adapters, config.replace(rope=rope), rows=rows)
+    return Adapted(source, adapters, config), config, tokenizer
+
+
+def _base_of(folder: Path, base: str | Path | None, allow_pickle: bool) -> Path:
+    """The base given, or else the one that the adapters' config names."""
+    way_out = "give the base that the adapters were trained on: base=PATH (--base PATH)"
+    name = base if base is not None else base_named_by(folder)
+    if name is None:
+        raise InputError(f"{folder / CONFIG}: names no base_model_name_or_path; {way_out}")
+    try:
+        path = resolve(name, allow_pickle=allow_pickle)
+    except InputError as error:
+        if base is not None:
+            raise
+        raise InputError(
+            f"{folder / CONFIG}: base_model_name_or_path={name!r} cannot be opened ({error}); "
+            f"{way_out}"
+        ) from error
+    if is_run(path):
+        path /= "model"  # what the run exported when it ended
+    if path.is_file() or (path / "config.json").is_file():
+        return path
+    raise InputError(f"{path}: no config.json there, so this is no base; {way_out}")
 
 
 def load_config(path_or_name: str | Path) -> ModelConfig:

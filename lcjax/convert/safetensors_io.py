@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,17 +48,19 @@ _BITS |= {
     "F6_E3M2": 6,
 }
 _MAX_HEADER = 100_000_000  # bytes; the limit of the reference library
+# Adapters, and another layout of the same weights.
+_NOT_THE_MODEL = ("adapter_", "trainable_params", "consolidated")
 _NUMBERED = re.compile(r"-\d+-of-(\d+)$")
 
 
 class SafetensorsFolder:
-    """The `*.safetensors` of a Hugging Face folder as one source of tensors."""
+    """The `*.safetensors` of a Hugging Face folder, or `files`, as one source of tensors."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, files: Sequence[Path] | None = None):
         self.path = str(folder)
         self._places: dict[str, tuple[Path, int]] = {}  # file and offset of every tensor
         self.tensors: dict[str, TensorInfo] = {}
-        for file in _files(Path(folder)):
+        for file in _files(Path(folder)) if files is None else files:
             for name, info, offset in read_header(file):
                 if name in self.tensors:
                     raise InputError(f"{self.path}: {name} is in two files; remove the stray one")
@@ -79,9 +81,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def _loose(folder: Path) -> list[Path]:
-    """The weights of a folder without an index; `consolidated*` is another layout of the same."""
+    """The weights of a folder without an index."""
     files = sorted(folder.glob("*.safetensors"))
-    return [file for file in files if not file.name.startswith(("adapter_", "consolidated"))]
+    return [file for file in files if not file.name.startswith(_NOT_THE_MODEL)]
 
 
 def _files(folder: Path) -> list[Path]:

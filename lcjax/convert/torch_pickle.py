@@ -11,6 +11,7 @@ import math
 import pickle
 import struct
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,12 +96,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 class TorchFolder:
-    """The `pytorch_model*.bin` of a Hugging Face folder as one source of tensors."""
+    """The `pytorch_model*.bin` of a Hugging Face folder, or `files`, as one source of tensors."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, files: Sequence[Path] | None = None):
         self.path = str(folder)
         self._arrays: dict[str, np.ndarray] = {}
-        for file in bin_files(Path(folder)):
+        for file in bin_files(Path(folder)) if files is None else files:
             self._arrays |= _read(file)
         self.tensors = {n: TensorInfo(a.shape, a.dtype.name) for n, a in self._arrays.items()}
 

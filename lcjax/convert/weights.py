@@ -58,7 +58,7 @@ def check(source: Source, config: ModelConfig) -> None:
         if name in source.tensors and source.tensors[name].dtype not in DTYPES
     ]
     faults = [
-        f"{kind}: {_some(items)}"
+        f"{kind}: {listed(items)}"
         for kind, items in (
             ("missing", missing),
             ("wrong shape", shaped),
@@ -80,7 +80,8 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     return name.endswith(tables) or (name == "lm_head.weight" and config.tie_embeddings)
 
 
-def _some(items: Iterable[str], limit: int = 10) -> str:
+def listed(items: Iterable[str], limit: int = 10) -> str:
+    """The first items of a list for an error message, and how many more there are."""
     items = list(items)
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more

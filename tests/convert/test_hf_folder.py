@@ -291,7 +291,6 @@ def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("adapter_config.json", "adapters only: give the merged model"),
         ("small-q8_0.gguf", r"give the file itself, small-q8_0\.gguf"),
         ("consolidated.00.pth", "format of the model's authors"),
     ],

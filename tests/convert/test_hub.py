@@ -4,6 +4,7 @@ import shutil
 
 import huggingface_hub
 import pytest
+from adapter_support import NEW_ROWS, base_tensors, low_rank, trained_whole, write_peft
 from convert_support import assert_same, saved
 from huggingface_hub.utils import filter_repo_objects
 
@@ -18,6 +19,7 @@ UNWANTED = (
     "original/params.json",
     "onnx/model.safetensors",
     "adapter_model.safetensors",
+    "trainable_params.bin",
 )
 
 
@@ -123,3 +125,32 @@ def test_offline_without_cached_weights_the_folder_is_named(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
     with pytest.raises(InputError, match="no weights .* in .*snapshot, and the hub cannot be"):
         load(NAME)
+
+
+@pytest.fixture
+def adapters(hub, tmp_path):
+    """LongLoRA's kind of repository, over a local base; the base's tensors."""
+    base = base_tensors(tmp_path / "base")
+    shutil.rmtree(hub.repository)
+    write_peft(hub.repository, low_rank(base), tmp_path / "base")
+    (hub.repository / "README.md").write_text("not to be fetched")
+    return base
+
+
+def test_adapters_of_the_hub_are_merged_into_their_base(hub, adapters, tmp_path):
+    loaded, config, _ = load(NAME)
+    assert config == load_config(tmp_path / "base")
+    assert hub.fetched == {"adapter_config.json", "adapter_model.safetensors"}
+    assert_same(loaded, load(hub.repository)[0])
+
+
+def test_the_second_file_of_adapters_is_not_left_out_in_silence(hub, adapters):
+    torch = pytest.importorskip("torch")
+    whole = {name: torch.from_numpy(t) for name, t in trained_whole(adapters).items()}
+    torch.save(whole, hub.repository / "trainable_params.bin")
+    with pytest.raises(InputError, match=r"pickles \(trainable_params\.bin\).*--allow-pickle"):
+        load(NAME, context=128)
+    assert "trainable_params.bin" not in hub.fetched
+    loaded, config, _ = load(NAME, context=128, allow_pickle=True)
+    assert config.vocab_size == NEW_ROWS
+    assert_same(loaded, load(hub.repository, context=128, allow_pickle=True)[0])
