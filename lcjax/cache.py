@@ -246,6 +246,7 @@ def attend_cached(
         q_segments=view.q_segments,
         k_segments=view.segments,
         row=(here, None) if view.slots is None else None,
+        bias=context.bias,
         keys_rotated=view.rotated,
     )
     return out, (keys, values)

@@ -104,6 +104,8 @@ def stream(
     """
     if not len(prompts) or any(len(prompt) == 0 for prompt in prompts):
         raise InputError("prompts must be a non-empty list of non-empty token lists")
+    # The last token that is picked is not read.
+    model.config.check_length(max(map(len, prompts)) + sampling.max_new_tokens - 1)
     chunk = _chunk_size(prefill_chunk)
     shown, mesh = len(prompts), model.mesh
     prompts = [*prompts, *[prompts[0]] * padding_rows(mesh, shown)]

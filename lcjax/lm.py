@@ -47,6 +47,8 @@ class ModelSection:
     preset: str | None = None  # instead of path: an architecture with random weights
     rope: Rope | None = None  # position method; none: the checkpoint's own
     pattern: Pattern | None = None  # attention pattern; none: the checkpoint's own
+    # With a preset, instead of rotations: alibi, t5, sinusoidal or learned.
+    position: str | None = None
     dtype: str | None = None  # of activations; none: bfloat16 on accelerators, float32 on CPU
     param_dtype: str | None = None  # of weights; none: the checkpoint's own
     # What a training step computes again instead of keeping it: none, full (all but the inputs of
@@ -74,6 +76,13 @@ def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
         changes["rope"] = resolve_rope(section.rope, config)
     if section.pattern is not None:
         changes["pattern"] = section.pattern
+    if section.position is not None:
+        if section.path is not None and section.position != config.position:
+            raise InputError(
+                f"model.position={section.position}: the weights of {section.path} were trained"
+                f" with position={config.position}; leave it out, or train others (model.preset)"
+            )
+        changes["position"] = section.position
     if section.param_dtype is not None:
         changes["param_dtype"] = section.param_dtype
     on_cpu = jax.default_backend() == "cpu"

@@ -21,6 +21,8 @@ ROWS = ("data", "fsdp")  # the axes over which the rows of a batch are spread
 # stacked layers have one more axis in front, which is never split.
 _RULES = (
     (r"embed/embedding", ("tensor", "fsdp")),
+    (r"position/embedding", (None, "fsdp")),
+    (r"position/bias", (None, "tensor")),
     (r"head/kernel", ("fsdp", "tensor")),
     (r"head/bias", ("tensor",)),
     (r"(query|key|value)/kernel", ("fsdp", "tensor", None)),

@@ -1,7 +1,7 @@
 """Attention patterns: who sees whom at which positions, and the call that computes it."""
 
 from lcjax.attention.attend import attend, order_indices
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import POSITIONS, Pass, Pattern, Places
 from lcjax.attention.bigbird import BigBird
 from lcjax.attention.causal import Causal
 from lcjax.attention.dual_chunk import DualChunk
@@ -15,7 +15,7 @@ from lcjax.attention.sparse_transformer import SparseTransformer
 from lcjax.attention.streaming import Streaming
 
 __all__ = [
-    "BigBird", "Causal", "DualChunk", "LMInfinite", "Longformer", "Pass", "Pattern", "Places",
-    "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding", "SparseTransformer", "Streaming", "attend",
-    "order_indices",
+    "POSITIONS", "BigBird", "Causal", "DualChunk", "LMInfinite", "Longformer", "Pass", "Pattern",
+    "Places", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding", "SparseTransformer", "Streaming",
+    "attend", "order_indices",
 ]  # fmt: skip

@@ -14,6 +14,10 @@ from lcjax.attention.partial import partial_attention
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
 from pallas_kernels import Mask, merge
+from pallas_kernels.biases import Bias
+
+# How a model tells its tokens apart by place: rotations, biases of logits, absolute embeddings.
+POSITIONS = ("rope", "alibi", "t5", "sinusoidal", "learned")
 
 
 class Places(NamedTuple):
@@ -34,6 +38,7 @@ class Places(NamedTuple):
     # those of the order indices inside a document. None where slots do not follow the text.
     row: tuple[jax.Array | None, jax.Array | None] | None = None
     heads: int = 1  # query heads, for masks that differ between them
+    bias: Bias | None = None  # of the logits, by the distance of order indices
 
     @property
     def q_order(self) -> jax.Array:
@@ -54,6 +59,7 @@ class Pass(NamedTuple):
     q_positions: jax.Array  # int or float, [B, T]
     k_positions: jax.Array  # int or float, [B, S]
     mask: Mask  # over order indices, which keep counting where positions repeat or jump
+    together: bool = False  # all keys stand at one position, that of the first
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,15 @@ class Pattern(draccus.ChoiceRegistry):
     # Whether a key stands at different positions for different queries in a way that only another
     # rotation of the key can express: then a cache has to keep unrotated keys.
     moves_keys: ClassVar[bool] = False
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """The ones of POSITIONS that the pattern is defined for.
+
+        All of them, unless it moves tokens to other positions: a bias has to be moved as well, and
+        what was added to embeddings cannot be.
+        """
+        return POSITIONS if type(self).attend is Pattern.attend else ("rope",)
 
     def passes(self, places: Places) -> list[Pass]:
         """The passes of queries and keys at `places`; their masks are disjoint."""

@@ -25,6 +25,7 @@ class DualChunk(Pattern):
     """
 
     examples = ({"chunk": 7, "local": 3}, {"chunk": 8, "local": 6})
+    encodings = ("rope",)
 
     chunk: int = 3072  # the largest distance: 3/4 of the trained length in the released code
     local: int = 512  # of which keep exact distances across pieces: 1/8 of the trained length

@@ -16,7 +16,7 @@ def near_and_far(places: Places, size: int, distance: int, far: Mask) -> list[Pa
     ceiling = jnp.full_like(places.q_positions, distance)
     return [
         Pass(places.q_positions, places.k_positions, causal() & window(size)),
-        Pass(ceiling, jnp.zeros_like(places.k_positions), far),
+        Pass(ceiling, jnp.zeros_like(places.k_positions), far, together=True),
     ]
 
 
@@ -44,6 +44,9 @@ class LMInfinite(Pattern):
         check_at_least("pattern.sinks", self.sinks, 1)
         if self.distance is not None:
             check_at_least("pattern.distance", self.distance, 1)
+
+    # ALiBi stops growing at `distance`, too (sec. 4, for MPT).
+    encodings = ("rope", "alibi")
 
     def passes(self, places: Places) -> list[Pass]:
         distance = self.window if self.distance is None else self.distance

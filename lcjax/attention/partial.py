@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from lcjax.rope.base import Rotation, rotate
-from pallas_kernels import flash
+from pallas_kernels import Alibi, flash
 
 if TYPE_CHECKING:
     from lcjax.attention.base import Pass, Places
+    from pallas_kernels.biases import Bias
 
 
 def partial_attention(
@@ -30,8 +32,9 @@ def partial_attention(
         if not keys_rotated:
             k = rotate(k, step.k_positions, rotation.inv_freq, rotation.scale)
     q_index, k_index = tested_indices(step, places)
+    bias, shift = moved_bias(step, places)
     with jax.named_scope("attention"):
-        return flash(
+        out, lse = flash(
             q,
             k,
             v,
@@ -40,14 +43,35 @@ def partial_attention(
             k_index=k_index,
             q_segments=places.q_segments,
             k_segments=places.k_segments,
+            bias=bias,
             implementation=implementation,
         )
+    return out, lse if shift is None else lse + shift
 
 
 def rotate_queries(q: jax.Array, positions: jax.Array, rotation: Rotation) -> jax.Array:
     """q [B, T, N, H] at `positions` [B, T], with the scale that only queries have."""
     rotated = rotate(q, positions, rotation.inv_freq, rotation.scale)
     return (rotated * rotation.query_scale).astype(q.dtype)
+
+
+def moved_bias(step: Pass, places: Places) -> tuple[Bias | None, jax.Array | None]:
+    """The bias of a pass whose tokens stand elsewhere: (by order indices, what to add to lse).
+
+    Where all keys are at one distance, and where a query has moved under a bias that is linear in
+    it, all logits of a query change by one number. So the partial stays as it is, and its
+    log-sum-exp [B, T, N] takes that number.
+    """
+    bias, own_keys = places.bias, step.k_positions is places.k_positions
+    if bias is None or (own_keys and step.q_positions is places.q_positions):
+        return bias, None
+    if step.together:
+        logits = bias.logits(step.q_positions, step.k_positions[:, :1])  # [B, N, T, 1]
+        return None, jnp.swapaxes(logits[..., 0], 1, 2)
+    if not (own_keys and isinstance(bias, Alibi)):
+        raise TypeError(f"no rule moves {type(bias).__name__} with the tokens of {step!r}")
+    nearer = places.q_positions - step.q_positions  # [B, T]
+    return bias, bias.slopes.astype(jnp.float32) * nearer.astype(jnp.float32)[..., None]
 
 
 def tested_indices(step: Pass, places: Places) -> tuple[jax.Array | None, jax.Array | None]:

@@ -19,6 +19,7 @@ class ReRoPE(Pattern):
 
     examples = ({"window": 6},)
     moves_keys = True
+    encodings = ("rope",)
 
     window: int  # keys at their own distance, the token itself included; at most the trained length
 

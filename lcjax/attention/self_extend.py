@@ -21,6 +21,7 @@ class SelfExtend(Pattern):
 
     examples = ({"window": 6, "group": 3}, {"window": 5, "group": 2})
     moves_keys = True
+    encodings = ("rope",)
 
     window: int = 1024  # keys at their own distance, the token itself included
     group: int = 64  # tokens that share one position beyond the window

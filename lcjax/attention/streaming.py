@@ -37,6 +37,9 @@ class Streaming(Pattern):
         if self.first is not None:
             check_at_least("pattern.first", self.first, 1)
 
+    # With ALiBi, distances count places in the cache as well (sec. 3.2, for MPT).
+    encodings = ("rope", "alibi")
+
     @property
     def _first(self) -> int:
         return self.sinks + self.recent if self.first is None else self.first

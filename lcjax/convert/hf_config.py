@@ -228,6 +228,7 @@ def _check_exportable(config: ModelConfig, kind: str) -> None:
         "activation": "gelu_tanh" if phi else "silu",
         "gated_mlp": not phi,
         "head_bias": phi,
+        "position": "rope",
     }
     if phi:
         wanted |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": False}

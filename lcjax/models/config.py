@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lcjax.attention import Causal, Pattern
+from lcjax.attention import POSITIONS, Causal, Pattern
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
 from lcjax.rope import Default, Rope
@@ -14,6 +14,7 @@ _CHOICES = {
     "norm": ("rms", "layer"),
     "activation": ("silu", "gelu_tanh"),
     "block": ("sequential", "parallel"),
+    "position": POSITIONS,
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16", "float16"),
     "remat": ("none", "full", "dots"),
@@ -43,6 +44,7 @@ class ModelConfig:
     head_bias: bool = False
     rotary_fraction: float = 1.0  # share of each head's channels that is rotated
     tie_embeddings: bool = False
+    position: str = "rope"  # or alibi, t5, sinusoidal, learned (see `lcjax.models.position`)
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
@@ -64,6 +66,29 @@ class ModelConfig:
             raise InputError(
                 f"model.rotary_fraction={self.rotary_fraction} must leave an even number of rotated"
                 f" channels of head_dim={self.head_dim}, at least 2; it leaves {self.rotary_dim}"
+            )
+
+        if self.position == "rope":
+            return
+        if not isinstance(self.rope, Default):
+            raise InputError(
+                f"model.rope.type={self.rope.type} turns queries and keys, which a model with "
+                f"position={self.position} does not; leave it out"
+            )
+        pattern = self.pattern.for_inference()
+        for choice in (self.pattern, pattern):
+            if self.position not in choice.encodings:
+                raise InputError(
+                    f"model.position={self.position} is not defined under pattern {choice!r}, "
+                    f"which places tokens itself; it takes {', '.join(choice.encodings)}"
+                )
+
+    def check_length(self, length: int) -> None:
+        """Refuses more tokens than a table of learned positions has rows."""
+        if self.position == "learned" and length > self.max_length:
+            raise InputError(
+                f"{length} tokens are more than the {self.max_length} positions that a model with "
+                "position=learned has rows for; give it less text"
             )
 
     @property

@@ -13,6 +13,7 @@ from lcjax.errors import InputError
 from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Norm
+from lcjax.models.position import Position, no_rotation
 from lcjax.rope import Rotation
 from lcjax.sharding import keep_rows
 
@@ -96,6 +97,7 @@ class Decoder(nn.Module):
         self.final_norm = Norm(c)
         if not c.tie_embeddings:
             self.head = Head(c)
+        self.position = Position(c)
         if c.rope.learned:
             self.rope = self.param("rope", c.rope.init, c.rotary_dim)
 
@@ -119,20 +121,24 @@ class Decoder(nn.Module):
           cache: the past, from `lcjax.cache.create`.
         """
         c = self.config
-        start = 0 if cache is None else cache.filled
+        start, given = 0 if cache is None else cache.filled, positions
         if positions is None:
             positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
-        if rotation is None:
-            length = self._request_length(tokens, cache)
-            learned = self.rope if c.rope.learned else None
-            rotation = c.rope.rotation(c.rotary_dim, length, learned)
         view, layers = None, None
         index = None if segments is None or cache is not None else order_indices(segments)
         if cache is not None:
             cache, view = cache_lib.extend(cache, segments, positions)
             layers = cache.layers
-        context = Context(positions, segments, rotation, index, view)
+        else:
+            c.check_length(tokens.shape[1])
+        if rotation is None or c.position != "rope":
+            rotation = self._rotation(tokens, cache)
+        context = Context(positions, segments, rotation, index, view, self.position.logit_bias())
         x = keep_rows(self.embed.embedding[tokens].astype(c.compute_dtype()), self.mesh)
+        if given is None:  # absolute embeddings count in the document
+            index = view.q_index if cache is not None else index
+            positions = positions if index is None else index
+        x = self.position(x, positions, segments)
         if c.scan_layers:
             x, layers = self.layers(x, context, layers)
         else:
@@ -146,6 +152,13 @@ class Decoder(nn.Module):
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
         return self.final_norm(x), cache
+
+    def _rotation(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> Rotation:
+        c = self.config
+        if c.position != "rope":
+            return no_rotation()
+        learned = self.rope if c.rope.learned else None
+        return c.rope.rotation(c.rotary_dim, self._request_length(tokens, cache), learned)
 
     def _request_length(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> int:
         """Tokens that a rotation has to be made for when the caller gives none."""

@@ -13,6 +13,7 @@ from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
 from lcjax.rope import Rotation
+from pallas_kernels.biases import Bias
 
 
 class Context(NamedTuple):
@@ -23,6 +24,7 @@ class Context(NamedTuple):
     rotation: Rotation
     index: jax.Array | None = None  # int32 [B, T], places in the own document; None: 0, 1, 2, ...
     view: cache_lib.View | None = None  # where the new tokens stand in the cache
+    bias: Bias | None = None  # of the logits, by distance
 
 
 class Linear(nn.Module):
@@ -128,6 +130,7 @@ class Attention(nn.Module):
                     q_index=context.index,
                     k_index=context.index,
                     row=(None, None),
+                    bias=context.bias,
                     q_segments=context.segments,
                     k_segments=context.segments,
                 )

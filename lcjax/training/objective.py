@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import jax
 
+from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
+from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.tree import union
 
 Batch = dict[str, jax.Array]
@@ -25,6 +27,12 @@ def language_model(
     `positions` (`lcjax.rope.positions`) places the tokens: where they stand, or somewhere in a
     longer context, drawn anew for every batch. Rows are spread over the devices of `mesh`.
     """
+    if config.position != "rope" and not isinstance(positions, PlainPositions):
+        kind = Positions.get_choice_name(type(positions))
+        raise InputError(
+            f"train.positions.type={kind} spreads tokens for rotations, and model.position="
+            f"{config.position} has none; leave it out"
+        )
     model = Decoder(config, mesh)
 
     def objective(trained, frozen, batch, key):
