@@ -165,20 +165,23 @@ def _with_gradients(hidden, projection, targets, weights, *, chunk, axes=()):
         d_logits = weights[..., None] * (jnp.exp(logits - lse) - is_target)
         low = d_logits.astype(hidden.dtype)
         d_hidden = _einsum(f"BTV,{projection.axes}->BTD", low, projection.kernel)
-        d_kernel = (
-            _einsum("BTV,BTD->VD", low, hidden)
-            if projection.tied
-            else _einsum("BTD,BTV->DV", hidden, low)
-        )
+        # Also of a tied kernel [D, V], turned over once at the end: [V, D] would turn over the
+        # chunk's large d_logits instead.
+        d_kernel = _einsum("BTD,BTV->DV", hidden, low)
         d_bias = None if projection.bias is None else d_logits.sum((0, 1))
-        added = (weights * nll).sum(), Projection(d_kernel, d_bias, projection.tied)
+        added = (weights * nll).sum(), d_kernel, d_bias
         return jax.tree.map(jnp.add, sums, added), (d_hidden.astype(hidden.dtype), nll)
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), projection)
+    shapes = (), (hidden.shape[-1], projection.vocabulary), (projection.vocabulary,)
+    start = [jnp.zeros(shape, jnp.float32) for shape in shapes]
+    if projection.bias is None:
+        start[2] = None
     chunks = [_chunked(x, chunk) for x in (hidden, targets, weights)]
-    sums, by_row = jax.lax.scan(one, (jnp.float32(0), zeros), chunks)
-    sums = jax.lax.psum(sums, axes) if axes else sums
-    return sums, tuple(_joined(x, hidden.shape[1]) for x in by_row)
+    sums, by_row = jax.lax.scan(one, tuple(start), chunks)
+    loss, d_kernel, d_bias = jax.lax.psum(sums, axes) if axes else sums
+    d_kernel = d_kernel.T if projection.tied else d_kernel
+    by_row = tuple(_joined(x, hidden.shape[1]) for x in by_row)
+    return (loss, Projection(d_kernel, d_bias, projection.tied)), by_row
 
 
 def _backward(chunk, mesh, residuals, cotangent):
