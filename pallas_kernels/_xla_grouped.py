@@ -51,7 +51,8 @@ def _loop(q, k, places, block: int, scale: float, direction: str, platform: str)
     on_cpu = platform == "cpu"
     count, t = k.shape[1] // block, q.shape[1]
     size = _QUERIES[direction] * (1 if on_cpu else 2)
-    scores = cutting.CPU_SCORES // block if on_cpu else None
+    held = 1 if direction == "forward" else 2  # the backward pass holds twice the scores
+    scores = cutting.CPU_SCORES // (held * block) if on_cpu else None
     blocks = cutting.Blocks(q=size, k=max(1, _KEYS // block), scores=scores)
     shape = jax.ShapeDtypeStruct((k.shape[0], count, *k.shape[2:]), k.dtype)
     groups = cutting.plan(q, shape, blocks)
@@ -145,8 +146,8 @@ def _backward_rows(loop: Loop, rows, k, v, chunk, i, sums):
     def step(j, partial, carry):
         dq, dk, dv = carry
         key = cutting.keys(k, loop.cut, chunk, j)
-        logits, landmark = loop.logits(query, key)
-        weight = jnp.exp(landmark - lse[..., None])
+        logits, marks = loop.logits(query, key)
+        weight = jnp.exp(marks - lse[..., None])
         if partial:
             weight = jnp.where(loop.visible(chunk, i, j), weight, 0.0)
         p = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
@@ -154,8 +155,8 @@ def _backward_rows(loop: Loop, rows, k, v, chunk, i, sums):
         g = _dot(do, cutting.keys(v, loop.cut, chunk, j), 3, 3).reshape(p.shape)
         mean = jnp.sum(p * g, -1, keepdims=True)
         weight = weight[..., None]
-        ds = weight * p * (g - mean)
-        ds = ds.at[..., -1:].set(weight * (mean - di[..., None, None]))
+        landmark = jnp.arange(loop.block) == loop.block - 1
+        ds = weight * jnp.where(landmark, mean - di[..., None, None], p * (g - mean))
         ds, p = (x.reshape(*x.shape[:3], -1) for x in (ds, weight * p))
         ds = loop.scale * ds.astype(key.dtype)
         dq = dq + _dot(ds, key, 3, 2)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import jax
 
-from lcjax.attention.base import Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places, check_at_least
 from lcjax.attention.landmark_retrieval import retrieve
 from lcjax.attention.partial import rotate_queries
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation, rotate
+from pallas_kernels import causal
 from pallas_kernels.grouped import grouped
 
 SELECT = ("per_token_and_head", "per_head_and_chunk")
@@ -71,6 +72,10 @@ class Landmark(Pattern):
         if self.top_k is None:
             return None
         return (self.train_length // self.block - self.top_k - 1) * self.block
+
+    def passes(self, places: Places) -> list[Pass]:
+        """The keys that are multiplied by tokens read together; `attend` weighs them otherwise."""
+        return [Pass(places.q_positions, places.k_positions, causal())]
 
     def attend(
         self,
