@@ -133,6 +133,7 @@ def _lcjax_train(folder: str, length: int):
     import numpy as np
 
     from lcjax import convert
+    from lcjax.lm import ModelSection
     from lcjax.rope import PlainPositions
     from lcjax.sharding import Mesh, make_mesh
     from lcjax.training import optim
@@ -142,6 +143,7 @@ def _lcjax_train(folder: str, length: int):
     from lcjax.training.step import make_train_step
 
     params, config, _ = convert.load(folder)
+    config = config.replace(remat=ModelSection().remat)  # as train.py does
     section = TrainSection(lr=1e-5, steps=1000, warmup_steps=0)
     optimizer = optim.optimizer(section)
     objective = language_model(config, PlainPositions())

@@ -43,14 +43,19 @@ def make_train_step(
         norm, lr = optax.tree.norm(grads), schedule(state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         with jax.named_scope("update"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, optim.wide(state.params))
-            params, ema = optim.apply(state.params, updates, lr), state.ema
-            if ema_decay is not None:
-                ema = optim.average(ema, params, ema_decay)
-            new, old = (params, opt_state, ema), (state.params, state.opt_state, state.ema)
             halted = False if halt_after is None else bad >= halt_after
             good = finite & jnp.logical_not(halted)
-            kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
+
+            def update(old, grads):
+                params, opt_state, ema = old
+                updates, opt_state = optimizer.update(grads, opt_state, optim.wide(params))
+                params = optim.apply(params, updates, lr)
+                if ema_decay is not None:
+                    ema = optim.average(ema, params, ema_decay)
+                return params, opt_state, ema
+
+            old = state.params, state.opt_state, state.ema
+            kept = jax.lax.cond(good, update, lambda old, _: old, old, grads)
         bad = jnp.where(good, 0, bad + 1).astype(jnp.int32)
         counts = 1 if halt_after is None else (bad < halt_after).astype(jnp.int32)
         skipped = state.skipped + jnp.where(finite, 0, counts)
