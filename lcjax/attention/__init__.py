@@ -13,9 +13,10 @@ from lcjax.attention.self_extend import SelfExtend
 from lcjax.attention.sliding import Sliding
 from lcjax.attention.sparse_transformer import SparseTransformer
 from lcjax.attention.streaming import Streaming
+from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
     "POSITIONS", "BigBird", "Causal", "DualChunk", "LMInfinite", "Longformer", "Pass", "Pattern",
     "Places", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding", "SparseTransformer", "Streaming",
-    "attend", "order_indices",
+    "VerticalSlash", "attend", "order_indices",
 ]  # fmt: skip

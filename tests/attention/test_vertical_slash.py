@@ -1,0 +1,101 @@
+"""Vertical-slash attention against its definition: what is chosen, and attention over it."""
+
+import math
+
+import attention_golden as golden
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.attention import Causal, VerticalSlash, attend, order_indices
+from lcjax.errors import InputError
+from lcjax.models.position import no_rotation
+
+T, HEADS, SIZE = 450, 4, 16
+PATTERN = VerticalSlash(vertical=40, slash=120)
+
+
+def qkv(rows=1, length=T):
+    """Keys of which a few draw attention from everywhere, and others from one distance."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(rows, length, n, SIZE)) for n in (HEADS, 2, 2))
+    q[..., 0], k[:, 100:104, :, 0] = 6.0, 6.0
+    return [x.astype(np.float32) for x in (q, k, v)]
+
+
+def run(pattern, q, k, v, segments=None):
+    at = jnp.arange(k.shape[1])[None].repeat(len(q), 0)
+    first = k.shape[1] - q.shape[1]
+    index = at if segments is None else order_indices(jnp.asarray(segments))
+    return np.asarray(attend(
+        *map(jnp.asarray, (q, k, v)), pattern=pattern, rotation=no_rotation(),
+        q_positions=index[:, first:], k_positions=index, q_index=index[:, first:], k_index=index,
+        q_segments=None if segments is None else jnp.asarray(segments)[:, first:],
+        k_segments=None if segments is None else jnp.asarray(segments),
+        row=(jnp.arange(first, k.shape[1]), None),
+    ))  # fmt: skip
+
+
+def naive(q, k, v, vertical, slash):
+    """(out [T, N, H], seen [N, T, S]) of one row in float64, key by key and block by block."""
+    (length, heads), keys = q.shape[1:3], k.shape[1]
+    first = keys - length
+    k, v = (np.repeat(x[0].astype(np.float64), heads // x.shape[2], axis=1) for x in (k, v))
+    away = first + np.arange(length)[:, None] - np.arange(keys)[None]
+    logits = np.einsum("tnh,snh->nts", q[0].astype(np.float64), k) / math.sqrt(SIZE)
+    p = np.exp(np.where(away >= 0, logits, -np.inf))
+    p = (p / p.sum(-1, keepdims=True))[:, -64:]
+    seen = np.zeros((heads, length, keys), bool)
+    for head in range(heads):
+        columns = p[head].sum(0)
+        columns[:30] = np.inf
+        diagonals = np.array([p[head][away[-64:] == d].sum() for d in range(keys)])
+        diagonals[:100] = np.inf
+        seen[head][:, np.argsort(-columns)[:vertical]] = True
+        for d in np.argsort(-diagonals)[:slash]:
+            for start in range(0, length, 64):
+                low = first + start - d
+                for block in range(max(low // 64, 0), (low + 63) // 64 + 1):
+                    seen[head][start : start + 64, block * 64 : block * 64 + 64] = True
+    seen &= away >= 0
+    weights = np.exp(np.where(seen, logits, -np.inf))
+    return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v), seen
+
+
+@pytest.mark.parametrize("queries", [T, 130], ids=["a whole prompt", "its last chunk"])
+def test_a_prompt_sees_the_chosen_columns_and_diagonals(queries):
+    q, k, v = qkv()
+    q = q[:, T - queries :]
+    want, seen = naive(q, k, v, 40, 120)
+    assert seen[:, -1, 100:104].all() and seen[:, -1].mean() < 0.9  # something is left out
+    got = run(PATTERN, q, k, v)[0]
+    np.testing.assert_allclose(got, want, **golden.TOLERANCE)
+    for other in (Causal(), VerticalSlash(vertical=45, slash=120), VerticalSlash(40, 200)):
+        assert np.abs(run(other, q, k, v)[0] - got).max() > 1e-3
+
+
+def test_padding_on_either_side_changes_nothing():
+    q, k, v = qkv(2)
+    alone = run(PATTERN, *(x[:1, :300] for x in (q, k, v)))[0]
+    segments = np.zeros((2, 364), np.int32)
+    segments[0, :300] = segments[1, 64:] = 1  # whole blocks: those of the slashes stay the same
+    rows = [np.zeros((2, 364, *x.shape[2:]), np.float32) for x in (q, k, v)]
+    for padded, x in zip(rows, (q, k, v), strict=True):
+        padded[0, :300] = padded[1, 64:] = x[0, :300]
+    out = run(PATTERN, *rows, segments)
+    for row in range(2):
+        np.testing.assert_allclose(out[row][segments[row] != 0], alone, rtol=1e-5, atol=2e-6)
+        assert not out[row][segments[row] == 0].any()
+
+
+def test_few_queries_see_everything():
+    q, k, v = qkv()
+    for pattern in (PATTERN, VerticalSlash(vertical=T)):
+        got = run(pattern, q[:, -63:], k, v)
+        np.testing.assert_allclose(got, run(Causal(), q[:, -63:], k, v), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("field", ["vertical", "slash"])
+def test_budgets_out_of_range_are_refused(field):
+    with pytest.raises(InputError, match=f"pattern.{field}=0 must be an integer of at least 1"):
+        VerticalSlash(**{field: 0})
