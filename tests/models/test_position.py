@@ -193,8 +193,9 @@ def test_buckets_equal_the_stored_ones(kind):
     np.testing.assert_array_equal(got, stored(f"t5.buckets.{kind}"))
 
 
-def test_slopes_equal_the_stored_ones_for_every_number_of_heads():
-    counts, slopes = stored("alibi.slopes.n_heads"), stored("alibi.slopes.slopes")
+@pytest.mark.parametrize("code", ["slopes", "slopes_mpt"])
+def test_slopes_equal_the_stored_ones_for_every_number_of_heads(code):
+    counts, slopes = stored("alibi.slopes.n_heads"), stored(f"alibi.slopes.{code}")
     for heads, expected in zip(counts, slopes, strict=True):
         np.testing.assert_allclose(alibi_slopes(int(heads)), expected[:heads], rtol=1e-6)
 

@@ -1,0 +1,68 @@
+"""Biases of the logits equal attention layers of transformers that are trained with them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.attention import Causal, attend
+from lcjax.models.position import BUCKETS, MAX_DISTANCE, no_rotation
+from pallas_kernels import Alibi, RelativeBias, alibi_slopes
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+HEADS, SIZE, T = 6, 16, 150  # farther than T5's last bucket begins
+WIDTH = HEADS * SIZE
+HIDDEN = np.random.default_rng(0).normal(size=(2, T, WIDTH)).astype(np.float32)
+
+
+def attended(projections, out, bias, scale=1.0):
+    """Our attention between the projections [D, D] of a torch layer."""
+    x = jnp.asarray(HIDDEN)
+    q, k, v = ((x @ w.T).reshape(2, T, HEADS, SIZE) for w in projections)
+    at = jnp.arange(T)[None].repeat(2, 0)
+    y = attend(
+        scale * q, k, v, pattern=Causal(), rotation=no_rotation(), q_positions=at, k_positions=at,
+        row=(None, None), bias=bias,
+    )  # fmt: skip
+    return y.reshape(2, T, WIDTH) @ out.T
+
+
+def weight(linear):
+    return linear.weight.detach().numpy()
+
+
+def test_alibi_equals_the_attention_of_mpt():
+    from transformers import MptConfig
+    from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
+
+    torch.manual_seed(0)
+    layer = MptAttention(MptConfig(d_model=WIDTH, n_heads=HEADS), layer_idx=0).eval()
+    hidden = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)[None, None]
+    with torch.no_grad():
+        want = layer(
+            torch.from_numpy(HIDDEN), build_mpt_alibi_tensor(HEADS, T), attention_mask=hidden
+        )[0].numpy()
+    projections = np.split(weight(layer.Wqkv), 3)
+    got = attended(projections, weight(layer.out_proj), Alibi(jnp.asarray(alibi_slopes(HEADS))))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
+
+
+def test_relative_biases_equal_the_attention_of_a_t5_decoder():
+    from transformers import T5Config
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    torch.manual_seed(0)
+    config = T5Config(
+        d_model=WIDTH, d_kv=SIZE, num_heads=HEADS, is_decoder=True, dropout_rate=0.0,
+        relative_attention_num_buckets=BUCKETS, relative_attention_max_distance=MAX_DISTANCE,
+    )  # fmt: skip
+    layer = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).eval()
+    causal = torch.triu(torch.full((T, T), torch.finfo(torch.float32).min), 1)[None, None]
+    with torch.no_grad():
+        torch.nn.init.normal_(layer.relative_attention_bias.weight)
+        want = layer(torch.from_numpy(HIDDEN), mask=causal)[0].numpy()
+    table = jnp.asarray(weight(layer.relative_attention_bias))
+    projections = [weight(x) for x in (layer.q, layer.k, layer.v)]
+    # T5 does not divide logits by the square root of the head size.
+    got = attended(projections, weight(layer.o), RelativeBias(table, MAX_DISTANCE), SIZE**0.5)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
