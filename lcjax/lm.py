@@ -44,6 +44,7 @@ class ModelSection:
     """The `model:` section: where the weights come from, and the method on top of them."""
 
     path: str | None = None  # HF folder, .gguf, run folder, hub id, or smollm2-135m-instruct
+    base: str | None = None  # where path holds adapters: what they go on; none: what they name
     preset: str | None = None  # instead of path: an architecture with random weights
     rope: Rope | None = None  # position method; none: the checkpoint's own
     pattern: Pattern | None = None  # attention pattern; none: the checkpoint's own
@@ -62,6 +63,8 @@ class ModelSection:
             raise InputError(
                 f"model.path={self.path!r} and model.preset={self.preset!r}: give only one"
             )
+        if self.base is not None and self.path is None:
+            raise InputError(f"model.base={self.base!r}: give the adapters' folder as model.path")
         # Here and not only in ModelConfig: a checkpoint takes minutes to read.
         for field, known in _NUMERICS.items():
             value = getattr(self, field)
@@ -107,7 +110,7 @@ def build(
         )
     if section.path is not None:
         params, config, tokenizer = convert.load(
-            section.path, mesh=mesh, param_dtype=section.param_dtype
+            section.path, base=section.base, mesh=mesh, param_dtype=section.param_dtype
         )
         config = resolve(section, config)
         params = with_learned_rope(params, config, section.seed)

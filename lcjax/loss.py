@@ -124,7 +124,11 @@ def _nll(hidden, projection, targets):
     """-log p(target) [B, c], the logits [B, c, V] and their log-sum-exp [B, c, 1], float32."""
     logits = projection(hidden)
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return (lse - jnp.take_along_axis(logits, targets[..., None], -1, mode="clip"))[..., 0], logits, lse
+    return (
+        (lse - jnp.take_along_axis(logits, targets[..., None], -1, mode="clip"))[..., 0],
+        logits,
+        lse,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -35,6 +35,7 @@ class Base:
     trained: tuple[str, ...]  # paths of the parameters in the run's checkpoints
     average: bool  # whether they hold a running average of the weights too
     frozen: str | None = None  # fingerprint of all other parameters; none: there are none
+    base: str | None = None  # the checkpoint under `path`, where that holds adapters
 
     @classmethod
     def read(cls, folder: Path) -> "Base":
@@ -103,7 +104,7 @@ def _frozen(folder: Path, base: Base, config: ModelConfig, mesh: jax.sharding.Me
     if base.path is None:
         params = random_params(config.replace(lora=None), base.seed, mesh)
     else:
-        params, _, _ = load(base.path, mesh=mesh, param_dtype=base.param_dtype)
+        params, _, _ = load(base.path, base=base.base, mesh=mesh, param_dtype=base.param_dtype)
         params = with_learned_rope(params, config, base.seed)
     frozen = split(params, set(base.trained).__contains__)[1]
     check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))

@@ -167,6 +167,7 @@ class _Runner:
         return dataclasses.replace(
             self._config.model,
             path=method.path,
+            base=None,
             preset=None,
             rope=None,
             pattern=None,

@@ -82,4 +82,5 @@ def base_of(config: TrainConfig, assembly: Assembly) -> Base:
         trained=tuple(flatten(assembly.trained)),
         average=config.train.ema is not None,
         frozen=fingerprint(assembly.frozen),
+        base=config.model.base,
     )

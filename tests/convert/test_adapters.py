@@ -12,6 +12,7 @@ from lcjax import lora
 from lcjax.convert import ByteTokenizer, load, load_config, save_hf
 from lcjax.convert.peft import save_peft
 from lcjax.errors import InputError
+from lcjax.lm import ModelSection, build
 from lcjax.lora import LoRA
 from lcjax.sharding import Mesh, make_mesh
 
@@ -211,3 +212,13 @@ def test_whole_models_take_no_base_and_no_length(tmp_path, option):
     saved(tmp_path / "base")
     with pytest.raises(InputError, match=rf"{option}=128: .*base is a whole model.*leave {option}"):
         load(tmp_path / "base", **{option: 128})
+
+
+def test_a_model_section_names_adapters_and_their_base(tmp_path):
+    base = base_tensors(tmp_path / "base")
+    write_peft(tmp_path / "lora", low_rank(base), tmp_path / "gone")
+    section = ModelSection(path=str(tmp_path / "lora"), base=str(tmp_path / "base"))
+    _, params, _ = build(section)
+    assert_same(params, load(tmp_path / "lora", base=tmp_path / "base")[0])
+    with pytest.raises(InputError, match=r"model.base='x': give the adapters' folder as"):
+        ModelSection(base="x", preset="tiny")
