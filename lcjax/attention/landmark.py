@@ -33,7 +33,6 @@ class Landmark(Pattern):
 
     examples = (
         {"block": 8, "top_k": 12, "train_length": 160},  # as many as there are: nothing is left out
-        {"block": 7, "top_k": 14, "train_length": 160, "select": "per_head_and_chunk"},
         {"block": 5, "top_k": None},
     )
 
