@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax import cache as cache_lib
+from lcjax.attention import Landmark
 from lcjax.convert.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
-from lcjax.models import Decoder
+from lcjax.models import Decoder, ModelConfig
 from lcjax.rope import Rotation
 from lcjax.sharding import keep_rows, padding_rows
 
@@ -102,6 +103,7 @@ def stream(
     are read at once. On the mesh of `model` every device gets equally many rows: those that are
     lacking repeat the first prompt, and nobody sees them.
     """
+    refuse_landmarks(model.config, "generation")
     if not len(prompts) or any(len(prompt) == 0 for prompt in prompts):
         raise InputError("prompts must be a non-empty list of non-empty token lists")
     # The last token that is picked is not read.
@@ -151,6 +153,15 @@ def _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, s
                     yield piece
         if all(row.finish for row in rows):
             return
+
+
+def refuse_landmarks(config: ModelConfig, what: str) -> None:
+    """A text without landmarks would be read as if every `block`-th token were one."""
+    if isinstance(config.pattern, Landmark):
+        raise InputError(
+            f"pattern.type=landmark: {what} puts no landmark tokens into the text yet, without "
+            "which the pattern means nothing; take another pattern"
+        )
 
 
 class _Rotations:

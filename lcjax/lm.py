@@ -222,6 +222,7 @@ class LanguageModel:
           first: the first scored position, at least 1; only from there logits are computed.
           lengths: int [B], tokens of each row that count; all if None.
         """
+        generation.refuse_landmarks(self.config, "scoring")
         tokens = np.asarray(tokens, np.int32)
         rows, length = tokens.shape
         if not 1 <= first < length:

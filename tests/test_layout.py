@@ -18,7 +18,7 @@ CODE += sorted((ROOT / "benchmarks").rglob("*.py"))
 ORDER = [
     {"errors", "config", "tree"},
     {"rope", "attention"},
-    {"lora", "sharding", "loss", "memory", "models", "cache"},
+    {"landmarks", "lora", "sharding", "loss", "memory", "models", "cache"},
     {"cost", "checkpoint"},
     {"convert"},
     {"generate", "lm"},

@@ -23,7 +23,7 @@ LOSSES = ("predict", "skip", "drop")
 class Landmark(Pattern):
     """Attention that is shared first among blocks, by their landmark tokens, then inside them.
 
-    Every `block`-th token is a landmark (`lcjax.data.landmarks` inserts them). A token sees the
+    Every `block`-th token is a landmark (`lcjax.landmarks` inserts them). A token sees the
     ordinary tokens of its own block, and those of an older block with the weight that the block's
     landmark gets (sec. 3.1). Tokens that are read together, as in training, see all of each other.
     What was read before comes from the cache: the `top_k` blocks with the best landmarks, moved to
@@ -41,7 +41,7 @@ class Landmark(Pattern):
     select: str = "per_token_and_head"  # or per_head_and_chunk: one choice for what is read at once
     train_length: int = 512  # the trained length in tokens, landmarks included
     token: int | None = None  # id of the landmark token
-    loss: str = "predict"  # what is learned around it: predict, skip or drop (lcjax.data.landmarks)
+    loss: str = "predict"  # what is learned around it: predict, skip or drop (lcjax.landmarks)
 
     def __post_init__(self):
         check_at_least("pattern.block", self.block, 2)

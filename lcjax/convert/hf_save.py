@@ -22,7 +22,7 @@ import numpy as np
 import lcjax.lora
 from lcjax.convert import hf_names
 from lcjax.convert.atomic import check_destination, finished_or_absent
-from lcjax.convert.hf_config import config_to_hf
+from lcjax.convert.landmark import config_to_hf
 from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
 from lcjax.convert.weights import DTYPES, TensorInfo

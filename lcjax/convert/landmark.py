@@ -5,6 +5,9 @@ more tokens, [PAD] and <landmark>, whose rows began as the mean of the others. W
 release are differences to the original model, enlarged in the same way.
 """
 
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +16,15 @@ import jax.numpy as jnp
 from lcjax.attention import Causal
 from lcjax.attention.landmark import Landmark
 from lcjax.convert import hf_config
+from lcjax.convert.tokenizer import Tokenizer, write_json
+from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json
 from lcjax.errors import InputError
+from lcjax.landmarks import Landmarks
 from lcjax.models.config import ModelConfig
+from lcjax.sharding import param_shardings
 
 MODEL_TYPE = "llama_with_landmark"
+NAMES = ("[PAD]", "<landmark>")  # of the two more tokens
 _TOP_K = 5  # blocks that are retrieved in the papers' evaluations; no config names it
 
 
@@ -85,6 +93,61 @@ def with_new_tokens(params: dict, config: ModelConfig, count: int = 2) -> tuple[
         head = {name: _extended(x, axes[name], count) for name, x in params["head"].items()}
         params["head"] = head
     return params, config.replace(vocab_size=config.vocab_size + count)
+
+
+def with_landmark(
+    params: dict, config: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh | None = None
+) -> tuple[dict, ModelConfig, Tokenizer]:
+    """What a model with the pattern landmark needs to begin: a row and a name of its token.
+
+    Nothing changes where the model has a row for `pattern.token`. Else this has to be the second
+    token after the vocabulary, as in the released models: [PAD] comes before it.
+    """
+    landmarks = Landmarks.read_by(config.pattern)
+    rows = config.vocab_size
+    if landmarks is None or landmarks.token < rows:
+        return params, config, tokenizer
+    if landmarks.token != rows + 1 or tokenizer.vocab_size != rows:
+        raise InputError(
+            f"model.pattern.token={landmarks.token} is beyond the {rows} rows of the model and the "
+            f"{tokenizer.vocab_size} ids of its tokenizer; give {rows + 1}, before which [PAD] is "
+            "added, if both are as many, else an unused id of the vocabulary"
+        )
+    few = {name: params[name] for name in ("embed", "head") if name in params}
+
+    def grow(few):
+        return with_new_tokens(few, config)[0]
+
+    # On the mesh at once: eager sums over the vocabulary would gather it on every device.
+    layout = None if mesh is None else param_shardings(mesh, jax.eval_shape(grow, few))
+    few = jax.jit(grow, out_shardings=layout)(few)
+    named = with_names(tokenizer, NAMES)
+    return params | few, config.replace(vocab_size=rows + len(NAMES)), named
+
+
+def with_names(tokenizer: Tokenizer, names: Sequence[str]) -> Tokenizer:
+    """The tokenizer with special tokens after its vocabulary; the first one pads if none did."""
+    first = tokenizer.vocab_size
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    flags |= {"special": True}
+    new = {first + i: {"content": name} | flags for i, name in enumerate(names)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer.save(folder)
+        if (folder / "tokenizer.json").is_file():
+            values = read_json(folder / "tokenizer.json")
+            listed = values.get("added_tokens") or []
+            more = [{"id": index} | token for index, token in new.items()]
+            write_json(folder / "tokenizer.json", values | {"added_tokens": listed + more})
+        settings = read_json(folder / "tokenizer_config.json")
+        listed = settings.get("added_tokens_decoder") or {}
+        listed |= {str(index): token for index, token in new.items()}
+        write_json(folder / "tokenizer_config.json", settings | {"added_tokens_decoder": listed})
+        pad = first if tokenizer.pad_id is None else tokenizer.pad_id
+        ids = {"bos": tokenizer.bos_id, "eos": list(tokenizer.eos_ids), "pad": pad}
+        ids = {f"{key}_token_id": value for key, value in ids.items()}
+        write_json(folder / "generation_config.json", ids)
+        return hf_tokenizer(folder)
 
 
 def _extended(x: jax.Array, axis: int, count: int) -> jax.Array:

@@ -15,6 +15,7 @@ from lcjax.data.corpus import Corpus, all_empty, open_split
 from lcjax.data.rows import Batch, Fields, PadBatch, Tokenise, mixed_rows, rows_in_order
 from lcjax.data.seqio_source import SeqioCorpus
 from lcjax.errors import InputError
+from lcjax.landmarks import Landmarks, insert
 
 # Fields that may change at a resume: how fast batches come, and after how many they end.
 _FREE = ("threads", "prefetch", "repeat")
@@ -27,6 +28,7 @@ def make_loader(
     *,
     rows: Sequence[int] | None = None,
     split: str = "train",
+    landmarks: Landmarks | None = None,
 ) -> "Loader":
     """Batches of this process as dicts of arrays [B, T], B = the number of its rows.
 
@@ -47,6 +49,9 @@ def make_loader(
 
     `split="validation"` reads the held-out documents once, in order; its last batch is filled up
     with padding, as is the last of a finite training run.
+
+    `landmarks` are put into the rows once they are cut, which makes them longer
+    (`Landmarks.row_length`): T is `config.length` ordinary tokens and what closes their blocks.
     """
     own = list(range(batch_size) if rows is None else rows)
     if not own or not 0 <= min(own) <= max(own) < batch_size:
@@ -65,10 +70,14 @@ def make_loader(
         batch_size, batch_fn=PadBatch(batch_size)
     )
     batches = batches.map(lambda batch: {key: value[own] for key, value in batch.items()})
+    if landmarks is not None:
+        landmarks.row_length(config.length)  # refuses lengths that cannot be, before any batch
+        ends = tuple(tokenizer.eos_ids)
+        batches = batches.map(lambda batch: insert(batch, landmarks, ends))
     batches = grain.experimental.ThreadPrefetchIterDataset(
         batches, prefetch_buffer_size=config.prefetch
     )
-    return Loader(iter(batches), _identity(config, corpora, tokenizer, split))
+    return Loader(iter(batches), _identity(config, corpora, tokenizer, split, landmarks))
 
 
 class Loader(grain.DatasetIterator):
@@ -154,7 +163,11 @@ def _require_tokens(
 
 
 def _identity(
-    config: DataConfig, corpora: list[Corpus | SeqioCorpus], tokenizer, split: str
+    config: DataConfig,
+    corpora: list[Corpus | SeqioCorpus],
+    tokenizer,
+    split: str,
+    landmarks: Landmarks | None,
 ) -> dict[str, Any]:
     """What the order of the batches depends on."""
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _FREE}
@@ -166,6 +179,7 @@ def _identity(
     fields["bytes of text"] = [corpus.size for corpus in corpora]
     fields["tokenizer"] = tokenizer.fingerprint
     fields["split"] = split
+    fields["landmarks"] = None if landmarks is None else asdict(landmarks)
     return fields
 
 

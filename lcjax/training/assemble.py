@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax import lora as lora_lib
+from lcjax.convert.landmark import with_landmark
 from lcjax.convert.run_folder import Base, fingerprint
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
@@ -32,13 +33,16 @@ def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
     from lcjax.lm import build
 
     model, params, tokenizer = build(config.model, mesh)
-    model_config = model.config
+    params, model_config, tokenizer = with_landmark(params, model.config, tokenizer, mesh)
+    grown = model_config.vocab_size > model.config.vocab_size
     if config.train.lora is not None:
         model_config = model_config.replace(lora=config.train.lora)
         params = union(params, new_adapters(model_config, mesh, seed=config.train.seed))
     trained, frozen = split(params, trainable(flatten(params), config.train.rules()))
     del params
     _check_adapters(frozen, config)
+    if grown:
+        _check_new_rows(frozen, config)
     return Assembly(model_config, _widened(trained), frozen, tokenizer)
 
 
@@ -48,6 +52,15 @@ def _check_adapters(frozen: dict, config: TrainConfig) -> None:
         raise InputError(
             f"train.trainable={list(config.train.trainable)} leaves adapters of train.lora"
             f" untrained ({idle[0]}); add the rule lora, or drop train.lora"
+        )
+
+
+def _check_new_rows(frozen: dict, config: TrainConfig) -> None:
+    idle = [path for path in flatten(frozen) if path.startswith(("embed/", "head/"))]
+    if idle:
+        raise InputError(
+            f"train.trainable={list(config.train.rules())} leaves the rows of [PAD] and <landmark>"
+            f" untrained ({idle[0]}); add the rules ^embed/ and ^head/, or train all"
         )
 
 

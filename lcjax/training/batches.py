@@ -7,14 +7,30 @@ import numpy as np
 
 from lcjax.data import Loader, make_loader
 from lcjax.errors import InputError
+from lcjax.landmarks import Landmarks
+from lcjax.models import ModelConfig
 from lcjax.sharding import batch_sharding, process_rows
 from lcjax.training.config import TrainConfig
 
 
-def open_loader(config: TrainConfig, tokenizer: Any, split: str, mesh: jax.sharding.Mesh) -> Loader:
-    """Batches of the rows that this process' devices hold."""
-    rows = process_rows(mesh, config.train.batch_size)
-    return make_loader(config.data, tokenizer, config.train.batch_size, rows=rows, split=split)
+def open_loader(
+    config: TrainConfig, model: ModelConfig, tokenizer: Any, split: str, mesh: jax.sharding.Mesh
+) -> Loader:
+    """Batches of the rows of this process' devices, with the landmarks that `model` reads."""
+    return make_loader(
+        config.data,
+        tokenizer,
+        config.train.batch_size,
+        rows=process_rows(mesh, config.train.batch_size),
+        split=split,
+        landmarks=Landmarks.read_by(model.pattern),
+    )
+
+
+def row_length(config: TrainConfig, model: ModelConfig) -> int:
+    """Tokens in a row of a batch: data.length, and landmarks among them."""
+    landmarks = Landmarks.read_by(model.pattern)
+    return landmarks.row_length(config.data.length) if landmarks else config.data.length
 
 
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:

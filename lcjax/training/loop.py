@@ -66,7 +66,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         if config.data.path
         else "opening the text of data.sources"
     )
-    loader = batches.open_loader(config, assembly.tokenizer, "train", mesh)
+    loader = batches.open_loader(config, assembly.config, assembly.tokenizer, "train", mesh)
     folder_lib.begin(config, folder)
     with Checkpoints(folder, keep=config.train.keep) as checkpoints:
         return Training(config, folder, mesh, assembly, loader, checkpoints).run()
@@ -239,7 +239,8 @@ class Training:
 
     def _flops_per_token(self) -> float:
         trained = matcher(self.config.train.rules(), "train.trainable")
-        return cost.estimate(self.model, self.config.data.length, trained=trained).training_flops
+        length = batches.row_length(self.config, self.model)
+        return cost.estimate(self.model, length, trained=trained).training_flops
 
     def _greet(self) -> None:
         def count(tree):

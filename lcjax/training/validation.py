@@ -20,7 +20,7 @@ class Validation:
         self, config: TrainConfig, model: ModelConfig, tokenizer: Any, mesh: jax.sharding.Mesh
     ):
         self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
-        model = model.replace(pattern=model.pattern.for_inference())
+        self._model = model = model.replace(pattern=model.pattern.for_inference())
         objective = language_model(
             model, PlainPositions(), chunk=config.train.loss_chunk, mesh=mesh
         )
@@ -43,7 +43,7 @@ class Validation:
         """The held-out batches from the first one; the corpus is opened once."""
         if self._loader is None:
             self._loader = batches.open_loader(
-                self._config, self._tokenizer, "validation", self._mesh
+                self._config, self._model, self._tokenizer, "validation", self._mesh
             )
             self._start = self._loader.get_state()
         else:

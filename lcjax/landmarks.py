@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.attention.landmark import LOSSES, Landmark
+from lcjax.attention import Landmark, Pattern
+from lcjax.attention.landmark import LOSSES
 from lcjax.errors import InputError
 
 
@@ -50,6 +51,11 @@ class Landmarks:
                 "have 32001, the second one after Llama's vocabulary"
             )
         return cls(pattern.token, pattern.block - 1, pattern.loss)
+
+    @classmethod
+    def read_by(cls, pattern: Pattern) -> "Landmarks | None":
+        """Those of a model with this pattern, whichever it is: most read none."""
+        return cls.of(pattern) if isinstance(pattern, Landmark) else None
 
     def row_length(self, length: int) -> int:
         """Tokens of a row that held `length` ordinary ones; rows of short documents are padded."""

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lcjax.attention.landmark import Landmark
-from lcjax.data.landmarks import Landmarks, asked, in_prompt, insert, next_input, removed
 from lcjax.errors import InputError
+from lcjax.landmarks import Landmarks, asked, in_prompt, insert, next_input, removed
 
 MARK, EOS = 99, 2
 
