@@ -15,10 +15,11 @@ import numpy as np
 
 from lcjax import convert
 from lcjax import generate as generation
-from lcjax.attention import Pattern
+from lcjax.attention import Landmark, Pattern
 from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
+from lcjax.landmark_nll import landmark_nll
 from lcjax.loss import token_nll
 from lcjax.models import (
     Decoder,
@@ -217,12 +218,14 @@ class LanguageModel:
     ) -> np.ndarray:
         """-log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first and past `lengths`.
 
+        A model with landmarks reads them among the tokens, in chunks, and retrieves what was before
+        (`lcjax.landmark_nll`).
+
         Args:
           tokens: int [B, T], padded on the right.
           first: the first scored position, at least 1; only from there logits are computed.
           lengths: int [B], tokens of each row that count; all if None.
         """
-        generation.refuse_landmarks(self.config, "scoring")
         tokens = np.asarray(tokens, np.int32)
         rows, length = tokens.shape
         if not 1 <= first < length:
@@ -230,7 +233,10 @@ class LanguageModel:
         # Every device needs equally many rows; those that are lacking repeat the first one.
         filled = np.pad(tokens, [(0, padding_rows(self.mesh, rows)), (0, 0)])
         filled[rows:] = tokens[:1]
-        scored = _score(self._model, self.params, filled, self.rotation(length), first)
+        if isinstance(self.config.pattern, Landmark):
+            scored = landmark_nll(self._model, self.params, filled, self.rotation, first)
+        else:
+            scored = _score(self._model, self.params, filled, self.rotation(length), first)
         nll = np.zeros((rows, length), np.float32)
         nll[:, first:] = np.asarray(scored)[:rows]
         if lengths is not None:

@@ -21,7 +21,7 @@ ORDER = [
     {"landmarks", "lora", "sharding", "loss", "memory", "models", "cache"},
     {"cost", "checkpoint"},
     {"convert"},
-    {"generate", "lm"},
+    {"generate", "landmark_nll", "lm"},
     {"data", "retrieval"},
     {"training", "evaluation"},
 ]

@@ -1,0 +1,66 @@
+"""Scores of a text by a model with landmarks: read a chunk at a time, old blocks from a cache."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from lcjax import cache as cache_lib
+from lcjax.landmarks import Landmarks
+from lcjax.loss import token_nll
+from lcjax.models import Decoder, head
+from lcjax.rope import Rotation
+from lcjax.sharding import keep_rows
+
+
+def landmark_nll(
+    model: Decoder,
+    params: dict,
+    tokens: np.ndarray,
+    rotation: Callable[[int], Rotation],
+    first: int,
+) -> np.ndarray:
+    """-log p(tokens[t] | tokens[:t]) for t >= first, float32 [B, T - first].
+
+    The ordinary tokens int [B, T] are read with landmarks after full blocks, `pattern.chunk` at a
+    time: what was read before is retrieved. Each is predicted where the model learned to: from the
+    landmark before it if landmarks are predicted, else from the last ordinary token.
+    """
+    pattern = model.config.pattern
+    landmarks = Landmarks.of(pattern)
+    rows, count = tokens.shape
+    place = np.arange(count) + np.arange(count) // landmarks.every
+    length = place[-1]  # the last token is not read
+    asked = place[first:] - 1 if landmarks.loss == "predict" else place[first - 1 : -1]
+    chunk = min(pattern.chunk or length, -(-length // pattern.block) * pattern.block)
+    padded = -(-length // chunk) * chunk
+    text = np.full((rows, padded), landmarks.token, np.int32)
+    text[:, place[:-1]] = tokens[:, :-1]
+    targets = np.zeros((rows, padded), np.int32)
+    targets[:, asked] = tokens[:, first:]
+    segments = np.broadcast_to(np.arange(padded) < length, text.shape).astype(np.int32)
+    positions = np.broadcast_to(np.arange(padded, dtype=np.int32), text.shape)
+    slots = cache_lib.whole_blocks(padded)
+    cache = cache_lib.create(model.config, rows, slots, chunk=chunk, mesh=model.mesh)
+    turned, nll = rotation(length), []
+    for start in range(0, padded, chunk):
+        part = (x[:, start : start + chunk] for x in (text, targets, segments, positions))
+        scores, cache = _read(model, params, cache, *part, turned)
+        nll.append(scores)
+    return np.concatenate(jax.device_get(nll), 1)[:, asked]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read(model, params, cache, tokens, targets, segments, positions, rotation):
+    """The scores [B, T] of `targets`, and the cache with `tokens` [B, T] in it."""
+    hidden, cache = model.apply(
+        {"params": params},
+        keep_rows(tokens, model.mesh),
+        positions=keep_rows(positions, model.mesh),
+        segments=segments,
+        rotation=rotation,
+        cache=cache,
+    )
+    nll = token_nll(hidden, head(params, model.config), targets)
+    return nll, cache_lib.keep_layout(cache, model.mesh)

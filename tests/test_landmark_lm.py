@@ -1,0 +1,73 @@
+"""A model with landmarks scores and writes ordinary text, whatever it reads among it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.attention import Landmark
+from lcjax.convert import ByteTokenizer
+from lcjax.landmarks import Landmarks, asked, in_prompt
+from lcjax.lm import LanguageModel
+from lcjax.models import Decoder, preset
+
+MARK = 258
+ALL = Landmark(block=8, top_k=16, train_length=160, token=MARK)  # 16 are more than there will be
+
+
+@pytest.fixture(scope="module")
+def lm():
+    model = Decoder(preset("tiny"))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    # Sharper than at initialisation, so that the greedy choice does not hang on rounding.
+    params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, params)
+    return LanguageModel(model, params, ByteTokenizer())
+
+
+def logits_at_once(lm, texts):
+    """[B, T, V] of texts with landmarks in them, without a cache."""
+    model = Decoder(lm.config.replace(scan_layers=False))
+    rotation = lm.rotation(len(texts[0]))
+    return np.array(_logits(model, lm.params, np.asarray(texts, np.int32), rotation))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model, params, tokens, rotation):
+    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    return model.apply({"params": params}, hidden, method="logits")
+
+
+def ids(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape)
+
+
+@pytest.mark.parametrize("loss", ["predict", "skip"])
+def test_scores_equal_those_of_the_marked_text_read_at_once(lm, loss):
+    lm = lm.with_method(pattern=dataclasses.replace(ALL, loss=loss))
+    landmarks = Landmarks.of(lm.config.pattern)
+    tokens = ids(0, 2, 71)
+    logits = logits_at_once(lm, [in_prompt(row.tolist(), landmarks) for row in tokens])
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    want = np.zeros((2, 71))
+    for t in range(9, 71):
+        text = in_prompt(tokens[0, :t].tolist(), landmarks)
+        want[:, t] = -log_p[[0, 1], len(text) + asked(text, landmarks), tokens[:, t]]
+    want[1, 50:] = 0
+    got = lm.nll(tokens, first=9, lengths=np.array([71, 50]))
+    np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+def test_scores_beyond_a_chunk_come_from_retrieved_blocks(lm):
+    few = lm.with_method(pattern=Landmark(block=8, top_k=1, train_length=32, token=MARK))
+    everything = lm.with_method(pattern=dataclasses.replace(ALL, top_k=None))
+    tokens = ids(1, 1, 64)
+    got, want = few.nll(tokens), everything.nll(tokens)
+    # Sixteen places are read at once: fourteen ordinary tokens, and the one that they predict.
+    np.testing.assert_allclose(got[:, :15], want[:, :15], atol=2e-4)
+    assert np.abs(got[:, 16:] - want[:, 16:]).max() > 0.01
+    changed = tokens.copy()
+    changed[0, 40] += 1
+    np.testing.assert_array_equal(few.nll(changed % 256)[:, :40], got[:, :40])
