@@ -18,7 +18,8 @@ from lcjax import cache as cache_lib
 from lcjax.attention import Landmark
 from lcjax.convert.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
-from lcjax.models import Decoder, ModelConfig
+from lcjax.landmarks import Landmarks, aligned, in_prompt
+from lcjax.models import Decoder
 from lcjax.rope import Rotation
 from lcjax.sharding import keep_rows, padding_rows
 
@@ -100,10 +101,10 @@ def stream(
     it follow the length instead: the cache keeps unrotated keys, and every step rotates all of
     them anew. (What deeper layers kept of earlier tokens is not computed anew, as in every cache.)
     Long prompts are read `prefill_chunk` tokens at a time, which bounds the memory; shorter ones
-    are read at once. On the mesh of `model` every device gets equally many rows: those that are
-    lacking repeat the first prompt, and nobody sees them.
+    are read at once. A model with landmarks reads them among the tokens, and at most
+    `pattern.chunk` tokens at a time; none is ever picked. On the mesh of `model` every device gets
+    equally many rows: those that are lacking repeat the first prompt, and nobody sees them.
     """
-    refuse_landmarks(model.config, "generation")
     if not len(prompts) or any(len(prompt) == 0 for prompt in prompts):
         raise InputError("prompts must be a non-empty list of non-empty token lists")
     # The last token that is picked is not read.
@@ -111,11 +112,20 @@ def stream(
     chunk = _chunk_size(prefill_chunk)
     shown, mesh = len(prompts), model.mesh
     prompts = [*prompts, *[prompts[0]] * padding_rows(mesh, shown)]
-    tokens, segments, padding = _pad_left(prompts, chunk)
-    lengths = np.array([len(prompt) for prompt in prompts])
+    lengths, new = np.array([len(prompt) for prompt in prompts]), sampling.max_new_tokens
     exact = exact and follows_length
-    rotations = _Rotations(rotation, lengths, sampling.max_new_tokens, exact)
-    length = cache_lib.whole_blocks(tokens.shape[1] + sampling.max_new_tokens)
+    marks = Landmarks.read_by(model.config.pattern)
+    closing = 0  # places of landmarks among the new tokens of a row
+    if marks is not None:
+        _check_not_exact(exact)
+        chunk = _whole_chunk(chunk, model.config.pattern)
+        prompts = [in_prompt(prompt, marks) for prompt in prompts]
+        closing = new // marks.every + 1
+    tokens, segments, padding, ends = _lay_out(prompts, chunk, marks)
+    texts = np.array([len(prompt) for prompt in prompts])
+    rotations = _Rotations(rotation, texts, new + closing, exact)
+    # A block that one row fills takes a slot of all rows.
+    length = cache_lib.whole_blocks(tokens.shape[1] + new + len(prompts) * closing)
     rotated = False if exact else None  # as the pattern wants it
     cache = cache_lib.create(
         model.config, len(prompts), length, chunk=chunk, rotated=rotated, mesh=mesh
@@ -131,6 +141,7 @@ def stream(
             segments[:, part],
             positions[:, part],
             rotations.at(0),
+            ends,
         )
     rows = [_Row(index, tokenizer, sampling) for index in range(shown)]
     yield from _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, sampling)
@@ -143,8 +154,8 @@ def _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, s
     for count in range(sampling.max_new_tokens):
         current = token
         if count + 1 < sampling.max_new_tokens:
-            positions = (lengths + count)[:, None]
-            logits, cache = _step(model, params, cache, token, positions, rotations.at(count + 1))
+            place = _place(lengths + count, Landmarks.read_by(model.config.pattern))
+            logits, cache = _step(model, params, cache, token, *place, rotations.at(count + 1))
             token = _pick(logits, key, count + 1, eos, sampling)
         for row, picked in zip(rows, np.asarray(current)[: len(rows)], strict=True):
             if row.finish is None:
@@ -155,13 +166,44 @@ def _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, s
             return
 
 
-def refuse_landmarks(config: ModelConfig, what: str) -> None:
-    """A text without landmarks would be read as if every `block`-th token were one."""
-    if isinstance(config.pattern, Landmark):
+def _check_not_exact(exact: bool) -> None:
+    if exact:
         raise InputError(
-            f"pattern.type=landmark: {what} puts no landmark tokens into the text yet, without "
-            "which the pattern means nothing; take another pattern"
+            "exact=True: rotations that follow the length have no published form with landmarks;"
+            " leave it out"
         )
+
+
+def _whole_chunk(chunk: int, pattern: Landmark) -> int:
+    """Whole blocks, at least one and no more than retrieval leaves room for."""
+    most = min(chunk, pattern.chunk or chunk)
+    return max(most // pattern.block, 1) * pattern.block
+
+
+def _lay_out(prompts, chunk: int, marks: Landmarks | None):
+    """tokens and segments int32 [B, T], the padding [B] before each prompt, and where it ends.
+
+    The latter [B] is the token, counted from the end, that knows what follows; None: the last one.
+    """
+    if marks is None:
+        return *_pad_left(prompts, chunk), None
+    return aligned(prompts, _bucketed(max(map(len, prompts)), chunk), marks)
+
+
+def _place(count, marks: Landmarks | None):
+    """segments, positions [B, T] and ends [B] of the `count`-th token of every row, from 0.
+
+    Where it fills a block in some row, T is 2: its landmark follows it, or padding.
+    """
+    if marks is None:
+        return None, count[:, None], None
+    position = (count + count // marks.every)[:, None]
+    closes = (count + 1) % marks.every == 0
+    if not closes.any():
+        return None, position, None
+    segments = np.stack([np.ones_like(closes), closes], 1).astype(np.int32)
+    ends = np.where(closes & (marks.loss == "predict"), 1, 2)
+    return segments, np.concatenate([position, position + 1], 1), ends
 
 
 class _Rotations:
@@ -272,17 +314,24 @@ def _starts(length: int, chunk: int) -> list[tuple[int, int]]:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(model, params, cache, tokens, segments, positions, rotation):
-    return _read(model, params, cache, tokens, segments, positions, rotation)
+def _prefill(model, params, cache, tokens, segments, positions, rotation, ends=None):
+    return _read(model, params, cache, tokens, segments, positions, rotation, ends)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _step(model, params, cache, token, positions, rotation):
-    return _read(model, params, cache, token[:, None], None, positions, rotation)
+def _step(model, params, cache, token, segments, positions, ends, rotation):
+    tokens = token[:, None]
+    if segments is not None:
+        mark = jnp.full_like(tokens, model.config.pattern.token)
+        tokens = jnp.concatenate([tokens, mark], 1)
+    return _read(model, params, cache, tokens, segments, positions, rotation, ends)
 
 
-def _read(model, params, cache, tokens, segments, positions, rotation):
-    """The logits [B, V] after the last of `tokens` [B, T], and the cache with them in it."""
+def _read(model, params, cache, tokens, segments, positions, rotation, ends=None):
+    """The logits [B, V] after the last of `tokens` [B, T], and the cache with them in it.
+
+    `ends` [B] says which token of each row is asked, counted from the end: 1 is the last.
+    """
     hidden, cache = model.apply(
         {"params": params},
         keep_rows(tokens, model.mesh),
@@ -291,7 +340,10 @@ def _read(model, params, cache, tokens, segments, positions, rotation):
         rotation=rotation,
         cache=cache,
     )
-    logits = model.apply({"params": params}, hidden[:, -1], method="logits")
+    asked = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
+    logits = model.apply({"params": params}, asked, method="logits")
+    if (marks := Landmarks.read_by(model.config.pattern)) is not None:
+        logits = logits.at[:, marks.token].set(-jnp.inf)
     return keep_rows(logits, model.mesh), cache_lib.keep_layout(cache, model.mesh)
 
 

@@ -132,6 +132,27 @@ def in_prompt(ids: Sequence[int], landmarks: Landmarks) -> list[int]:
     return out
 
 
+def aligned(
+    texts: Sequence[Sequence[int]], longest: int, landmarks: Landmarks
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Texts with landmarks as rows [B, T]: tokens, segments; padding before [B] and ends [B].
+
+    Blocks of all rows begin in the same columns, so that every chunk of whole blocks is one of the
+    text too; T is `longest` or a little more. `ends` is the place whose logits give the next token,
+    counted from the end (`asked`).
+    """
+    block = landmarks.every + 1
+    width = -(-longest // block) * block
+    tokens, segments = np.zeros((2, len(texts), width), np.int32)
+    after = np.array([-len(text) % block for text in texts])
+    before = np.array([width - len(text) for text in texts]) - after
+    for row, text in enumerate(texts):
+        tokens[row, before[row] : before[row] + len(text)] = text
+        segments[row, before[row] : before[row] + len(text)] = 1
+    ends = after - np.array([asked(text, landmarks) for text in texts])
+    return tokens, segments, before, ends
+
+
 def next_input(token: int, count: int, landmarks: Landmarks) -> list[int]:
     """What a model reads for `token`, the `count`-th ordinary token of its text.
 

@@ -10,9 +10,12 @@ import pytest
 
 from lcjax.attention import Landmark
 from lcjax.convert import ByteTokenizer
+from lcjax.errors import InputError
+from lcjax.generate import Sampling
 from lcjax.landmarks import Landmarks, asked, in_prompt
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
+from lcjax.rope import DynamicNTK
 
 MARK = 258
 ALL = Landmark(block=8, top_k=16, train_length=160, token=MARK)  # 16 are more than there will be
@@ -20,7 +23,7 @@ ALL = Landmark(block=8, top_k=16, train_length=160, token=MARK)  # 16 are more t
 
 @pytest.fixture(scope="module")
 def lm():
-    model = Decoder(preset("tiny"))
+    model = Decoder(preset("tiny").replace(num_layers=1))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     # Sharper than at initialisation, so that the greedy choice does not hang on rounding.
     params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, params)
@@ -71,3 +74,40 @@ def test_scores_beyond_a_chunk_come_from_retrieved_blocks(lm):
     changed = tokens.copy()
     changed[0, 40] += 1
     np.testing.assert_array_equal(few.nll(changed % 256)[:, :40], got[:, :40])
+
+
+@pytest.mark.parametrize("loss", ["predict", "skip"])
+def test_greedy_text_equals_reading_the_marked_text_anew(lm, loss):
+    lm = lm.with_method(pattern=dataclasses.replace(ALL, loss=loss))
+    landmarks, prompts = Landmarks.of(lm.config.pattern), [ids(2, 21).tolist(), ids(3, 58).tolist()]
+    rows = [list(prompt) for prompt in prompts]
+    for _ in range(9):
+        for row in rows:
+            text = in_prompt(row, landmarks)
+            logits = logits_at_once(lm, [text + [0] * (80 - len(text))])[0]
+            logits = logits[len(text) + asked(text, landmarks)]
+            logits[MARK] = -np.inf
+            row.append(int(logits.argmax()))
+    sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
+    got = [[], []]
+    for piece in lm.stream(prompts, sampling):
+        got[piece.row] += piece.ids
+    assert got == [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def test_rows_with_retrieval_do_not_know_of_each_other(lm):
+    lm = lm.with_method(pattern=Landmark(block=8, top_k=1, train_length=32, token=MARK))
+    prompts = [ids(4, 90).tolist(), ids(5, 35).tolist()]
+    sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
+    both = [[], []]
+    for piece in lm.stream(prompts, sampling):
+        both[piece.row] += piece.ids
+    for row, prompt in enumerate(prompts):
+        alone = [token for piece in lm.stream([prompt], sampling) for token in piece.ids]
+        assert alone == both[row] and MARK not in alone
+
+
+def test_rotations_that_change_while_decoding_are_refused(lm):
+    lm = lm.with_method(pattern=ALL, rope=DynamicNTK(factor=2.0))
+    with pytest.raises(InputError, match="exact=True"):
+        list(lm.stream([[1, 2]], exact=True))

@@ -13,7 +13,6 @@ from lcjax.convert.run_folder import load_run
 from lcjax.data import DataConfig, make_loader
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks, insert
-from lcjax.lm import LanguageModel, ModelSection
 from lcjax.models import preset
 from lcjax.training import batches, loop, run
 from lcjax.tree import flatten
@@ -125,10 +124,3 @@ def test_a_model_that_cannot_know_its_landmark_is_not_trained(
     with pytest.raises(InputError, match=message):
         run(tiny(tmp_path / "run", corpus, model=model, **more))
     assert not (tmp_path / "run").exists()
-
-
-def test_text_without_landmarks_is_not_written():
-    lm = LanguageModel.load(ModelSection(preset="tiny"))
-    lm = lm.with_method(pattern=PATTERN)
-    with pytest.raises(InputError, match="generation puts no landmark tokens"):
-        lm.generate(["a"])
