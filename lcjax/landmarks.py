@@ -153,15 +153,6 @@ def aligned(
     return tokens, segments, before, ends
 
 
-def next_input(token: int, count: int, landmarks: Landmarks) -> list[int]:
-    """What a model reads for `token`, the `count`-th ordinary token of its text.
-
-    The landmark comes with the token that fills a block; the next token is then predicted from it
-    where landmarks are predicted, else from the token itself (`asked`).
-    """
-    return [token, landmarks.token] if count % landmarks.every == 0 else [token]
-
-
 def asked(ids: Sequence[int], landmarks: Landmarks) -> int:
     """The place in `ids` whose logits give the next ordinary token, counted from the end: -1, -2.
 
@@ -170,8 +161,3 @@ def asked(ids: Sequence[int], landmarks: Landmarks) -> int:
     """
     closed = len(ids) > 1 and ids[-1] == landmarks.token
     return -2 if closed and landmarks.loss != "predict" else -1
-
-
-def removed(ids: Sequence[int], landmarks: Landmarks) -> list[int]:
-    """The ordinary tokens of `ids`."""
-    return [token for token in ids if token != landmarks.token]
