@@ -1,9 +1,21 @@
-"""Eight fake CPU devices, set before anything imports jax."""
+"""Eight fake CPU devices, and programs compiled once per run, set before anything imports jax."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Tests build the same programs again and again, most of their time. The first process makes the
+# folder, the workers of pytest-xdist inherit it.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    programs = tempfile.mkdtemp(prefix="lcjax_test_programs_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
