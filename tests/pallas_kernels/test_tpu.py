@@ -18,6 +18,8 @@ from pallas_kernels.biases import Alibi, RelativeBias
 from pallas_kernels.masks import keys_in, stride
 from pallas_kernels.tables import from_block_mask, from_mask
 
+pytestmark = pytest.mark.slow  # the interpreter: two minutes together
+
 SINKS = causal() & (window(70) | prefix(5))
 
 
