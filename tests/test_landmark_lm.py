@@ -17,6 +17,8 @@ from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.rope import DynamicNTK
 
+pytestmark = pytest.mark.slow
+
 MARK = 258
 ALL = Landmark(block=8, top_k=16, train_length=160, token=MARK)  # 16 are more than there will be
 

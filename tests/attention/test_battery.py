@@ -14,6 +14,8 @@ from lcjax.attention import Pattern, attend, order_indices
 from lcjax.models import Decoder, preset
 from lcjax.rope import Rotation
 
+pytestmark = pytest.mark.slow
+
 PATTERNS = {
     f"{name}-{number}": draccus.decode(Pattern, {"type": name, **fields})
     for name, choice in Pattern.get_known_choices().items()

@@ -17,6 +17,8 @@ from lcjax.models import preset
 from lcjax.models.layers import Context
 from lcjax.rope import Rotation
 
+pytestmark = pytest.mark.slow
+
 ROTATION = Rotation(jnp.asarray(10_000.0 ** -np.linspace(0, 1, 8, endpoint=False), jnp.float32))
 BLOCK = 4
 

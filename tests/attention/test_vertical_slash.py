@@ -11,6 +11,8 @@ from lcjax.attention import Causal, VerticalSlash, attend, order_indices
 from lcjax.errors import InputError
 from lcjax.models.position import no_rotation
 
+pytestmark = pytest.mark.slow
+
 T, HEADS, SIZE = 450, 4, 16
 PATTERN = VerticalSlash(vertical=40, slash=120)
 

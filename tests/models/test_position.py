@@ -28,6 +28,8 @@ from lcjax.rope.positions import E2Positions
 from lcjax.training.objective import language_model
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes
 
+pytestmark = pytest.mark.slow
+
 TINY = preset("tiny").replace(max_length=80, num_heads=6, num_kv_heads=2)
 EVERY = pytest.mark.parametrize("name", ["alibi", "t5", "sinusoidal", "learned"])
 FIRST, T, LONG = 20, 48, 80  # a rolling cache has 64 slots

@@ -13,6 +13,8 @@ import pytest
 from pallas_kernels import causal, flash
 from pallas_kernels.grouped import grouped, older_blocks
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 

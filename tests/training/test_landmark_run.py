@@ -17,6 +17,8 @@ from lcjax.models import preset
 from lcjax.training import batches, loop, run
 from lcjax.tree import flatten
 
+pytestmark = pytest.mark.slow
+
 PATTERN = Landmark(block=8, top_k=2, train_length=32, token=260)
 LANDMARKS = Landmarks.of(PATTERN)
 
