@@ -92,9 +92,7 @@ def _our_logits(lm, tokens):
     return np.asarray(run(lm.params, tokens, lm.rotation(tokens.shape[1])))
 
 
-CASES = [("llama", rope) for rope in ROPES]
-CASES += [(family, "default") for family in FAMILIES if family != "llama"]
-CASES += [("mistral", "yarn"), ("qwen2", "dynamic"), ("phi", "linear"), ("phi", "longrope")]
+CASES = [(family, rope) for family in FAMILIES for rope in ROPES]
 
 
 @pytest.mark.parametrize(("family", "rope"), CASES)
