@@ -332,6 +332,16 @@ def _read(model, params, cache, tokens, segments, positions, rotation, ends=None
 
     `ends` [B] says which token of each row is asked, counted from the end: 1 is the last.
     """
+    hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation)
+    asked = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
+    logits = model.apply({"params": params}, asked, method="logits")
+    if (marks := Landmarks.read_by(model.config.pattern)) is not None:
+        logits = logits.at[:, marks.token].set(-jnp.inf)
+    return keep_rows(logits, model.mesh), cache
+
+
+def read_on(model, params, cache, tokens, segments, positions, rotation):
+    """The hidden states [B, T, D] of `tokens` [B, T], and the cache with them in it."""
     hidden, cache = model.apply(
         {"params": params},
         keep_rows(tokens, model.mesh),
@@ -340,11 +350,7 @@ def _read(model, params, cache, tokens, segments, positions, rotation, ends=None
         rotation=rotation,
         cache=cache,
     )
-    asked = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
-    logits = model.apply({"params": params}, asked, method="logits")
-    if (marks := Landmarks.read_by(model.config.pattern)) is not None:
-        logits = logits.at[:, marks.token].set(-jnp.inf)
-    return keep_rows(logits, model.mesh), cache_lib.keep_layout(cache, model.mesh)
+    return hidden, cache_lib.keep_layout(cache, model.mesh)
 
 
 def _pick(logits, key, step, eos, sampling):

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from lcjax import cache as cache_lib
+from lcjax.generate import read_on
 from lcjax.landmarks import Landmarks
 from lcjax.loss import token_nll
 from lcjax.models import Decoder, head
 from lcjax.rope import Rotation
-from lcjax.sharding import keep_rows
 
 
 def landmark_nll(
@@ -54,13 +54,5 @@ def landmark_nll(
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read(model, params, cache, tokens, targets, segments, positions, rotation):
     """The scores [B, T] of `targets`, and the cache with `tokens` [B, T] in it."""
-    hidden, cache = model.apply(
-        {"params": params},
-        keep_rows(tokens, model.mesh),
-        positions=keep_rows(positions, model.mesh),
-        segments=segments,
-        rotation=rotation,
-        cache=cache,
-    )
-    nll = token_nll(hidden, head(params, model.config), targets)
-    return nll, cache_lib.keep_layout(cache, model.mesh)
+    hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation)
+    return token_nll(hidden, head(params, model.config), targets), cache

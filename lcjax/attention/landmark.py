@@ -8,9 +8,9 @@ import jax
 
 from lcjax.attention.base import Pass, Pattern, Places, check_at_least
 from lcjax.attention.landmark_retrieval import retrieve
-from lcjax.attention.partial import rotate_queries
+from lcjax.attention.partial import rotate_both
 from lcjax.errors import InputError
-from lcjax.rope.base import Rotation, rotate
+from lcjax.rope.base import Rotation
 from pallas_kernels import causal
 from pallas_kernels.grouped import grouped
 
@@ -87,10 +87,7 @@ class Landmark(Pattern):
         keys_rotated: bool = False,
         implementation: str | None = None,
     ) -> jax.Array:
-        with jax.named_scope("rope"):
-            turned = rotate_queries(q, places.q_positions, rotation)
-            if not keys_rotated:
-                k = rotate(k, places.k_positions, rotation.inv_freq, rotation.scale)
+        turned, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
         if self.top_k is not None and k.shape[1] != q.shape[1]:
             return retrieve(self, q, turned, k, v, rotation, places, implementation)
         out, _ = grouped(

@@ -27,10 +27,7 @@ def partial_attention(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, Hv], lse float32 [B, T, N]) of one pass over unrotated q and k."""
-    with jax.named_scope("rope"):
-        q = rotate_queries(q, step.q_positions, rotation)
-        if not keys_rotated:
-            k = rotate(k, step.k_positions, rotation.inv_freq, rotation.scale)
+    q, k = rotate_both(q, k, step, rotation, keys_rotated=keys_rotated)
     q_index, k_index = tested_indices(step, places)
     bias, shift = moved_bias(step, places)
     with jax.named_scope("attention"):
@@ -47,6 +44,17 @@ def partial_attention(
             implementation=implementation,
         )
     return out, lse if shift is None else lse + shift
+
+
+def rotate_both(
+    q: jax.Array, k: jax.Array, at: Pass | Places, rotation: Rotation, *, keys_rotated: bool
+) -> tuple[jax.Array, jax.Array]:
+    """q and k at the positions of a pass, or at their own; rotated keys are left as they are."""
+    with jax.named_scope("rope"):
+        q = rotate_queries(q, at.q_positions, rotation)
+        if not keys_rotated:
+            k = rotate(k, at.k_positions, rotation.inv_freq, rotation.scale)
+    return q, k
 
 
 def rotate_queries(q: jax.Array, positions: jax.Array, rotation: Rotation) -> jax.Array:

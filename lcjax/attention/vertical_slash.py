@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lcjax.attention.base import Pass, Pattern, Places, check_at_least
-from lcjax.attention.partial import rotate_queries
-from lcjax.rope.base import Rotation, rotate
+from lcjax.attention.partial import rotate_both
+from lcjax.rope.base import Rotation
 from pallas_kernels import causal, flash, merge
 from pallas_kernels.tables import from_block_mask
 
@@ -66,10 +66,7 @@ class VerticalSlash(Pattern):
                 q, k, v, rotation, places,
                 keys_rotated=keys_rotated, implementation=implementation,
             )  # fmt: skip
-        with jax.named_scope("rope"):
-            q = rotate_queries(q, places.q_positions, rotation)
-            if not keys_rotated:
-                k = rotate(k, places.k_positions, rotation.inv_freq, rotation.scale)
+        q, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
         rows, heads = q.shape[0], q.shape[2]
         with jax.named_scope("choose"):
             where = _rows(places, rows, heads)
