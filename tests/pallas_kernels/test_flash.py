@@ -57,6 +57,11 @@ CASES = {
     ),
     "masks per head, tables per key head": Case(heads=4, mask=HEADS_APART, table=Blocked(1, 2)),
     "bfloat16": Case(t=300, s=300, heads=3, kv_heads=1, dtype="bfloat16"),
+    "bfloat16, odd head sizes, soft cap": Case(
+        t=131, s=131, size=80, v_size=40, soft_cap=3.0, dtype="bfloat16"
+    ),
+    "bfloat16, sinks, few queries": Case(t=5, s=190, offset=160, sinks=True, dtype="bfloat16"),
+    "bfloat16, sharp": Case(t=300, s=300, heads=4, scale=1.0, dtype="bfloat16"),
     "float16": Case(dtype="float16"),
 }
 REFERENCE = (
@@ -64,9 +69,12 @@ REFERENCE = (
     "masks and tables per head", "rows at places of their own", "bfloat16",
 )  # fmt: skip
 RUNS = [(name, "xla") for name in CASES] + [(name, "reference") for name in REFERENCE]
+# What rounding to bfloat16 costs "bfloat16", in 1e-3: out 1.6 from itself and 1.1 from p; dq 1.7
+# from itself, 1.7 from the cotangent of the logits and 0.7 from `out` in di; dv 1.6 from itself and
+# 1.6 from p. Together 2.0, 2.6 and 2.4. Only `out` in di grows with the logits: 3.5 if "sharp".
 VALUES, GRADIENTS = (
     {"float32": 2e-6, "bfloat16": 5e-3, "float16": 8e-4},
-    {"float32": 5e-6, "bfloat16": 6e-3, "float16": 8e-4},
+    {"float32": 5e-6, "bfloat16": 5e-3, "float16": 8e-4},
 )
 
 

@@ -68,6 +68,9 @@ CASES = {
     ),
     "three heads per key head": Case(heads=6, kv_heads=2, mask=causal() & stride(3)),
     "bfloat16": Case(t=260, heads=4, kv_heads=2, dtype="bfloat16", tables=(1, 1), soft_cap=3.0),
+    "bfloat16, odd sizes": Case(
+        t=301, s=301, size=80, v_size=40, mask=causal(), alibi=True, dtype="bfloat16"
+    ),
 }
 
 
@@ -152,7 +155,7 @@ def close(found, wanted, tolerance):
 
 
 def compare(found, wanted, dtype="float32"):
-    forward, backward = (2e-6, 5e-6) if dtype == "float32" else (5e-3, 8e-3)
+    forward, backward = (2e-6, 5e-6) if dtype == "float32" else (5e-3, 5e-3)
     for x, y in zip(found[:2], wanted[:2], strict=True):
         close(x, y, forward)
     for x, y in zip(jax.tree.leaves(found[2:]), jax.tree.leaves(wanted[2:]), strict=True):
