@@ -374,7 +374,7 @@ def _draw(logits, key, step, eos, early, temperature, top_p):
 def _nucleus(logits: jax.Array, top_p: float) -> jax.Array:
     """Keeps the most probable tokens up to and including the one that reaches `top_p`.
 
-    Nucleus sampling, Holtzman et al. 2020, section 3.1.
+    Nucleus sampling, Holtzman et al. 2020.
     """
     order = jnp.argsort(-logits, axis=-1)
     ranked = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)

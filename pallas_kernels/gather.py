@@ -27,7 +27,7 @@ def landmarks(k, slots):
 
 
 def means(k, slots, there=None):
-    """The mean key of every block, float32 [B, C, K, H] (MoBA, Lu et al. 2025, eq. 6).
+    """The mean key of every block, float32 [B, C, K, H] (MoBA, arXiv 2502.13189, eq. 6).
 
     there bool [B, C, block] says which slots hold a token (None: all); a block without is 0.
     """
@@ -41,7 +41,7 @@ def means(k, slots, there=None):
 def extents(k, slots, there=None):
     """The least and greatest value of each channel in every block, two of float32 [B, C, K, H].
 
-    (Quest, Tang et al. 2024, sec. 3.3.) A block without tokens has 0.
+    (Quest, arXiv 2406.10774, sec. 3.4.) A block without tokens has 0.
     """
     keys = _blocks(k, slots).astype(jnp.float32)
     if there is None:
@@ -56,7 +56,8 @@ def extents(k, slots, there=None):
 def representatives(k, slots, received, count: int):
     """The mean of the `count` keys of a block that received most attention, float32 [B, C, K, H].
 
-    received [B, S, K]: attention summed over queries (InfLLM, Xiao et al. 2024, sec. 3.2).
+    received [B, S, K]: attention summed over queries, as in the code of InfLLM (arXiv 2402.04617;
+    sec. 3.2 of the paper averages logits).
     """
     keys = jnp.moveaxis(_blocks(k, slots).astype(jnp.float32), 2, 3)  # [B, C, K, block, H]
     marks = jnp.moveaxis(_blocks(received, slots), 2, 3)
@@ -81,7 +82,7 @@ def scores(q, summary):
 def bounds(q, extent):
     """The greatest score that a key within (least, greatest) could have, float32 [B, T, N, C].
 
-    sum over channels of max(q_d low_d, q_d high_d) (Quest, sec. 3.3).
+    sum over channels of max(q_d low_d, q_d high_d) (Quest, sec. 3.4).
     """
     low, high = extent
     return scores(jnp.maximum(q, 0), high) + scores(jnp.minimum(q, 0), low)

@@ -33,8 +33,8 @@ def merge(partials: Sequence[tuple[jax.Array, jax.Array]]):
 def with_sinks(out, lse, sinks):
     """Adds a learned logit per head to the denominator: merges with the partial (0, sinks).
 
-    Attention that may look at nothing (gpt-oss, OpenAI 2025; Xiao et al. 2024, section 3.3, with
-    sinks 0). sinks [N].
+    Attention that may look at nothing (gpt-oss, OpenAI 2025; with sinks 0 StreamingLLM's zero
+    sink, arXiv 2309.17453, sec. 3.3). sinks [N].
     """
     total = jnp.logaddexp(lse, sinks.astype(jnp.float32))
     kept = jnp.exp(lse - jnp.where(total > -jnp.inf, total, 0.0))

@@ -27,8 +27,8 @@ class Landmark(Pattern):
     ordinary tokens of its own block, and those of an older block with the weight that the block's
     landmark gets (sec. 3.1). Tokens that are read together, as in training, see all of each other.
     What was read before comes from the cache: the `top_k` blocks with the best landmarks, moved to
-    positions at which no distance exceeds the trained length (sec. 3.2 and 3.3). So a long text has
-    to be read `chunk` tokens at a time.
+    positions at which no distance exceeds the trained length (sec. 3.2 and 3.2.1). So a long text
+    has to be read `chunk` tokens at a time.
     """
 
     examples = (

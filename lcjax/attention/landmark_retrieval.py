@@ -1,8 +1,8 @@
 """How Landmark attention reads its cache: the best blocks, moved close to the query.
 
 Let P tokens be in the cache, b = P // block whole blocks of them, K = min(top_k, b). Positions are
-those of the released code ("stingy", arXiv 2305.16300, sec. 3.3): only K + 1 blocks of positions
-before the open block are ever used.
+those of the released code ("stingy", arXiv 2305.16300, sec. 3.2.1): only K + 1 blocks of
+positions before the open block are ever used.
 
     first = (b - K - 1) block                          where retrieved blocks begin
     scoring block n: its last token at first + m block + block - 1, m = max(0, n - (b - K) + 1)

@@ -36,7 +36,7 @@ class LMInfinite(Pattern):
     moves_keys = True
 
     window: int = 4096  # visible keys at their own distance, the token itself included
-    sinks: int = 10  # first tokens that stay visible (LCEG 10; the paper 10 to 100)
+    sinks: int = 10  # first tokens that stay visible (LCEG 10; the paper 5 to 100)
     distance: int | None = None  # at which these seem to be; none: `window`
 
     def __post_init__(self):

@@ -14,7 +14,7 @@ from pallas_kernels import everything
 class ReRoPE(Pattern):
     """Every token sees all tokens before it, those `window` or more behind at distance `window`.
 
-    This is LM-Infinite's distance ceiling without its mask, an ablation of that paper (sec. 5).
+    This is LM-Infinite's distance ceiling without its mask, an ablation of that paper (sec. 5.2).
     """
 
     examples = ({"window": 6},)

@@ -14,7 +14,7 @@ from lcjax.errors import InputError
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads
 
-_FRACTION = 0.25  # of the length; 1/2 is no better, 1/8 costs 0.1 of perplexity (table 6)
+_FRACTION = 0.25  # of the length; 1/2 is no better, 1/8 costs 0.1 of perplexity (table 7)
 
 
 @Pattern.register_subclass("s2")
@@ -24,7 +24,7 @@ class ShiftedSparse(Pattern):
 
     In training only (sec. 3.2): evaluation and generation use full causal attention. Groups do not
     wrap around: the first and the last group of the shifted heads are half as long, as in the
-    released kernel path (the paper's "variant 2"). Groups are counted in each document.
+    released kernel path (the paper's "variant 2", B.3). Groups are counted in each document.
     """
 
     examples = ({"group": 8}, {"group": 6})

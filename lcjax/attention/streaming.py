@@ -37,7 +37,7 @@ class Streaming(Pattern):
         if self.first is not None:
             check_at_least("pattern.first", self.first, 1)
 
-    # With ALiBi, distances count places in the cache as well (sec. 3.2, for MPT).
+    # With ALiBi, distances count places in the cache as well (sec. 3.2).
     encodings = ("rope", "alibi")
 
     @property

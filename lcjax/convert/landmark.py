@@ -25,7 +25,7 @@ from lcjax.sharding import param_shardings
 
 MODEL_TYPE = "llama_with_landmark"
 NAMES = ("[PAD]", "<landmark>")  # of the two more tokens
-_TOP_K = 5  # blocks that are retrieved in the papers' evaluations; no config names it
+_TOP_K = 5  # blocks that both codes retrieve when they evaluate; no config names it
 
 
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:

@@ -10,9 +10,9 @@ model and text, because they choose and weigh windows differently. Here each cho
 | `last_k`      | of a document: start at 0, S, ..., all full  | last k     | windows   | e       |
 | `prefix_yarn` | the beginning of each document               | all        | windows   | e       |
 
-`slide_press` is Press et al. (Shortformer, section 2), the text of PI and E2-LLM; `slide_full` is
-what the published code of LongLoRA and of the LCEG study computes; `last_k` is CEPE's code;
-`prefix_yarn` is YaRN's code as its script calls it (`--truncate`).
+`slide_press` is Press et al. 2021 (Shortformer), the text of PI and E2-LLM; `slide_full` is what
+the published code of LongLoRA, of the LCEG study and of Dual Chunk Attention computes; `last_k` is
+CEPE's code; `prefix_yarn` is YaRN's code as its script calls it (`--truncate`).
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ class DynamicNTK(Rope):
     """NTK with alpha(n) = factor * n / C - (factor - 1), n = max(length, C, min_length).
 
     C is `original_length`; alpha(C) = 1 for every factor. Without `min_length` this is
-    transformers' `dynamic`; with it, LCEG's NTK-32K and NTK-64K (arXiv 2409.12181, sec. 3), trained
+    transformers' `dynamic`; with it, LCEG's NTK-32K and NTK-64K (arXiv 2409.12181, 9.2), trained
     at min_length and using its alpha for shorter inputs too: factor 4, C 4096, min_length 32768
     gives 29. Implementations elsewhere remember the longest input they saw; here the length is an
     argument, so results do not depend on the order of requests.

@@ -15,7 +15,7 @@ class LongRope(Rope):
     """f_j = theta_j / ext_j, ext = long_factor beyond the trained length L, else short_factor.
 
     A = sqrt(1 + ln(factor) / ln(L)) in both modes (LongRoPE, arXiv 2402.13753; Phi-3's form). The
-    paper also leaves the first tokens unscaled; no released model does. A request that grows past L
+    paper also leaves the first tokens unscaled; that form does not. A request that grows past L
     needs its keys rotated anew, so its length has to be known beforehand.
     """
 
@@ -26,7 +26,7 @@ class LongRope(Rope):
     attention_factor: float | None = None  # A; none: from `factor`
 
     depends_on_length = True
-    hf_types = ("longrope", "su")  # su: Phi-3's name before transformers 4.43
+    hf_types = ("longrope", "su")  # su: Phi-3's first name for it
 
     def __post_init__(self):
         super().__post_init__()

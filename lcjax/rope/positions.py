@@ -18,7 +18,7 @@ from lcjax.rope.default import Default
 from lcjax.rope.e2_llm import E2LLM
 from lcjax.rope.linear import Linear
 
-_KEPT = 4  # E2-LLM: tokens at the start of a document that are not offset (sec. 3.2)
+_KEPT = 4  # E2-LLM: tokens at the start of a document that are not offset (sec. 4.2.2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,14 @@ class PlainPositions(Positions):
 @Positions.register_subclass("e2_llm")
 @dataclass(frozen=True, kw_only=True)
 class E2Positions(Positions):
-    """Scales g ~ U{1..max_scale} and offsets t ~ U{0..max(0, gL - R)} (arXiv 2401.06951, sec. 3.2).
+    """Scales g ~ U{1..max_scale} and offsets t ~ U{0..max(0, gL - R)} (arXiv 2401.06951, sec. 4.2).
 
     Token m stands at m/g for m < 4 and (m + t)/g after, so that windows of R tokens visit all of
     [0, L) at every density. The formulas draw once a step and the text once a sample; every row
     draws its own here, which covers both. The frequencies stay plain.
     """
 
-    max_scale: int = 20  # G_max (sec. 4.1)
+    max_scale: int = 20  # G_max (sec. 5.4)
     window: int | None = None  # R, tokens that a training row spans; none: the row's length
     original_length: int | None = None  # L; none: the rope's
 

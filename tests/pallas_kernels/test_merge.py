@@ -80,7 +80,7 @@ def test_near_and_far_masks_merge_to_the_whole():
 
 
 def test_two_passes_of_self_extend_equal_one_dense_softmax():
-    # Jin et al. 2024, algorithm 1: neighbours at their own rotation, farther keys at grouped ones.
+    # Jin et al. 2024: neighbours at their own rotation, farther keys at grouped ones.
     t, near = 75, causal() & window(20)
     q, k, v = arrays()
     grouped = arrays(seed=8)
