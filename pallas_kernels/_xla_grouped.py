@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels import _xla_blocks as cutting
 from pallas_kernels import _xla_visits as visiting
-from pallas_kernels.backends import Operands, Spec
+from pallas_kernels.backends import GroupedSpec, Operands, Spec
 from pallas_kernels.block_table import BlockTable
 from pallas_kernels.masks import causal, window
 
@@ -47,8 +47,8 @@ class Loop(NamedTuple):
         return visiting.visible(_OLDER, self.places, self.groups, chunk, i, j)
 
 
-def _loop(q, k, places, block: int, scale: float, direction: str, platform: str) -> Loop:
-    on_cpu = platform == "cpu"
+def _loop(q, k, operands, spec: GroupedSpec, direction: str, platform: str) -> Loop:
+    on_cpu, block = platform == "cpu", spec.block
     count, t = k.shape[1] // block, q.shape[1]
     size = _QUERIES[direction] * (1 if on_cpu else 2)
     held = 1 if direction == "forward" else 2  # the backward pass holds twice the scores
@@ -56,18 +56,17 @@ def _loop(q, k, places, block: int, scale: float, direction: str, platform: str)
     blocks = cutting.Blocks(q=size, k=max(1, _KEYS // block), scores=scores)
     shape = jax.ShapeDtypeStruct((k.shape[0], count, *k.shape[2:]), k.dtype)
     groups = cutting.plan(q, shape, blocks)
-    q_numbers, k_numbers, q_segments, k_segments = places
-    if q_numbers is None:
-        q_numbers = np.arange(t, dtype=np.int32)[None] // block
-    operands = Operands(q_numbers, k_numbers, q_segments, k_segments)
-    table = visiting.table_of(operands, Spec(_OLDER, scale), t, count, groups)
+    if operands.q_numbers is None:
+        operands = operands._replace(q_numbers=np.arange(t, dtype=np.int32)[None] // block)
+    operands = Operands(*operands)
+    table = visiting.table_of(operands, Spec(_OLDER, spec.scale), t, count, groups)
     where = cutting.places(operands, t, count, groups)
-    return Loop(groups._replace(bk=groups.bk * block), groups, where, table, block, scale)
+    return Loop(groups._replace(bk=groups.bk * block), groups, where, table, block, spec.scale)
 
 
-def forward(q, k, v, places, *, block, scale, platform):
+def forward(q, k, v, operands, spec, *, platform):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    loop, t = _loop(q, k, places, block, scale, "forward", platform), q.shape[1]
+    loop, t = _loop(q, k, operands, spec, "forward", platform), q.shape[1]
     cut = loop.cut
     q = cutting.pad(q, cut.nq * cut.bq)
     k, v = cutting.heads_first(k, cut), cutting.heads_first(v, cut)
@@ -77,6 +76,11 @@ def forward(q, k, v, places, *, block, scale, platform):
 
     out, lse = lax.map(chunk, jnp.arange(cut.chunks))
     return cutting.join(out, cut, t, cut.group), cutting.join(lse, cut, t, cut.group)
+
+
+def unsupported(q, k, v, operands, spec) -> str | None:
+    """Why this cannot run the inputs: it can run all of them."""
+    return None
 
 
 def _forward_rows(loop: Loop, q, k, v, chunk, i):
@@ -111,9 +115,9 @@ def _forward_rows(loop: Loop, q, k, v, chunk, i):
     return (out / safe[..., None]).astype(q.dtype), lse
 
 
-def backward(q, k, v, out, lse, d_out, d_lse, places, *, block, scale, platform):
+def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform):
     """Cotangents of q, k and v."""
-    loop, (t, s) = _loop(q, k, places, block, scale, "backward", platform), (q.shape[1], k.shape[1])
+    loop, (t, s) = _loop(q, k, operands, spec, "backward", platform), (q.shape[1], k.shape[1])
     cut, dtypes = loop.cut, (q.dtype, k.dtype, v.dtype)
     di = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - d_lse
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # empty rows: probabilities exp(-inf) = 0

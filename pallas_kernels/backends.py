@@ -77,6 +77,23 @@ class Operands(NamedTuple):
     table: Any = None  # a caller's block table of traced arrays; see `given_table`
 
 
+@dataclass(frozen=True)
+class GroupedSpec:
+    """`Spec` of grouped softmax over older blocks (`pallas_kernels.grouped.older_blocks`)."""
+
+    block: int
+    scale: float
+
+
+class GroupedOperands(NamedTuple):
+    """`Operands` of grouped softmax over older blocks; C of them stand behind each other in k."""
+
+    q_numbers: Any = None  # int32 [1 or B, T] of blocks; None: t // block
+    k_numbers: Any = None  # int32 [1 or B, C]; None: 0, 1, ...
+    q_segments: Any = None  # int32 [B, T], 0 is padding; None together with k_segments
+    k_segments: Any = None  # int32 [B, C]
+
+
 def given_table(operands: Operands, spec: Spec):
     """The caller's BlockTable, of NumPy or of traced arrays, or None: the mask says it all.
 
@@ -102,33 +119,40 @@ BACKENDS = {
     "xla": Backend("pallas_kernels._xla", ("cpu", "default"), portable=True),
     "tpu": Backend("pallas_kernels._tpu", ("tpu",)),
 }
+GROUPED = {  # the same functions over `GroupedOperands` and `GroupedSpec`, without a bias
+    "xla": Backend("pallas_kernels._xla_grouped", ("cpu", "default"), portable=True),
+    "tpu": Backend("pallas_kernels._tpu_grouped", ("tpu",)),
+}
+FAMILIES = {"flash": BACKENDS, "grouped": GROUPED}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
 
 
-def choose(name: str | None, q, k, v, operands: Operands, spec: Spec):
+def choose(name: str | None, q, k, v, operands, spec, family: str = "flash"):
     """((platform, backend), ...) for `run`; an explicit name that cannot run raises its reason."""
     if name is not None:
-        return _explicit(name, q, k, v, operands, spec)
+        return _explicit(name, q, k, v, operands, spec, family)
+    backends = FAMILIES[family]
     portable = {
-        p: x for x, backend in BACKENDS.items() if backend.portable for p in backend.platforms
+        p: x for x, backend in backends.items() if backend.portable for p in backend.platforms
     }
     special = {}
-    for other, backend in BACKENDS.items():
+    for other, backend in backends.items():
         if backend.portable or special.keys() >= set(backend.platforms):
             continue
         reason = backend.load().unsupported(q, k, v, operands, spec)
         if reason is None:
             special = dict.fromkeys(backend.platforms, other) | special
         elif jax.default_backend() in backend.platforms:
-            _say_once(f"flash: not {other}, {reason}; another implementation runs")
+            _say_once(f"{family}: not {other}, {reason}; another implementation runs")
     return tuple((portable | special).items())
 
 
-def _explicit(name: str, q, k, v, operands: Operands, spec: Spec):
-    if name not in BACKENDS:
-        choices = ", ".join([*BACKENDS, REFERENCE])
-        raise ValueError(f"flash(implementation={name!r}): unknown; choose one of {choices}")
-    backend, here = BACKENDS[name], jax.default_backend()
+def _explicit(name: str, q, k, v, operands, spec, family: str):
+    backends, call = FAMILIES[family], f"{family}(implementation={name!r})"
+    if name not in backends:
+        choices = ", ".join([*backends, REFERENCE])
+        raise ValueError(f"{call}: unknown; choose one of {choices}")
+    backend, here = backends[name], jax.default_backend()
     if backend.portable:
         return tuple((platform, name) for platform in backend.platforms)
     if here not in backend.platforms:
@@ -136,10 +160,7 @@ def _explicit(name: str, q, k, v, operands: Operands, spec: Spec):
     else:
         reason = backend.load().unsupported(q, k, v, operands, spec)
     if reason is not None:
-        raise ValueError(
-            f"flash(implementation={name!r}): {reason}; leave implementation out for the best one "
-            "that can"
-        )
+        raise ValueError(f"{call}: {reason}; leave implementation out for the best one that can")
     return (("default", name),)
 
 
@@ -149,12 +170,12 @@ def _say_once(message: str) -> None:
 
 
 # Compiled once per shape also when called outside jit, and traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("direction", "choice", "spec"))
-def run(direction: str, choice, arrays, operands: Operands, spec: Spec):
+@functools.partial(jax.jit, static_argnames=("direction", "choice", "spec", "family"))
+def run(direction: str, choice, arrays, operands, spec, family: str = "flash"):
     """`forward` or `backward` of the chosen backends, by the platform that the program is for."""
     branches = {
         platform: functools.partial(
-            getattr(BACKENDS[name].load(), direction), spec=spec, platform=platform
+            getattr(FAMILIES[family][name].load(), direction), spec=spec, platform=platform
         )
         for platform, name in choice
     }

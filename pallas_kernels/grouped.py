@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _xla_grouped
+from pallas_kernels import backends
+from pallas_kernels.backends import GroupedOperands, GroupedSpec
 from pallas_kernels.flash import flash
 from pallas_kernels.masks import Mask, causal, chunks, tail_of
 from pallas_kernels.merging import merge
@@ -53,7 +54,8 @@ def grouped(
     q_index [T] or [B, T], k_index [S] or [B, S]: places in the own document, by default 0, 1, ...
         Older blocks have to stand in consecutive keys; one whose start is not there is not seen.
     q_segments int [B, T], k_segments int [B, S]: documents; 0 is padding.
-    implementation: that of the own block as in `flash`, "reference" for a dense form of the whole.
+    implementation: as in `flash`: a name of `pallas_kernels.backends.GROUPED`, "reference" (dense,
+        for tests), or None for the best one on this platform.
     """
     if block < 2:
         raise ValueError(f"grouped: block={block} must be at least 2: a token and its landmark")
@@ -64,9 +66,10 @@ def grouped(
     if implementation == "reference":
         rows = *_rows(q_index, q_segments, q), *_rows(k_index, k_segments, k)
         return _dense(q, k, v, *rows, block=block, scale=scale)
-    own = flash(q, k, v, own_block(block), scale=scale, implementation=implementation, **places)
+    options = {"scale": scale, "implementation": implementation}
+    own = functools.partial(flash, q, k, v, own_block(block), **places, **options)
     if k.shape[1] < block:
-        return own
+        return own()
     if k_index is None and k_segments is None:
         whole = k.shape[1] // block * block
         k, v, numbers, segments = k[:, :whole], v[:, :whole], None, None
@@ -75,23 +78,25 @@ def grouped(
         k, v, numbers, segments = _complete_blocks(k, v, *rows, block)
     q_numbers, q_segments = _query_blocks(q, q_index, q_segments, numbers, segments, block)
     old = older_blocks(
-        q, k, v, block, scale=scale, q_numbers=q_numbers, k_numbers=numbers,
-        q_segments=q_segments, k_segments=segments,
+        q, k, v, block, q_numbers=q_numbers, k_numbers=numbers,
+        q_segments=q_segments, k_segments=segments, **options,
     )  # fmt: skip
-    return merge([own, old])
+    return merge([own(), old])
 
 
 def older_blocks(
     q, k, v, block: int, *, scale: float, q_numbers=None, k_numbers=None,
-    q_segments=None, k_segments=None,
+    q_segments=None, k_segments=None, implementation: str | None = None,
 ):  # fmt: skip
     """The part of `grouped` that falls on blocks numbered below the query's own.
 
     k [B, C * block, K, H], v likewise: C whole blocks. q_numbers [B, T] and k_numbers [B, C] number
     the blocks within their document (None: t // block and 0, 1, ...); k_segments is [B, C].
     """
-    places = (q_numbers, k_numbers, q_segments, k_segments)
-    return _older(q, k, v, places, block, float(scale))
+    operands = GroupedOperands(q_numbers, k_numbers, q_segments, k_segments)
+    spec = GroupedSpec(block, float(scale))
+    choice = backends.choose(implementation, q, k, v, operands, spec, "grouped")
+    return _older(q, k, v, operands, spec, choice)
 
 
 def _rows(index, segments, k):
@@ -159,30 +164,20 @@ _moved.defvjp(
 )
 
 
-# Compiled once per shape also when called outside jit, and traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("run", "block", "scale"))
-def _on_platform(run, arrays, places, block, scale):
-    branches = {
-        platform: functools.partial(run, block=block, scale=scale, platform=platform)
-        for platform in ("cpu", "default")
-    }
-    return lax.platform_dependent(*arrays, places, **branches)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _older(q, k, v, places, block, scale):
-    return _on_platform(_xla_grouped.forward, (q, k, v), places, block, scale)
+def _older(q, k, v, operands, spec, choice):
+    return backends.run("forward", choice, (q, k, v), operands, spec, "grouped")
 
 
-def _older_forward(q, k, v, places, block, scale):
-    out, lse = _older(q, k, v, places, block, scale)
-    return (out, lse), (q, k, v, places, out, lse)
+def _older_forward(q, k, v, operands, spec, choice):
+    out, lse = _older(q, k, v, operands, spec, choice)
+    return (out, lse), (q, k, v, operands, out, lse)
 
 
-def _older_backward(block, scale, saved, cotangents):
-    q, k, v, places, out, lse = saved
+def _older_backward(spec, choice, saved, cotangents):
+    q, k, v, operands, out, lse = saved
     arrays = (q, k, v, out, lse, *cotangents)
-    return *_on_platform(_xla_grouped.backward, arrays, places, block, scale), None
+    return *backends.run("backward", choice, arrays, operands, spec, "grouped"), None
 
 
 _older.defvjp(_older_forward, _older_backward)
