@@ -20,15 +20,15 @@ class DualChunk(Pattern):
     The text is cut into pieces of c = chunk - local tokens, and key j stands at j mod c. Query i
     stands at i mod c for keys of its own piece, at min(i mod c + c, chunk) for those of the piece
     before, which keeps the distance of the `local` nearest ones exact, and at min(2c - 1, chunk)
-    for older ones (sec. 3; the code's `chunk_size` and `local_window`, which clamps at `chunk`
-    where the paper clamps at the trained length - 1).
+    for older ones (sec. 3; the code's `chunk_size` and `local_window`: the paper has pieces of
+    `chunk` tokens and clamps at the trained length - 1).
     """
 
     examples = ({"chunk": 7, "local": 3}, {"chunk": 8, "local": 6})
     encodings = ("rope",)
 
     chunk: int = 3072  # the largest distance: 3/4 of the trained length in the released code
-    local: int = 512  # of which keep exact distances across pieces: 1/8 of the trained length
+    local: int = 512  # exact across pieces: 1/8 of the trained length, 1/4 in its perplexity script
 
     def __post_init__(self):
         check_at_least("pattern.chunk", self.chunk, 2)
