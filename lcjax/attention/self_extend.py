@@ -14,9 +14,9 @@ class SelfExtend(Pattern):
     """Full attention whose far keys stand at positions divided by `group`.
 
     With W = window and G = group, key j of query i stands at its own distance while i - j < W, and
-    at floor(i/G) + W - floor(W/G) - floor(j/G) beyond (eq. 3 and 4; the two floors are taken
-    apart, and W/G is floored as in the paper, not in every file of its code). A model trained for C
-    tokens reads (C - W) G + W of them, untrained.
+    at floor(i/G) + W - floor(W/G) - floor(j/G) beyond (the two floors are taken apart, and W/G
+    is floored as in the paper, not in every file of its code). A model trained for C tokens
+    reads (C - W) G + W of them, untrained.
     """
 
     examples = ({"window": 6, "group": 3}, {"window": 5, "group": 2})
