@@ -1,14 +1,15 @@
-"""Host time of static block tables, and of their key-major twins, against the length of the text.
+"""Host time of static block tables, of their key-major twins, and of packing them for a TPU.
 
     python benchmarks/tables.py --lengths 131072 1048576 --block 512
 
-Prints the best of `--repeats` runs in milliseconds and how many pairs of blocks are visited.
+Prints, for lengths of text, the best of `--repeats` runs in milliseconds and how many pairs of
+blocks are visited. A TPU's lists are those of a training step: by rows twice, by keys once.
 """
 
 import argparse
 import time
 
-from pallas_kernels import causal, chunks, documents, keys_in, prefix, stride, window
+from pallas_kernels import _tpu_tables, causal, chunks, documents, keys_in, prefix, stride, window
 from pallas_kernels.tables import from_mask, transpose
 
 
@@ -33,20 +34,30 @@ def best(run, repeats: int):
     return min(seconds), result
 
 
+def packed(table, length: int):
+    """The lists that the TPU kernels read, for a head whose queries share nothing."""
+    found = _tpu_tables.visits(table, heads=1, split=1)
+    sizes = dict(rows=-(-length // table.q_block), cols=-(-length // table.k_block))
+    return [_tpu_tables.calls(found, axis, **sizes, batch=1, heads=1) for axis in (0, 0, 1)]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[131_072, 1_048_576])
     parser.add_argument("--block", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    print(f"{'tokens':>9} {'mask':<30} {'table ms':>9} {'twin ms':>9} {'visited':>10}")
+    heads = " ".join(f"{x:>9}" for x in ("table ms", "twin ms", "TPU ms"))
+    print(f"{'tokens':>9} {'mask':<30} {heads} {'visited':>10}")
     for length in args.lengths:
         sizes = dict(queries=length, keys=length, q_block=args.block, k_block=args.block)
         for name, mask in masks(length).items():
             made, table = best(lambda: from_mask(mask, **sizes), args.repeats)  # noqa: B023
             moved, _ = best(lambda: transpose(table, length), args.repeats)  # noqa: B023
+            lists, _ = best(lambda: packed(table, length), args.repeats)  # noqa: B023
             visited = int(table.seen.sum())
-            print(f"{length:>9} {name:<30} {made * 1e3:>9.1f} {moved * 1e3:>9.1f} {visited:>10}")
+            times = " ".join(f"{x * 1e3:>9.1f}" for x in (made, moved, lists))
+            print(f"{length:>9} {name:<30} {times} {visited:>10}")
 
 
 if __name__ == "__main__":

@@ -125,6 +125,28 @@ def _touched(major, valid, blocks: int):
     return marks[..., :blocks]
 
 
+def _key(valid, major):
+    """What lists are sorted by. 16 bits: NumPy sorts them by radix."""
+    return _xp(valid, major).where(valid, major, LIMIT).astype(np.int16)
+
+
+def _split(found: Visits, axis: int, ranges) -> list[Visits]:
+    """NumPy visits by ranges of output blocks; a range alone would look through all visits."""
+    key = _key(found.valid, found[axis])
+    ranks = np.argsort(key, axis=-1, stable=True)[..., : int(found.valid.sum(-1).max())]
+    key, row, col, kind = (np.take_along_axis(x, ranks, -1) for x in (key, *found[:3]))
+    edges = np.array([lo for lo, _ in ranges] + [ranges[-1][1]], np.int16)
+    ends = np.array([np.searchsorted(x, edges) for x in key.reshape(-1, key.shape[-1])])
+    ends = ends.reshape(*key.shape[:2], -1)
+
+    def part(start, end):
+        place = start + np.arange((end - start).max())
+        valid, place = place < end, np.minimum(place, max(key.shape[-1] - 1, 0))
+        return Visits(*(np.take_along_axis(x, place, -1) for x in (row, col, kind)), valid)
+
+    return [part(ends[..., i : i + 1], ends[..., i + 1 : i + 2]) for i in range(len(ranges))]
+
+
 def order(found: Visits, axis: int, lo: int, hi: int, most: int):
     """Packed lists [.., .., size] for output blocks `lo` to `hi`, and the lengths [.., ..].
 
@@ -141,8 +163,7 @@ def order(found: Visits, axis: int, lo: int, hi: int, most: int):
     row, col, kind, valid = (
         xp.concatenate([a, b], -1) for a, b in zip((*found[:3], inside), parts, strict=True)
     )
-    # 16 bits: NumPy sorts them by radix.
-    key = xp.where(valid, (row, col)[axis], LIMIT).astype(np.int16)
+    key = _key(valid, (row, col)[axis])
     used = valid.sum(-1)
     size = int(used.max()) if xp is np else min(key.shape[-1], most * (hi - lo))
     ranks = xp.argsort(key, axis=-1, stable=True)
@@ -182,9 +203,12 @@ def calls(found: Visits, axis: int, *, rows: int, cols: int, batch: int, heads: 
     `axis` 0: the output blocks are the `rows` row blocks, 1: they are the `cols` key blocks.
     """
     blocks, most = (rows, found.row.shape[-1] // rows) if axis == 0 else (cols, rows)
+    ranges = _ranges(found, axis, blocks, most)
+    whole = len(ranges) == 1 or _xp(*found) is not np
+    parts = [found] * len(ranges) if whole else _split(found, axis, ranges)
     return [
-        _cut(*order(found, axis, lo, hi, most), (lo, hi), batch, heads)
-        for lo, hi in _ranges(found, axis, blocks, most)
+        _cut(*order(part, axis, *ends, most), ends, batch, heads)
+        for part, ends in zip(parts, ranges, strict=True)
     ]
 
 
