@@ -149,7 +149,7 @@ def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, sc
         ("lm_infinite_7b", {"window": 4096, "sinks": 10, "distance": None}),
         ("self_extend_7b", {"window": 1024, "group": 64}),
         ("streaming_7b", {"sinks": 4, "recent": 2044, "stride": 2048, "first": None}),
-        ("dual_chunk_7b", {"chunk": 3072, "local": 512}),
+        ("dual_chunk_7b", {"chunk": 3072, "local": 1024}),
     ],
 )
 def test_a_recipe_without_training_has_the_constants_of_its_paper(name, fields):
