@@ -210,7 +210,8 @@ class LanguageModel:
         if length not in self._rotations:
             # A learned rope solves a differential equation for it.
             learned = self.params.get("rope")
-            self._rotations[length] = rope.rotation(self.config.rotary_dim, length, learned)
+            rotation = rope.rotation(self.config.rotary_dim, length, learned)
+            self._rotations[length] = self.config.pattern.at_length(rotation, length)
         return self._rotations[length]
 
     def nll(
@@ -259,9 +260,10 @@ class LanguageModel:
         if isinstance(prompts, str):
             raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
         ids = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        follows = self.config.rope.depends_on_length or self.config.pattern.depends_on_length
         return generation.stream(
             self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
-            follows_length=self.config.rope.depends_on_length, **options,
+            follows_length=follows, **options,
         )  # fmt: skip
 
     def chat(self, messages: str | list[dict[str, str]], sampling: Sampling = Sampling()) -> str:

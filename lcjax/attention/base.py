@@ -75,6 +75,8 @@ class Pattern(draccus.ChoiceRegistry):
     # Whether a key stands at different positions for different queries in a way that only another
     # rotation of the key can express: then a cache has to keep unrotated keys.
     moves_keys: ClassVar[bool] = False
+    # Whether `at_length` changes anything; a property where that is up to a field.
+    depends_on_length: ClassVar[bool] = False
 
     @property
     def encodings(self) -> tuple[str, ...]:
@@ -98,6 +100,15 @@ class Pattern(draccus.ChoiceRegistry):
         del order
         return positions
 
+    def at_length(self, rotation: Rotation, length: int) -> Rotation:
+        """The rotation of a request of `length` tokens, made of the rope's own for that length.
+
+        As in `Rope.frequencies`, the length counts the whole request and is an argument: a step
+        agrees with the keys that were rotated before it.
+        """
+        del length
+        return rotation
+
     def kept(self) -> tuple[int, int] | None:
         """(sinks, recent): the first and last keys that a new token may see; None is all of them.
 
@@ -105,6 +116,30 @@ class Pattern(draccus.ChoiceRegistry):
         text grows.
         """
         return None
+
+    def notes(self, slots: int, size: int) -> tuple[tuple[int, int], ...]:
+        """What a cache of `slots` keys of `size` channels keeps besides keys and values.
+
+        The last two axes of float32 arrays [B, N, .., ..] for every layer, zeros at first. Only for
+        patterns that keep every key; `attend_noting` is given the arrays.
+        """
+        return ()
+
+    def attend_noting(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        notes: tuple[jax.Array, ...],
+        rotation: Rotation,
+        places: Places,
+        **options,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """`attend` over a cache, and its `notes` with what these queries add to them.
+
+        Rows of a cache hold one document each.
+        """
+        return self.attend(q, k, v, rotation, places, **options), notes
 
     def for_inference(self) -> Pattern:
         """The pattern with which a model that was trained under this one is evaluated."""
@@ -125,11 +160,7 @@ class Pattern(draccus.ChoiceRegistry):
 
         Patterns whose keys depend on the data replace it; arguments as in `lcjax.attention.attend`.
         """
-        if keys_rotated and self.moves_keys:
-            raise InputError(
-                f"pattern {self!r} moves keys to other positions, so the cache must keep "
-                "unrotated keys"
-            )
+        self.check_unrotated(keys_rotated)
         places = places._replace(k_positions=self.key_positions(places.k_positions, places.k_order))
         steps = self.passes(places)
         if not self.moves_keys and any(s.k_positions is not places.k_positions for s in steps):
@@ -145,6 +176,14 @@ class Pattern(draccus.ChoiceRegistry):
         ]  # fmt: skip
         out, _ = partials[0] if len(partials) == 1 else merge(partials)
         return out
+
+    def check_unrotated(self, keys_rotated: bool) -> None:
+        """Refuses rotated keys where they have to be moved."""
+        if keys_rotated and self.moves_keys:
+            raise InputError(
+                f"pattern {self!r} moves keys to other positions, so the cache must keep "
+                "unrotated keys"
+            )
 
 
 def check_at_least(key: str, value: int, least: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from lcjax.attention.base import Pass, Pattern, Places, check_at_least
 from lcjax.errors import InputError
+from lcjax.rope.base import Rotation
 from pallas_kernels import causal, chunk_distance, chunks
 
 
@@ -22,17 +24,29 @@ class DualChunk(Pattern):
     before, which keeps the distance of the `local` nearest ones exact, and at min(2c - 1, chunk)
     for older ones (sec. 3; the code's `chunk_size` and `local_window`: the paper has pieces of
     `chunk` tokens and clamps at the trained length - 1).
+
+    With `train_length` C, a request of n > C tokens has cos and sin of queries and keys times
+    0.05 ln(n / C) + 1, its logits the square: a later addition to the released code, which is not
+    in the paper's results. There the factor grows with every token while older keys keep theirs;
+    here one request has one factor, that of its prompt and new tokens together.
     """
 
-    examples = ({"chunk": 7, "local": 3}, {"chunk": 8, "local": 6})
+    examples = (
+        {"chunk": 7, "local": 3},
+        {"chunk": 8, "local": 6},
+        {"chunk": 7, "local": 3, "train_length": 10},
+    )
     encodings = ("rope",)
 
     chunk: int = 3072  # the largest distance: 3/4 of the trained length in the released code
     local: int = 512  # exact across pieces: 1/8 of the trained length, 1/4 in its perplexity script
+    train_length: int | None = None  # beyond which logits grow; none: never, as in the paper
 
     def __post_init__(self):
         check_at_least("pattern.chunk", self.chunk, 2)
         check_at_least("pattern.local", self.local, 1)
+        if self.train_length is not None:
+            check_at_least("pattern.train_length", self.train_length, 1)
         if self.local >= self.chunk:
             raise InputError(
                 f"pattern.local={self.local} must be below pattern.chunk={self.chunk}; the "
@@ -42,6 +56,16 @@ class DualChunk(Pattern):
     @property
     def _piece(self) -> int:
         return self.chunk - self.local
+
+    @property
+    def depends_on_length(self) -> bool:
+        return self.train_length is not None
+
+    def at_length(self, rotation: Rotation, length: int) -> Rotation:
+        if self.train_length is None or length <= self.train_length:
+            return rotation
+        growth = 0.05 * math.log(length / self.train_length) + 1
+        return rotation._replace(scale=rotation.scale * growth)
 
     def key_positions(self, positions: jax.Array, order: jax.Array) -> jax.Array:
         return positions - order // self._piece * self._piece

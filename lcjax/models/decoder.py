@@ -158,7 +158,8 @@ class Decoder(nn.Module):
         if c.position != "rope":
             return no_rotation()
         learned = self.rope if c.rope.learned else None
-        return c.rope.rotation(c.rotary_dim, self._request_length(tokens, cache), learned)
+        length = self._request_length(tokens, cache)
+        return c.pattern.at_length(c.rope.rotation(c.rotary_dim, length, learned), length)
 
     def _request_length(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> int:
         """Tokens that a rotation has to be made for when the caller gives none."""

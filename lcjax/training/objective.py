@@ -44,6 +44,7 @@ def language_model(
             head_dim=config.rotary_dim,
             params=params.get("rope"),
         )
+        rotation = config.pattern.at_length(rotation, places.shape[1])
         hidden, _ = model.apply(
             {"params": params},
             batch["tokens"],
