@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lcjax import cache as cache_lib
-from lcjax.attention import LMInfinite, SelfExtend, Streaming
+from lcjax.attention import DualChunk, LMInfinite, SelfExtend, Streaming
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
@@ -97,12 +97,23 @@ def test_unrotated_keys_follow_a_rotation_that_changes_while_decoding(params, na
     assert len(changed) > 1
 
 
+def test_unrotated_keys_follow_logits_that_grow_while_decoding(params):
+    first = params | {"layers": jax.tree.map(lambda leaf: leaf[:1], params["layers"])}
+    pattern = DualChunk(chunk=12, local=4, train_length=16)
+    config = preset("tiny").replace(rope=ROPES["default"], num_layers=1, pattern=pattern)
+    lm, prompt = LanguageModel(Decoder(config), first, ByteTokenizer()), _ids(1, 29)
+    got = _generated(lm, [prompt], Sampling(max_new_tokens=9, min_new_tokens=9), exact=True)
+    assert got == [_greedy_by_full_forward(lm, prompt, 9, exact=True)]
+    assert lm.rotation(30).scale > lm.rotation(29).scale > lm.rotation(16).scale == 1.0
+
+
 @pytest.mark.parametrize(
     ("pattern", "slots"),
     [
         (Streaming(sinks=3, recent=20), 64),
         (LMInfinite(window=12, sinks=4), 64),  # a rolling cache of unrotated keys
-        (SelfExtend(window=16, group=4), 192),  # a full one
+        (SelfExtend(window=16, group=4, scale_base=20), 192),  # a full one
+        (DualChunk(chunk=24, local=8, train_length=40), 192),  # logits grow with the request
     ],
     ids=lambda value: type(value).__name__,
 )

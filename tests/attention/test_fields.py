@@ -30,6 +30,8 @@ REFUSED = [
     (Streaming, {"first": 0}, "pattern.first=0 must be an integer of at least 1"),
     (SelfExtend, {"window": 0}, "pattern.window=0 must be an integer of at least 1"),
     (SelfExtend, {"group": True}, "pattern.group=True must be an integer of at least 1"),
+    (SelfExtend, {"scale_base": 1}, "pattern.scale_base=1 must be an integer of at least 2"),
+    (DualChunk, {"train_length": 0}, "pattern.train_length=0 must be an integer of at least 1"),
     (DualChunk, {"chunk": 1}, "pattern.chunk=1 must be an integer of at least 2"),
     (DualChunk, {"chunk": 12, "local": 12}, "pattern.local=12 must be below pattern.chunk=12"),
     (ShiftedSparse, {"group": 1}, "pattern.group=1 must be an integer of at least 2"),
