@@ -147,9 +147,9 @@ def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, sc
     ("name", "fields"),
     [
         ("lm_infinite_7b", {"window": 4096, "sinks": 10, "distance": None}),
-        ("self_extend_7b", {"window": 1024, "group": 64}),
+        ("self_extend_7b", {"window": 1024, "group": 64, "scale_base": None}),
         ("streaming_7b", {"sinks": 4, "recent": 2044, "stride": 2048, "first": None}),
-        ("dual_chunk_7b", {"chunk": 3072, "local": 1024}),
+        ("dual_chunk_7b", {"chunk": 3072, "local": 1024, "train_length": None}),
     ],
 )
 def test_a_recipe_without_training_has_the_constants_of_its_paper(name, fields):
