@@ -5,16 +5,20 @@ batch = next(loader)                      # tokens, targets, segments, positions
 state = loader.get_state()                # JSON-ready; set_state continues bit for bit
 """
 
-from lcjax.data.config import DataConfig, SeqioSource, Source, TextSource
-from lcjax.data.corpus import documents
+from lcjax.data.config import DataConfig
 from lcjax.data.loader import Loader, make_loader
+from lcjax.data.opening import documents
+from lcjax.data.sources import SeqioSource, Source, TextSource
+from lcjax.data.upsample import Share, Upsample
 
 __all__ = [
     "DataConfig",
     "Loader",
     "SeqioSource",
+    "Share",
     "Source",
     "TextSource",
+    "Upsample",
     "documents",
     "make_loader",
 ]

@@ -2,64 +2,13 @@
 
 from dataclasses import dataclass, field
 
-import draccus
-
+from lcjax.data.sources import PACKINGS, SeqioSource, Source, TextSource
 from lcjax.errors import InputError
 
-PACKINGS = ("concat", "first_fit", "best_fit")
 OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
 
-
-@dataclass(frozen=True)
-class Source(draccus.ChoiceRegistry):
-    """One body of text and its share of the training rows."""
-
-    @classmethod
-    def default_choice_name(cls) -> str:
-        return "text"
-
-
-@Source.register_subclass("text")
-@dataclass(frozen=True)
-class TextSource(Source):
-    """Files."""
-
-    path: str = ""  # file, folder, glob, python:stdlib, or package:NAME[/folder or glob]
-    weight: float = 1.0  # share of the rows, relative to the other sources
-    text_field: str = "text"  # field of .jsonl, column of .parquet that holds the document
-
-    @property
-    def name(self) -> str:
-        return self.path
-
-    @property
-    def reads(self) -> str:
-        """What of the source is read: a position in the data holds for nothing else."""
-        return self.text_field
-
-
-@Source.register_subclass("seqio")
-@dataclass(frozen=True)
-class SeqioSource(Source):
-    """A Task or Mixture from seqio's registries; needs the extra `seqio`."""
-
-    task: str = ""  # name of the Task or Mixture
-    module: str = ""  # Python module that registers it when it is imported
-    weight: float = 1.0  # share of the rows, relative to the other sources
-    split: str = "train"  # one of the task's splits; data.holdout cuts validation from it
-    feature: str = "targets"  # output feature that holds the document
-    tokens: bool = False  # take the task's token ids (same vocabulary needed), else its text
-    task_length: int | None = None  # tokens of each feature that preprocessors are told; null: none
-    cached: bool = False  # read what seqio_cache_tasks wrote
-
-    @property
-    def name(self) -> str:
-        return f"seqio:{self.task}" if self.task else ""
-
-    @property
-    def reads(self) -> str:
-        return f"{self.task} {self.split} {self.feature} {self.tokens} {self.task_length}"
+__all__ = ["DataConfig", "SeqioSource", "Source", "TextSource"]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,74 @@
 """Documents of a source by index, and their split into training and validation."""
 
 import bisect
+import hashlib
 from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lcjax.data.config import DataConfig, SeqioSource, TextSource
 from lcjax.data.files import Files
-from lcjax.data.paths import find_files, kind
-from lcjax.data.readers import JsonLines, ParquetRows, TextFile, unit_hash
-from lcjax.data.seqio_source import SeqioCorpus
-from lcjax.errors import InputError
+from lcjax.data.readers import Reader
+from lcjax.data.sources import Source
+
+_LOOKED_AT = 32  # files whose first and last bytes tell whether a corpus is still the same
+_ENDS = 1 << 12  # bytes at either end of them
+
+
+class Document(NamedTuple):
+    """A document and what decides whether it is taken."""
+
+    name: str
+    value: Any  # text, token ids, or the parts of a conversation
+    label: str
+    characters: int
+
+    @property
+    def pair(self) -> tuple[str, Any]:
+        return self.name, self.value
+
+
+class FoundFiles(list):
+    """(name, path) of the files of a source, and what tells whether they are still the same."""
+
+    def __init__(self, found: list[tuple[str, Path]]):
+        super().__init__(found)
+        self.sizes = [path.stat().st_size for _, path in found]
+        self.size = sum(self.sizes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the names and sizes of all files, and of the ends of some of them.
+
+        Not of all bytes: that would read the whole corpus before the first batch.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for (name, _), size in zip(self, self.sizes, strict=True):
+            digest.update(f"{name}\0{size}\0".encode())
+        step = max(1, len(self) // _LOOKED_AT)
+        for _, path in self[::step]:
+            with open(path, "rb") as file:
+                digest.update(file.read(_ENDS))
+                file.seek(max(0, path.stat().st_size - _ENDS))
+                digest.update(file.read(_ENDS))
+        return digest.hexdigest()
+
+
+class SourceFiles(Protocol):
+    """The files of one source, and how documents are read from them."""
+
+    source: Source
+    found: FoundFiles
+
+    def open(self, index: int, files: Files) -> Reader:
+        """The records of one file."""
+        ...
+
+    def document(self, reader: Reader, index: int) -> Document:
+        """What the source makes of a record."""
+        ...
 
 
 class Corpus:
@@ -21,9 +79,12 @@ class Corpus:
 
     mixes = False  # sources of its own, at rates that only an endless stream can keep
 
-    def __init__(self, source: TextSource, readers: list, size: int, indices=None):
-        self.source, self.size = source, size
-        self._readers, self._indices = readers, indices
+    def __init__(self, files: SourceFiles, readers: list[Reader] | None = None, indices=None):
+        self.files, self.source, self._indices = files, files.source, indices
+        if readers is None:
+            shared = Files()
+            readers = [files.open(i, shared) for i in range(len(files.found))]
+        self.readers = readers
         self._starts = np.cumsum([0] + [len(reader) for reader in readers]).tolist()
 
     def __len__(self) -> int:
@@ -33,16 +94,11 @@ class Corpus:
     def count(self) -> int:
         return len(self)
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
         return (self[i] for i in range(len(self)))
 
-    def __getitem__(self, index: int) -> tuple[str, str]:
-        reader, at = self._locate(index)
-        return reader.name(at), reader.text(at)
-
-    def name(self, index: int) -> str:
-        reader, at = self._locate(index)
-        return reader.name(at)
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        return self.files.document(*self.locate(index)).pair
 
     def split(self, holdout: float, which: str) -> "Corpus":
         """The documents held out for validation, or the others.
@@ -52,88 +108,13 @@ class Corpus:
         """
         if holdout == 0.0 and which == "train":
             return self
-        held = np.fromiter(
-            (unit_hash(self.name(i).encode()) < holdout for i in range(len(self))), bool, len(self)
-        )
+        units = (reader.unit(at) for reader, at in map(self.locate, range(len(self))))
+        held = np.fromiter((unit < holdout for unit in units), bool, len(self))
         indices = np.flatnonzero(held if which == "validation" else ~held)
-        return Corpus(self.source, self._readers, self.size, indices)
+        return Corpus(self.files, self.readers, indices)
 
-    def _locate(self, index: int):
+    def locate(self, index: int) -> tuple[Reader, int]:
+        """The reader that holds a document, and its number there."""
         index = int(index if self._indices is None else self._indices[index])
         place = bisect.bisect_right(self._starts, index) - 1
-        return self._readers[place], index - self._starts[place]
-
-
-def open_corpus(source: TextSource, *, on_bad_text: str = "error") -> Corpus:
-    """Finds the files of a source and indexes those that hold many documents."""
-    readers, size, files = [], 0, Files()
-    for name, path in find_files(source.path):
-        size += path.stat().st_size
-        match kind(path):
-            case ".jsonl":
-                readers.append(JsonLines(name, path, source.text_field, on_bad_text, files))
-            case ".parquet":
-                readers.append(ParquetRows(name, path, source.text_field, files))
-            case _:
-                readers.append(TextFile(name, path, on_bad_text, files))
-    corpus = Corpus(source, readers, size)
-    if len(corpus) == 0 or size == 0:
-        raise InputError(f"data.path={source.path} holds no document: its files are empty")
-    return corpus
-
-
-def open_split(config: DataConfig, split: str = "train") -> list[Corpus | SeqioCorpus]:
-    """One corpus per source, cut to the `train` or the `validation` split."""
-    if split not in ("train", "validation"):
-        raise InputError(f"split={split} is not one of train, validation")
-    if split == "validation" and config.holdout == 0.0:
-        raise InputError("data.holdout=0.0 keeps nothing for validation: set it to, say, 0.01")
-    found = [
-        SeqioCorpus(source, on_bad_text=config.on_bad_text)
-        if isinstance(source, SeqioSource)
-        else open_corpus(source, on_bad_text=config.on_bad_text)
-        for source in config.resolved_sources()
-    ]
-    corpora = [corpus.split(config.holdout, split) for corpus in found]
-    if split == "validation":
-        corpora = [corpus for corpus in corpora if corpus.count != 0]
-    if not corpora or any(corpus.count == 0 for corpus in corpora):
-        raise InputError(
-            f"data.holdout={config.holdout} leaves no document for {split} out of"
-            f" {sum(corpus.count or 0 for corpus in found)}: choose another fraction, or cut the"
-            " text into more documents"
-        )
-    return corpora
-
-
-def documents(data: DataConfig | str, split: str = "train") -> Iterator[tuple[str, str]]:
-    """(name, text) of every document that is not empty, in the order of the files.
-
-    Args:
-      data: a data section, or just a path as in `data.path`.
-      split: `train` (everything when nothing is held out) or `validation`.
-    """
-    config = DataConfig(path=data) if isinstance(data, str) else data
-    corpora = open_split(config, split)
-    empty = True
-    for corpus in corpora:
-        for name, text in corpus:
-            if not isinstance(text, str):
-                raise InputError(
-                    f"{name} is token ids, and text is needed here: set data.sources.0.tokens=false"
-                )
-            if text.strip():
-                empty = False
-                yield name, text
-    if empty:
-        raise all_empty(corpora)
-
-
-def all_empty(corpora: list[Corpus | SeqioCorpus]) -> InputError:
-    """The error for sources whose documents have no text."""
-    paths = ", ".join(corpus.source.name for corpus in corpora)
-    known = [corpus.count for corpus in corpora if corpus.count is not None]
-    return InputError(
-        f"data.path={paths}: none of the {f'{sum(known)} ' if known else ''}documents has enough"
-        " text (empty, skipped, or below data.min_document_tokens)"
-    )
+        return self.readers[place], index - self._starts[place]

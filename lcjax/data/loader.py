@@ -11,7 +11,7 @@ from typing import Any
 import grain
 
 from lcjax.data.config import DataConfig
-from lcjax.data.corpus import Corpus, all_empty, open_split
+from lcjax.data.opening import Documents, all_empty, identity_of, open_split
 from lcjax.data.rows import Batch, Fields, PadBatch, Tokenise, mixed_rows, rows_in_order
 from lcjax.data.seqio_source import SeqioCorpus
 from lcjax.errors import InputError
@@ -135,7 +135,7 @@ def _close(loader: weakref.ref) -> None:
 
 
 def _require_tokens(
-    corpora: list[Corpus | SeqioCorpus], tokenise: Tokenise, *, needed: int, repeat: int | None
+    corpora: list[Documents], tokenise: Tokenise, *, needed: int, repeat: int | None
 ) -> None:
     """Stops at once, rather than looping for ever or training on copies, when text is short.
 
@@ -164,7 +164,7 @@ def _require_tokens(
 
 def _identity(
     config: DataConfig,
-    corpora: list[Corpus | SeqioCorpus],
+    corpora: list[Documents],
     tokenizer,
     split: str,
     landmarks: Landmarks | None,
@@ -173,10 +173,7 @@ def _identity(
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _FREE}
     # Where the text lies may change, what it is may not.
     del fields["data.path"], fields["data.sources"]
-    fields["data text fields"] = [corpus.source.reads for corpus in corpora]
-    fields["data weights"] = [corpus.source.weight for corpus in corpora]
-    fields["number of documents"] = [corpus.count for corpus in corpora]
-    fields["bytes of text"] = [corpus.size for corpus in corpora]
+    fields |= identity_of(corpora)
     fields["tokenizer"] = tokenizer.fingerprint
     fields["split"] = split
     fields["landmarks"] = None if landmarks is None else asdict(landmarks)

@@ -2,6 +2,7 @@
 
 import glob
 import importlib.util
+import json
 import os
 import sysconfig
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 from lcjax.errors import InputError
 
 TEXT = (".txt", ".md", ".py")  # one document per file
-RECORDS = (".jsonl", ".parquet")  # many documents per file
-PACKED = (".gz", ".zst")  # may follow any of these but .parquet
-READABLE = ", ".join(TEXT + RECORDS) + " (also .gz, .zst behind all but .parquet)"
+LINES = (".jsonl",)  # many documents per file
+BINARY = (".parquet", ".arrow", ".array_record")  # the same, and never packed again
+PACKED = (".gz", ".zst")
+READABLE = ", ".join(TEXT + LINES + BINARY) + " (also .gz, .zst behind the text ones)"
 
 # Tests hold files that are broken on purpose; site-packages is not the standard library.
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -21,8 +23,10 @@ def kind(path: Path) -> str | None:
     """The suffix that decides how a file is read, compression taken off; None: not readable."""
     suffix = path.suffix.lower()
     inner = Path(path.stem).suffix.lower() if suffix in PACKED else suffix
-    if inner in TEXT + RECORDS and not (suffix in PACKED and inner == ".parquet"):
+    if inner in TEXT + LINES or (suffix not in PACKED and inner in BINARY):
         return inner
+    if suffix == ".arrayrecord":
+        return ".array_record"
     return None
 
 
@@ -45,7 +49,7 @@ def find_files(path: str) -> list[tuple[str, Path]]:
 
 def _plain_files(given: str, path: Path) -> list[tuple[str, Path]]:
     if path.is_dir():
-        return _named(_walk(path), path, given)
+        return _named(_datasets_files(given, path, _walk(path)), path, given)
     if path.is_file():
         return _named([path], path.parent, given)
     if not glob.has_magic(str(path)):
@@ -57,6 +61,23 @@ def _plain_files(given: str, path: Path) -> list[tuple[str, Path]]:
         fixed.append(part)
     found = [Path(f) for f in glob.glob(str(path), recursive=True)]
     return _named([f for f in found if f.is_file()], Path(*fixed), given)
+
+
+def _datasets_files(given: str, root: Path, files: list[Path]) -> list[Path]:
+    """The files without those that Hugging Face `datasets` keeps beside the data of its folders."""
+    if (root / "dataset_dict.json").is_file():
+        splits = json.loads((root / "dataset_dict.json").read_text()).get("splits", [])
+        raise InputError(
+            f"data.path={given} holds the splits {', '.join(splits)} of a dataset: name one of"
+            f" them, as {Path(given, *splits[:1])}"
+        )
+    saved = {}
+    for folder in {file.parent for file in files if file.suffix == ".arrow"}:
+        state = folder / "state.json"
+        if state.is_file():
+            listed = json.loads(state.read_text()).get("_data_files", [])
+            saved[folder] = {entry["filename"] for entry in listed}
+    return [f for f in files if f.suffix != ".arrow" or f.name in saved.get(f.parent, {f.name})]
 
 
 def _package_files(given: str) -> list[tuple[str, Path]]:

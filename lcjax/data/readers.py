@@ -1,10 +1,14 @@
-"""Random access to the documents of one file: whole text files, JSON lines, Parquet rows."""
+"""Random access to the records of one file: whole text files, lines of JSON.
+
+A record is a str, the document itself, or a mapping of fields, one of which holds it. Names are the
+same on every machine; `where` is for messages.
+"""
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -37,12 +41,35 @@ def unit_hash(data: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
-class TextFile:
+class Reader:
+    """What all readers share; those of files with one document have no numbers in the names."""
+
+    def __init__(self, name: str, path: Path):
+        self._name, self._path = name, path
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def record(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        return f"{self._name}:{index + 1}"
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{index + 1}"
+
+    def unit(self, index: int) -> float:
+        """A number in [0, 1) that belongs to the document for good."""
+        return unit_hash(self.name(index).encode())
+
+
+class TextFile(Reader):
     """A file that is one document."""
 
     def __init__(self, name: str, path: Path, on_bad_text: str, files: Files):
-        self._name, self._path, self._on_bad_text = name, path, on_bad_text
-        self._files = files
+        super().__init__(name, path)
+        self._on_bad_text, self._files = on_bad_text, files
 
     def __len__(self) -> int:
         return 1
@@ -50,17 +77,20 @@ class TextFile:
     def name(self, index: int) -> str:
         return self._name
 
-    def text(self, index: int) -> str:
+    def where(self, index: int) -> str:
+        return str(self._path)
+
+    def record(self, index: int) -> str:
         packed = self._path.suffix.lower() == ".gz"  # read at once: no need of a temporary file
         chunks = gzip_chunks(self._path) if packed else content(self._path, self._files).chunks()
         return decode(b"".join(chunks), where=str(self._path), on_bad_text=self._on_bad_text)
 
 
-class JsonLines:
+class JsonLines(Reader):
     """A file with one JSON object per line, found by byte offset (8 bytes of memory a line)."""
 
-    def __init__(self, name: str, path: Path, text_field: str, on_bad_text: str, files: Files):
-        self._name, self._path, self._field = name, path, text_field
+    def __init__(self, name: str, path: Path, on_bad_text: str, files: Files):
+        super().__init__(name, path)
         self._on_bad_text = on_bad_text
         self._content = content(path, files)
         self._starts = line_starts(self._content.chunks(), path.name, path.stat().st_size)
@@ -68,72 +98,26 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def name(self, index: int) -> str:
-        return f"{self._name}:{index + 1}"
-
-    def text(self, index: int) -> str:
-        where = f"{self._path}:{index + 1}"
+    def record(self, index: int) -> dict[str, Any] | str:
+        """The object; an empty document for a blank line."""
         start, end = int(self._starts[index]), int(self._starts[index + 1])
         data = self._content.read(start, end)
+        where = self.where(index)
         line = decode(data, where=where, offset=start, on_bad_text=self._on_bad_text)
-        if not line.strip():
-            return ""
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{where} is not JSON: {error.msg} at column {error.colno}; each line of a .jsonl"
-                f" file is one object such as {{{json.dumps(self._field)}: ...}}"
-            ) from None
-        if not isinstance(record, dict):
-            raise InputError(f"{where} is a JSON {type(record).__name__}, not an object")
-        if self._field not in record:
-            raise _no_field(where, self._field, record)
-        return _string(record[self._field], where, self._field)
+        return parse_json(line, where) if line.strip() else ""
 
 
-class ParquetRows:
-    """The rows of a Parquet file, read by row groups; the last ones of a source are kept."""
-
-    def __init__(self, name: str, path: Path, text_field: str, files: Files):
-        self._name, self._path, self._field, self._files = name, path, text_field, files
-        self._lock = threading.Lock()
-        file = self._file()
-        if text_field not in file.schema_arrow.names:
-            raise _no_field(str(path), text_field, file.schema_arrow.names)
-        meta = file.metadata
-        rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        self._starts = np.cumsum([0, *rows])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def name(self, index: int) -> str:
-        return f"{self._name}:{index + 1}"
-
-    def text(self, index: int) -> str:
-        group = int(np.searchsorted(self._starts, index, side="right")) - 1
-        with self._lock:  # a ParquetFile is not safe to read from two threads
-            column = self._files.blocks.get((self._path, group), lambda: self._read(group))
-        value = column[index - int(self._starts[group])].as_py()
-        return _string(value, f"{self._path}: row {index + 1}", self._field)
-
-    def _file(self):
-        return self._files.opened.get(self._path, self._open)
-
-    def _open(self):
-        pyarrow = _pyarrow()
-        try:
-            return pyarrow.parquet.ParquetFile(self._path, memory_map=True)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"{self._path} is not a readable Parquet file: {error}") from None
-
-    def _read(self, group: int):
-        pyarrow, file = _pyarrow(), self._file()
-        try:
-            return file.read_row_group(group, columns=[self._field]).column(self._field)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise InputError(f"{self._path}: row group {group} is damaged: {error}") from None
+def parse_json(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{where} is not JSON: {error.msg} at column {error.colno}; each line of a .jsonl"
+            ' file is one object such as {"text": ...}'
+        ) from None
+    if not isinstance(record, dict):
+        raise InputError(f"{where} is a JSON {type(record).__name__}, not an object")
+    return record
 
 
 def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
@@ -153,25 +137,30 @@ def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
     return np.concatenate(starts if ended else [*starts, np.array([read])])
 
 
-def _pyarrow():
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError("reading .parquet files needs `pip install pyarrow`") from None
-    return pyarrow
+def field_of(record: Any, name: str, where: str, key: str = "text_field") -> Any:
+    """The value of a field, which the setting `key` names; `a.b` is field b of that in field a."""
+    value = record
+    for part in [name] if name in record else name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise no_field(where, name, record, key)
+        value = value[part]
+    return value
 
 
-def _no_field(where: str, name: str, present) -> InputError:
-    return InputError(
-        f"{where} has no field {name!r}; it has {', '.join(sorted(present)) or 'none'}:"
-        " name the right one with data.sources.0.text_field"
-    )
-
-
-def _string(value, where: str, name: str) -> str:
+def text_of(record: Any, name: str, where: str) -> str:
+    """The document in a record."""
+    if isinstance(record, str):
+        return record
+    value = field_of(record, name, where)
     if value is None:
         return ""
     if not isinstance(value, str):
         raise InputError(f"{where}: field {name!r} holds a {type(value).__name__}, not text")
     return value
+
+
+def no_field(where: str, name: str, present: Iterable[str], key: str) -> InputError:
+    return InputError(
+        f"{where} has no field {name!r}; it has {', '.join(sorted(present)) or 'none'}:"
+        f" name the right one with data.sources.0.{key}"
+    )

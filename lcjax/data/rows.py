@@ -11,7 +11,7 @@ import numpy as np
 
 from lcjax.data.config import DataConfig
 from lcjax.data.corpus import Corpus
-from lcjax.data.seqio_source import SeqioCorpus
+from lcjax.data.opening import Documents
 from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
@@ -102,9 +102,7 @@ class PadBatch:
         return grain.experimental.batch_and_pad(rows, batch_size=self._batch_size)
 
 
-def mixed_rows(
-    corpora: list[Corpus | SeqioCorpus], config: DataConfig, tokenise
-) -> grain.IterDataset:
+def mixed_rows(corpora: list[Documents], config: DataConfig, tokenise) -> grain.IterDataset:
     """Each source packed for itself, then rows drawn by weight: shares hold in tokens.
 
     Mixing documents instead would give sources of long documents more than their share.
@@ -112,7 +110,7 @@ def mixed_rows(
     streams = []
     for i, corpus in enumerate(corpora):
         seed = _derived_seed(config.seed, i)
-        if isinstance(corpus, SeqioCorpus):
+        if not isinstance(corpus, Corpus):
             pieces = corpus.elements(
                 tokenise, shuffle=config.shuffle, seed=seed, repeat=config.repeat
             )
@@ -132,11 +130,11 @@ def mixed_rows(
     return rows
 
 
-def rows_in_order(corpora: list[Corpus | SeqioCorpus], config: DataConfig, tokenise):
+def rows_in_order(corpora: list[Documents], config: DataConfig, tokenise):
     """All documents once, source after source."""
     parts = []
     for kind, group in itertools.groupby(corpora, key=type):
-        if kind is SeqioCorpus:
+        if kind is not Corpus:
             parts += [corpus.elements(tokenise) for corpus in group]
         else:
             docs = grain.MapDataset.concatenate([grain.MapDataset.source(c) for c in group])

@@ -11,7 +11,7 @@ from data_support import Bytes, make_texts, write_jsonl
 
 from lcjax.data import DataConfig, documents, files, make_loader, zstd
 from lcjax.data.config import TextSource
-from lcjax.data.corpus import open_corpus
+from lcjax.data.opening import open_corpus
 from lcjax.errors import InputError
 
 pa = pytest.importorskip("pyarrow")

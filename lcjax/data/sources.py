@@ -1,0 +1,84 @@
+"""The entries of `data.sources`: bodies of text, how they are read, and their share of the rows."""
+
+from dataclasses import MISSING, dataclass, field, fields
+
+import draccus
+
+from lcjax.data.upsample import Upsample
+from lcjax.errors import InputError
+
+PACKINGS = ("concat", "first_fit", "best_fit", "windows")
+_PLACE = ("path", "weight")  # where the text lies and how much of it is wanted, not what it is
+
+
+@dataclass(frozen=True)
+class Source(draccus.ChoiceRegistry):
+    """One body of text and its share of the training rows."""
+
+    pack: str | None = field(default=None, kw_only=True)  # null: as data.pack says
+    # Tokens from the beginning of a row to that of the next; null: data.length, rows do not overlap
+    stride: int | None = field(default=None, kw_only=True)
+    min_document_tokens: int | None = field(default=None, kw_only=True)  # null: as data says
+
+    def __post_init__(self):
+        if self.pack is not None and self.pack not in PACKINGS:
+            raise InputError(f"pack={self.pack} is not one of {', '.join(PACKINGS)}")
+        for key in ("stride", "min_document_tokens"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise InputError(f"{key}={value} must be 1 or more, or null")
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "text"
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+    @property
+    def reads(self) -> str:
+        """What of the source is read: a position in the data holds for nothing else."""
+        parts = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            default = item.default if item.default is not MISSING else None
+            if item.name not in _PLACE and value != default:
+                parts.append(f"{item.name}={value}")
+        return ", ".join(parts)
+
+
+@Source.register_subclass("text")
+@dataclass(frozen=True)
+class TextSource(Source):
+    """Files."""
+
+    path: str = ""  # file, folder, glob, python:stdlib, or package:NAME[/folder or glob]
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    text_field: str = "text"  # field or column that holds the document; a.b for one inside another
+    # Field that says what kind of text a document is, as meta.redpajama_set_name in SlimPajama;
+    # empty: the folder (or the file) that it lies in
+    label_field: str = ""
+    # One file after the other in random order, documents of a file in random order: nothing is
+    # indexed before the first row, as it must be for a global order
+    stream: bool = False
+    upsample: Upsample | None = None  # fewer short documents; reads as `stream` does
+
+
+@Source.register_subclass("seqio")
+@dataclass(frozen=True)
+class SeqioSource(Source):
+    """A Task or Mixture from seqio's registries; needs the extra `seqio`."""
+
+    task: str = ""  # name of the Task or Mixture
+    module: str = ""  # Python module that registers it when it is imported
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    split: str = "train"  # one of the task's splits; data.holdout cuts validation from it
+    feature: str = "targets"  # output feature that holds the document
+    tokens: bool = False  # take the task's token ids (same vocabulary needed), else its text
+    task_length: int | None = None  # tokens of each feature that preprocessors are told; null: none
+    cached: bool = False  # read what seqio_cache_tasks wrote
+
+    @property
+    def name(self) -> str:
+        return f"seqio:{self.task}" if self.task else ""
