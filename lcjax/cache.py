@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lcjax.attention import Pattern, attend
+from lcjax.attention import Pattern, Places
 from lcjax.errors import InputError
 from lcjax.rope import rotate
 from lcjax.sharding import rows_over
@@ -50,9 +50,10 @@ class Rolling:
 class Cache:
     """Keys and values in S slots, for every layer.
 
-    `layers` holds (keys, values), each [B, K, S, H]: stacked [L, ...] for scanned layers, else a
-    tuple with one pair per layer. Heads stand before slots, the order in which a decoding step
-    multiplies them, so that reading the cache never copies it.
+    `layers` holds (keys, values), each [B, K, S, H], and what else the pattern notes of them
+    (`Pattern.notes`): stacked [L, ...] for scanned layers, else one such tuple per layer. Heads
+    stand before slots, the order in which a decoding step multiplies them, so that reading the
+    cache never copies it.
     """
 
     layers: Any
@@ -107,11 +108,14 @@ def create(
     def zeros(shape, dtype):
         return jnp.zeros(shape, dtype, device=_layout(mesh, shape))
 
-    def pair(*stack):
-        return tuple(zeros((*stack, *shape), dtype) for _ in range(2))
+    notes = [(batch, config.num_heads, *note) for note in pattern.notes(slots, config.head_dim)]
+
+    def layer(*stack):
+        pair = [zeros((*stack, *shape), dtype) for _ in range(2)]
+        return (*pair, *(zeros((*stack, *note), jnp.float32) for note in notes))
 
     return Cache(
-        layers=pair(count) if config.scan_layers else tuple(pair() for _ in range(count)),
+        layers=layer(count) if config.scan_layers else tuple(layer() for _ in range(count)),
         segments=zeros((batch, slots), jnp.int32),
         positions=zeros((batch, slots), jnp.float32),  # may be fractional
         index=zeros((batch, slots), jnp.int32),
@@ -144,7 +148,7 @@ def keep_layout(cache: Cache, mesh: jax.sharding.Mesh | None) -> Cache:
 
 
 def _layout(mesh: jax.sharding.Mesh | None, shape: tuple[int, ...]) -> NamedSharding | None:
-    """Of keys or values [.., B, K, S, H], of what is known of slots [B, S], or of a number []."""
+    """Of what layers keep [.., B, K, S, H], of what is known of slots [B, S], or of a number []."""
     if mesh is None:
         return None
     first = max(len(shape) - 4, 0)
@@ -217,27 +221,23 @@ def attend_cached(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    layer: tuple[jax.Array, jax.Array],
+    layer: tuple[jax.Array, ...],
     *,
     pattern: Pattern,
     context: "Context",
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Writes `k`, `v` [B, T, K, H] in their slots and attends over everything kept so far.
 
-    `layer` is (keys, values) [B, K, S, H]. Returns the output [B, T, N, H] and the new pair.
+    `layer` is (keys, values) [B, K, S, H] and the pattern's notes. Returns the output [B, T, N, H]
+    and the layer as it is then.
     """
     view, rotation = context.view, context.rotation
     if view.rotated:
-        places = pattern.key_positions(context.positions, view.q_index)
-        k = rotate(k, places, rotation.inv_freq, rotation.scale)
-    keys, values = (_write(kept, new, view) for kept, new in zip(layer, (k, v), strict=True))
+        at = pattern.key_positions(context.positions, view.q_index)
+        k = rotate(k, at, rotation.inv_freq, rotation.scale)
+    keys, values = (_write(kept, new, view) for kept, new in zip(layer[:2], (k, v), strict=True))
     here = view.start + jnp.arange(q.shape[1], dtype=jnp.int32)
-    out = attend(
-        q,
-        keys.swapaxes(1, 2),
-        values.swapaxes(1, 2),
-        pattern=pattern,
-        rotation=rotation,
+    places = Places(
         q_positions=context.positions,
         k_positions=view.positions,
         q_index=view.q_index,
@@ -246,10 +246,19 @@ def attend_cached(
         q_segments=view.q_segments,
         k_segments=view.segments,
         row=(here, None) if view.slots is None else None,
+        heads=q.shape[2],
         bias=context.bias,
+    )
+    out, notes = pattern.attend_noting(
+        q,
+        keys.swapaxes(1, 2),
+        values.swapaxes(1, 2),
+        layer[2:],
+        rotation,
+        places,
         keys_rotated=view.rotated,
     )
-    return out, (keys, values)
+    return out, (keys, values, *notes)
 
 
 def _write(kept: jax.Array, new: jax.Array, view: View) -> jax.Array:

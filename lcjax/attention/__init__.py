@@ -5,6 +5,7 @@ from lcjax.attention.base import POSITIONS, Pass, Pattern, Places
 from lcjax.attention.bigbird import BigBird
 from lcjax.attention.causal import Causal
 from lcjax.attention.dual_chunk import DualChunk
+from lcjax.attention.inf_llm import InfLLM
 from lcjax.attention.landmark import Landmark
 from lcjax.attention.lm_infinite import LMInfinite
 from lcjax.attention.longformer import Longformer
@@ -17,7 +18,7 @@ from lcjax.attention.streaming import Streaming
 from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
-    "POSITIONS", "BigBird", "Causal", "DualChunk", "LMInfinite", "Landmark", "Longformer", "Pass",
-    "Pattern", "Places", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding", "SparseTransformer",
-    "Streaming", "VerticalSlash", "attend", "order_indices",
+    "POSITIONS", "BigBird", "Causal", "DualChunk", "InfLLM", "LMInfinite", "Landmark", "Longformer",
+    "Pass", "Pattern", "Places", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding",
+    "SparseTransformer", "Streaming", "VerticalSlash", "attend", "order_indices",
 ]  # fmt: skip
