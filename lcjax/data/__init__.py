@@ -5,7 +5,7 @@ batch = next(loader)                      # tokens, targets, segments, positions
 state = loader.get_state()                # JSON-ready; set_state continues bit for bit
 """
 
-from lcjax.data.config import DataConfig
+from lcjax.data.config import DataConfig, TextConfig
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.opening import documents
 from lcjax.data.sources import SeqioSource, Source, TextSource
@@ -17,6 +17,7 @@ __all__ = [
     "SeqioSource",
     "Share",
     "Source",
+    "TextConfig",
     "TextSource",
     "Upsample",
     "documents",

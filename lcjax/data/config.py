@@ -8,46 +8,20 @@ from lcjax.errors import InputError
 OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
 
-__all__ = ["DataConfig", "SeqioSource", "Source", "TextSource"]
+__all__ = ["DataConfig", "SeqioSource", "Source", "TextConfig", "TextSource"]
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Text in, rows of exactly `length` tokens out."""
+class TextConfig:
+    """Which text is read: `data:` of eval.py, and a part of `data:` of train.py."""
 
     path: str = ""  # one source in short; for several, or another text_field, use sources
-    sources: list[Source] = field(default_factory=list)  # mixed row by row, by weight
-    length: int = 1024  # tokens in a row
-    pack: str = "concat"  # concat (cut anywhere, no padding), first_fit or best_fit (whole docs)
-    overlong: str = "split"  # first_fit, best_fit: longer than a row: split, truncate or drop
-    packing_bins: int = 32  # first_fit, best_fit: rows that are filled at the same time
-    document_mask: bool = True  # attention and positions stop at documents, else only at rows
-    add_bos: bool | None = None  # BOS before each document; null: as the model was trained
-    add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
-    min_document_tokens: int = 1  # documents with fewer tokens (BOS, EOS not counted) are left out
-    shuffle: bool = True  # documents in another random order in every epoch
-    shuffle_rows: int = 0  # also shuffle rows among this many (parts of a book lie side by side)
-    seed: int = 0  # of every random choice in the data
-    repeat: int | None = None  # epochs; null: for ever; a mixture ends with its first source
+    sources: list[Source] = field(default_factory=list)  # training mixes their rows by weight
     holdout: float = 0.0  # fraction of the documents (by hash of their name) kept for validation
     on_bad_text: str = "error"  # bytes that are not UTF-8: error, skip the document, or replace
-    threads: int = 2  # that read and tokenise
-    prefetch: int = 2  # batches made ahead
 
     def __post_init__(self):
-        _choice("pack", self.pack, PACKINGS)
-        _choice("overlong", self.overlong, OVERLONG)
         _choice("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
-        _at_least("length", self.length, 2, "a row holds a token and the one to predict")
-        _at_least("packing_bins", self.packing_bins, 1, "rows that are filled at the same time")
-        _at_least("min_document_tokens", self.min_document_tokens, 1, "empty documents never count")
-        _at_least("shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
-        _at_least("threads", self.threads, 0, "0 reads in the caller's thread")
-        _at_least("prefetch", self.prefetch, 0, "0 makes no batch ahead")
-        if self.repeat is not None:
-            _at_least("repeat", self.repeat, 1, "null repeats for ever")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"data.seed={self.seed} must lie in 0 ... 4294967295")
         if not 0 <= self.holdout < 1:
             raise InputError(
                 f"data.holdout={self.holdout} must be a fraction in [0, 1), such as 0.01"
@@ -75,6 +49,41 @@ class DataConfig:
                 key = "task" if isinstance(source, SeqioSource) else "path"
                 raise InputError(f"data.sources.{i}.{key} is empty: say what to read")
         return sources
+
+
+@dataclass(frozen=True)
+class DataConfig(TextConfig):
+    """Text in, rows of exactly `length` tokens out."""
+
+    length: int = 1024  # tokens in a row
+    pack: str = "concat"  # concat (cut anywhere, no padding), first_fit or best_fit (whole docs)
+    overlong: str = "split"  # first_fit, best_fit: longer than a row: split, truncate or drop
+    packing_bins: int = 32  # first_fit, best_fit: rows that are filled at the same time
+    document_mask: bool = True  # attention and positions stop at documents, else only at rows
+    add_bos: bool | None = None  # BOS before each document; null: as the model was trained
+    add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
+    min_document_tokens: int = 1  # documents with fewer tokens (BOS, EOS not counted) are left out
+    shuffle: bool = True  # documents in another random order in every epoch
+    shuffle_rows: int = 0  # also shuffle rows among this many (parts of a book lie side by side)
+    seed: int = 0  # of every random choice in the data
+    repeat: int | None = None  # epochs; null: for ever; a mixture ends with its first source
+    threads: int = 2  # that read and tokenise
+    prefetch: int = 2  # batches made ahead
+
+    def __post_init__(self):
+        super().__post_init__()
+        _choice("pack", self.pack, PACKINGS)
+        _choice("overlong", self.overlong, OVERLONG)
+        _at_least("length", self.length, 2, "a row holds a token and the one to predict")
+        _at_least("packing_bins", self.packing_bins, 1, "rows that are filled at the same time")
+        _at_least("min_document_tokens", self.min_document_tokens, 1, "empty documents never count")
+        _at_least("shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
+        _at_least("threads", self.threads, 0, "0 reads in the caller's thread")
+        _at_least("prefetch", self.prefetch, 0, "0 makes no batch ahead")
+        if self.repeat is not None:
+            _at_least("repeat", self.repeat, 1, "null repeats for ever")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"data.seed={self.seed} must lie in 0 ... 4294967295")
 
 
 def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
