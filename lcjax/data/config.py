@@ -36,6 +36,17 @@ class TextConfig:
                     f"data.sources.{i}.weight={source.weight} must be a positive number;"
                     " leave the source out to switch it off"
                 )
+            self._check_stride(i, source)
+
+    def _check_stride(self, i: int, source: Source) -> None:
+        if source.stride is None:
+            return
+        how, key = source.pack or self.pack, f"data.sources.{i}.stride={source.stride}"
+        if how not in ("concat", "windows"):
+            raise InputError(f"{key}: rows of {how} cannot overlap; set pack: concat or windows")
+        if source.stride > self.length or (how == "concat" and self.length % source.stride):
+            rule = "divide" if how == "concat" else "not exceed"
+            raise InputError(f"{key} must {rule} data.length={self.length}")
 
     def resolved_sources(self) -> list[Source]:
         """The sources, whichever way they were given."""
@@ -56,7 +67,9 @@ class DataConfig(TextConfig):
     """Text in, rows of exactly `length` tokens out."""
 
     length: int = 1024  # tokens in a row
-    pack: str = "concat"  # concat (cut anywhere, no padding), first_fit or best_fit (whole docs)
+    # concat (cut anywhere, no padding), first_fit or best_fit (whole documents), windows (rows that
+    # lie in one document; what does not fill a row is left out)
+    pack: str = "concat"
     overlong: str = "split"  # first_fit, best_fit: longer than a row: split, truncate or drop
     packing_bins: int = 32  # first_fit, best_fit: rows that are filled at the same time
     document_mask: bool = True  # attention and positions stop at documents, else only at rows

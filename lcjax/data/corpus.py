@@ -80,7 +80,7 @@ class Corpus:
     mixes = False  # sources of its own, at rates that only an endless stream can keep
 
     def __init__(self, files: SourceFiles, readers: list[Reader] | None = None, indices=None):
-        self.files, self.source, self._indices = files, files.source, indices
+        self.files, self.source, self.indices = files, files.source, indices
         if readers is None:
             shared = Files()
             readers = [files.open(i, shared) for i in range(len(files.found))]
@@ -88,7 +88,7 @@ class Corpus:
         self._starts = np.cumsum([0] + [len(reader) for reader in readers]).tolist()
 
     def __len__(self) -> int:
-        return self._starts[-1] if self._indices is None else len(self._indices)
+        return self._starts[-1] if self.indices is None else len(self.indices)
 
     @property
     def count(self) -> int:
@@ -115,6 +115,6 @@ class Corpus:
 
     def locate(self, index: int) -> tuple[Reader, int]:
         """The reader that holds a document, and its number there."""
-        index = int(index if self._indices is None else self._indices[index])
+        index = int(index if self.indices is None else self.indices[index])
         place = bisect.bisect_right(self._starts, index) - 1
         return self.readers[place], index - self._starts[place]

@@ -13,7 +13,6 @@ import grain
 from lcjax.data.config import DataConfig
 from lcjax.data.opening import Documents, all_empty, identity_of, open_split
 from lcjax.data.rows import Batch, Fields, PadBatch, Tokenise, mixed_rows, rows_in_order
-from lcjax.data.seqio_source import SeqioCorpus
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks, insert
 
@@ -56,16 +55,13 @@ def make_loader(
     own = list(range(batch_size) if rows is None else rows)
     if not own or not 0 <= min(own) <= max(own) < batch_size:
         raise InputError(f"rows={own} must be some of 0 ... {batch_size - 1}, the rows of a batch")
-    corpora = open_split(config, split)
-    for corpus in corpora:
-        if isinstance(corpus, SeqioCorpus):
-            corpus.check_vocabulary(tokenizer)
-    tokenise = Tokenise(config, tokenizer)
+    corpora = open_split(config, split, tokenizer)
+    tokenises = [Tokenise(config, tokenizer, corpus.source) for corpus in corpora]
     repeat = config.repeat if split == "train" else 1
     needed = batch_size * config.length if split == "train" else 1
-    _require_tokens(corpora, tokenise, needed=needed, repeat=repeat)
+    _require_tokens(corpora, tokenises, needed=needed, repeat=repeat)
     build = mixed_rows if split == "train" else rows_in_order
-    packed = build(corpora, config, tokenise)
+    packed = build(corpora, config, tokenises)
     batches = packed.map(Fields(config.document_mask)).batch(
         batch_size, batch_fn=PadBatch(batch_size)
     )
@@ -135,22 +131,21 @@ def _close(loader: weakref.ref) -> None:
 
 
 def _require_tokens(
-    corpora: list[Documents], tokenise: Tokenise, *, needed: int, repeat: int | None
+    corpora: list[Documents], tokenises: list[Tokenise], *, needed: int, repeat: int | None
 ) -> None:
     """Stops at once, rather than looping for ever or training on copies, when text is short.
 
     Reads only until there is enough.
     """
     epochs, total = repeat or 1, 0
-    for corpus in corpora:
+    for corpus, tokenise in zip(corpora, tokenises, strict=True):
         found = 0
         for document in corpus:
-            element = tokenise(document)
-            found += len(element["pair"]) if element else 0
+            found += tokenise.used(tokenise(document))
             if found and (total + found) * epochs >= needed:
                 break
         if found == 0:
-            raise all_empty([corpus])
+            raise all_empty([corpus], tokenise.why_none)
         total += found
     # One pass over a mixture ends with its smallest task: that is not all that it holds.
     endless = repeat is None and any(corpus.mixes for corpus in corpora)

@@ -1,38 +1,41 @@
 """From `data:` to its documents: each source opened, and cut to one side of the split."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from lcjax.data.config import DataConfig
 from lcjax.data.corpus import Corpus, SourceFiles
 from lcjax.data.seqio_source import SeqioCorpus
-from lcjax.data.sources import SeqioSource, Source, TextSource
+from lcjax.data.sources import SeqioSource, Source, TokenSource
 from lcjax.data.stream import Stream
 from lcjax.data.text_files import TextFiles
+from lcjax.data.token_files import TokenFiles
 from lcjax.errors import InputError
 
 Documents = Corpus | Stream | SeqioCorpus
 
 
-class _Tokenizer(Protocol):
-    fingerprint: str
-    vocab_size: int
-
-
-def source_files(source: Source, on_bad_text: str = "error") -> SourceFiles:
-    """The files of a source, found but not opened."""
-    files = TextFiles(source, on_bad_text)
+def source_files(source: Source, on_bad_text: str = "error", tokenizer: Any = None) -> SourceFiles:
+    """The files of a source, found but not opened; token ids must be those of `tokenizer`."""
+    files = (
+        TokenFiles(source, tokenizer)
+        if isinstance(source, TokenSource)
+        else TextFiles(source, on_bad_text)
+    )
     if files.found.size == 0:
         raise _no_documents(source)
     return files
 
 
-def open_corpus(source: Source, *, on_bad_text: str = "error") -> Documents:
+def open_corpus(source: Source, *, on_bad_text: str = "error", tokenizer: Any = None) -> Documents:
     """Finds the files of a source and indexes those that hold many documents."""
     if isinstance(source, SeqioSource):
-        return SeqioCorpus(source, on_bad_text=on_bad_text)
-    files = source_files(source, on_bad_text)
-    if isinstance(source, TextSource) and (source.stream or source.upsample):
+        corpus = SeqioCorpus(source, on_bad_text=on_bad_text)
+        if tokenizer is not None:
+            corpus.check_vocabulary(tokenizer)
+        return corpus
+    files = source_files(source, on_bad_text, tokenizer)
+    if source.stream or source.upsample:
         return Stream(files)
     corpus = Corpus(files)
     if len(corpus) == 0:
@@ -40,14 +43,17 @@ def open_corpus(source: Source, *, on_bad_text: str = "error") -> Documents:
     return corpus
 
 
-def open_split(config: DataConfig, split: str = "train") -> list[Documents]:
+def open_split(config: DataConfig, split: str = "train", tokenizer: Any = None) -> list[Documents]:
     """One corpus per source, cut to the `train` or the `validation` split."""
     if split not in ("train", "validation"):
         raise InputError(f"split={split} is not one of train, validation")
     if split == "validation" and config.holdout == 0.0:
         raise InputError("data.holdout=0.0 keeps nothing for validation: set it to, say, 0.01")
     sources = config.resolved_sources()
-    found = [open_corpus(source, on_bad_text=config.on_bad_text) for source in sources]
+    found = [
+        open_corpus(source, on_bad_text=config.on_bad_text, tokenizer=tokenizer)
+        for source in sources
+    ]
     corpora = [corpus.split(config.holdout, split) for corpus in found]
     if split == "validation":
         corpora = [corpus for corpus in corpora if corpus.count != 0]
@@ -87,11 +93,10 @@ def _way_out(source: Source) -> str:
     return "and text is needed here: name the source it was made from, with type: text"
 
 
-def all_empty(corpora: list[Documents], why: str = "") -> InputError:
+def all_empty(corpora: list[Documents], why: str = "empty or skipped") -> InputError:
     """The error for sources whose documents have no text."""
     paths = ", ".join(corpus.source.name for corpus in corpora)
     known = [corpus.count for corpus in corpora if corpus.count is not None]
-    why = why or "empty, skipped, or below data.min_document_tokens"
     return InputError(
         f"data.path={paths}: none of the {f'{sum(known)} ' if known else ''}documents has enough"
         f" text ({why})"

@@ -5,20 +5,20 @@ together and the target of a token never depends on where a row was cut.
 """
 
 import itertools
+from typing import Any
 
 import grain
 import numpy as np
 
 from lcjax.data.config import DataConfig
 from lcjax.data.corpus import Corpus
+from lcjax.data.fixed_rows import FixedRows
 from lcjax.data.opening import Documents
+from lcjax.data.packing import Windows, pack
+from lcjax.data.sources import Source, TokenSource
 from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
-_PACKERS = {
-    "first_fit": grain.experimental.FirstFitPackIterDataset,
-    "best_fit": grain.experimental.BestFitPackIterDataset,
-}
 
 
 class Tokenise:
@@ -28,46 +28,62 @@ class Tokenise:
     stand its token ids, with BOS and EOS or without.
     """
 
-    def __init__(self, config: DataConfig, tokenizer):
-        self._tokenizer, self._least = tokenizer, config.min_document_tokens
+    def __init__(self, config: DataConfig, tokenizer: Any, source: Source = Source()):
+        self._tokenizer = tokenizer
+        self.least = source.min_document_tokens or config.min_document_tokens
         # A tokenizer may have a BOS that its model never saw before a text (chat templates do).
         wanted = tokenizer.add_bos if config.add_bos is None else config.add_bos
-        self._bos = _special("bos", wanted, tokenizer.bos_id)
-        self._eos = _special("eos", config.add_eos, next(iter(tokenizer.eos_ids), None))
+        self.bos = _special("bos", wanted, tokenizer.bos_id)
+        self.eos = _special("eos", config.add_eos, next(iter(tokenizer.eos_ids), None))
         # grain's fitting packers want every document to fit a row.
-        whole = config.pack != "concat"
+        how = source.pack or config.pack
+        whole = how in ("first_fit", "best_fit")
         self._limit = config.length if whole and config.overlong != "split" else None
         self._drop = config.overlong == "drop"
+        stride = source.stride or config.length
+        self._windows = Windows(config.length, stride) if how == "windows" else None
+        self._length = config.length
 
-    def __call__(self, document: tuple[str, str | np.ndarray]) -> dict[str, np.ndarray] | None:
-        text = document[1]
-        if isinstance(text, str):
-            ids = self._tokenizer.encode(text) if text.strip() else []
+    def __call__(self, document: tuple[str, Any]) -> dict[str, np.ndarray] | None:
+        name, value = document
+        if isinstance(value, str):
+            ids = np.array(self._tokenizer.encode(value) if value.strip() else [], np.int32)
         else:
-            ids = self._without_specials(text.tolist())
-        if len(ids) < self._least:
+            ids = self._checked(name, value)
+        if len(ids) < self.least:
             return None
-        tokens = np.array([*self._bos, *ids, *self._eos], np.int32)
+        marks = [[] if mark is None else [mark] for mark in (self.bos, self.eos)]
+        tokens = np.concatenate([marks[0], ids, marks[1]]).astype(np.int32)
         pair = np.stack([tokens, np.append(tokens[1:], np.int32(-1))], axis=1)
         if self._limit is not None and len(pair) > self._limit:
             return None if self._drop else {"pair": pair[: self._limit]}
         return {"pair": pair}
 
-    def _without_specials(self, ids: list[int]) -> list[int]:
+    def _checked(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Ids less the BOS and EOS that are added here."""
-        first, last = ids[:1] == self._bos, ids[-1:] == self._eos
-        return ids[int(first and bool(self._bos)) : len(ids) - int(last and bool(self._eos))]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._tokenizer.vocab_size:
+            raise InputError(
+                f"{name} has the token {int(ids.max())}, and the tokenizer only"
+                f" {self._tokenizer.vocab_size}: these are ids of another tokenizer, or dtype is"
+                " wrong"
+            )
+        first = self.bos is not None and len(ids) > 0 and ids[0] == self.bos
+        last = self.eos is not None and len(ids) > int(first) and ids[-1] == self.eos
+        return ids[int(first) : len(ids) - int(last)]
 
+    @property
+    def why_none(self) -> str:
+        """What is wrong where no document is left."""
+        if self._windows is not None:
+            return f"pack=windows needs documents of data.length={self._length} tokens"
+        return f"empty, skipped, or below data.min_document_tokens={self.least}"
 
-class _SplitOverlong(grain.experimental.FlatMapTransform):
-    """Pieces of at most a row; their targets still reach into the next piece."""
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def flat_map(self, element):
-        pair = element["pair"]
-        return [{"pair": pair[i : i + self._length]} for i in range(0, len(pair), self._length)]
+    def used(self, element: dict[str, np.ndarray] | None) -> int:
+        """Tokens of a document that come into rows."""
+        if element is None:
+            return 0
+        tokens = len(element["pair"])
+        return tokens if self._windows is None else len(self._windows.starts(tokens)) * self._length
 
 
 class Fields:
@@ -102,23 +118,30 @@ class PadBatch:
         return grain.experimental.batch_and_pad(rows, batch_size=self._batch_size)
 
 
-def mixed_rows(corpora: list[Documents], config: DataConfig, tokenise) -> grain.IterDataset:
+def mixed_rows(
+    corpora: list[Documents], config: DataConfig, tokenises: list[Tokenise]
+) -> grain.IterDataset:
     """Each source packed for itself, then rows drawn by weight: shares hold in tokens.
 
     Mixing documents instead would give sources of long documents more than their share.
     """
     streams = []
-    for i, corpus in enumerate(corpora):
+    for i, (corpus, tokenise) in enumerate(zip(corpora, tokenises, strict=True)):
         seed = _derived_seed(config.seed, i)
-        if not isinstance(corpus, Corpus):
-            pieces = corpus.elements(
-                tokenise, shuffle=config.shuffle, seed=seed, repeat=config.repeat
-            )
-        else:
+        if _cut_once(corpus):
+            rows = _fixed_rows(corpus, config, tokenise)
+            rows = rows.shuffle(seed=seed) if config.shuffle else rows
+            streams.append(read_ahead(rows.repeat(config.repeat), config))
+            continue
+        if isinstance(corpus, Corpus):
             docs = grain.MapDataset.source(corpus)
             docs = docs.shuffle(seed=seed) if config.shuffle else docs
             pieces = read_ahead(docs.repeat(config.repeat).map(tokenise), config)
-        streams.append(pack(pieces, config, shuffle=config.shuffle))
+        else:
+            pieces = corpus.elements(
+                tokenise, shuffle=config.shuffle, seed=seed, repeat=config.repeat
+            )
+        streams.append(pack(pieces, config, corpus.source, shuffle=config.shuffle))
     rows = streams[0]
     if len(streams) > 1:
         weights = [corpus.source.weight for corpus in corpora]
@@ -130,18 +153,45 @@ def mixed_rows(corpora: list[Documents], config: DataConfig, tokenise) -> grain.
     return rows
 
 
-def rows_in_order(corpora: list[Documents], config: DataConfig, tokenise):
-    """All documents once, source after source."""
+def rows_in_order(
+    corpora: list[Documents], config: DataConfig, tokenises: list[Tokenise]
+) -> grain.IterDataset:
+    """All documents once, source after source; those that are packed alike are packed together."""
+
+    def alike(pair):
+        source = pair[0].source
+        return _cut_once(pair[0]), source.pack, source.stride
+
     parts = []
-    for kind, group in itertools.groupby(corpora, key=type):
-        if kind is not Corpus:
-            parts += [corpus.elements(tokenise) for corpus in group]
-        else:
-            docs = grain.MapDataset.concatenate([grain.MapDataset.source(c) for c in group])
-            parts.append(read_ahead(docs.map(tokenise), config))
-    if len(parts) > 1:
-        parts = [grain.experimental.InterleaveIterDataset(parts, cycle_length=1)]
-    return pack(parts[0], config, shuffle=False)
+    for (cut_once, *_), group in itertools.groupby(zip(corpora, tokenises, strict=True), alike):
+        pairs = list(group)
+        if cut_once:
+            parts += [read_ahead(_fixed_rows(c, config, t), config) for c, t in pairs]
+            continue
+        pieces = _in_turn([_pieces_in_order(c, config, t) for c, t in pairs])
+        parts.append(pack(pieces, config, pairs[0][0].source, shuffle=False))
+    return _in_turn(parts)
+
+
+def _pieces_in_order(corpus: Documents, config: DataConfig, tokenise: Tokenise):
+    if isinstance(corpus, Corpus):
+        return read_ahead(grain.MapDataset.source(corpus).map(tokenise), config)
+    return corpus.elements(tokenise)
+
+
+def _in_turn(parts: list[grain.IterDataset]) -> grain.IterDataset:
+    if len(parts) == 1:
+        return parts[0]
+    return grain.experimental.InterleaveIterDataset(parts, cycle_length=1)
+
+
+def _cut_once(corpus: Documents) -> bool:
+    return isinstance(corpus.source, TokenSource) and corpus.source.rows
+
+
+def _fixed_rows(corpus: Corpus, config: DataConfig, tokenise: Tokenise) -> grain.MapDataset:
+    stride = corpus.source.stride or config.length
+    return grain.MapDataset.source(FixedRows(corpus, tokenise, config.length, stride))
 
 
 def read_ahead(docs: grain.MapDataset, config: DataConfig) -> grain.IterDataset:
@@ -150,26 +200,10 @@ def read_ahead(docs: grain.MapDataset, config: DataConfig) -> grain.IterDataset:
     return docs.to_iter_dataset(read)
 
 
-def pack(pieces: grain.IterDataset, config: DataConfig, *, shuffle: bool) -> grain.IterDataset:
-    """Rows of the elements of `pieces`, cut or fitted as `config.pack` says."""
-    size = {"pair": config.length}
-    if config.pack == "concat":
-        return grain.experimental.ConcatThenSplitIterDataset(pieces, length_struct=size)
-    if config.overlong == "split":
-        pieces = grain.experimental.FlatMapIterDataset(pieces, _SplitOverlong(config.length))
-    return _PACKERS[config.pack](
-        pieces,
-        length_struct=size,
-        num_packing_bins=config.packing_bins,
-        seed=config.seed,
-        shuffle_bins=shuffle,
-    )
-
-
-def _special(name: str, wanted: bool | None, token: int | None) -> list[int]:
+def _special(name: str, wanted: bool | None, token: int | None) -> int | None:
     if wanted and token is None:
         raise InputError(f"data.add_{name}=true, but the tokenizer has no {name.upper()} token")
-    return [] if wanted is False or token is None else [token]
+    return None if wanted is False else token
 
 
 def _derived_seed(seed: int, index: int) -> int:

@@ -65,6 +65,35 @@ class TextSource(Source):
     upsample: Upsample | None = None  # fewer short documents; reads as `stream` does
 
 
+@Source.register_subclass("tokens")
+@dataclass(frozen=True)
+class TokenSource(Source):
+    """Token ids: a folder of `python -m lcjax.data prepare`, or bare `.bin` files."""
+
+    path: str = ""  # the folder, one .bin, or a folder of them
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    labels: list[str] = field(default_factory=list)  # read only documents of these; empty: all
+    # Run all documents together as they lie, cut that into rows, and shuffle the rows (LongLoRA,
+    # LCEG); else documents are shuffled in every epoch, then packed
+    rows: bool = False
+    stream: bool = False  # one shard after the other, as for text
+    upsample: Upsample | None = None  # fewer short documents, by the characters they had as text
+    dtype: str = "uint16"  # of a bare .bin: uint16 or uint32
+    # Of a bare .bin: token that documents begin with; null: the first one; -1: all is one document
+    document_start: int | None = None
+    document_end: int | None = None  # of a bare .bin: token that documents end with instead
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dtype not in ("uint16", "uint32"):
+            raise InputError(f"dtype={self.dtype} is not one of uint16, uint32")
+        if self.document_start is not None and self.document_end is not None:
+            raise InputError("document_start and document_end are both set: keep one of them")
+        for key in ("stream", "upsample", "pack"):
+            if self.rows and getattr(self, key):
+                raise InputError(f"rows=true cuts rows as the ids lie: leave {key} out")
+
+
 @Source.register_subclass("seqio")
 @dataclass(frozen=True)
 class SeqioSource(Source):

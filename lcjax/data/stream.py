@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grain
+import numpy as np
 
 from lcjax.data.corpus import Document, SourceFiles
 from lcjax.data.files import Files
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
-
-_ROUNDS = 4  # of grain's index shuffle, its own default
 
 
 class Place(NamedTuple):
@@ -83,13 +82,15 @@ class Stream:
 
     def _epoch(self, place: Place, *, shuffle: bool, seed: int) -> Iterator[tuple[Document, Place]]:
         epoch, first_file, first = place
-        files = len(self.files.found)
-        for at in range(first_file, files):
-            file = shuffled(at, files, seed, epoch) if shuffle else at
+        files = np.arange(len(self.files.found))
+        files = order(len(files), seed, epoch) if shuffle else files
+        for at in range(first_file, len(files)):
+            file = int(files[at])
             reader = self.files.open(file, Files())
             count = len(reader)
+            indices = order(count, seed, epoch, file) if shuffle else np.arange(count)
             for number in range(first, count):
-                index = shuffled(number, count, seed, epoch, file) if shuffle else number
+                index = int(indices[number])
                 if self._belongs(reader, index):
                     yield self.files.document(reader, index), Place(epoch, at, number + 1)
             first = 0
@@ -104,13 +105,9 @@ class Stream:
         return InputError(f"data.path={self.source.name} gives no document in an epoch{why}")
 
 
-def shuffled(index: int, count: int, *seeds: int) -> int:
-    """The place of `index` in a permutation of `count`, without holding the permutation."""
-    seed = 0
-    for part in seeds:  # all of grain's seeds are 32 bits; neighbours should not look alike
-        seed = (seed * 0x9E3779B1 + part + 0x85EBCA6B) % 2**32
-        seed = (seed ^ seed >> 15) * 0x2C1B3C6D % 2**32
-    return grain.experimental.index_shuffle(index, max_index=count - 1, seed=seed, rounds=_ROUNDS)
+def order(count: int, *seeds: int) -> np.ndarray:
+    """A permutation of `count`; NumPy promises that the numbers of RandomState never change."""
+    return np.random.RandomState(list(seeds)).permutation(count)
 
 
 class _Elements(grain.IterDataset):

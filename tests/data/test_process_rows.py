@@ -13,7 +13,11 @@ from lcjax.sharding import AXES, Mesh, batch_sharding, make_mesh, process_rows
 
 
 def mesh_of(shape, owners):
-    """A mesh as seen by processes: `owners` names the process of each device, in mesh order."""
+    """A mesh as seen by processes: `owners` names the process of each device, in mesh order.
+
+    The axes that `shape` leaves out, the last ones, have size 1.
+    """
+    shape = (*shape, *(1,) * (len(AXES) - len(shape)))
     devices = [SimpleNamespace(process_index=owner) for owner in owners]
     grid = np.array(devices, object).reshape(shape)
     return SimpleNamespace(devices=grid, shape=dict(zip(AXES, shape, strict=True)))
