@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Num
 
 from lcjax.errors import InputError
+from lcjax.rope.angle import angles
 
 
 class Rotation(NamedTuple):
@@ -196,14 +197,12 @@ def rotate(
 
     y[j] = x[j] cos - x[j + R/2] sin, y[j + R/2] = x[j + R/2] cos + x[j] sin, both times `scale`:
     Hugging Face's half-split layout. Channels from R = 2 * inv_freq.shape[-1] on pass unchanged.
-    Positions may be fractions. Float32 inside: bfloat16 has no odd integer above 256.
+    Positions may be fractions, and millions (`lcjax.rope.angle`). Float32 inside: bfloat16 has no
+    odd integer above 256.
     """
     half = inv_freq.shape[-1]
     with jax.named_scope("rope"):
-        # A broadcast product: as a matmul it would run in TF32 or bfloat16 on accelerators.
-        angle = positions.astype(jnp.float32)[..., None] * jnp.expand_dims(
-            jnp.asarray(inv_freq, jnp.float32), -2
-        )
+        angle = angles(positions, inv_freq)
         cos = (scale * jnp.cos(angle))[:, :, None]
         sin = (scale * jnp.sin(angle))[:, :, None]
         a = x[..., :half].astype(jnp.float32)
