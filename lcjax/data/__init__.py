@@ -8,7 +8,7 @@ state = loader.get_state()                # JSON-ready; set_state continues bit 
 from lcjax.data.config import DataConfig, TextConfig
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.opening import documents
-from lcjax.data.sources import SeqioSource, Source, TextSource
+from lcjax.data.sources import SeqioSource, Source, TextSource, TokenSource
 from lcjax.data.upsample import Share, Upsample
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Source",
     "TextConfig",
     "TextSource",
+    "TokenSource",
     "Upsample",
     "documents",
     "make_loader",

@@ -16,6 +16,7 @@ from lcjax.data.fixed_rows import FixedRows
 from lcjax.data.opening import Documents
 from lcjax.data.packing import Windows, pack
 from lcjax.data.sources import Source, TokenSource
+from lcjax.data.stream import derived_seed
 from lcjax.errors import InputError
 
 Batch = dict[str, np.ndarray]
@@ -127,7 +128,7 @@ def mixed_rows(
     """
     streams = []
     for i, (corpus, tokenise) in enumerate(zip(corpora, tokenises, strict=True)):
-        seed = _derived_seed(config.seed, i)
+        seed = derived_seed(config.seed, i)
         if _cut_once(corpus):
             rows = _fixed_rows(corpus, config, tokenise)
             rows = rows.shuffle(seed=seed) if config.shuffle else rows
@@ -148,7 +149,7 @@ def mixed_rows(
         rows = grain.IterDataset.mix(streams, weights)
     if config.shuffle_rows > 1:
         rows = grain.experimental.WindowShuffleIterDataset(
-            rows, window_size=config.shuffle_rows, seed=_derived_seed(config.seed, len(corpora))
+            rows, window_size=config.shuffle_rows, seed=derived_seed(config.seed, len(corpora))
         )
     return rows
 
@@ -204,8 +205,3 @@ def _special(name: str, wanted: bool | None, token: int | None) -> int | None:
     if wanted and token is None:
         raise InputError(f"data.add_{name}=true, but the tokenizer has no {name.upper()} token")
     return None if wanted is False else token
-
-
-def _derived_seed(seed: int, index: int) -> int:
-    """Another seed per source; grain adds the epoch to it, so neighbours must not be close."""
-    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) >> 1

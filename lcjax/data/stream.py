@@ -110,6 +110,11 @@ def order(count: int, *seeds: int) -> np.ndarray:
     return np.random.RandomState(list(seeds)).permutation(count)
 
 
+def derived_seed(seed: int, index: int) -> int:
+    """Another seed per source; grain adds the epoch to it, so neighbours must not be close."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) >> 1
+
+
 class _Elements(grain.IterDataset):
     """A stream that can be entered anywhere."""
 

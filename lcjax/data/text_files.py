@@ -55,4 +55,6 @@ class TextFiles(RecordFiles):
         field = self.source.label_field
         if field and isinstance(record, dict):
             return str(field_of(record, field, where, "label_field"))
-        return name.split("/")[0].split(".")[0]  # the folder, else the file
+        folder, inside, _ = name.partition("/")
+        # At the top a file of many documents is a kind of text, one of a single document is none.
+        return folder if inside else folder.split(".")[0] if ":" in folder else "."

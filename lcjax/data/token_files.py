@@ -21,8 +21,8 @@ from lcjax.errors import InputError
 INDEX = "index.json"
 FORMAT = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-# Where a document begins in the .bin, how long its text was, a hash of its name as a number in
-# [0, 1) that decides about validation, and the place of its label in the list of the index.
+# Where a document begins in the .bin, how long its text was, the hash of its name as a number in
+# [0, 1) that decides about validation, and the place of its label in the shard's list of them.
 DOCUMENT = np.dtype([("start", "<i8"), ("characters", "<i8"), ("unit", "<f8"), ("label", "<i4")])
 _SCAN = 1 << 24  # tokens looked at at once for the starts of documents
 
@@ -42,7 +42,8 @@ class TokenFiles:
             shards = [s for s in self._index["shards"] if s["documents"]]
             self.found = FoundFiles([(s["name"], path / f"{s['name']}.bin") for s in shards])
             _check_shards(shards, self.found, DTYPES[self._index["dtype"]])
-            self.labels = self._index["labels"]
+            self._own = [s["labels"] for s in shards]
+            self.labels = sorted({label for own in self._own for label in own})
         if unknown := set(source.labels) - set(self.labels):
             raise InputError(
                 f"data.sources: labels={sorted(unknown)} are not in {source.path}, which has"
@@ -81,8 +82,8 @@ class TokenFiles:
         name, path = self.found[index]
         if self._index is None:
             return BareFile(name, path, self.source, files)
-        wanted = [self.labels.index(label) for label in self.source.labels]
-        return Shard(name, path, DTYPES[self._index["dtype"]], self.labels, wanted, files)
+        dtype, labels = DTYPES[self._index["dtype"]], self._own[index]
+        return Shard(name, path, dtype, labels, self.source.labels, files)
 
     def document(self, reader: "BareFile | Shard", index: int) -> Document:
         return Document(reader.name(index), reader.record(index), *reader.about(index))
@@ -125,14 +126,15 @@ class Shard(_Ids):
         path: Path,
         dtype: np.dtype,
         labels: list[str],
-        wanted: list[int],
+        wanted: list[str],
         files: Files,
     ):
         super().__init__(name, path, dtype, files)
         table = np.load(path.with_suffix(".npy"))
         ends = np.append(table["start"][1:], path.stat().st_size // dtype.itemsize)
         lengths = ends - table["start"]
-        keep = np.isin(table["label"], wanted) if wanted else slice(None)
+        numbers = [number for number, label in enumerate(labels) if label in wanted]
+        keep = np.isin(table["label"], numbers) if wanted else slice(None)
         self._table, self._labels = table[keep], labels
         self.starts, self.lengths = self._table["start"], lengths[keep]
 

@@ -19,6 +19,9 @@ class Bytes:
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def save(self, folder):
+        folder.mkdir(exist_ok=True)
+
 
 class Plain(Bytes):
     """The same without special tokens."""

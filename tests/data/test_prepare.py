@@ -1,0 +1,332 @@
+"""Token folders: what prepare writes, how it goes on after a kill, what reading it gives."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_support import Bytes, assert_same, make_texts, split_documents, write_jsonl
+
+import lcjax
+from lcjax.data import DataConfig, Share, TextSource, TokenSource, Upsample, make_loader, prepare
+from lcjax.data import __main__ as command
+from lcjax.data import prepare_job as jobs
+from lcjax.data.opening import open_corpus
+from lcjax.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def byte_tokenizer(monkeypatch):
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Bytes())
+    monkeypatch.setattr(jobs, "_SMALLEST", 400)  # several shards of tiny texts
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    for i, name in enumerate(("books", "web")):
+        (folder / name).mkdir(parents=True)
+        write_jsonl(folder / name / "a.jsonl", make_texts(30, seed=2 * i))
+        write_jsonl(folder / name / "b.jsonl", make_texts(20, seed=2 * i + 1, high=200))
+    return str(folder)
+
+
+def run(text, out, **more):
+    fields = {"path": text, "out": str(out), "tokenizer": "bytes", "workers": 1}
+    return prepare.prepare(prepare.PrepareConfig(**fields | more))
+
+
+def content(folder):
+    """Name and bytes of every file but the report's."""
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(folder.iterdir())
+        if file.suffix != ".png" and file.is_file()
+    }
+
+
+def rows_of(source, **more):
+    config = DataConfig(**{"sources": [source], "length": 32, "repeat": 1} | more)
+    return list(make_loader(config, Bytes(), 4))
+
+
+def test_tokens_give_the_batches_that_the_text_gives(text, tmp_path):
+    index = run(text, tmp_path / "out", shuffle=False)
+    assert len(index["shards"]) > 8 and index["dtype"] == "uint16"
+    assert index["tokens"] == sum(len(t.encode()) for _, t in open_corpus(TextSource(text)))
+    source = TokenSource(str(tmp_path / "out"))
+    for more in ({}, {"pack": "best_fit"}, {"holdout": 0.3}, {"add_bos": False}):
+        assert_same(rows_of(TextSource(text), **more), rows_of(source, **more))
+    config = {"length": 32, "holdout": 0.3}
+    assert_same(
+        *(
+            list(make_loader(DataConfig(sources=[s], **config), Bytes(), 4, split="validation"))
+            for s in (TextSource(text), source)
+        )
+    )
+
+
+def test_the_number_of_processes_changes_no_byte(text, tmp_path):
+    run(text, tmp_path / "one", workers=1)
+    run(text, tmp_path / "two", workers=2)
+    one, two = content(tmp_path / "one"), content(tmp_path / "two")
+    assert one == two and (tmp_path / "one" / "lengths.png").stat().st_size > 5000
+    assert not [name for name in one if name.endswith(".tmp")]
+
+
+def test_a_shuffled_folder_lies_in_the_order_in_which_a_stream_reads_the_text(text, tmp_path):
+    run(text, tmp_path / "out", seed=7)
+    ids = [i for _, ids in open_corpus(TokenSource(str(tmp_path / "out"))) for i in ids.tolist()]
+    config = DataConfig(
+        sources=[TextSource(text, stream=True)], length=32, seed=7, repeat=1, add_bos=False
+    )
+    config = replace(config, add_eos=False)
+    rows = np.concatenate([b["tokens"][b["segments"] > 0] for b in make_loader(config, Bytes(), 1)])
+    assert rows.tolist() == ids
+
+
+def test_upsampling_while_preparing_takes_what_upsampling_while_training_takes(text, tmp_path):
+    shares = [Share("books", 0.5), Share("web", 0.5)]
+    chosen = Upsample(tokens=600, ratio=0.3, below=20, shares=shares)
+    source = TextSource(text, upsample=chosen)
+    run("", tmp_path / "out", sources=[source], seed=3)
+    prepared = [bytes(ids.tolist()) for _, ids in open_corpus(TokenSource(str(tmp_path / "out")))]
+    config = DataConfig(sources=[source], length=256, pack="first_fit", seed=3, repeat=1)
+    config = replace(config, add_bos=False, add_eos=False)
+    trained = [bytes(d) for d in split_documents(make_loader(config, Bytes(), 1))]
+    assert 5 < len(prepared) < 60 and sorted(prepared) == sorted(trained)
+    # and tokens that were all kept can be up-sampled later, by the characters they had
+    run(text, tmp_path / "all", seed=3)
+    tokens = TokenSource(str(tmp_path / "all"), upsample=chosen)
+    later = [d.value.tolist() for d, _, _ in open_corpus(tokens).read(shuffle=False, repeat=1)]
+    assert sorted(map(bytes, later)) == sorted(prepared)
+
+
+def test_the_labels_of_a_folder_can_be_read_alone_and_are_reported(text, tmp_path, capsys):
+    run(text, tmp_path / "out")
+    printed = capsys.readouterr().out
+    by_label = {}
+    for label in ("books", "web"):
+        corpus = open_corpus(TokenSource(str(tmp_path / "out"), labels=[label]))
+        by_label[label] = sum(len(ids) for _, ids in corpus)
+        found = {bytes(ids.tolist()).decode() for _, ids in corpus}
+        assert found == {t for _, t in open_corpus(TextSource(f"{text}/{label}"))}
+        assert re.search(rf"\| {label} \| 50 \| {by_label[label]:,} \|", printed)
+    assert f"| all | 100 | {sum(by_label.values()):,} | 100.00% |" in printed
+    assert (tmp_path / "out" / "report.md").read_text().strip() in printed
+    with pytest.raises(InputError, match=r"labels=\['code'\] are not in .*, which has books, web"):
+        open_corpus(TokenSource(str(tmp_path / "out"), labels=["code"]))
+
+
+def test_what_is_finished_is_not_made_again(text, tmp_path, monkeypatch):
+    whole = run(text, tmp_path / "whole")
+    write, made = jobs.Worker.write, []
+
+    def stop_after_five(worker, job, taken):
+        if len(made) == 5:
+            raise InputError("killed")
+        made.append(job.number)
+        return write(worker, job, taken)
+
+    monkeypatch.setattr(jobs.Worker, "write", stop_after_five)
+    with pytest.raises(InputError, match="killed"):
+        run(text, tmp_path / "out")
+    with pytest.raises(InputError, match=r"is not finished: run the same .* prepare` once more"):
+        open_corpus(TokenSource(str(tmp_path / "out")))
+    made.clear()
+    monkeypatch.setattr(jobs.Worker, "write", lambda *a: made.append(a[1].number) or write(*a))
+    assert run(text, tmp_path / "out") == whole
+    assert made == list(range(5, len(whole["shards"])))
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    made.clear()
+    assert run(text, tmp_path / "out") == whole and not made
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
+    code = (
+        "import time, data_support, lcjax.data.prepare as p, lcjax.data.prepare_job as j\n"
+        "class Slow(data_support.Bytes):\n"
+        "    def encode(self, text): time.sleep(0.02); return list(text.encode())\n"
+        "if __name__ == '__main__':\n"
+        "    p.load_tokenizer = lambda name: Slow()\n"
+        f"    j._SMALLEST = 400\n"
+        f"    p.prepare(p.PrepareConfig(path={text!r}, out={str(tmp_path / 'out')!r},"
+        " tokenizer='x', workers=2))\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    folders = [str(Path(lcjax.__file__).parent.parent), str(Path(__file__).parent)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    first = subprocess.Popen([sys.executable, str(script)], env=env)
+    while not (shards := list((tmp_path / "out").glob("*.json"))[1:]) and first.poll() is None:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert shards and not (tmp_path / "out" / "index.json").exists()
+    subprocess.run([sys.executable, str(script)], env=env, check=True, timeout=120)
+    run(text, tmp_path / "whole")
+    assert content(tmp_path / "out") | {"index.json": b"", "report.md": b""} == content(
+        tmp_path / "whole"
+    ) | {"index.json": b"", "report.md": b""}
+
+
+def test_other_settings_other_text_and_other_folders_are_refused(text, tmp_path):
+    out = tmp_path / "out"
+    run(text, out)
+    with pytest.raises(InputError, match=r"was made with seed 0, which is 1 now"):
+        run(text, out, seed=1)
+    with open(f"{text}/web/a.jsonl", "a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(InputError, match=r"was made with text of the corpus \['.*'\], which is"):
+        run(text, out)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").touch()
+    with pytest.raises(InputError, match=r"other exists and is not empty: name another folder"):
+        run(text, tmp_path / "other")
+    with pytest.raises(InputError, match=r"no document is left .*min_document_tokens=1000"):
+        run(text, tmp_path / "none", min_document_tokens=1000)
+
+
+def test_ids_of_another_tokenizer_and_changed_shards_are_refused(text, tmp_path):
+    run(text, tmp_path / "out")
+    source = TokenSource(str(tmp_path / "out"))
+
+    class Other(Bytes):
+        fingerprint = "other"
+
+    with pytest.raises(InputError, match=r"made with the tokenizer bytes \(bytes\), .*\(other\)"):
+        make_loader(DataConfig(sources=[source], length=8), Other(), 1)
+    shard = tmp_path / "out" / "000001.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(InputError, match=r"000001.bin has .* ids, and had .* was changed or cut"):
+        open_corpus(source)
+    (tmp_path / "out" / "index.json").write_text("{}")
+    with pytest.raises(InputError, match=r"is no index of format 1: write it anew"):
+        open_corpus(source)
+    with pytest.raises(InputError, match=r"holds no tokens: give a folder"):
+        open_corpus(TokenSource(text))
+
+
+def test_a_vocabulary_decides_how_wide_ids_are(text, tmp_path, monkeypatch):
+    class Large(Bytes):
+        vocab_size = 70_000
+
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Large())
+    with pytest.raises(InputError, match=r"dtype=uint16 holds 65536 ids, .* has 70000: set"):
+        run(text, tmp_path / "out", dtype="uint16")
+    index = run(text, tmp_path / "out")
+    assert index["dtype"] == "uint32"
+    data = (tmp_path / "out" / "000000.bin").read_bytes()
+    assert len(data) == 4 * index["shards"][0]["tokens"]
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
+    for words, match in [
+        ([], "error: nothing was asked for; write: python -m lcjax.data prepare --help"),
+        (["prep"], "error: prep is not known"),
+        (["prepare", "--path=a"], "error: tokenizer is empty: give --tokenizer="),
+        (["prepare", "--tokenizer=a"], "error: give path=, or sources"),
+        (["prepare", "--path=a", "--tokenizer=b", "--out=c", "--dtype=int8"], "dtype=int8 is not"),
+    ]:
+        assert command.main(words) == 2
+        error = capsys.readouterr().err
+        assert match in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert "--sources.0.upsample.ratio" in capsys.readouterr().out
+
+
+def write_bin(path, documents, dtype="<u2"):
+    np.concatenate([np.array(d) for d in documents]).astype(dtype).tofile(path)
+    return str(path)
+
+
+def test_bare_files_are_cut_at_their_first_token(tmp_path):
+    documents = [[256, *text.encode()] for text in make_texts(20)]
+    for dtype, width in (("uint16", "<u2"), ("uint32", "<u4")):
+        path = write_bin(tmp_path / f"{dtype}.bin", documents, width)
+        corpus = open_corpus(TokenSource(path, dtype=dtype), tokenizer=Bytes())
+        assert [ids.tolist() for _, ids in corpus] == documents
+        assert corpus[3][0] == f"{dtype}.bin:4"
+    text = write_jsonl(tmp_path / "a.jsonl", make_texts(20))
+    assert_same(
+        rows_of(TokenSource(str(tmp_path / "uint16.bin"))),
+        rows_of(TextSource(text)),
+    )
+
+
+def test_bare_files_may_mark_the_ends_of_documents_or_nothing(tmp_path):
+    documents = [[*text.encode(), 257] for text in make_texts(5)]
+    path = write_bin(tmp_path / "a.bin", [*documents, [9, 9]])
+    with pytest.raises(InputError, match=r"begins with token 48, not with one of \[256, 257\]"):
+        open_corpus(TokenSource(path), tokenizer=Bytes())
+    ends = open_corpus(TokenSource(path, document_end=257), tokenizer=Bytes())
+    assert [ids.tolist() for _, ids in ends] == [*documents, [9, 9]]
+    whole = open_corpus(TokenSource(path, document_start=-1), tokenizer=Bytes())
+    assert len(whole) == 1 and len(whole[0][1]) == sum(map(len, documents)) + 2
+    starts = open_corpus(TokenSource(path, document_start=9))
+    assert [len(ids) for _, ids in starts] == [sum(map(len, documents)), 1, 1]
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(InputError, match=r"odd.bin has 3 bytes, no whole number of uint16 ids"):
+        open_corpus(TokenSource(str(tmp_path / "odd.bin")))
+    high = write_bin(tmp_path / "high.bin", [[256, 300]])
+    with pytest.raises(InputError, match=r"high.bin:1 has the token 300, and the tokenizer only"):
+        rows_of(TokenSource(high))
+
+
+@pytest.mark.parametrize("stride", [None, 8])
+@pytest.mark.parametrize("kind", ["folder", "bare"])
+def test_rows_are_cut_once_where_documents_run_together(kind, stride, text, tmp_path):
+    if kind == "folder":
+        run(text, tmp_path / "out", shuffle=False)
+        path, texts = str(tmp_path / "out"), [t for _, t in open_corpus(TextSource(text))]
+    else:
+        texts = make_texts(60)
+        path = write_bin(tmp_path / "a.bin", [[256, *t.encode(), 257] for t in texts])
+    source = TokenSource(path, rows=True, stride=stride)
+    flat = [token for t in texts for token in (256, *t.encode(), 257)]
+    ordered = rows_of(source, shuffle=False)
+    tokens = np.concatenate([b["tokens"] for b in ordered])
+    wanted = [flat[i : i + 32] for i in range(0, len(flat) - 32, stride or 32)]
+    assert tokens[: len(wanted)].tolist() == wanted
+    assert len(tokens) - len(wanted) < 4  # rows of padding in the last batch
+    if stride is None:  # the same rows as packing gives, but for the last one
+        packed = rows_of(
+            TextSource(text) if kind == "folder" else replace(source, rows=False), shuffle=False
+        )
+        for key in packed[0]:
+            a, b = (np.concatenate([x[key] for x in y])[: len(wanted)] for y in (ordered, packed))
+            np.testing.assert_array_equal(a, b, err_msg=key)
+    shuffled = np.concatenate([b["tokens"] for b in rows_of(source)])
+    assert shuffled.tolist() != tokens.tolist()
+    assert sorted(shuffled.tolist()) == sorted(tokens.tolist())
+    long = replace(source, min_document_tokens=60)
+    wanted = [token for t in texts if len(t) >= 60 for token in (256, *t.encode(), 257)]
+    rows = np.concatenate([b["tokens"] for b in rows_of(long, shuffle=False)])
+    assert rows.ravel()[:64].tolist() == wanted[:32] + wanted[stride or 32 : (stride or 32) + 32]
+
+
+def test_cut_rows_resume_and_refuse_what_they_cannot_do(text, tmp_path):
+    run(text, tmp_path / "out")
+    source = TokenSource(str(tmp_path / "out"), rows=True)
+    config = DataConfig(sources=[source], length=32, repeat=2)
+    loader = make_loader(config, Bytes(), 4)
+    batches = [next(loader) for _ in range(9)]
+    state = json.loads(json.dumps(loader.get_state()))
+    batches += list(loader)
+    resumed = make_loader(config, Bytes(), 4)
+    resumed.set_state(state)
+    assert_same(batches[9:], list(resumed))
+    with pytest.raises(InputError, match=r"tokens fill no row of data.length=10000; lower it"):
+        rows_of(source, length=10_000, repeat=20)
+    for key, value in (("pack", "windows"), ("stream", True), ("upsample", Upsample())):
+        with pytest.raises(InputError, match=rf"rows=true cuts rows .* leave {key} out"):
+            TokenSource("a", rows=True, **{key: value})
