@@ -1,4 +1,6 @@
-"""The one error that scripts turn into a single line and exit code 2."""
+"""The one error that scripts turn into a single line and exit code 2; checks that raise it."""
+
+import numbers
 
 
 class InputError(ValueError):
@@ -6,3 +8,25 @@ class InputError(ValueError):
 
     The message is one line that names the key, the value, the rule and the way out.
     """
+
+
+def whole_number(key: str, value: object, least: int, way_out: str = "") -> None:
+    """Refuses anything but a whole number of at least `least`; True is none either."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise InputError(
+            f"{key}={value!r} must be a whole number of at least {least}"
+            + (f"; {way_out}" if way_out else "")
+        )
+
+
+def whole_numbers(section: str, owner: object, least: int, *names: str) -> None:
+    """`whole_number` for fields of a dataclass, of which those that default to None may be None.
+
+    `section` is where they stand in a config; empty: at its top.
+    """
+    for name in names:
+        value = getattr(owner, name)
+        optional = getattr(type(owner), name, 0) is None  # a dataclass keeps defaults on its class
+        if not (optional and value is None):
+            key = f"{section}.{name}" if section else name
+            whole_number(key, value, least, "null leaves it open" if optional else "")

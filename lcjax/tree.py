@@ -4,15 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 
-def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": x}}` -> `{"a/b": x}`; what is no dict is a leaf, empty dicts are left out."""
+def flatten(tree: dict, *, separator: str = "/", lists: bool = False) -> dict[str, Any]:
+    """`{"a": {"b": x}}` -> `{"a/b": x}`; empty dicts are left out.
+
+    What is no dict is a leaf; with `lists`, lists are walked too: `{"a": [x]}` -> `{"a/0": x}`.
+    """
     flat = {}
-    for name, child in tree.items():
-        path = f"{prefix}{name}"
-        if isinstance(child, dict):
-            flat |= flatten(child, f"{path}/")
-        else:
-            flat[path] = child
+
+    def walk(branch, prefix):
+        for name, child in branch.items() if isinstance(branch, dict) else enumerate(branch):
+            path = f"{prefix}{name}"
+            if isinstance(child, dict | list if lists else dict):
+                walk(child, path + separator)
+            else:
+                flat[path] = child
+
+    walk(tree, "")
     return flat
 
 

@@ -16,7 +16,7 @@ CODE += sorted((ROOT / "benchmarks").rglob("*.py"))
 
 # A part imports from its own line and the lines above it, never from one below.
 ORDER = [
-    {"errors", "config", "tree"},
+    {"errors", "files", "config", "tree"},
     {"rope", "attention"},
     {"landmarks", "lora", "sharding", "loss", "memory", "models", "cache"},
     {"cost", "checkpoint"},

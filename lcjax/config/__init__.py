@@ -16,7 +16,11 @@ import yaml
 from lcjax.config.decode import Text, section
 from lcjax.config.help import help_text
 from lcjax.config.read import read_yaml
+from lcjax.config.run import RunFolder
 from lcjax.errors import InputError
+from lcjax.files import write_whole
+
+__all__ = ["RunFolder", "dump", "main", "parse"]
 
 T = typing.TypeVar("T")
 
@@ -75,11 +79,7 @@ def _override(tree: typing.Any, key: str, value: Text) -> None:
 
 def dump(config: typing.Any, path: str | os.PathLike) -> None:
     """Writes the resolved config as YAML that `parse` reads back equal; replaces whole or not."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(draccus.dump(config, sort_keys=False), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, draccus.dump(config, sort_keys=False))
 
 
 def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = None) -> int:

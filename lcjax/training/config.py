@@ -4,8 +4,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lcjax.config import RunFolder
 from lcjax.data import DataConfig
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.lm import ModelSection
 from lcjax.lora import LoRA
 from lcjax.rope.positions import PlainPositions, Positions
@@ -21,7 +22,7 @@ class Profile:
     steps: int = 3
 
     def __post_init__(self):
-        _positive("train.profile", self, "start", "steps")
+        whole_numbers("train.profile", self, 1, "start", "steps")
 
 
 _USUAL = {"betas": "[0.9, 0.999]", "ema": "0.999"}
@@ -63,11 +64,12 @@ class TrainSection:
     profile: Profile | None = None
 
     def __post_init__(self):
-        _positive("train", self, "steps", "batch_size", "accumulation", "lr", "eps")
-        _positive("train", self, "log_every", "save_every", "keep")
-        _positive(
-            "train", self, *[n for n in ("clip", "loss_chunk") if getattr(self, n) is not None]
-        )
+        counts = ("steps", "batch_size", "accumulation", "log_every", "save_every", "keep")
+        whole_numbers("train", self, 1, *counts, "loss_chunk")
+        for name in ("lr", "eps", "clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"train.{name}={value} must be above 0")
         if self.batch_size % self.accumulation:
             nearest = _nearest_divisor(self.batch_size, self.accumulation)
             raise InputError(
@@ -97,16 +99,11 @@ class TrainSection:
 
 
 @dataclass(frozen=True)
-class RunSection:
-    """Where the results go, and what happens when some are there."""
+class RunSection(RunFolder):
+    """Where checkpoints, metrics and the model go."""
 
     folder: str = "runs/train"
-    existing: Literal["resume", "overwrite", "refuse"] = "resume"  # a run that is there already
     accept: tuple[str, ...] = ()  # keys that may differ from the run that is resumed
-
-    def __post_init__(self):
-        if not self.folder.strip():
-            raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/train")
 
 
 @dataclass(frozen=True)
@@ -117,10 +114,9 @@ class EvalSection:
     batches: int | None = 16  # of train.batch_size rows; null: all
 
     def __post_init__(self):
-        if self.every < 0 or (self.batches is not None and self.batches < 1):
-            raise InputError(
-                f"eval.every={self.every} must be 0 or more, eval.batches={self.batches} 1 or more"
-            )
+        whole_numbers("eval", self, 0, "every")
+        if self.batches is not None:
+            whole_number("eval.batches", self.batches, 1, "null takes all")
 
 
 @dataclass(frozen=True)
@@ -160,13 +156,6 @@ class TrainConfig:
 
     def replace(self, **changes) -> "TrainConfig":
         return dataclasses.replace(self, **changes)
-
-
-def _positive(section: str, owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if not value > 0:
-            raise InputError(f"{section}.{name}={value} must be above 0")
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

@@ -23,6 +23,7 @@ from lcjax.checkpoint import FOLDER
 from lcjax.convert.run_folder import BASE, MODEL_CONFIG
 from lcjax.errors import InputError
 from lcjax.training.config import TrainConfig
+from lcjax.tree import flatten
 
 CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"
 TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "profile"
@@ -86,14 +87,5 @@ def _check_same(config: TrainConfig, folder: Path) -> None:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """{"train.lr": 1e-4, ...} of a config."""
-
-    def walk(tree, prefix):
-        if not isinstance(tree, dict):
-            return {prefix[:-1]: tree}
-        leaves = {}
-        for name, child in tree.items():
-            leaves |= walk(child, f"{prefix}{name}.")
-        return leaves
-
-    return walk(json.loads(json.dumps(draccus.encode(config))), "")
+    """{"train.lr": 1e-4, ...} of a config; lists are values."""
+    return flatten(json.loads(json.dumps(draccus.encode(config))), separator=".")

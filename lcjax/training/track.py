@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lcjax.errors import InputError
+from lcjax.files import write_whole
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import TrackSection
 
@@ -29,9 +30,7 @@ class JsonLines:
         self._path = Path(path)
         rows = read(self._path) if keep_until is not None else []
         kept = [row for row in rows if row["step"] <= keep_until]
-        draft = self._path.with_suffix(".tmp")
-        draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        draft.replace(self._path)
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
