@@ -4,11 +4,11 @@ result = run(EvalConfig(model=..., methods=..., lengths=(4096, 8192)))
 result.cells                              # one dict per task, method and length
 """
 
-from lcjax.evaluation.config import EvalConfig, Method
+from lcjax.evaluation.config import EvalConfig, Method, RunSection
 from lcjax.evaluation.passkey import Passkey
 from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.report import Report
 from lcjax.evaluation.run import run
 from lcjax.evaluation.task import Task
 
-__all__ = ["EvalConfig", "Method", "Passkey", "Perplexity", "Report", "Task", "run"]
+__all__ = ["EvalConfig", "Method", "Passkey", "Perplexity", "Report", "RunSection", "Task", "run"]

@@ -3,7 +3,8 @@
 import dataclasses
 
 from lcjax.attention import Pattern
-from lcjax.data import DataConfig
+from lcjax.config import RunFolder
+from lcjax.data import TextConfig
 from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
 from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.task import Task
@@ -17,9 +18,16 @@ class Method:
     """One row of a table: the model as it is, or with another position method or checkpoint."""
 
     name: str
-    rope: Rope | None = None  # none: the checkpoint's own
-    pattern: Pattern | None = None  # none: the checkpoint's own
+    rope: Rope | None = None  # null: the checkpoint's own
+    pattern: Pattern | None = None  # null: the checkpoint's own
     path: str | None = None  # another checkpoint than model.path, such as a training run
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSection(RunFolder):
+    """Where records, tables and figures go."""
+
+    folder: str = "runs/eval"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +38,13 @@ class EvalConfig:
     methods: tuple[Method, ...] = (Method("base"),)  # rows of the tables, in this order
     tasks: tuple[Task, ...] = (Perplexity(),)  # what is measured
     lengths: tuple[int, ...] = (1024, 2048, 4096)  # context lengths in tokens, everything counted
-    # Only path, sources, holdout and on_bad_text: documents are scored whole.
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    data: TextConfig = dataclasses.field(default_factory=TextConfig)
     # Rows of a batch lie over data x fsdp (a batch with fewer leaves devices without work of their
     # own), weights over fsdp x tensor.
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     stride: int = 256  # tokens from one perplexity window to the next
-    max_documents: int = 0  # documents of the corpus that are read; 0: all that are long enough
-    max_windows: int = 0  # perplexity windows per length; 0: all
-    batch: int = 1  # windows that run at once; like mesh, may change when a run is continued
+    max_documents: int | None = None  # of the corpus; null: all that are long enough
+    max_windows: int | None = None  # perplexity windows per length; null: all
+    batch_size: int = 1  # windows that run at once; like mesh, may change when a run is resumed
     seed: int = 0  # of random choices: keys, places, which windows
-    out: str = "runs/eval"  # records, tables, figures
-    resume: bool = True  # continue the run in `out`, when it is this one
+    run: RunSection = dataclasses.field(default_factory=RunSection)

@@ -43,8 +43,8 @@ class Corpus:
         self._entries: list[_Entry] = []
         self._bytes_of: dict[int, float] = {}  # token id -> bytes; nan: part of a character
 
-    def documents(self, minimum: int = 2, limit: int = 0) -> list[Document]:
-        """The first `limit` documents (0: all) with at least `minimum` tokens, in corpus order."""
+    def documents(self, minimum: int = 2, limit: int | None = None) -> list[Document]:
+        """The first `limit` documents (None: all) of at least `minimum` tokens, in corpus order."""
         kept: list[Document] = []
         for entry in self._walk():
             # One token more than bytes: sentencepiece puts a blank in front.
@@ -53,7 +53,7 @@ class Corpus:
             document = self._tokenised(entry)
             if len(document) >= minimum:
                 kept.append(document)
-                if limit and len(kept) == limit:
+                if len(kept) == limit:
                     break
         return kept
 

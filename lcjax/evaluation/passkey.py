@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import Corpus, start_token
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 
@@ -83,9 +83,7 @@ class Passkey(Task):
             if getattr(self, field) not in known:
                 value = getattr(self, field)
                 raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
-        for field in ("depths", "trials", "max_new_tokens", "repeat"):
-            if getattr(self, field) < 1:
-                raise InputError(f"{key}.{field}={getattr(self, field)} must be at least 1")
+        whole_numbers(key, self, 1, "depths", "trials", "max_new_tokens", "repeat")
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         tokenizer, units = corpus.tokenizer, []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import BOS_RULES, Corpus, start_token
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.windows import PROTOCOLS, Options, Protocol, choose, join, lay
@@ -23,10 +23,13 @@ class Perplexity(Task):
     protocol: str = "slide_press"  # slide_press, slide_full, last_k or prefix_yarn
     last: int = 256  # last_k: scored tokens at the end of a window
     bos: str = "auto"  # BOS before each document: auto (if the model expects it), always, never
-    min_tokens: int = 0  # shortest document that counts; 0: the longest of the lengths
-    max_tokens: int = 0  # documents are cut here, so that all lengths score the same text; 0: no
-    first_documents: int = 0  # only so many documents (the LCEG study: 10, CEPE at 128K: 10)
-    windows_per_document: int = 0  # last_k: only so many from each (CEPE at 128K: 1); 0: all
+    min_tokens: int | None = None  # shortest document that counts; null: the longest length
+    # Where documents are cut, so that all lengths score the same text; null: nowhere
+    max_tokens: int | None = None
+    # Only so many documents (the LCEG study: 10, CEPE at 128K: 10); null: all
+    first_documents: int | None = None
+    # last_k: only so many from each (CEPE at 128K: 1); null: all
+    windows_per_document: int | None = None
     drop_last_window: bool = True  # slide_full: as the published loop does
     select: str = "spread"  # which windows max_windows keeps: spread evenly, first, or random
     position_bins: str = "linear"  # loss by position: bins of 128 tokens, or log: 4 an octave
@@ -54,10 +57,8 @@ class Perplexity(Task):
             if value not in known:
                 raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
         counts = ("min_tokens", "max_tokens", "first_documents", "windows_per_document")
-        for field, least in (("last", 1), *((field, 0) for field in counts)):
-            if getattr(self, field) < least:
-                raise InputError(f"{key}.{field}={getattr(self, field)} must be at least {least}")
-        if 0 < self.max_tokens < max(limits.lengths):
+        whole_numbers(key, self, 1, "last", *counts)
+        if self.max_tokens is not None and self.max_tokens < max(limits.lengths):
             raise InputError(
                 f"{key}.max_tokens={self.max_tokens} cuts documents below the longest of "
                 f"lengths, {max(limits.lengths)}; raise it or drop that length"
@@ -84,9 +85,9 @@ class Perplexity(Task):
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         bos = start_token(corpus.tokenizer, self.bos)
         minimum = 2 if self._rules.stream else self.min_tokens or max(limits.lengths)
-        counts = [n for n in (self.first_documents, limits.max_documents) if n]
+        counts = [n for n in (self.first_documents, limits.max_documents) if n is not None]
         # YaRN's windows leave one place to BOS; the other protocols count it as a token of text.
-        documents = corpus.documents(minimum - (bos is not None), min(counts, default=0))
+        documents = corpus.documents(minimum - (bos is not None), min(counts, default=None))
         documents = [document.with_first(bos).cut(self.max_tokens) for document in documents]
         if self._rules.stream and documents:
             documents = [join(documents)]

@@ -6,14 +6,22 @@ They are the source of truth of a run; tables and figures are made from them alo
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lcjax.config import dump
+from lcjax.convert.run_folder import MODEL_CONFIG
 from lcjax.errors import InputError
+from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.task import Record
+from lcjax.files import write_whole
+from lcjax.tree import flatten
 
 FORMAT = 2
-_FREE = ("out", "resume", "batch", "mesh")  # keys that may change when a run is continued
+MARKER = "run.json"  # what the records were made with
+_OWN = (MARKER, "config.yaml", "summary.json", "records", "tables", "figures")
+_FREE = ("run", "batch_size", "mesh")  # keys that may change when a run is continued
 
 Key = tuple[str, int, int]  # method, length, index of the unit
 
@@ -27,29 +35,48 @@ def fingerprint(settings: Mapping) -> str:
 class Store:
     """The folder of one run."""
 
-    def __init__(self, folder: str | Path, settings: Mapping, *, resume: bool = True):
-        self.folder = Path(folder)
-        self.hash = fingerprint(settings)
-        marker = self.folder / "run.json"
-        used = any((self.folder / "records").glob("*.jsonl"))
-        # Without a record there is nothing to lose: a mistake that was put right may start again.
-        if used and not marker.exists():
-            raise InputError(f"out={self.folder} holds records of an unknown run; choose another")
-        if used:
-            self._compare(json.loads(marker.read_text()), settings)
-        if used and not resume:
+    def __init__(self, config: EvalConfig, settings: Mapping):
+        """Refuses a folder that `config.run` may not go on with; changes nothing yet."""
+        self.folder, self._config, self._settings = Path(config.run.folder), config, settings
+        self.hash, self._marker = fingerprint(settings), self.folder / MARKER
+        if (self.folder / MODEL_CONFIG).exists():
             raise InputError(
-                f"out={self.folder} holds records of this run; set resume=true to continue it, or "
-                "choose another folder"
+                f"run.folder={self.folder} holds a training run; name another, as"
+                f" {self.folder / 'eval'}"
             )
+        # Without a record there is nothing to lose: a mistake that was put right may start again.
+        used = any((self.folder / "records").glob("*.jsonl"))
+        if used and not self._marker.exists():
+            raise InputError(
+                f"run.folder={self.folder} holds records of an unknown run; name another"
+            )
+        if used and config.run.existing == "refuse":
+            raise InputError(
+                f"run.folder={self.folder} holds a run; name another folder, or set run.existing to"
+                " resume or overwrite"
+            )
+        self._replaces = used and config.run.existing == "overwrite"
+        if used and not self._replaces:
+            self._compare(json.loads(self._marker.read_text()), settings)
+
+    def begin(self) -> None:
+        """Removes an old run if that is wanted, and notes the settings of this one."""
+        if self._replaces:
+            for path in [self.folder / name for name in _OWN]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self._replaces = False
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
-        entry = {"format": FORMAT, "hash": self.hash, "config": settings}
-        _replace(marker, json.dumps(entry, indent=1, default=str) + "\n")
+        entry = {"format": FORMAT, "hash": self.hash, "config": self._settings}
+        write_whole(self._marker, json.dumps(entry, indent=1, default=str) + "\n")
+        dump(self._config, self.folder / "config.yaml")
 
     def _compare(self, before: Record, settings: Mapping) -> None:
         if before["hash"] == self.hash:
             return
-        old, new = _flat(_binding(before["config"])), _flat(_plain(_binding(settings)))
+        old, new = (
+            flatten(_plain(_binding(tree)), separator=".", lists=True)
+            for tree in (before["config"], settings)
+        )
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
         shown = ", ".join(
             f"{key} was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
@@ -58,7 +85,8 @@ class Store:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         what = shown + more if changed else f"record format {before['format']}, now {FORMAT}"
         raise InputError(
-            f"out={self.folder} holds another run ({what}); choose another folder, or undo that"
+            f"run.folder={self.folder} holds another run ({what}); name another folder, undo that,"
+            " or set run.existing=overwrite"
         )
 
     def path(self, task: str) -> Path:
@@ -67,7 +95,7 @@ class Store:
     def read(self, task: str) -> dict[Key, Record]:
         """All finished records; a line that a killed process left half written is cut off."""
         path = self.path(task)
-        if not path.exists():
+        if self._replaces or not path.exists():
             return {}
         data = path.read_bytes()
         whole = data.rfind(b"\n") + 1
@@ -107,20 +135,3 @@ def _binding(settings: Mapping) -> dict:
 
 def _plain(settings: Mapping) -> dict:
     return json.loads(json.dumps(settings, default=str))
-
-
-def _flat(tree, prefix: str = "") -> dict:
-    """`{"methods.0.name": ...}` of nested dicts and lists."""
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    flat = {}
-    for key, value in pairs:
-        name = f"{prefix}{key}"
-        flat.update(_flat(value, name + ".") if isinstance(value, dict | list) else {name: value})
-    return flat
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

@@ -12,9 +12,8 @@ import draccus
 from tqdm import tqdm
 
 from lcjax import cost
-from lcjax.config import dump
-from lcjax.data import DataConfig, documents
-from lcjax.errors import InputError
+from lcjax.data import documents
+from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
@@ -24,7 +23,6 @@ from lcjax.lm import LanguageModel, ModelSection
 from lcjax.sharding import Mesh, make_mesh, padding_rows
 
 Loader = Callable[[ModelSection], Any]
-_READ = ("path", "sources", "holdout", "on_bad_text")  # keys of `data:` that whole documents have
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
 
 
@@ -37,8 +35,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report:
     if load is None:
         load = functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     settings = draccus.encode(config)
-    store = Store(config.out, settings, resume=config.resume)
-    dump(config, store.folder / "config.yaml")
+    store = Store(config, settings)
     try:
         records = _Runner(config, limits, store, load).records()
     except KeyboardInterrupt as stop:
@@ -73,10 +70,7 @@ def check(config: EvalConfig) -> Limits:
     for length in config.lengths:
         if length < 2:
             raise InputError(f"lengths: {length} must be at least 2: one token to predict another")
-    for key, least in (("stride", 1), ("batch", 1), ("max_documents", 0), ("max_windows", 0)):
-        if getattr(config, key) < least:
-            raise InputError(f"{key}={getattr(config, key)} must be at least {least}")
-    _check_data(config.data)
+    whole_numbers("", config, 1, "stride", "batch_size", "max_documents", "max_windows")
     limits = Limits(
         tuple(sorted(config.lengths)),
         config.stride,
@@ -87,19 +81,6 @@ def check(config: EvalConfig) -> Limits:
     for index, task in enumerate(config.tasks):
         task.check(limits, f"tasks.{index}")
     return limits
-
-
-def _check_data(data: DataConfig) -> None:
-    """Refuses settings of training rows, which would change nothing here."""
-    for field in dataclasses.fields(data):
-        value = getattr(data, field.name)
-        if field.name in _READ or field.default in (value, dataclasses.MISSING):
-            continue
-        raise InputError(
-            f"data.{field.name}={value} is about training rows and changes nothing in an "
-            f"evaluation; leave it out ({', '.join(_READ)} count here; lengths, max_documents and "
-            "tasks.<index>.bos choose what is scored)"
-        )
 
 
 def _labels(config: EvalConfig) -> list[str]:
@@ -141,6 +122,7 @@ class _Runner:
         # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
         # to have as many.
         bar.total = bar.n + left * sum(map(len, self._plan(model.tokenizer).values()))
+        self._store.begin()  # not before: a run that cannot start must not cost the one before it
         for method in methods:
             self._method(method, model, bar)
         del model
@@ -148,16 +130,16 @@ class _Runner:
 
     def _needs(self, section: ModelSection, model: LanguageModel) -> str:
         """What the largest batch needs of each device, and whether it keeps them all busy."""
-        batch, longest = self._config.batch, self._limits.lengths[-1]
+        batch, longest = self._config.batch_size, self._limits.lengths[-1]
         mesh = model.mesh or Mesh(fsdp=1)
         memory = cost.generation_memory(model.config, longest, batch, mesh, chunk=longest)
         if not any(task.generates for task in self._config.tasks):
             memory = dataclasses.replace(memory, cache=0)
         name = section.path or section.preset
-        line = f"{name}: up to about {memory}, batch={batch} of {longest:,} tokens"
+        line = f"{name}: up to about {memory}, batch_size={batch} of {longest:,} tokens"
         filler = padding_rows(model.mesh, batch)
         if filler:
-            line += f"; {filler} more rows are filler, so batch={batch + filler} takes no longer"
+            line += f"; {filler} more rows are filler: batch_size={batch + filler} takes no longer"
         return line
 
     def _section(self, method: Method) -> ModelSection:
@@ -237,7 +219,7 @@ class _Runner:
                 raise InputError(
                     f"data: the tokens of window {unit.index} at length {key[1]} are not those of "
                     f"{self._store.path(task.label)}; the data has changed since, so choose "
-                    "another out folder"
+                    "another run.folder"
                 )
             self._kept[task].append(record)
             bar.update(1)
@@ -250,12 +232,12 @@ class _Runner:
         shapes: dict[tuple, list[Unit]] = {}
         for unit in units:
             shapes.setdefault(unit.shape, []).append(unit)
-        floor = measure.reset_peak()
+        floor, size = measure.reset_peak(), self._config.batch_size
         for group in shapes.values():
-            for start in range(0, len(group), self._config.batch):
-                chunk = group[start : start + self._config.batch]
+            for start in range(0, len(group), size):
+                chunk = group[start : start + size]
                 with measure.Stopwatch() as watch:
-                    scores = task.score(model, chunk, self._config.batch)
+                    scores = task.score(model, chunk, size)
                 cost = {
                     "seconds": (watch.seconds - watch.compiling) / len(chunk),
                     "compile_seconds": watch.compiling / len(chunk),

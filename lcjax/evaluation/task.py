@@ -21,8 +21,8 @@ class Limits:
 
     lengths: tuple[int, ...]
     stride: int = 256
-    max_documents: int = 0
-    max_windows: int = 0
+    max_documents: int | None = None
+    max_windows: int | None = None
     seed: int = 0
 
 

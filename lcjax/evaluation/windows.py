@@ -46,9 +46,9 @@ class Document:
         ends = None if self.byte_ends is None else np.concatenate([[0.0], self.byte_ends])
         return Document(self.name, np.concatenate([[token], self.tokens]).astype(np.int32), ends)
 
-    def cut(self, limit: int) -> "Document":
-        """The first `limit` tokens; 0 keeps all."""
-        if not limit or limit >= len(self):
+    def cut(self, limit: int | None) -> "Document":
+        """The first `limit` tokens; None keeps all."""
+        if limit is None or limit >= len(self):
             return self
         ends = None if self.byte_ends is None else self.byte_ends[:limit]
         return Document(self.name, self.tokens[:limit], ends)
@@ -81,7 +81,7 @@ class Options:
     last: int = 256
     has_bos: bool = False
     drop_last: bool = True
-    per_document: int = 0
+    per_document: int | None = None
 
 
 Span = tuple[int, int, int]  # start, size, first scored position
@@ -102,9 +102,8 @@ def _slide_full(total: int, length: int, options: Options) -> Iterator[Span]:
 
 def _last_k(total: int, length: int, options: Options) -> Iterator[Span]:
     starts = range(0, total - length + 1, options.stride)
-    if options.per_document:
-        starts = starts[: options.per_document]
-    yield from ((start, length, length - options.last) for start in starts)
+    kept = starts[: options.per_document]
+    yield from ((start, length, length - options.last) for start in kept)
 
 
 def _prefix_yarn(total: int, length: int, options: Options) -> Iterator[Span]:
@@ -156,15 +155,15 @@ def lay(
     return windows
 
 
-def choose(windows: Sequence[Window], limit: int, how: str, seed: int) -> list[Window]:
-    """At most `limit` windows (0: all): the `first`, evenly `spread`, or a seeded `random` draw.
+def choose(windows: Sequence[Window], limit: int | None, how: str, seed: int) -> list[Window]:
+    """At most `limit` windows (None: all): the `first`, evenly `spread`, or a seeded `random` draw.
 
     Neighbouring windows share all but S tokens, and the first ones come from few documents, so
     `spread` says more about a corpus than `first` at the same price.
     """
     if how not in ("first", "spread", "random"):
         raise InputError(f"select={how!r} is unknown; choices: first, random, spread")
-    if not limit or limit >= len(windows):
+    if limit is None or limit >= len(windows):
         return list(windows)
     if how == "first":
         return list(windows[:limit])

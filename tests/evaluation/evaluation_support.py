@@ -1,10 +1,15 @@
 """A model whose losses are known in closed form, and a tokenizer of single bytes."""
 
 import dataclasses
+import json
 import math
 import types
 
 import numpy as np
+
+from lcjax.data import TextConfig
+from lcjax.evaluation import EvalConfig, Method, RunSection, run
+from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes
 
@@ -121,3 +126,31 @@ def slide_press(docs, length, stride):
                 start += stride
             losses.append(token_loss(doc[start:place], doc[place]))
     return math.exp(math.fsum(losses) / len(losses))
+
+
+def config_in(folder) -> EvalConfig:
+    """A run of two methods at two lengths over `texts`, which are written into the folder."""
+    (folder / "text").mkdir()
+    for name, text in texts():
+        (folder / "text" / f"{name}.txt").write_text(text)
+    return EvalConfig(
+        methods=(Method("base"), Method("linear", rope=Linear(factor=2.0))),
+        lengths=(24, 12),
+        data=TextConfig(path=str(folder / "text")),
+        stride=4,
+        batch_size=2,
+        run=RunSection(str(folder / "out")),
+    )
+
+
+def records(config, label="perplexity_slide_press"):
+    with open(f"{config.run.folder}/records/{label}.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def fake(**settings):
+    return lambda section: BigramModel(**settings)
+
+
+def changed(config, **fields):
+    return lambda: run(dataclasses.replace(config, **fields), load=fake())

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from evaluation_support import texts
 
-from lcjax.data import DataConfig
+from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, run
+from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, run
 from lcjax.lm import LanguageModel, ModelSection
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
@@ -36,10 +36,10 @@ def found(tmp_path_factory):
         tasks=(Perplexity(protocol="prefix_yarn"),),
         lengths=(64, 128),
         stride=16,
-        data=DataConfig(path=str(folder / "text")),
+        data=TextConfig(path=str(folder / "text")),
         mesh=Mesh(data=2, fsdp=2, tensor=2),
-        batch=3,  # no multiple of what the rows are spread over
-        out=str(folder / "out"),
+        batch_size=3,  # no multiple of what the rows are spread over
+        run=RunSection(str(folder / "out")),
     )
     return config, run(config)
 
@@ -75,7 +75,7 @@ def test_methods_differ_and_the_trained_length_is_the_checkpoints(found):
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_is_written(tmp_path):
-    config = EvalConfig(model=ModelSection(preset="tiny"), out=str(tmp_path / "out"))
+    config = EvalConfig(model=ModelSection(preset="tiny"), run=RunSection(str(tmp_path / "out")))
     with pytest.raises(InputError, match=r"mesh\.fsdp"):
         run(dataclasses.replace(config, mesh=Mesh(data=3)))
     assert not (tmp_path / "out").exists()
@@ -87,12 +87,14 @@ def test_passkey_runs_through_generation_in_batches(found, tmp_path, capsys):
         model=config.model,
         tasks=(Passkey(depths=3, max_new_tokens=2),),
         lengths=(448,),
-        batch=2,
-        out=str(tmp_path / "out"),
+        batch_size=2,
+        run=RunSection(str(tmp_path / "out")),
     )
     (cell,) = run(own).cells
     assert cell["windows"] == 3 and cell["value"] == 0.0
     # It says before the first batch what a device needs, and that devices would be idle.
     said = capsys.readouterr().err
     assert "tiny: up to about 0.0 GB per device (weights 0.0 + activations 0.0 + cache 0.0)" in said
-    assert "batch=2 of 448 tokens; 6 more rows are filler, so batch=8 takes no longer" in said
+    assert (
+        "batch_size=2 of 448 tokens; 6 more rows are filler: batch_size=8 takes no longer" in said
+    )

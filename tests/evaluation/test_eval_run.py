@@ -11,31 +11,30 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from evaluation_support import BigramModel, ByteTokenizer, documents, slide_press, texts
+from evaluation_support import (
+    BigramModel,
+    ByteTokenizer,
+    changed,
+    config_in,
+    documents,
+    fake,
+    records,
+    slide_press,
+    texts,
+)
 
 import lcjax.data
 from lcjax.config import parse
-from lcjax.data import DataConfig
+from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, measure, run
+from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
 
 
 @pytest.fixture
 def config(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for name, text in texts():
-        (folder / f"{name}.txt").write_text(text)
-    return EvalConfig(
-        methods=(Method("base"), Method("linear", rope=Linear(factor=2.0))),
-        lengths=(24, 12),
-        data=DataConfig(path=str(folder)),
-        stride=4,
-        batch=2,
-        out=str(tmp_path / "out"),
-    )
+    return config_in(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -44,18 +43,9 @@ def host_peaks_are_not_reset(monkeypatch):
     monkeypatch.setattr(measure, "_CLEAR", Path("not there"))
 
 
-def records(config, label="perplexity_slide_press"):
-    with open(f"{config.out}/records/{label}.jsonl") as file:
-        return [json.loads(line) for line in file]
-
-
 def timeless(found):
     cost = ("seconds", "peak_bytes", "peak_bytes_at_most", "compile_seconds", "tokens_per_second")
     return [{k: v for k, v in entry.items() if k not in cost} for entry in found]
-
-
-def fake(**settings):
-    return lambda section: BigramModel(**settings)
 
 
 def test_a_run_compares_methods_at_all_lengths_and_equals_the_reference(config, capsys):
@@ -80,13 +70,15 @@ def test_every_record_says_how_it_was_made(config):
 
 
 def test_a_killed_run_continues_without_scoring_anything_twice(config):
-    whole = run(dataclasses.replace(config, out=config.out + "_whole"), load=fake())
+    whole = run(
+        dataclasses.replace(config, run=RunSection(config.run.folder + "_whole")), load=fake()
+    )
     log = []
     with pytest.raises(KeyboardInterrupt, match="same command continues"):
         run(config, load=fake(log=log, fail_after=7))
     done = len(records(config))
     assert 0 < done < sum(cell["windows"] for cell in whole.cells)
-    path = f"{config.out}/records/perplexity_slide_press.jsonl"
+    path = f"{config.run.folder}/records/perplexity_slide_press.jsonl"
     with open(path, "a") as file:
         file.write('{"method": "base", "le')  # what a kill in the middle of a write leaves
     resumed = run(config, load=fake(log=log))
@@ -101,7 +93,7 @@ def test_a_killed_run_continues_without_scoring_anything_twice(config):
 def test_the_batch_and_the_mesh_may_change_when_a_run_continues(config):
     with pytest.raises(KeyboardInterrupt):
         run(config, load=fake(fail_after=3))
-    run(dataclasses.replace(config, batch=5, mesh=Mesh(tensor=2)), load=fake())
+    run(dataclasses.replace(config, batch_size=5, mesh=Mesh(tensor=2)), load=fake())
 
 
 def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config):
@@ -109,13 +101,13 @@ def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config):
     for name in ("a", "b"):
         own = dataclasses.replace(
             config,
-            out=f"{config.out}_{name}",
+            run=RunSection(f"{config.run.folder}_{name}"),
             lengths=(500, 1000),
             tasks=(
                 Perplexity(protocol="last_k", last=4, select="random"),
                 Passkey(depths=3),
             ),
-            data=DataConfig(path=_long(config)),
+            data=TextConfig(path=_long(config)),
             stride=4,
             max_windows=3,
             seed=5,
@@ -202,11 +194,11 @@ def test_a_run_without_text_fails_before_the_model_is_read_and_passkey_needs_non
     def load(section):
         raise AssertionError("a model was read")
 
-    for data in (DataConfig(), DataConfig(path=config.data.path + "/absent")):
+    for data in (TextConfig(), TextConfig(path=config.data.path + "/absent")):
         with pytest.raises(InputError, match=r"data\.path"):
             run(dataclasses.replace(config, data=data), load=load)
     tasks = (Passkey(depths=2),)
-    own = dataclasses.replace(config, data=DataConfig(), tasks=tasks, lengths=(500,))
+    own = dataclasses.replace(config, data=TextConfig(), tasks=tasks, lengths=(500,))
     assert run(own, load=fake(trained=1000)).cells[0]["value"] == 1.0
 
 
@@ -234,7 +226,7 @@ def test_a_peak_of_the_device_belongs_to_the_cell_in_which_it_rose(config, monke
     assert [cell["peak_bytes_at_most"] for cell in report.cells] == [5_000, 9_000, 9_000, 9_000]
     assert report.text.count(" / ≤ 0.00 |") == 2
     assert "one peak per process" in report.text and "so this is a bound" in report.text
-    header, *_, last = (Path(config.out) / "tables/perplexity_slide_press.csv").open()
+    header, *_, last = (Path(config.run.folder) / "tables/perplexity_slide_press.csv").open()
     cell = dict(zip(header.strip().split(","), last.strip().split(","), strict=True))
     assert (cell["peak_bytes"], cell["peak_bytes_at_most"]) == ("", "9000")
 
@@ -291,10 +283,6 @@ def test_a_checkpoint_with_another_chat_template_gets_its_own_prompts(config):
     assert digests["base"] != digests["other"]
 
 
-def changed(config, **fields):
-    return lambda: run(dataclasses.replace(config, **fields), load=fake())
-
-
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
@@ -313,18 +301,17 @@ def changed(config, **fields):
             ["tasks.1.protocol='press'", "slide_press"],
         ),
         ({"tasks": (Perplexity(name="a/b"),)}, ["tasks.0.name='a/b'"]),
-        ({"tasks": (Perplexity(last=0),)}, ["tasks.0.last=0 must be at least 1"]),
+        ({"tasks": (Perplexity(last=0),)}, ["tasks.0.last=0 must be a whole number of at least 1"]),
         (
             {"tasks": (Perplexity(windows_per_document=-1),)},
-            ["tasks.0.windows_per_document=-1 must be at least 0"],
+            ["tasks.0.windows_per_document=-1 must be a whole number of at least 1"],
         ),
-        ({"tasks": (Passkey(depths=0),)}, ["tasks.0.depths=0 must be at least 1"]),
         (
-            {"data": DataConfig(path="x", length=64)},
-            ["data.length=64", "changes nothing in an evaluation", "lengths"],
+            {"tasks": (Passkey(depths=0),)},
+            ["tasks.0.depths=0 must be a whole number of at least 1"],
         ),
-        ({"data": DataConfig(path="x", pack="best_fit")}, ["data.pack=best_fit", "leave it out"]),
-        ({"batch": 0}, ["batch=0"]),
+        ({"batch_size": 0}, ["batch_size=0"]),
+        ({"max_windows": 0}, ["max_windows=0", "at least 1; null leaves it open"]),
         ({"stride": 0}, ["stride=0"]),
         (
             {"tasks": (Perplexity(protocol="slide_full"),), "lengths": (400,)},
@@ -339,40 +326,9 @@ def test_bad_settings_are_refused_in_one_line(config, fields, parts):
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_with_another_run_is_refused_and_names_the_difference(config):
-    run(config, load=fake())
-    with pytest.raises(InputError, match=r"stride was 4, is 2"):
-        changed(config, stride=2)()
-    with pytest.raises(InputError, match=r"methods\.1\.rope\.factor was 2\.0, is 4\.0"):
-        changed(config, methods=(Method("base"), Method("linear", rope=Linear(factor=4.0))))()
-    with pytest.raises(InputError, match="resume=true"):
-        changed(config, resume=False)()
-    (Path(config.out) / "run.json").unlink()
-    with pytest.raises(InputError, match="unknown run"):
-        changed(config)()
-
-
-def test_changed_text_is_refused_when_a_run_continues(config):
-    run(config, load=fake())
-    path = f"{config.data.path}/text3.txt"
-    with open(path) as file:
-        text = file.read()
-    with open(path, "w") as file:
-        file.write(text[::-1])
-    with pytest.raises(InputError, match="the data has changed"):
-        run(config, load=fake())
-
-
-def test_a_damaged_record_is_named_by_file_and_line(config):
-    run(config, load=fake())
-    path = f"{config.out}/records/perplexity_slide_press.jsonl"
-    with open(path) as file:
-        lines = file.readlines()
-    lines[1] = "{}\n"
-    with open(path, "w") as file:
-        file.writelines(lines)
-    with pytest.raises(InputError, match=r"slide_press\.jsonl:2 is not a record"):
-        run(config, load=fake())
+def test_keys_of_training_rows_are_no_keys_of_an_evaluation():
+    with pytest.raises(InputError, match=r"data\.pack='best_fit' is no key of TextConfig"):
+        parse(EvalConfig, ["--data.path=x", "--data.pack=best_fit"])
 
 
 def test_the_config_is_read_from_yaml_and_the_command_line(tmp_path, config):
@@ -387,4 +343,4 @@ def test_the_config_is_read_from_yaml_and_the_command_line(tmp_path, config):
     assert parsed.methods == (Method("base"), Method("pi", rope=Linear(factor=4.0)))
     assert parsed.lengths == (8, 16)
     run(config, load=fake())
-    assert parse(EvalConfig, [f"--config={config.out}/config.yaml"]) == config
+    assert parse(EvalConfig, [f"--config={config.run.folder}/config.yaml"]) == config

@@ -225,7 +225,7 @@ def test_fewer_windows_are_spread_over_the_corpus_and_do_not_depend_on_chance():
     assert [w.index for w in choose(windows, 3, "first", 0)] == [0, 1, 2]
     assert choose(windows, 5, "random", 7) == choose(windows, 5, "random", 7)
     assert choose(windows, 5, "random", 7) != choose(windows, 5, "random", 8)
-    assert choose(windows, 0, "first", 0) == windows
+    assert choose(windows, None, "first", 0) == windows
 
 
 def test_joined_documents_keep_their_byte_counts():

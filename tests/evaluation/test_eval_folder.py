@@ -1,0 +1,88 @@
+"""The folder of a run: what is gone on with, replaced or refused."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from evaluation_support import changed, config_in, fake, records
+
+from lcjax.errors import InputError
+from lcjax.evaluation import Method, RunSection, measure, run
+from lcjax.rope import Linear
+
+
+@pytest.fixture
+def config(tmp_path):
+    return config_in(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def host_peaks_are_not_reset(monkeypatch):
+    """It collects garbage before every cell, which is most of the time of these tiny runs."""
+    monkeypatch.setattr(measure, "_CLEAR", Path("not there"))
+
+
+def test_a_folder_with_another_run_is_refused_and_names_the_difference(config):
+    run(config, load=fake())
+    with pytest.raises(InputError, match=r"stride was 4, is 2"):
+        changed(config, stride=2)()
+    with pytest.raises(InputError, match=r"methods\.1\.rope\.factor was 2\.0, is 4\.0"):
+        changed(config, methods=(Method("base"), Method("linear", rope=Linear(factor=4.0))))()
+    with pytest.raises(InputError, match="run.existing to resume or overwrite"):
+        changed(config, run=RunSection(config.run.folder, "refuse"))()
+    (Path(config.run.folder) / "run.json").unlink()
+    with pytest.raises(InputError, match="unknown run"):
+        changed(config)()
+
+
+def test_an_old_run_is_replaced_on_request_but_only_once_the_new_one_can_start(config):
+    run(config, load=fake())
+    other = dataclasses.replace(
+        config, stride=2, run=RunSection(config.run.folder, existing="overwrite")
+    )
+    own = Path(config.run.folder) / "notes.txt"
+    own.write_text("mine")
+
+    def absent(section):
+        raise InputError("model.path=absent: no such file or folder")
+
+    before = records(config)
+    with pytest.raises(InputError, match="absent"):
+        run(other, load=absent)
+    assert records(config) == before
+    report = run(other, load=fake())
+    assert {record["stride"] for record in records(other)} == {2}
+    assert report.cells[0]["windows"] > sum(r["length"] == 12 for r in before) / 2
+    assert own.read_text() == "mine"
+
+
+def test_the_folder_of_a_training_run_is_not_written_into(config):
+    folder = Path(config.run.folder)
+    folder.mkdir()
+    (folder / "model.yaml").write_text("width: 8\n")
+    with pytest.raises(InputError, match=r"holds a training run; name another, as .*eval"):
+        run(config, load=fake())
+    assert [path.name for path in folder.iterdir()] == ["model.yaml"]
+
+
+def test_changed_text_is_refused_when_a_run_continues(config):
+    run(config, load=fake())
+    path = f"{config.data.path}/text3.txt"
+    with open(path) as file:
+        text = file.read()
+    with open(path, "w") as file:
+        file.write(text[::-1])
+    with pytest.raises(InputError, match="the data has changed"):
+        run(config, load=fake())
+
+
+def test_a_damaged_record_is_named_by_file_and_line(config):
+    run(config, load=fake())
+    path = f"{config.run.folder}/records/perplexity_slide_press.jsonl"
+    with open(path) as file:
+        lines = file.readlines()
+    lines[1] = "{}\n"
+    with open(path, "w") as file:
+        file.writelines(lines)
+    with pytest.raises(InputError, match=r"slide_press\.jsonl:2 is not a record"):
+        run(config, load=fake())
