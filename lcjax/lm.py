@@ -45,18 +45,18 @@ class ModelSection:
     """The `model:` section: where the weights come from, and the method on top of them."""
 
     path: str | None = None  # HF folder, .gguf, run folder, hub id, or smollm2-135m-instruct
-    base: str | None = None  # where path holds adapters: what they go on; none: what they name
+    base: str | None = None  # where path holds adapters: what they go on; null: what they name
     preset: str | None = None  # instead of path: an architecture with random weights
-    rope: Rope | None = None  # position method; none: the checkpoint's own
-    pattern: Pattern | None = None  # attention pattern; none: the checkpoint's own
+    rope: Rope | None = None  # position method; null: the checkpoint's own
+    pattern: Pattern | None = None  # attention pattern; null: the checkpoint's own
     # With a preset, instead of rotations: alibi, t5, sinusoidal or learned.
     position: str | None = None
-    dtype: str | None = None  # of activations; none: bfloat16 on accelerators, float32 on CPU
-    param_dtype: str | None = None  # of weights; none: the checkpoint's own
+    dtype: str | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
+    param_dtype: str | None = None  # of weights; null: the checkpoint's own
     # What a training step computes again instead of keeping it: none, full (all but the inputs of
     # layers) or dots (all but the results of products and attention: nearly free).
     remat: str = "dots"
-    tokenizer: str | None = None  # path of another tokenizer; none: the checkpoint's own
+    tokenizer: str | None = None  # path of another tokenizer; null: the checkpoint's own
     seed: int = 0  # of random weights, and of what a learned rope adds to a checkpoint
 
     def __post_init__(self):

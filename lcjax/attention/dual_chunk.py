@@ -40,7 +40,7 @@ class DualChunk(Pattern):
 
     chunk: int = 3072  # the largest distance: 3/4 of the trained length in the released code
     local: int = 512  # exact across pieces: 1/8 of the trained length, 1/4 in its perplexity script
-    train_length: int | None = None  # beyond which logits grow; none: never, as in the paper
+    train_length: int | None = None  # beyond which logits grow; null: never, as in the paper
 
     def __post_init__(self):
         check_at_least("pattern.chunk", self.chunk, 2)

@@ -37,7 +37,7 @@ class LMInfinite(Pattern):
 
     window: int = 4096  # visible keys at their own distance, the token itself included
     sinks: int = 10  # first tokens that stay visible (LCEG 10; the paper 5 to 100)
-    distance: int | None = None  # at which these seem to be; none: `window`
+    distance: int | None = None  # at which these seem to be; null: `window`
 
     def __post_init__(self):
         check_at_least("pattern.window", self.window, 1)

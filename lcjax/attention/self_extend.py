@@ -37,7 +37,7 @@ class SelfExtend(Pattern):
 
     window: int = 1024  # keys at their own distance, the token itself included
     group: int = 64  # tokens that share one position beyond the window
-    scale_base: int | None = None  # keys from which queries grow: the trained length; none: never
+    scale_base: int | None = None  # keys from which queries grow: the trained length; null: never
 
     def __post_init__(self):
         check_at_least("pattern.window", self.window, 1)

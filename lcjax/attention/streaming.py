@@ -28,7 +28,7 @@ class Streaming(Pattern):
     sinks: int = 4  # first tokens that stay visible (sec. 3.1)
     recent: int = 2044  # keys kept beside the sinks; sinks + recent + stride <= the trained length
     stride: int = 1  # tokens read between two evictions
-    first: int | None = None  # tokens read before the first eviction; none: sinks + recent
+    first: int | None = None  # tokens read before the first eviction; null: sinks + recent
 
     def __post_init__(self):
         check_at_least("pattern.sinks", self.sinks, 0)

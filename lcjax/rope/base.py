@@ -36,7 +36,7 @@ class Rope(draccus.ChoiceRegistry):
     is `int(head_dim * rotary_fraction)`, and every exponent of every method uses it.
     """
 
-    # Base of the frequencies theta^(-2j/d); none: the checkpoint's own (see `resolve`)
+    # Base of the frequencies theta^(-2j/d); null: the checkpoint's own (see `resolve`)
     theta: float | None = None
 
     depends_on_length: ClassVar[bool] = False  # whether `length` changes the frequencies
@@ -144,7 +144,7 @@ class Rope(draccus.ChoiceRegistry):
 
     @property
     def hf_limit(self) -> int | None:
-        """Tokens up to which transformers computes the same from `to_hf`; none: at every length."""
+        """Tokens up to which transformers computes the same from `to_hf`; null: at every length."""
         return None
 
     def to_hf(self, head_dim: int | None = None) -> dict[str, Any]:

@@ -21,13 +21,13 @@ class Yarn(Rope):
     """
 
     factor: float  # target length / trained length
-    original_length: int | None = None  # trained length; none: the checkpoint's
+    original_length: int | None = None  # trained length; null: the checkpoint's
     beta_fast: float = 32.0  # turns above which a pair is left alone (sec. 3.2, Llama)
     beta_slow: float = 1.0  # turns below which a pair is interpolated fully
     ramp: str = "index"  # index (code, all checkpoints) or frequency (paper)
     truncate: bool = True  # round the bounds of the index ramp outwards (gpt-oss does not)
     extrapolation: float = 1.0  # multiplies the share that is left alone
-    attention_factor: float | None = None  # A; none: from `factor` and the two below
+    attention_factor: float | None = None  # A; null: from `factor` and the two below
     mscale: float | None = (
         None  # DeepSeek: A = get(mscale) / get(mscale_all_dim), when both are set
     )
