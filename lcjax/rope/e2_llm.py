@@ -18,8 +18,8 @@ class E2LLM(Rope):
     whole numbers are what it trains with, up to 20. Larger ones served it up to 120K tokens (5.5).
     """
 
-    factor: float | None = None  # g for every request (8 for E2-32K of L = 4096); none: from length
-    original_length: int | None = None  # trained length L; none: the checkpoint's
+    factor: float | None = None  # g for every request (8 for E2-32K of L = 4096); null: from length
+    original_length: int | None = None  # trained length L; null: the checkpoint's
 
     hf_types = ()  # a fixed g is linear in transformers; a following one is plain up to L tokens
 
