@@ -20,7 +20,7 @@ class Llama3(Rope):
     factor: float = 8.0  # Llama-3.1; 32 in Llama-3.2
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_length: int | None = None  # trained length L (8192); none: the checkpoint's
+    original_length: int | None = None  # trained length L (8192); null: the checkpoint's
 
     hf_types = ("llama3",)
 
