@@ -33,7 +33,7 @@ class Clex(Rope):
     limit, without the published code's 2e-5 of rounding over 3,100 float32 steps.
     """
 
-    original_length: int | None = None  # P; none: the checkpoint's trained length
+    original_length: int | None = None  # P; null: the checkpoint's trained length
     max_factor: int = 16  # longest input is max_factor * P (LCEG: 32)
     param_factor: int = 1  # m, hidden width of the network / rotary channels
     act: str = "silu"  # silu or tanh; old checkpoints that name none used silu
