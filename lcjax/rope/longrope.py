@@ -21,9 +21,9 @@ class LongRope(Rope):
 
     short_factor: tuple[float, ...]  # [R/2] divisors up to the trained length
     long_factor: tuple[float, ...]  # [R/2] divisors beyond it
-    original_length: int | None = None  # trained length L; none: the checkpoint's
+    original_length: int | None = None  # trained length L; null: the checkpoint's
     factor: float | None = None  # target length / trained length, for A only
-    attention_factor: float | None = None  # A; none: from `factor`
+    attention_factor: float | None = None  # A; null: from `factor`
 
     depends_on_length = True
     hf_types = ("longrope", "su")  # su: Phi-3's first name for it
