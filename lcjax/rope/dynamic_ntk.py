@@ -20,8 +20,8 @@ class DynamicNTK(Rope):
     """
 
     factor: float
-    original_length: int | None = None  # trained length C; none: the checkpoint's
-    min_length: int | None = None  # length of the extension's training (LCEG); none: HF form
+    original_length: int | None = None  # trained length C; null: the checkpoint's
+    min_length: int | None = None  # length of the extension's training (LCEG); null: HF form
 
     depends_on_length = True
     hf_types = ("dynamic",)
