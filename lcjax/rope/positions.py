@@ -63,8 +63,8 @@ class E2Positions(Positions):
     """
 
     max_scale: int = 20  # G_max (sec. 5.4)
-    window: int | None = None  # R, tokens that a training row spans; none: the row's length
-    original_length: int | None = None  # L; none: the rope's
+    window: int | None = None  # R, tokens that a training row spans; null: the row's length
+    original_length: int | None = None  # L; null: the rope's
 
     def __post_init__(self):
         for name in ("max_scale", "window", "original_length"):
@@ -117,7 +117,7 @@ class ClexPositions(Positions):
     """
 
     min_factor: int = 1  # 2 in early checkpoints
-    max_factor: int | None = None  # none: the rope's
+    max_factor: int | None = None  # null: the rope's
 
     def __post_init__(self):
         if self.min_factor < 1:
