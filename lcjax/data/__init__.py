@@ -7,7 +7,7 @@ state = loader.get_state()                # JSON-ready; set_state continues bit 
 
 from lcjax.data.config import DataConfig, TextConfig
 from lcjax.data.loader import Loader, make_loader
-from lcjax.data.opening import documents
+from lcjax.data.opening import check_sources, documents
 from lcjax.data.sources import SeqioSource, Source, TextSource, TokenSource
 from lcjax.data.upsample import Share, Upsample
 
@@ -21,6 +21,7 @@ __all__ = [
     "TextSource",
     "TokenSource",
     "Upsample",
+    "check_sources",
     "documents",
     "make_loader",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lcjax.data.config import DataConfig
+from lcjax.data.config import TextConfig
 from lcjax.data.corpus import Corpus, SourceFiles
 from lcjax.data.seqio_source import SeqioCorpus
 from lcjax.data.sources import SeqioSource, Source, TokenSource
@@ -27,6 +27,13 @@ def source_files(source: Source, on_bad_text: str = "error", tokenizer: Any = No
     return files
 
 
+def check_sources(config: TextConfig) -> None:
+    """Refuses sources without files; opens none, so it takes no time before a model is read."""
+    for source in config.resolved_sources():
+        if not isinstance(source, SeqioSource):  # its files are known once TensorFlow is imported
+            source_files(source, config.on_bad_text)
+
+
 def open_corpus(source: Source, *, on_bad_text: str = "error", tokenizer: Any = None) -> Documents:
     """Finds the files of a source and indexes those that hold many documents."""
     if isinstance(source, SeqioSource):
@@ -43,7 +50,7 @@ def open_corpus(source: Source, *, on_bad_text: str = "error", tokenizer: Any = 
     return corpus
 
 
-def open_split(config: DataConfig, split: str = "train", tokenizer: Any = None) -> list[Documents]:
+def open_split(config: TextConfig, split: str = "train", tokenizer: Any = None) -> list[Documents]:
     """One corpus per source, cut to the `train` or the `validation` split."""
     if split not in ("train", "validation"):
         raise InputError(f"split={split} is not one of train, validation")
@@ -66,14 +73,14 @@ def open_split(config: DataConfig, split: str = "train", tokenizer: Any = None) 
     return corpora
 
 
-def documents(data: DataConfig | str, split: str = "train") -> Iterator[tuple[str, str]]:
+def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[str, str]]:
     """(name, text) of every document that is not empty, in the order of the files.
 
     Args:
       data: a data section, or just a path as in `data.path`.
       split: `train` (everything when nothing is held out) or `validation`.
     """
-    config = DataConfig(path=data) if isinstance(data, str) else data
+    config = TextConfig(path=data) if isinstance(data, str) else data
     corpora = open_split(config, split)
     empty = True
     for corpus in corpora:
