@@ -29,15 +29,10 @@ from lcjax.models import (
     unstack_layers,
     unstack_layers_in_place,
 )
+from lcjax.models.config import check_choice
 from lcjax.models.initial import random_params, with_learned_rope
 from lcjax.rope import Default, Rope, Rotation
 from lcjax.sharding import Mesh, keep_rows, make_mesh, padding_rows
-
-_NUMERICS = {
-    "dtype": ("float32", "bfloat16", "float16"),
-    "param_dtype": ("float32", "bfloat16", "float16"),
-    "remat": ("none", "dots", "full"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +51,7 @@ class ModelSection:
     # What a training step computes again instead of keeping it: none, full (all but the inputs of
     # layers) or dots (all but the results of products and attention: nearly free).
     remat: str = "dots"
+    context_parallel: str = "ring"  # attention over mesh.context: ring, or all_to_all over heads
     tokenizer: str | None = None  # path of another tokenizer; null: the checkpoint's own
     seed: int = 0  # of random weights, and of what a learned rope adds to a checkpoint
 
@@ -67,15 +63,16 @@ class ModelSection:
         if self.base is not None and self.path is None:
             raise InputError(f"model.base={self.base!r}: give the adapters' folder as model.path")
         # Here and not only in ModelConfig: a checkpoint takes minutes to read.
-        for field, known in _NUMERICS.items():
-            value = getattr(self, field)
-            if value not in known and not (value is None and field != "remat"):
-                raise InputError(f"model.{field}={value!r} is not one of {', '.join(known)}")
+        for field in ("dtype", "param_dtype", "remat", "context_parallel"):
+            if (value := getattr(self, field)) is not None:
+                check_choice(field, value)
 
 
 def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
     """`config` with the method and the numerics of `section`."""
-    changes: dict[str, Any] = {"remat": section.remat}
+    changes: dict[str, Any] = {
+        "remat": section.remat, "context_parallel": section.context_parallel
+    }  # fmt: skip
     if section.rope is not None:
         changes["rope"] = resolve_rope(section.rope, config)
     if section.pattern is not None:

@@ -7,12 +7,13 @@ two backward, none repeated (the idea of fused linear cross-entropy, Hsu et al. 
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lcjax.sharding import ROWS, rows_over
+from lcjax.sharding import tokens_spec
 
 # The float32 logits of one chunk on one device stay below this many bytes: what a CPU's caches
 # still help with, and what keeps an accelerator's matrix unit busy.
@@ -64,8 +65,8 @@ def cross_entropy(
       targets: int32 [B, T].
       weights: float32 [B, T]; 0 where nothing is predicted.
       chunk: positions of T projected at once; chosen from the rows of a device and V if None.
-      mesh: whose devices share the rows: each goes through its own, and the kernel's gradient
-        crosses the machine once instead of once per chunk.
+      mesh: whose devices share rows and tokens: each goes through its own, and the kernel's
+        gradient crosses the machine once instead of once per chunk.
     """
     weights = weights.astype(jnp.float32)
     chunk = _chunk_size(hidden, projection, chunk, mesh)
@@ -83,19 +84,43 @@ def token_nll(
     """-log p(target) of every position, float32 [B, T]. For evaluation: no gradient is stored."""
     chunk = _chunk_size(hidden, projection, chunk, mesh)
 
-    def one(_, xs):
-        return None, _nll(xs[0], projection, xs[1])[0]
+    def score(hidden, projection, targets):
+        def one(_, xs):
+            return None, _nll(xs[0], projection, xs[1])[0]
 
-    _, nll = jax.lax.scan(one, None, (_chunked(hidden, chunk), _chunked(targets, chunk)))
-    return _joined(nll, hidden.shape[1])
+        _, nll = jax.lax.scan(one, None, (_chunked(hidden, chunk), _chunked(targets, chunk)))
+        return _joined(nll, hidden.shape[1])
+
+    tokens, everywhere = tokens_spec(mesh, *targets.shape), PartitionSpec()
+    by_device = _on_mesh(score, mesh, tokens, (tokens, everywhere, tokens), tokens)
+    return by_device(hidden, projection, targets)
+
+
+def _on_mesh(run, mesh, tokens: PartitionSpec, inputs, outputs):
+    """`run` on the tokens of each device; how the kernel is split is left to the compiler."""
+    axes = _axes(tokens)
+    if not axes:
+        return run
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(axes), check_vma=False
+    )
+
+
+def _axes(tokens: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes of a partition."""
+    each = (axis if isinstance(axis, tuple) else (axis,) for axis in tokens if axis is not None)
+    return tuple(name for axis in each for name in axis)
 
 
 def _chunk_size(hidden, projection, chunk: int | None, mesh) -> int:
-    batch, length, _ = hidden.shape
+    spec = tokens_spec(mesh, *hidden.shape[:2])
+    batch, length = (
+        size // math.prod(mesh.shape[axis] for axis in _axes(PartitionSpec(over)))
+        for size, over in zip(hidden.shape, spec)
+    )
     if chunk is None:
         limit = _CHUNK_BYTES.get(jax.default_backend(), _CHUNK_BYTES_DEFAULT)
-        rows = batch // rows_over(mesh, batch)
-        chunk = max(1, limit // (4 * rows * projection.vocabulary))
+        chunk = max(1, limit // (4 * batch * projection.vocabulary))
     # Equal chunks: 1,000 positions in chunks of at most 600 become 2 x 500, not 600 + 400.
     return -(-length // -(-length // chunk))
 
@@ -133,34 +158,35 @@ def _nll(hidden, projection, targets):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _weighted_sum(hidden, projection, targets, weights, chunk, mesh):
-    def one(total, xs):
-        hidden, targets, weights = xs
-        return total + (weights * _nll(hidden, projection, targets)[0]).sum(), None
+    tokens, everywhere = tokens_spec(mesh, *targets.shape), PartitionSpec()
+    axes = _axes(tokens)
 
-    chunks = [_chunked(x, chunk) for x in (hidden, targets, weights)]
-    return jax.lax.scan(one, jnp.float32(0), chunks)[0]
+    def run(hidden, projection, targets, weights):
+        def one(total, xs):
+            hidden, targets, weights = xs
+            return total + (weights * _nll(hidden, projection, targets)[0]).sum(), None
+
+        chunks = [_chunked(x, chunk) for x in (hidden, targets, weights)]
+        total = jax.lax.scan(one, jnp.float32(0), chunks)[0]
+        return jax.lax.psum(total, axes) if axes else total
+
+    run = _on_mesh(run, mesh, tokens, (tokens, everywhere, tokens, tokens), everywhere)
+    return run(hidden, projection, targets, weights)
 
 
 def _forward(hidden, projection, targets, weights, chunk, mesh):
     """The loss and, chunk by chunk, the gradients for a cotangent of one."""
-    run = functools.partial(_with_gradients, chunk=chunk)
-    if rows_over(mesh, hidden.shape[0]) > 1:
-        rows, everywhere = PartitionSpec(ROWS), PartitionSpec()
-        run = jax.shard_map(
-            functools.partial(run, axes=ROWS),
-            mesh=mesh,
-            in_specs=(rows, everywhere, rows, rows),
-            out_specs=((everywhere, everywhere), (rows, rows)),
-            axis_names=set(ROWS),  # how the kernel is split over `tensor` is left to the compiler
-            check_vma=False,
-        )
-    (total, d_projection), by_row = run(hidden, projection, targets, weights)
+    tokens, everywhere = tokens_spec(mesh, *targets.shape), PartitionSpec()
+    run = functools.partial(_with_gradients, chunk=chunk, axes=_axes(tokens))
+    inputs, sums = (tokens, everywhere, tokens, tokens), (everywhere, everywhere)
+    run = _on_mesh(run, mesh, tokens, inputs, (sums, (tokens, tokens)))
+    (total, d_projection), by_token = run(hidden, projection, targets, weights)
     d_projection = jax.tree.map(lambda d, x: d.astype(x.dtype), d_projection, projection)
-    return total, (d_projection, *by_row)
+    return total, (d_projection, *by_token)
 
 
 def _with_gradients(hidden, projection, targets, weights, *, chunk, axes=()):
-    """(loss and its gradient for the projection, summed over all rows), (d_hidden, nll) by row."""
+    """(loss and its gradient for the projection, of all tokens), (d_hidden, nll) by token."""
 
     def one(sums, xs):
         hidden, targets, weights = xs

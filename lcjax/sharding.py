@@ -1,7 +1,8 @@
 """Which axis of which array lies on which axis of the machine: one table.
 
 Mesh axes: `data` holds copies of the model, `fsdp` splits parameters and batch together (ZeRO,
-Rajbhandari et al. 2020), `tensor` splits heads and the feed-forward width (Shoeybi et al. 2019).
+Rajbhandari et al. 2020), `tensor` splits heads and the feed-forward width (Shoeybi et al. 2019),
+`context` cuts each text in parts (`pallas_kernels.sharded` puts attention together).
 """
 
 import dataclasses
@@ -13,12 +14,15 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lcjax.errors import InputError
+from pallas_kernels.sharded import Layout
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "context")
 ROWS = ("data", "fsdp")  # the axes over which the rows of a batch are spread
+LENGTH = "context"  # the axis over which the tokens of a row are spread
 
 # (pattern at the end of a parameter's path, mesh axis of each array axis). The first match counts;
-# stacked layers have one more axis in front, which is never split.
+# stacked layers have one more axis in front, which is never split. What `fsdp` splits is split over
+# `context` as well: the devices that share a text need the same weights at the same time.
 _RULES = (
     (r"embed/embedding", ("tensor", "fsdp")),
     (r"position/embedding", (None, "fsdp")),
@@ -45,10 +49,11 @@ class Mesh:
     data: int = 1  # copies of the model, each reading its own part of the batch
     fsdp: int = -1  # parameters, optimizer state and batch split
     tensor: int = 1  # heads and feed-forward width split
+    context: int = 1  # every text cut in so many parts, for rows too long for one device
 
 
 def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh of all devices (or of `devices`) with axes data, fsdp, tensor."""
+    """The mesh of all devices (or of `devices`) with axes data, fsdp, tensor, context."""
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(shape, axis) for axis in AXES]
     fixed = 1
@@ -60,10 +65,11 @@ def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> 
         sizes[sizes.index(-1)] = len(devices) // fixed
     elif fixed != len(devices):
         raise InputError(
-            f"mesh.data x mesh.fsdp x mesh.tensor = {fixed} must divide (with one axis -1) or equal"
-            f" the {len(devices)} devices here; mesh.fsdp=-1 takes what is left"
+            f"mesh.data x mesh.fsdp x mesh.tensor x mesh.context = {fixed} must divide (with one"
+            f" axis -1) or equal the {len(devices)} devices here; mesh.fsdp=-1 takes what is left"
         )
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=devices)
 
 
 def spec_of(path: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> PartitionSpec:
@@ -72,12 +78,21 @@ def spec_of(path: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> Parti
         if re.search(rf"(^|/){pattern}$", path):
             axes = (None,) * (len(shape) - len(axes)) + axes
             return PartitionSpec(
-                *(
-                    axis if axis and size % mesh.shape[axis] == 0 else None
-                    for axis, size in zip(axes, shape, strict=True)
-                )
+                *(_over(mesh, axis, size) for axis, size in zip(axes, shape, strict=True))
             )
     return PartitionSpec()
+
+
+def _over(mesh: jax.sharding.Mesh, axis: str | None, size: int) -> str | tuple[str, ...] | None:
+    """The mesh axes over which `size` numbers are split by a rule that says `axis`."""
+    together = ("fsdp", LENGTH)
+    if axis == "fsdp" and mesh.shape[LENGTH] > 1 and size % _devices(mesh, together) == 0:
+        return together
+    return axis if axis and size % mesh.shape[axis] == 0 else None
+
+
+def _devices(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
@@ -96,7 +111,7 @@ def param_shardings(mesh: jax.sharding.Mesh, tree: Any) -> Any:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows of a batch [B, ...] lie over `data` and `fsdp`."""
+    """Rows of a batch [B, ...] lie over `data` and `fsdp`, each whole on all devices of a text."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
@@ -107,7 +122,7 @@ def process_rows(mesh: jax.sharding.Mesh, rows: int, process: int | None = None)
     a process; in this order `jax.make_array_from_process_local_data` expects them.
     """
     process = jax.process_index() if process is None else process
-    parts = math.prod(mesh.shape[axis] for axis in ROWS)
+    parts = _devices(mesh, ROWS)
     if rows < 1 or rows % parts:
         raise InputError(
             f"batch size {rows} must be a positive multiple of mesh.data x mesh.fsdp = {parts};"
@@ -124,24 +139,46 @@ def process_rows(mesh: jax.sharding.Mesh, rows: int, process: int | None = None)
 
 def rows_over(mesh: jax.sharding.Mesh | None, rows: int) -> int:
     """Devices that the `rows` of a batch are spread over: 1 without a mesh that divides them."""
-    devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROWS)
+    devices = 1 if mesh is None else _devices(mesh, ROWS)
     return devices if rows % devices == 0 else 1
 
 
 def padding_rows(mesh: jax.sharding.Mesh | None, rows: int) -> int:
     """Rows that a batch lacks until every device of `data` x `fsdp` has equally many."""
-    return 0 if mesh is None else -rows % (mesh.shape["data"] * mesh.shape["fsdp"])
+    return 0 if mesh is None else -rows % _devices(mesh, ROWS)
+
+
+def tokens_spec(mesh: jax.sharding.Mesh | None, rows: int, length: int) -> PartitionSpec:
+    """Of [B, T, ...]: rows over `data` and `fsdp`, tokens over `context`, where these divide."""
+    spread = ROWS if rows_over(mesh, rows) > 1 else None
+    cut = mesh is not None and mesh.shape[LENGTH] > 1 and length % mesh.shape[LENGTH] == 0
+    return PartitionSpec(spread, LENGTH if cut else None)
 
 
 def keep_rows(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """`x` [B, ...] with its rows over `data` and `fsdp`, and nothing else split.
+    """`x` [B, ...] with its rows over `data` and `fsdp`, and nothing else split."""
+    if rows_over(mesh, x.shape[0]) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+
+
+def keep_tokens(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
+    """`x` [B, T, ...] with its tokens where `tokens_spec` says, and nothing else split.
 
     Left alone, XLA follows the split of the embedding's width over `fsdp` instead of the batch, and
     every device then carries the hidden states of all rows.
     """
-    if rows_over(mesh, x.shape[0]) == 1:
+    spec = tokens_spec(mesh, *x.shape[:2])
+    if spec == PartitionSpec(None, None):
         return x
-    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def attention_layout(mesh: jax.sharding.Mesh | None, method: str = "ring") -> Layout | None:
+    """How attention runs on `mesh`; None on one device. `method` as in `pallas_kernels.sharded`."""
+    if mesh is None or mesh.size == 1:
+        return None
+    return Layout(mesh, ROWS, "tensor", LENGTH, method)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:

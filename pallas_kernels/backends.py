@@ -64,6 +64,7 @@ class Spec:
     scale: float
     soft_cap: float | None = None
     table: Constant | None = None  # a caller's block table of NumPy arrays
+    splits: int | None = None  # parts of the keys to compute apart; None: what suits the platform
 
 
 class Operands(NamedTuple):

@@ -8,6 +8,8 @@ is chosen, is written in `pallas_kernels/backends.py`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from pallas_kernels.biases import Bias, of_heads
 from pallas_kernels.block_table import BlockTable
 from pallas_kernels.masks import Mask, by_heads, everything
 from pallas_kernels.merging import with_sinks
+from pallas_kernels.sharded import Layout, over_mesh
 
 
 def flash(
@@ -37,6 +40,8 @@ def flash(
     q_segments=None,
     k_segments=None,
     k_lengths=None,
+    splits: int | None = None,
+    layout: Layout | None = None,
     implementation: str | None = None,
 ):
     """softmax(cap(scale q k^T) + bias) v over visible keys, and the log-sum-exp of their logits.
@@ -59,11 +64,16 @@ def flash(
     q_segments int [B, T], k_segments int [B, S]: keys are seen only inside the same segment;
         segment 0 is padding, which sees nothing and is seen by nobody.
     k_lengths int [B]: only that many first keys of a row are there.
+    splits: see `pallas_kernels.decode`.
+    layout: over which axes of a mesh rows, heads and the length are split
+        (`pallas_kernels.sharded`); None leaves it to the compiler, which cannot split kernels.
     implementation: a name of `pallas_kernels.backends.BACKENDS`, "reference" (dense, for tests), or
         None for the best one on this platform.
     """
     _check(q, k, v, q_index, k_index, q_segments, k_segments, k_lengths)
     _check_options(q, k, soft_cap, bias, sinks, table)
+    if splits is not None and not splits >= 1:
+        raise ValueError(f"flash: splits={splits} must be at least 1; None suits the platform")
     q_segments, k_segments = _with_lengths(q, k, q_segments, k_segments, k_lengths)
     mask = everything() if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -74,8 +84,12 @@ def flash(
         return reference.attention(q, k, v, *places, mask=mask, scale=scale, **options)
     static = table is not None and table.static
     operands = Operands(*places, bias, None if static else table)
-    spec = Spec(mask, scale, soft_cap, Constant(table) if static else None)
-    out, lse = _by_heads(q, k, v, operands, spec, implementation)
+    spec = Spec(mask, scale, soft_cap, Constant(table) if static else None, splits)
+    if layout is None:
+        attention = functools.partial(_attention, implementation)
+        out, lse = _by_heads(attention, q, k, v, operands, spec)
+    else:
+        out, lse = over_mesh(_by_heads, q, k, v, operands, spec, implementation, layout)
     if table is not None and table.overflow is not None:
         out, lse = (jnp.where(table.overflow, jnp.nan, x).astype(x.dtype) for x in (out, lse))
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
@@ -96,7 +110,7 @@ def _with_lengths(q, k, q_segments, k_segments, k_lengths):
     return q_segments, jnp.where(there, k_segments, 0)
 
 
-def _by_heads(q, k, v, operands: Operands, spec: Spec, implementation: str | None):
+def _by_heads(attention: Callable, q, k, v, operands: Operands, spec: Spec):
     """Attention whose mask differs by heads: one call for each run of heads that share a mask."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     parts, start = [], 0
@@ -109,10 +123,8 @@ def _by_heads(q, k, v, operands: Operands, spec: Spec, implementation: str | Non
             parts.append((mask, start, some))
             start, count = start + some, count - some
     if len(parts) == 1:
-        return _attention(q, k, v, operands, spec, implementation)
-    results = [
-        _attention(*_of_heads(q, k, v, operands, spec, *part), implementation) for part in parts
-    ]
+        return attention(q, k, v, operands, spec)
+    results = [attention(*_of_heads(q, k, v, operands, spec, *part)) for part in parts]
     out, lse = (jnp.concatenate(x, 2) for x in zip(*results, strict=True))
     return out, lse
 
@@ -133,12 +145,12 @@ def _of_heads(q, k, v, operands: Operands, spec: Spec, mask: Mask, start: int, c
         bias=of_heads(operands.bias, start, count), table=cut(operands.table)
     )
     table = spec.table if spec.table is None else Constant(cut(spec.table.tree))
-    spec = Spec(mask, spec.scale, spec.soft_cap, table)
+    spec = replace(spec, mask=mask, table=table)
     keys = slice(first, first + some)
     return q[:, :, start : start + count], k[:, :, keys], v[:, :, keys], operands, spec
 
 
-def _attention(q, k, v, operands: Operands, spec: Spec, implementation: str | None):
+def _attention(implementation: str | None, q, k, v, operands: Operands, spec: Spec):
     choice = backends.choose(implementation, q, k, v, operands, spec)
     return _differentiable(q, k, v, operands, spec, choice)
 

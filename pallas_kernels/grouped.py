@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import backends
-from pallas_kernels.backends import GroupedOperands, GroupedSpec
+from pallas_kernels.backends import GroupedOperands, GroupedSpec, Operands
 from pallas_kernels.flash import flash
 from pallas_kernels.masks import Mask, causal, chunks, tail_of
 from pallas_kernels.merging import merge
+from pallas_kernels.sharded import Layout, gathered
 
 
 def own_block(block: int) -> Mask:
@@ -43,6 +44,7 @@ def grouped(
     k_index=None,
     q_segments=None,
     k_segments=None,
+    layout: Layout | None = None,
     implementation: str | None = None,
 ):
     """(out [B, T, N, Hv], lse float32 [B, T, N]) of the grouped softmax, both differentiable.
@@ -54,6 +56,7 @@ def grouped(
     q_index [T] or [B, T], k_index [S] or [B, S]: places in the own document, by default 0, 1, ...
         Older blocks have to stand in consecutive keys; one whose start is not there is not seen.
     q_segments int [B, T], k_segments int [B, S]: documents; 0 is padding.
+    layout: as in `flash`; keys of a length that is cut are gathered, and must lie in order.
     implementation: as in `flash`: a name of `pallas_kernels.backends.GROUPED`, "reference" (dense,
         for tests), or None for the best one on this platform.
     """
@@ -63,6 +66,10 @@ def grouped(
     places = {
         "q_index": q_index, "k_index": k_index, "q_segments": q_segments, "k_segments": k_segments
     }  # fmt: skip
+    if layout is not None:
+        run = functools.partial(_of_operands, block, scale, implementation)
+        rows = [None if x is None else jnp.atleast_2d(jnp.asarray(x)) for x in places.values()]
+        return gathered(run, q, k, v, Operands(*rows), layout)
     if implementation == "reference":
         rows = *_rows(q_index, q_segments, q), *_rows(k_index, k_segments, k)
         return _dense(q, k, v, *rows, block=block, scale=scale)
@@ -82,6 +89,11 @@ def grouped(
         q_segments=q_segments, k_segments=segments, **options,
     )  # fmt: skip
     return merge([own(), old])
+
+
+def _of_operands(block: int, scale: float, implementation, q, k, v, operands: Operands):
+    places = dict(zip(Operands._fields[:4], operands[:4], strict=True))
+    return grouped(q, k, v, block, scale=scale, implementation=implementation, **places)
 
 
 def older_blocks(

@@ -9,6 +9,7 @@ from lcjax.attention.base import Pattern, Places
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
 from pallas_kernels.biases import Bias
+from pallas_kernels.sharded import Layout
 
 
 def attend(
@@ -26,13 +27,14 @@ def attend(
     k_segments: jax.Array | None = None,
     row: tuple[jax.Array | None, jax.Array | None] | None = None,
     bias: Bias | None = None,
+    layout: Layout | None = None,
     keys_rotated: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attention of q [B, T, N, H] over k [B, S, K, H] and v [B, S, K, Hv]: out [B, T, N, Hv].
 
     q and k are unrotated; `q_positions` [B, T] and `k_positions` [B, S] say where they stand, the
-    pattern may move them. Order indices, segments, `row` and `bias` are those of `Places`.
+    pattern may move them. Order indices, segments, `row`, `bias`, `layout` are those of `Places`.
     `keys_rotated` says that k already carries its rotation, at `pattern.key_positions` (a cache
     that stores rotated keys), which patterns that move keys refuse.
     """
@@ -41,8 +43,9 @@ def attend(
             f"pattern {pattern!r} places tokens itself and takes no bias of the logits"
         )
     places = Places(
-        q_positions, k_positions, q_index, k_index, q_segments, k_segments, row, q.shape[2], bias
-    )
+        q_positions, k_positions, q_index, k_index, q_segments, k_segments, row, q.shape[2], bias,
+        layout,
+    )  # fmt: skip
     return pattern.attend(
         q, k, v, rotation, places, keys_rotated=keys_rotated, implementation=implementation
     )

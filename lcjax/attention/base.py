@@ -15,6 +15,7 @@ from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
 from pallas_kernels import Mask, merge
 from pallas_kernels.biases import Bias
+from pallas_kernels.sharded import Layout
 
 # How a model tells its tokens apart by place: rotations, biases of logits, absolute embeddings.
 POSITIONS = ("rope", "alibi", "t5", "sinusoidal", "learned")
@@ -39,6 +40,7 @@ class Places(NamedTuple):
     row: tuple[jax.Array | None, jax.Array | None] | None = None
     heads: int = 1  # query heads, for masks that differ between them
     bias: Bias | None = None  # of the logits, by the distance of order indices
+    layout: Layout | None = None  # over which axes of a mesh rows, heads and length are split
 
     @property
     def q_order(self) -> jax.Array:
@@ -86,6 +88,11 @@ class Pattern(draccus.ChoiceRegistry):
         what was added to embeddings cannot be.
         """
         return POSITIONS if type(self).attend is Pattern.attend else ("rope",)
+
+    @property
+    def any_order(self) -> bool:
+        """Whether tokens and keys may lie in any order, as long as their order indices say it."""
+        return type(self).attend is Pattern.attend
 
     def passes(self, places: Places) -> list[Pass]:
         """The passes of queries and keys at `places`; their masks are disjoint."""

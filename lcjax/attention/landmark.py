@@ -99,6 +99,7 @@ class Landmark(Pattern):
             k_index=places.k_index,
             q_segments=places.q_segments,
             k_segments=places.k_segments,
+            layout=places.layout,
             implementation=implementation,
         )
         return out

@@ -41,6 +41,7 @@ def partial_attention(
             q_segments=places.q_segments,
             k_segments=places.k_segments,
             bias=bias,
+            layout=places.layout,
             implementation=implementation,
         )
     return out, lse if shift is None else lse + shift

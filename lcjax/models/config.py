@@ -9,6 +9,7 @@ from lcjax.attention import POSITIONS, Causal, Pattern
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
 from lcjax.rope import Default, Rope
+from pallas_kernels.sharded import METHODS
 
 _CHOICES = {
     "norm": ("rms", "layer"),
@@ -18,7 +19,15 @@ _CHOICES = {
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16", "float16"),
     "remat": ("none", "full", "dots"),
+    "context_parallel": METHODS,
 }
+
+
+def check_choice(field: str, value: Any) -> None:
+    """Refuses a value that `field` of a model cannot have."""
+    if value not in _CHOICES[field]:
+        known = ", ".join(_CHOICES[field])
+        raise InputError(f"model.{field}={value!r} is not one of {known}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +59,15 @@ class ModelConfig:
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: str = "float32"
     remat: str = "none"  # what a training step recomputes: nothing, whole layers, all but matmuls
+    # How attention over the mesh axis `context` is put together: keys go round a ring, or heads are
+    # exchanged for tokens (which needs as many heads on a device as parts of the text).
+    context_parallel: str = "ring"
     lora: LoRA | None = None
     scan_layers: bool = True  # one compiled layer, weights stacked [L, ...]
 
     def __post_init__(self):
-        for field, choices in _CHOICES.items():
-            value = getattr(self, field)
-            if value not in choices:
-                raise InputError(f"model.{field}={value!r} is not one of {', '.join(choices)}")
+        for field in _CHOICES:
+            check_choice(field, getattr(self, field))
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model.num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"

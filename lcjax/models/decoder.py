@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax import cache as cache_lib
@@ -15,7 +16,8 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Norm
 from lcjax.models.position import Position, no_rotation
 from lcjax.rope import Rotation
-from lcjax.sharding import keep_rows
+from lcjax.sharding import LENGTH, keep_tokens
+from pallas_kernels.sharded import zigzag
 
 # "dots" keeps the results of products and of attention, and computes everything elementwise again:
 # that is cheaper than writing it to memory and reading it back.
@@ -36,12 +38,12 @@ class SequentialBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
-        c, x = self.config, keep_rows(x, self.mesh)
+        c, x = self.config, keep_tokens(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
-        attended, layer = Attention(c, name="attention")(normed, context, layer)
-        x = keep_rows(x + attended, self.mesh)
+        attended, layer = Attention(c, self.mesh, name="attention")(normed, context, layer)
+        x = keep_tokens(x + attended, self.mesh)
         x = x + MLP(c, name="mlp")(Norm(c, name="mlp_norm")(x))
-        return keep_rows(x, self.mesh), layer
+        return keep_tokens(x, self.mesh), layer
 
 
 class ParallelBlock(nn.Module):
@@ -52,11 +54,11 @@ class ParallelBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
-        c, x = self.config, keep_rows(x, self.mesh)
+        c, x = self.config, keep_tokens(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
-        attended, layer = Attention(c, name="attention")(normed, context, layer)
+        attended, layer = Attention(c, self.mesh, name="attention")(normed, context, layer)
         x = x + attended + MLP(c, name="mlp")(normed)
-        return keep_rows(x, self.mesh), layer
+        return keep_tokens(x, self.mesh), layer
 
 
 _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
@@ -69,7 +71,7 @@ class Decoder(nn.Module):
     """
 
     config: ModelConfig
-    mesh: jax.sharding.Mesh | None = None  # whose devices share the rows of hidden states
+    mesh: jax.sharding.Mesh | None = None  # whose devices share rows, heads and tokens
 
     def setup(self):
         c = self.config
@@ -109,6 +111,7 @@ class Decoder(nn.Module):
         segments: jax.Array | None = None,
         rotation: Rotation | None = None,
         cache: cache_lib.Cache | None = None,
+        order: np.ndarray | None = None,
     ) -> tuple[jax.Array, cache_lib.Cache | None]:
         """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
 
@@ -119,6 +122,8 @@ class Decoder(nn.Module):
           rotation: frequencies for this call; those of `config.rope` at length T (or at the
             cache's capacity: the request's full length) if None.
           cache: the past, from `lcjax.cache.create`.
+          order: int32 [T], the token that goes to each place before anything is computed, and so
+            the order of the hidden states: that of `token_order`, which spreads work evenly.
         """
         c = self.config
         start, given = 0 if cache is None else cache.filled, positions
@@ -133,8 +138,14 @@ class Decoder(nn.Module):
             c.check_length(tokens.shape[1])
         if rotation is None or c.position != "rope":
             rotation = self._rotation(tokens, cache)
-        context = Context(positions, segments, rotation, index, view, self.position.logit_bias())
-        x = keep_rows(self.embed.embedding[tokens].astype(c.compute_dtype()), self.mesh)
+        if order is not None:
+            index = jnp.arange(len(order), dtype=jnp.int32)[None] if index is None else index
+            tokens, positions, index, segments = (
+                None if x is None else x[:, order] for x in (tokens, positions, index, segments)
+            )
+        bias = self.position.logit_bias()
+        context = Context(positions, segments, rotation, index, view, bias, order)
+        x = keep_tokens(self.embed.embedding[tokens].astype(c.compute_dtype()), self.mesh)
         if given is None:  # absolute embeddings count in the document
             index = view.q_index if cache is not None else index
             positions = positions if index is None else index
@@ -152,6 +163,18 @@ class Decoder(nn.Module):
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
         return self.final_norm(x), cache
+
+    def token_order(self, length: int) -> np.ndarray | None:
+        """The order of a row's tokens in which the devices that share it have equal work.
+
+        None where their own order is best: without such devices, where a token sees a bounded
+        part of the text, and where keys must lie as they follow each other.
+        """
+        c = self.config
+        parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
+        if parts == 1 or c.context_parallel != "ring" or not c.pattern.any_order:
+            return None
+        return zigzag(length, parts) if c.pattern.kept() is None else None
 
     def _rotation(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> Rotation:
         c = self.config

@@ -13,6 +13,7 @@ from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
 from lcjax.rope import Rotation
+from lcjax.sharding import attention_layout
 from pallas_kernels.biases import Bias
 
 
@@ -25,6 +26,7 @@ class Context(NamedTuple):
     index: jax.Array | None = None  # int32 [B, T], places in the own document; None: 0, 1, 2, ...
     view: cache_lib.View | None = None  # where the new tokens stand in the cache
     bias: Bias | None = None  # of the logits, by distance
+    order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
 
 
 class Linear(nn.Module):
@@ -104,10 +106,12 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023) under any rotation and pattern."""
 
     config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
+        layout = attention_layout(self.mesh, c.context_parallel)
         heads, kv_heads, size = c.num_heads, c.num_kv_heads, c.head_dim
         # Parameters do not depend on the pattern, and some refuse the short rows they are made with
         pattern = Causal() if self.is_initializing() else c.pattern
@@ -129,8 +133,9 @@ class Attention(nn.Module):
                     k_positions=context.positions,
                     q_index=context.index,
                     k_index=context.index,
-                    row=(None, None),
+                    row=(context.order, context.order),
                     bias=context.bias,
+                    layout=None if self.is_initializing() else layout,
                     q_segments=context.segments,
                     k_segments=context.segments,
                 )

@@ -45,19 +45,24 @@ def language_model(
             params=params.get("rope"),
         )
         rotation = config.pattern.at_length(rotation, places.shape[1])
+        targets, weights = batch["targets"], batch["weights"]
+        order = model.token_order(targets.shape[1])
         hidden, _ = model.apply(
             {"params": params},
             batch["tokens"],
             positions=places,
             segments=batch["segments"],
             rotation=rotation,
+            order=order,
         )
+        if order is not None:
+            targets, weights = targets[:, order], weights[:, order]
         with jax.named_scope("loss"):
             return cross_entropy(
                 hidden,
                 head(params, config),
-                batch["targets"],
-                batch["weights"],
+                targets,
+                weights,
                 chunk=chunk,
                 mesh=mesh,
             )

@@ -1,0 +1,343 @@
+"""Attention over a mesh: rows, heads and also the length of q, k, v split over devices.
+
+Rows and heads are independent. A length that is cut over c devices needs keys of others:
+
+- "ring": queries stay, keys and values go round the ring of devices in c - 1 hops, and every hop's
+  partial result is merged by log-sum-exp (Ring Attention, Liu et al. 2023, arXiv 2310.01889). No
+  device ever holds more than two parts of the keys. The backward pass goes round again with the
+  log-sum-exp of the whole, the gradients of keys and values travelling along.
+- "all_to_all": an exchange gives every device the whole length of some heads and takes the result
+  back (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The number of heads limits it.
+
+Tokens may lie in any order, as `q_index` and `k_index` say. `zigzag` is the one in which all
+devices have the same work under a causal mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from pallas_kernels import backends
+from pallas_kernels.backends import Operands, Spec
+from pallas_kernels.masks import Mask, PerHead, by_heads
+from pallas_kernels.merging import merge
+
+METHODS = ("ring", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Over which axes of a mesh q, k and v [B, T, N, H] are split."""
+
+    mesh: jax.sharding.Mesh
+    rows: tuple[str, ...] = ()  # axes that share the rows of the batch
+    heads: str | None = None  # the axis that shares the heads
+    length: str | None = None  # the axis along which queries and keys are cut
+    method: str = "ring"  # how a cut length is put together: ring or all_to_all
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            raise ValueError(f"Layout(method={self.method!r}): choose ring or all_to_all")
+
+    def size(self, axis: str | tuple[str, ...] | None) -> int:
+        """Devices along an axis, along several together, or 1."""
+        axes = (axis,) if isinstance(axis, str) else axis or ()
+        return math.prod(self.mesh.shape[a] for a in axes)
+
+    def fitting(self, q, k) -> Layout:
+        """The layout without the axes that do not divide rows or heads: these stay whole."""
+        rows = self.rows if q.shape[0] % self.size(self.rows) == 0 else ()
+        heads = self.heads if q.shape[2] % self.size(self.heads) == 0 else None
+        length = self.length if self.size(self.length) > 1 else None
+        count = self.size(length)
+        for name, tokens in (("queries", q.shape[1]), ("keys", k.shape[1])):
+            if tokens % count:
+                near = -(-tokens // count) * count
+                raise ValueError(
+                    f"{tokens} {name} cannot be cut over the {count} devices of the mesh axis "
+                    f"{length!r}; the next length that can: {near}"
+                )
+        return replace(self, rows=rows, heads=heads, length=length)
+
+    def spec(self, x, *, heads: bool = False) -> PartitionSpec:
+        """Of [1 or B, T], or of [B, T, N, ...] if it has heads."""
+        rows = self.rows if self.rows and x.shape[0] > 1 else None
+        return PartitionSpec(rows, self.length, *((self.heads,) if heads else ()))
+
+
+def zigzag(length: int, devices: int) -> np.ndarray:
+    """int32 [length]: which token stands at each place so that causal work is balanced.
+
+    The text is cut into 2 c pieces for c devices; device i holds pieces i and 2 c - 1 - i: one that
+    sees little and one that sees much (Llama 3, Grattafiori et al. 2024, sec. 3.3.2).
+    """
+    if length % (2 * devices):
+        near = -(-length // (2 * devices)) * 2 * devices
+        raise ValueError(
+            f"{length} tokens cannot be cut into 2 x {devices} equal pieces; the next length that "
+            f"can: {near}"
+        )
+    pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
+    order = [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
+    return pieces[order].reshape(-1)
+
+
+def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, layout: Layout):
+    """(out, lse) of attention laid out as `layout` says; the arguments of `flash`, prepared.
+
+    `split(attention, q, k, v, operands, spec)` calls attention for each run of heads with one mask.
+    """
+    if backends.given_table(operands, spec) is not None:
+        raise ValueError("flash: a table lists blocks of a whole row; give a table or a layout")
+    layout = layout.fitting(q, k)
+    hops = _hops(spec.mask, q, k, operands, layout)
+    if layout.length is not None and layout.method == "ring":
+        operands = _with_indices(q, k, operands)
+    k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
+    bias = jax.tree.map(
+        lambda x: PartitionSpec(*(None,) * (x.ndim - 1), layout.heads), operands.bias
+    )
+    places = (None if x is None else layout.spec(x) for x in operands[:4])
+
+    def local(q, k, v, operands):
+        heads, attention = layout.heads, functools.partial(_local, implementation, layout, hops)
+        if layout.length is None or layout.method == "ring":
+            mask = _of_shard(spec.mask, layout.size(heads))
+            return split(attention, q, k, v, operands, replace(spec, mask=mask))
+        return _exchanged(split, implementation, layout, q, k, v, operands, spec)
+
+    whole = layout.spec(q, heads=True)
+    run = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(whole, whole, whole, Operands(*places, bias)),
+        out_specs=(whole, whole),
+        check_vma=False,
+    )
+    return run(q, k, v, operands)
+
+
+def gathered(run, q, k, v, operands: Operands, layout: Layout):
+    """`run(q, k, v, operands) -> (out, lse)` on each device's queries and heads, with all keys.
+
+    For attention that is no sum of parts: the keys of a cut length are gathered.
+    """
+    layout = layout.fitting(q, k)
+    if layout.length is not None:
+        operands = _with_indices(q, k, operands)
+    k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
+    places = Operands(*(None if x is None else layout.spec(x) for x in operands[:4]))
+    whole = layout.spec(q, heads=True)
+
+    def local(q, k, v, operands):
+        if layout.length is not None:
+            join = functools.partial(lax.all_gather, axis_name=layout.length, axis=1, tiled=True)
+            k, v = join(k), join(v)
+            operands = _joined_keys(operands, join)
+        return run(q, k, v, operands)
+
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(whole, whole, whole, places),
+        out_specs=(whole, whole),
+        check_vma=False,
+    )(q, k, v, operands)
+
+
+def _joined_keys(operands: Operands, join) -> Operands:
+    index, segments = (None if x is None else join(x) for x in (operands[1], operands[3]))
+    return operands._replace(k_index=index, k_segments=segments)
+
+
+def _with_indices(q, k, operands: Operands) -> Operands:
+    """With explicit places, which are cut along with the tokens."""
+
+    def index(given, x):
+        return jnp.arange(x.shape[1], dtype=jnp.int32)[None] if given is None else given
+
+    return operands._replace(q_index=index(operands[0], q), k_index=index(operands[1], k))
+
+
+def _shareable(x, parts: int):
+    """x [B, S, K, H] with its heads repeated until `parts` divides them."""
+    return jnp.repeat(x, math.lcm(x.shape[2], parts) // x.shape[2], axis=2)
+
+
+@dataclass(frozen=True)
+class _ByShard(Mask):
+    """One mask for each device along the axes that share the heads."""
+
+    masks: tuple[Mask, ...]
+
+    @property
+    def arithmetic(self) -> bool:
+        return all(mask.arithmetic for mask in self.masks)
+
+
+def _of_shard(mask: Mask, shards: int) -> Mask:
+    """The mask of the heads of one shard: the parts of a mask per head differ between shards."""
+    if not isinstance(mask, PerHead) or shards == 1:
+        return mask
+    each = [part for part, count in mask.parts for _ in range(count)]
+    heads = mask.heads // shards
+    of_head = [tuple(each[s * heads + h] for s in range(shards)) for h in range(heads)]
+    runs = [(masks, len(list(run))) for masks, run in itertools.groupby(of_head)]
+    parts = [(m[0] if len(set(m)) == 1 else _ByShard(m), count) for m, count in runs]
+    return parts[0][0] if len(parts) == 1 else PerHead(tuple(parts))
+
+
+def _hops(mask: Mask, q, k, operands: Operands, layout: Layout) -> int:
+    """How far keys have to travel round the ring: all the way unless the mask ends before.
+
+    Known where tokens lie in their order and the mask looks at differences only.
+    """
+    count = layout.size(layout.length)
+    ordered = operands.q_index is None and operands.k_index is None
+    if not (ordered and q.shape[1] == k.shape[1] and mask.shift_invariant):
+        return count
+    part, first = q.shape[1] // count, np.arange(count)
+    lo, hi = first * part, first * part + part - 1
+
+    def meet(hop):
+        at = (first - hop) % count
+        return any(
+            np.any(m.bounds(lo, hi, lo[at], hi[at])[0]) for m, _ in by_heads(mask, q.shape[2])
+        )
+
+    return max((hop for hop in range(count) if meet(hop)), default=0) + 1
+
+
+def _exchanged(split, implementation, layout: Layout, q, k, v, operands: Operands, spec: Spec):
+    """Attention of some heads over the whole length, between two exchanges."""
+    axis, parts = layout.length, layout.size(layout.length)
+    if q.shape[2] % parts:
+        raise ValueError(
+            f"all_to_all: {q.shape[2]} query heads of a device cannot be shared among the {parts} "
+            f"devices of the mesh axis {axis!r}; use method 'ring'"
+        )
+    k, v = (_shareable(x, parts) for x in (k, v))
+    to_heads = functools.partial(
+        lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True
+    )
+    to_length = functools.partial(
+        lax.all_to_all, axis_name=axis, split_axis=1, concat_axis=2, tiled=True
+    )
+    join = functools.partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
+
+    def mine(x):
+        size = x.shape[-1] // parts
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, x.ndim - 1)
+
+    places = (None if x is None else join(x) for x in operands[:4])
+    operands = Operands(*places, jax.tree.map(mine, operands.bias))
+    shards = layout.size(layout.heads) * parts
+    spec = replace(spec, mask=_of_shard(spec.mask, shards))
+    whole = replace(layout, heads=_axes(layout.heads, axis), length=None)
+    attention = functools.partial(_local, implementation, whole, 1)
+    out, lse = split(attention, *(to_heads(x) for x in (q, k, v)), operands, spec)
+    return to_length(out), to_length(lse)
+
+
+def _axes(*names):
+    return tuple(name for name in names if name is not None)
+
+
+def _local(implementation, layout: Layout, hops: int, q, k, v, operands, spec):
+    return _ring(q, k, v, operands, spec, implementation, layout, hops)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _ring(q, k, v, operands, spec, implementation, layout, hops):
+    """Attention of this device's queries over the keys of `hops` devices, its own first."""
+    run = functools.partial(_run, "forward", implementation, layout, spec)
+
+    def add(found, keys):
+        return merge([found, run((q, *keys[:2]), _seeing(operands, keys))])
+
+    keys = k, v, operands.k_index, operands.k_segments
+    if hops == 1:
+        return run((q, k, v), operands)
+    empty = jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32)
+    start = (empty, jnp.full(q.shape[:3], -jnp.inf, jnp.float32)), keys
+
+    def hop(carry, _):
+        found, keys = carry
+        # The next keys travel while these are multiplied.
+        return (add(found, keys), _sent(keys, layout, 1)), None
+
+    (found, keys), _ = lax.scan(hop, start, None, length=hops - 1)
+    out, lse = add(found, keys)
+    return out.astype(q.dtype), lse
+
+
+def _forward(q, k, v, operands, spec, implementation, layout, hops):
+    found = _ring(q, k, v, operands, spec, implementation, layout, hops)
+    out, lse = (checkpoint_name(x, "attention") for x in found)
+    return (out, lse), (q, k, v, operands, out, lse)
+
+
+def _backward(spec, implementation, layout, hops, saved, cotangents):
+    q, k, v, operands, out, lse = saved
+    run = functools.partial(_run, "backward", implementation, layout, spec)
+
+    def add(sums, keys):
+        """(dq, d_bias) and (dk, dv) with what these keys add: probabilities are of the whole."""
+        arrays = (q, *keys[:2], out, lse, *cotangents)
+        dq, dk, dv, d_bias = run(arrays, _seeing(operands, keys))
+        return jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, ((dq, d_bias), (dk, dv)))
+
+    keys = k, v, operands.k_index, operands.k_segments
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ((q, operands.bias), (k, v)))
+
+    def hop(carry, _):
+        sums, keys = carry
+        fixed, travelling = add(sums, keys)
+        return ((fixed, _sent(travelling, layout, 1)), _sent(keys, layout, 1)), None
+
+    if hops > 1:
+        (sums, keys), _ = lax.scan(hop, (sums, keys), None, length=hops - 1)
+    (dq, d_bias), travelling = add(sums, keys)
+    dk, dv = _sent(travelling, layout, 1 - hops) if hops > 1 else travelling  # home again
+    d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Operands(bias=d_bias)
+
+
+_ring.defvjp(_forward, _backward)
+
+
+def _seeing(operands: Operands, keys) -> Operands:
+    return operands._replace(k_index=keys[2], k_segments=keys[3])
+
+
+def _sent(tree, layout: Layout, hops: int):
+    """Every array of the tree to the device `hops` further along the ring."""
+    count = layout.size(layout.length)
+    pairs = [(i, (i + hops) % count) for i in range(count)]
+    return jax.tree.map(lambda x: lax.ppermute(x, layout.length, pairs), tree)
+
+
+def _run(direction: str, implementation, layout: Layout, spec: Spec, arrays, operands: Operands):
+    """A backend's `forward` or `backward` under this device's mask."""
+    masks = spec.mask.masks if isinstance(spec.mask, _ByShard) else (spec.mask,)
+    different = tuple(dict.fromkeys(masks))
+
+    def under(mask):
+        own = replace(spec, mask=mask)
+        choice = backends.choose(implementation, *arrays[:3], operands, own)
+        return lambda: backends.run(direction, choice, arrays, operands, own)
+
+    if len(different) == 1:
+        return under(different[0])()
+    which = jnp.array([different.index(mask) for mask in masks])
+    return lax.switch(which[lax.axis_index(layout.heads)], [under(mask) for mask in different])

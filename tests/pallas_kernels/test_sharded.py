@@ -1,0 +1,165 @@
+"""Attention over a mesh equals attention on one device, values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from pallas_kernels import (
+    Alibi,
+    alibi_slopes,
+    band,
+    causal,
+    chunks,
+    flash,
+    per_head,
+    prefix,
+    window,
+)
+from pallas_kernels.backends import Operands
+from pallas_kernels.grouped import grouped
+from pallas_kernels.sharded import Layout, _hops, zigzag
+
+B, T, N, K, H = 2, 48, 8, 2, 16
+MASKS = {
+    "causal": causal(),
+    "window": causal() & window(9),
+    "far": causal() & ~window(9) & prefix(3),
+    "by head": causal() & per_head((chunks(12), 4), (chunks(12, 6), 4)),
+    "three parts": causal() & per_head((chunks(12), 3), (window(5), 4), (window(40), 1)),
+    "both sides": band(-7, 7),
+}
+
+
+def layout(rows=1, heads=1, length=1, method="ring"):
+    count = rows * heads * length
+    shape, names = (rows, heads, length), ("rows", "heads", "length")
+    kinds = (AxisType.Auto,) * 3
+    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
+    return Layout(mesh, ("rows",), "heads", "length", method)
+
+
+def inputs(seed=0, t=T, heads=N, kv_heads=K):
+    keys = jax.random.split(jax.random.key(seed), 5)
+    shapes = [(B, t, heads, H), (B, t, kv_heads, H), (B, t, kv_heads, H)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes)], list(keys[3:])
+
+
+def both(run, arrays, keys):
+    """(out, lse) and the gradients of `run` for random cotangents of both."""
+
+    def value(*arrays):
+        out, lse = run(*arrays)
+        weights = [jax.random.normal(k, x.shape) for k, x in zip(keys, (out, lse))]
+        finite = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return (out * weights[0]).sum() + (finite * weights[1]).sum(), (out, lse)
+
+    (_, found), grads = jax.jit(
+        jax.value_and_grad(value, argnums=tuple(range(len(arrays))), has_aux=True)
+    )(*arrays)
+    return jax.device_get((found, grads))
+
+
+def agree(found, wanted):
+    for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(wanted[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
+        assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b)
+
+
+LAYOUTS = {
+    "rows and heads": dict(rows=2, heads=4),
+    "ring": dict(length=8),
+    "ring with heads": dict(rows=2, heads=2, length=2),
+    "more heads than keys have": dict(heads=4, length=2),
+    "exchange": dict(length=4, method="all_to_all"),
+    "exchange with heads": dict(rows=2, heads=2, length=2, method="all_to_all"),
+}
+
+
+# Every mask and every layout once or more; all pairs would take minutes.
+PAIRS = [
+    ("causal", "rows and heads"), ("causal", "ring"), ("causal", "exchange with heads"),
+    ("window", "ring"), ("far", "ring with heads"), ("both sides", "ring"),
+    ("by head", "rows and heads"), ("by head", "ring with heads"), ("by head", "exchange"),
+    ("three parts", "more heads than keys have"), ("three parts", "exchange with heads"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "how"), PAIRS)
+def test_any_layout_gives_the_results_of_one_device(name, how):
+    arrays, keys = inputs()
+    run = functools.partial(flash, mask=MASKS[name])
+    wanted = both(run, arrays, keys)
+    agree(both(functools.partial(run, layout=layout(**LAYOUTS[how])), arrays, keys), wanted)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_packed_rows_and_biases_are_cut_along_with_the_tokens(method):
+    arrays, keys = inputs(1)
+    segments = jnp.array([[1] * 19 + [2] * 20 + [0] * 9, [0] * 5 + [1] * 43], jnp.int32)
+    index = jnp.stack([jnp.r_[:19, :20, :9], jnp.r_[:5, :43]]).astype(jnp.int32)
+    slopes = jnp.asarray(alibi_slopes(N))
+    places = dict(q_index=index, k_index=index, q_segments=segments, k_segments=segments)
+
+    def run(q, k, v, slopes, **options):
+        return flash(q, k, v, causal(), bias=Alibi(slopes), **places, **options)
+
+    wanted = both(run, [*arrays, slopes], keys)
+    over = layout(2, 1, 4, method)
+    agree(both(functools.partial(run, layout=over), [*arrays, slopes], keys), wanted)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_tokens_may_lie_in_zigzag_order(method):
+    (q, k, v), keys = inputs(2)
+    order = jnp.asarray(zigzag(T, 4))
+    back = jnp.argsort(order)
+
+    def run(q, k, v):
+        q, k, v = (x[:, order] for x in (q, k, v))
+        out, lse = flash(
+            q, k, v, causal(), q_index=order, k_index=order, layout=layout(2, 1, 4, method)
+        )
+        return out[:, back], lse[:, back]
+
+    agree(both(run, [q, k, v], keys), both(lambda *x: flash(*x, causal()), [q, k, v], keys))
+
+
+def test_landmarks_over_a_mesh_equal_those_on_one_device():
+    arrays, keys = inputs(3)
+    run = functools.partial(grouped, block=6)
+    wanted = both(run, arrays, keys)
+    agree(both(functools.partial(run, layout=layout(2, 2, 2)), arrays, keys), wanted)
+
+
+def test_every_device_does_half_of_the_causal_work_in_zigzag_order():
+    order = zigzag(T, 4).reshape(4, -1)
+    seen = [sum(int(q) + 1 for q in part) for part in order]
+    assert len(set(seen)) == 1
+
+
+def test_keys_travel_no_further_than_the_mask_sees():
+    (q, k, _), _ = inputs()
+    hops = functools.partial(_hops, q=q, k=k, operands=Operands(), layout=layout(length=8))
+    assert hops(causal()) == 8
+    assert hops(causal() & window(6)) == 2
+    assert hops(causal() & window(1)) == 1
+    assert hops(causal() & window(8)) == 3
+    assert hops(causal() & prefix(2)) == 8
+
+
+def test_what_cannot_be_cut_is_refused_with_the_way_out():
+    arrays, _ = inputs(t=44)
+    with pytest.raises(ValueError, match="44 queries cannot be cut over the 8 devices.*48"):
+        flash(*arrays, causal(), layout=layout(length=8))
+    with pytest.raises(ValueError, match="choose ring or all_to_all"):
+        layout(method="star")
+    arrays, _ = inputs(heads=4, kv_heads=2)
+    with pytest.raises(ValueError, match="4 query heads.*8 devices.*use method 'ring'"):
+        flash(*arrays, causal(), layout=layout(length=8, method="all_to_all"))
+    with pytest.raises(ValueError, match="cannot be cut into 2 x 8.*48"):
+        zigzag(40, 8)

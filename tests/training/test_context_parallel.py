@@ -1,0 +1,106 @@
+"""A packed batch has the same loss and gradients on one device and on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.attention import Pattern
+from lcjax.models import Decoder, ModelConfig
+from lcjax.rope.positions import E2Positions, PlainPositions
+from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.training.objective import language_model
+
+B, T = 8, 64
+# data, fsdp, tensor, context
+MESHES = [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4), (1, 1, 1, 8)]
+PATTERNS = {
+    "causal": {},
+    "sliding": {"window": 11},
+    "s2": {"group": 16},
+    "lm_infinite": {"window": 10, "sinks": 3},
+    "self_extend": {"window": 8, "group": 4},
+    "landmark": {"block": 8, "top_k": None},
+}
+
+
+def config(pattern="causal", **changes):
+    return ModelConfig(
+        vocab_size=61, width=32, mlp_width=48, num_layers=2, num_heads=8, num_kv_heads=2,
+        head_dim=8, max_length=64, remat="dots",
+        pattern=Pattern.get_choice_class(pattern)(**PATTERNS[pattern]),
+    ).replace(**changes)  # fmt: skip
+
+
+def batch(seed=0):
+    """Rows of several documents and some padding."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 61, (B, T + 1))
+    segments, positions = np.zeros((B, T), int), np.zeros((B, T), int)
+    for row in range(B):
+        ends = np.sort(rng.choice(np.arange(4, T - 2), 2, replace=False))
+        for n, (start, stop) in enumerate(zip([0, ends[0]], ends)):
+            segments[row, start:stop] = n + 1
+            positions[row, start:stop] = np.arange(stop - start)
+    return {
+        "tokens": tokens[:, :-1].astype(np.int32),
+        "targets": tokens[:, 1:].astype(np.int32),
+        "segments": segments.astype(np.int32),
+        "positions": positions.astype(np.int32),
+        "weights": (segments > 0).astype(np.float32),
+    }
+
+
+def loss_and_gradients(model, shape, places=PlainPositions()):
+    mesh = None if shape is None else make_mesh(Mesh(*shape))
+    objective = language_model(model, places, mesh=mesh)
+    params = Decoder(model).init(jax.random.key(0), jnp.zeros((1, T), jnp.int32))["params"]
+    data = batch()
+    if mesh is not None:
+        params = jax.device_put(params, param_shardings(mesh, params))
+        data = jax.device_put(data, batch_sharding(mesh))
+
+    def mean(params, data):
+        loss, weights = objective(params, {}, data, jax.random.key(1))
+        return loss / weights
+
+    return jax.device_get(jax.jit(jax.value_and_grad(mean))(params, data))
+
+
+def agree(model, shape, **options):
+    loss, grads = loss_and_gradients(model, shape, **options)
+    wanted, wanted_grads = loss_and_gradients(model, None, **options)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_mesh_computes_what_one_device_does(pattern, shape):
+    agree(config(pattern), shape)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_a_text_cut_in_two_has_the_loss_of_the_whole(method):
+    agree(config(context_parallel=method), (2, 1, 2, 2))
+
+
+@pytest.mark.slow
+def test_sampled_positions_and_biases_are_cut_along():
+    agree(config(), (2, 1, 1, 4), places=E2Positions())
+    agree(config(position="alibi"), (2, 1, 2, 2))
+    agree(config(position="t5"), (1, 1, 2, 4))
+
+
+def test_tokens_are_reordered_only_where_that_balances_work():
+    mesh = make_mesh(Mesh(1, 2, 1, 4))
+
+    def order(pattern, **changes):
+        return Decoder(config(pattern, **changes), mesh).token_order(T)
+
+    assert sorted(order("causal")) == list(range(T))
+    assert order("sliding") is None and order("landmark") is None
+    assert order("causal", context_parallel="all_to_all") is None
+    assert Decoder(config(), make_mesh(Mesh(8, 1, 1, 1))).token_order(T) is None
