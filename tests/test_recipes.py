@@ -146,6 +146,18 @@ def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, sc
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
+        (
+            "inf_llm_7b",
+            {
+                "window": 2048,
+                "sinks": 128,
+                "block": 128,
+                "top_k": 16,
+                "representatives": 4,
+                "chunk": 512,
+                "per_head": False,
+            },
+        ),
         ("lm_infinite_7b", {"window": 4096, "sinks": 10, "distance": None}),
         ("self_extend_7b", {"window": 1024, "group": 64, "scale_base": None}),
         ("streaming_7b", {"sinks": 4, "recent": 2044, "stride": 2048, "first": None}),

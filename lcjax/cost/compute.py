@@ -60,7 +60,7 @@ class Cost:
     matmul_flops: float  # forward, through weight matrices, the head included
     attention_flops: float  # forward, queries with keys and weights with values
     weight_gradient_flops: float  # backward, for the trained weights only
-    kv_cache_bytes: int  # of one sequence of that length: the keys that may still be seen
+    kv_cache_bytes: int  # of one sequence of that length: what may still be seen, and notes of it
 
     @property
     def forward_flops(self) -> float:
@@ -107,8 +107,17 @@ def estimate(config: ModelConfig, length: int, *, trained=lambda path: True) -> 
         matmul_flops=matmul,
         attention_flops=config.num_layers * per_pair * visible_keys(config, length),
         weight_gradient_flops=weight_gradients,
-        kv_cache_bytes=config.num_layers * cache_width * cached,
+        kv_cache_bytes=config.num_layers * (cache_width * cached + note_bytes(config, cached)),
     )
+
+
+def note_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> int:
+    """What a layer's cache of `slots` keys keeps besides keys and values, for one sequence.
+
+    Notes are float32, of all query heads or of `heads`.
+    """
+    notes = config.pattern.for_inference().notes(slots, config.head_dim)
+    return 4 * (config.num_heads if heads is None else heads) * sum(a * b for a, b in notes)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from lcjax.cost.compute import parameter_shapes
+from lcjax.cost.compute import note_bytes, parameter_shapes
 from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
@@ -90,10 +90,11 @@ def generation_memory(
     channels = max(2 * wide.mlp_width, 2 * (wide.num_heads + wide.num_kv_heads) * wide.head_dim)
     tokens = own * min(chunk, length)
     size = config.compute_dtype().itemsize
+    notes = note_bytes(config, length, heads=_share(config.num_heads, sizes["tensor"]))
     return Memory(
         weights=_bytes(_per_device(config, sizes)),
         activations=size * tokens * (channels + 3 * config.width) + 4 * own * config.vocab_size,
-        cache=size * slots,
+        cache=size * slots + config.num_layers * own * notes,
     )
 
 
