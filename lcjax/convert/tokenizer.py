@@ -87,6 +87,7 @@ class JsonTokenizer:
         self.bos_id = specials.bos_id
         self.eos_ids = specials.eos_ids
         self.pad_id = specials.pad_id
+        self.unk_id = specials.unk_id
         self.add_bos = specials.add_bos
         # Ids may have holes: the model needs a row for the highest one.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

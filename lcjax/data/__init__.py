@@ -7,13 +7,16 @@ state = loader.get_state()                # JSON-ready; set_state continues bit 
 
 from lcjax.data.config import DataConfig, TextConfig
 from lcjax.data.loader import Loader, make_loader
+from lcjax.data.masking import Masking
 from lcjax.data.opening import check_sources, documents
-from lcjax.data.sources import SeqioSource, Source, TextSource, TokenSource
+from lcjax.data.sources import ChatSource, SeqioSource, Source, TextSource, TokenSource
 from lcjax.data.upsample import Share, Upsample
 
 __all__ = [
+    "ChatSource",
     "DataConfig",
     "Loader",
+    "Masking",
     "SeqioSource",
     "Share",
     "Source",

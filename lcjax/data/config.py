@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lcjax.data.masking import Masking
 from lcjax.data.sources import PACKINGS, SeqioSource, Source, TextSource
 from lcjax.errors import InputError
 
@@ -36,17 +37,6 @@ class TextConfig:
                     f"data.sources.{i}.weight={source.weight} must be a positive number;"
                     " leave the source out to switch it off"
                 )
-            self._check_stride(i, source)
-
-    def _check_stride(self, i: int, source: Source) -> None:
-        if source.stride is None:
-            return
-        how, key = source.pack or self.pack, f"data.sources.{i}.stride={source.stride}"
-        if how not in ("concat", "windows"):
-            raise InputError(f"{key}: rows of {how} cannot overlap; set pack: concat or windows")
-        if source.stride > self.length or (how == "concat" and self.length % source.stride):
-            rule = "divide" if how == "concat" else "not exceed"
-            raise InputError(f"{key} must {rule} data.length={self.length}")
 
     def resolved_sources(self) -> list[Source]:
         """The sources, whichever way they were given."""
@@ -79,6 +69,7 @@ class DataConfig(TextConfig):
     shuffle: bool = True  # documents in another random order in every epoch
     shuffle_rows: int = 0  # also shuffle rows among this many (parts of a book lie side by side)
     seed: int = 0  # of every random choice in the data
+    masking: Masking | None = None  # masked language modelling in place of the next token
     repeat: int | None = None  # epochs; null: for ever; a mixture ends with its first source
     threads: int = 2  # that read and tokenise
     prefetch: int = 2  # batches made ahead
@@ -97,6 +88,18 @@ class DataConfig(TextConfig):
             _at_least("repeat", self.repeat, 1, "null repeats for ever")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"data.seed={self.seed} must lie in 0 ... 4294967295")
+        for i, source in enumerate(self.sources):
+            self._check_stride(i, source)
+
+    def _check_stride(self, i: int, source: Source) -> None:
+        if source.stride is None:
+            return
+        how, key = source.pack or self.pack, f"data.sources.{i}.stride={source.stride}"
+        if how not in ("concat", "windows"):
+            raise InputError(f"{key}: rows of {how} cannot overlap; set pack: concat or windows")
+        if source.stride > self.length or (how == "concat" and self.length % source.stride):
+            rule = "divide" if how == "concat" else "not exceed"
+            raise InputError(f"{key} must {rule} data.length={self.length}")
 
 
 def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:

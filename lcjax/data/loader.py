@@ -11,6 +11,7 @@ from typing import Any
 import grain
 
 from lcjax.data.config import DataConfig
+from lcjax.data.masking import Mask
 from lcjax.data.opening import Documents, all_empty, identity_of, open_split
 from lcjax.data.rows import Batch, Fields, PadBatch, Tokenise, mixed_rows, rows_in_order
 from lcjax.errors import InputError
@@ -61,10 +62,12 @@ def make_loader(
     needed = batch_size * config.length if split == "train" else 1
     _require_tokens(corpora, tokenises, needed=needed, repeat=repeat)
     build = mixed_rows if split == "train" else rows_in_order
-    packed = build(corpora, config, tokenises)
-    batches = packed.map(Fields(config.document_mask)).batch(
-        batch_size, batch_fn=PadBatch(batch_size)
-    )
+    packed = build(corpora, config, tokenises).map(Fields(config.document_mask))
+    if config.masking is not None:
+        if landmarks is not None:
+            raise InputError("data.masking hides tokens that landmarks look at: leave it out")
+        packed = packed.random_map(Mask(config.masking, tokenizer), seed=config.seed)
+    batches = packed.batch(batch_size, batch_fn=PadBatch(batch_size))
     batches = batches.map(lambda batch: {key: value[own] for key, value in batch.items()})
     if landmarks is not None:
         landmarks.row_length(config.length)  # refuses lengths that cannot be, before any batch

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lcjax.data.chat_files import ChatFiles
 from lcjax.data.config import TextConfig
 from lcjax.data.corpus import Corpus, SourceFiles
 from lcjax.data.seqio_source import SeqioCorpus
-from lcjax.data.sources import SeqioSource, Source, TokenSource
+from lcjax.data.sources import ChatSource, SeqioSource, Source, TokenSource
 from lcjax.data.stream import Stream
 from lcjax.data.text_files import TextFiles
 from lcjax.data.token_files import TokenFiles
@@ -17,11 +18,13 @@ Documents = Corpus | Stream | SeqioCorpus
 
 def source_files(source: Source, on_bad_text: str = "error", tokenizer: Any = None) -> SourceFiles:
     """The files of a source, found but not opened; token ids must be those of `tokenizer`."""
-    files = (
-        TokenFiles(source, tokenizer)
-        if isinstance(source, TokenSource)
-        else TextFiles(source, on_bad_text)
-    )
+    match source:
+        case TokenSource():
+            files = TokenFiles(source, tokenizer)
+        case ChatSource():
+            files = ChatFiles(source, on_bad_text)
+        case _:
+            files = TextFiles(source, on_bad_text)
     if files.found.size == 0:
         raise _no_documents(source)
     return files

@@ -10,12 +10,13 @@ from typing import Any
 import grain
 import numpy as np
 
+from lcjax.data.chat_files import ChatTokenise
 from lcjax.data.config import DataConfig
 from lcjax.data.corpus import Corpus
 from lcjax.data.fixed_rows import FixedRows
 from lcjax.data.opening import Documents
 from lcjax.data.packing import Windows, pack
-from lcjax.data.sources import Source, TokenSource
+from lcjax.data.sources import ChatSource, Source, TokenSource
 from lcjax.data.stream import derived_seed
 from lcjax.errors import InputError
 
@@ -25,8 +26,9 @@ Batch = dict[str, np.ndarray]
 class Tokenise:
     """(name, text) -> {"pair": int32 [n, 2]}: each token of a document beside the one after it.
 
-    The last token has none: -1. None for a document that is left out. In place of the text may
-    stand its token ids, with BOS and EOS or without.
+    The last token has none: -1; a target that is not learned is -2 - target. None for a document
+    that is left out. In place of the text may stand its token ids, with BOS and EOS or without, or
+    a conversation.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, source: Source = Source()):
@@ -44,9 +46,14 @@ class Tokenise:
         stride = source.stride or config.length
         self._windows = Windows(config.length, stride) if how == "windows" else None
         self._length = config.length
+        chat = isinstance(source, ChatSource)
+        self._chat = ChatTokenise(tokenizer, source) if chat else None
+        self._marks_chat = chat and bool(source.prompt)  # else the template has its own
 
     def __call__(self, document: tuple[str, Any]) -> dict[str, np.ndarray] | None:
         name, value = document
+        if self._chat is not None:
+            return self._conversation(*self._chat(name, value))
         if isinstance(value, str):
             ids = np.array(self._tokenizer.encode(value) if value.strip() else [], np.int32)
         else:
@@ -54,8 +61,26 @@ class Tokenise:
         if len(ids) < self.least:
             return None
         marks = [[] if mark is None else [mark] for mark in (self.bos, self.eos)]
-        tokens = np.concatenate([marks[0], ids, marks[1]]).astype(np.int32)
-        pair = np.stack([tokens, np.append(tokens[1:], np.int32(-1))], axis=1)
+        return self._fitting(np.concatenate([marks[0], ids, marks[1]]).astype(np.int32))
+
+    def _conversation(self, ids: np.ndarray, learned: np.ndarray) -> dict[str, np.ndarray] | None:
+        """As for text, but targets that are not learned are -2 - target."""
+        if len(ids) < self.least or not learned.any():
+            return None
+        if self._marks_chat:
+            ids = np.concatenate([[] if self.bos is None else [self.bos], ids]).astype(np.int32)
+            learned = np.append(np.zeros(len(ids) - len(learned), bool), learned)
+            if self.eos is not None:
+                ids, learned = np.append(ids, np.int32(self.eos)), np.append(learned, True)
+        return self._fitting(ids, learned)
+
+    def _fitting(
+        self, tokens: np.ndarray, learned: np.ndarray | None = None
+    ) -> dict[str, np.ndarray] | None:
+        targets = tokens[1:]
+        if learned is not None:
+            targets = np.where(learned[1:], targets, -2 - targets)
+        pair = np.stack([tokens, np.append(targets, np.int32(-1))], axis=1)
         if self._limit is not None and len(pair) > self._limit:
             return None if self._drop else {"pair": pair[: self._limit]}
         return {"pair": pair}
@@ -102,7 +127,7 @@ class Fields:
             positions = np.where(text, np.arange(len(text), dtype=np.int32), 0)
         return {
             "tokens": np.ascontiguousarray(tokens),
-            "targets": np.maximum(targets, 0),
+            "targets": np.maximum(np.where(targets < -1, -2 - targets, targets), 0),
             "segments": segments,
             "positions": positions,
             "weights": (text & (targets >= 0)).astype(np.float32),

@@ -1,6 +1,8 @@
 """The entries of `data.sources`: bodies of text, how they are read, and their share of the rows."""
 
+import string
 from dataclasses import MISSING, dataclass, field, fields
+from typing import ClassVar
 
 import draccus
 
@@ -63,6 +65,35 @@ class TextSource(Source):
     # indexed before the first row, as it must be for a global order
     stream: bool = False
     upsample: Upsample | None = None  # fewer short documents; reads as `stream` does
+
+
+@Source.register_subclass("chat")
+@dataclass(frozen=True)
+class ChatSource(Source):
+    """Conversations; the loss is on the answers only."""
+
+    path: str = ""  # as for text: .jsonl, .parquet, .arrow or .array_record files
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    messages_field: str = "messages"  # list of {role, content}, or of ShareGPT's {from, value}
+    # In place of messages and the tokenizer's chat template: text with {fields} of the record, as
+    # "### Instruction:\n{instruction}\n\n### Response:\n"
+    prompt: str = ""
+    answer: str = "{output}"  # with prompt: what follows it, and an EOS
+    learn: str = "answers"  # answers, or all
+    stream: bool = False  # one file after the other, as for text
+    upsample: ClassVar[None] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.learn not in ("answers", "all"):
+            raise InputError(f"learn={self.learn} is not one of answers, all")
+        for key in ("prompt", "answer"):
+            try:
+                list(string.Formatter().parse(getattr(self, key)))
+            except ValueError as error:
+                raise InputError(
+                    f"{key}={getattr(self, key)!r}: {error}; a brace of the text is written twice"
+                ) from None
 
 
 @Source.register_subclass("tokens")

@@ -17,7 +17,9 @@ class RecordFiles:
 
     def __init__(self, source: Source, fields: Iterable[str], on_bad_text: str = "error"):
         self.source, self._on_bad_text = source, on_bad_text
-        self._fields = {key: name for key in fields if (name := getattr(source, key))}
+        self._fields: dict[str, str] = {
+            key: name for key in fields if (name := getattr(source, key))
+        }
         self.found = FoundFiles(find_files(source.path))
 
     def open(self, index: int, files: Files) -> Reader:
