@@ -7,6 +7,7 @@ Depends on JAX only.
 """
 
 from pallas_kernels.biases import Alibi, RelativeBias, alibi_slopes
+from pallas_kernels.decode import decode
 from pallas_kernels.flash import flash
 from pallas_kernels.masks import (
     Mask,
@@ -44,6 +45,7 @@ __all__ = [
     "causal",
     "chunk_distance",
     "chunks",
+    "decode",
     "documents",
     "everything",
     "flash",

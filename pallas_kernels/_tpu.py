@@ -13,6 +13,7 @@ import math
 
 import jax.numpy as jnp
 
+from pallas_kernels import _tpu_decode as decoding
 from pallas_kernels import _tpu_kernels as kernels
 from pallas_kernels import _tpu_layout as layouts
 from pallas_kernels import _tpu_tables as tables
@@ -29,6 +30,8 @@ F32 = jnp.float32
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    if decoding.fits(q, k, v, operands, spec):
+        return decoding.forward(q, k, v, operands, spec, interpret=interpret)
     cut, found = _plan(q, k, v, operands, spec, backward=False)
     body, x = _prepare(q, k, v, operands, spec, cut)
     size = x["v"].shape[-1]

@@ -65,7 +65,7 @@ def _fill(columns, x):
         ref[...] = jnp.broadcast_to(x[name][...], (LANES, ref.shape[0])).T
 
 
-class _Block:
+class Block:
     """The vectors of one step, each [rows, 1] or [1, keys] ([1, rows], [keys, 1] if `turned`)."""
 
     def __init__(self, body: Body, step: Step, x, columns, turned: bool):
@@ -108,10 +108,13 @@ class _Block:
     def distance(self):
         return jnp.abs(self.q_index - self.k_index).astype(jnp.float32)
 
+    def products(self):
+        pair = (self.x["k"], self.x["q"]) if self.turned else (self.x["q"], self.x["k"])
+        return dot(pair[0][...], pair[1][...], 1)
+
     def logits(self):
         """(logits, cap's tanh or None), [rows, keys] or turned."""
-        pair = (self.x["k"], self.x["q"]) if self.turned else (self.x["q"], self.x["k"])
-        logits, cap = dot(pair[0][...], pair[1][...], 1), self.body.soft_cap
+        logits, cap = self.products(), self.body.soft_cap
         if self.body.factor != 1.0:
             logits = logits * self.body.factor
         bent = None
@@ -137,51 +140,65 @@ class _Block:
         return p, d_logits, d_products
 
 
-def _visit(step: Step, run):
-    """Runs `run(masked)` as the kind of the step asks."""
-    pl.when(step.kind == FULL)(lambda: run(False))
-    pl.when(step.kind == PARTIAL)(lambda: run(True))
+def visit_as(kind, run):
+    """Runs `run(masked)` as the kind of a step asks."""
+    pl.when(kind == FULL)(lambda: run(False))
+    pl.when(kind == PARTIAL)(lambda: run(True))
+
+
+def start_softmax(top, total, acc):
+    top[...] = jnp.full_like(top, LOWEST)
+    total[...] = jnp.zeros_like(total)
+    acc[...] = jnp.zeros_like(acc)
+
+
+def add_to_softmax(logits, value, axis: int, top, total, acc):
+    """Adds keys to a running softmax; their values' axis `axis` counts them."""
+    old = top[...]
+    new = jnp.maximum(old, jnp.max(logits, 1, keepdims=True))
+    p = jnp.exp(logits - new[:, :1])
+    keep = jnp.exp(old - new)
+    top[...] = new
+    total[...] = total[...] * keep + jnp.sum(p, 1, keepdims=True)
+    acc[...] = acc[...] * keep[:, :1] + dot(p.astype(value.dtype), value, axis)
+
+
+def end_softmax(top, total, acc):
+    """The output [rows, size] in float32 and the lse [rows, lanes], the same in every lane."""
+    some = total[...] > 0
+    safe = jnp.where(some, total[...], 1.0)
+    return acc[...] / safe[:, :1], jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)
 
 
 def forward(body: Body, call: Call, steps, x, out, lse, columns, top, total, acc):
     """Online softmax over the key blocks of a row block (FlashAttention, Dao et al. 2022)."""
     step = read(call, steps)
-    block = _Block(body, step, x, columns, turned=False)
+    block = Block(body, step, x, columns, turned=False)
 
     @pl.when(step.first)
     def _():
         _fill(columns, x)
-        top[...] = jnp.full_like(top, LOWEST)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
+        start_softmax(top, total, acc)
 
     def visit(masked: bool):
         logits, _ = block.logits()
         if masked:
             logits = jnp.where(block.seen(), logits, -jnp.inf)
-        old = top[...]
-        new = jnp.maximum(old, jnp.max(logits, 1, keepdims=True))
-        p = jnp.exp(logits - new[:, :1])
-        keep = jnp.exp(old - new)
-        top[...] = new
-        total[...] = total[...] * keep + jnp.sum(p, 1, keepdims=True)
-        value = x["v"][...]
-        acc[...] = acc[...] * keep[:, :1] + dot(p.astype(value.dtype), value, 0)
+        add_to_softmax(logits, x["v"][...], 0, top, total, acc)
 
-    _visit(step, visit)
+    visit_as(step.kind, visit)
 
     @pl.when(step.last)
     def _():
-        some = total[...] > 0
-        safe = jnp.where(some, total[...], 1.0)
-        out[...] = (acc[...] / safe[:, :1]).astype(out.dtype)
-        lse[...] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf).T[:1]
+        wide, sums = end_softmax(top, total, acc)
+        out[...] = wide.astype(out.dtype)
+        lse[...] = sums.T[:1]
 
 
 def d_queries(body: Body, call: Call, steps, x, dq, d_slopes, columns, acc, acc_slopes):
     """Cotangent of the queries of a row block, and of its rows' slopes."""
     step = read(call, steps)
-    block = _Block(body, step, x, columns, turned=False)
+    block = Block(body, step, x, columns, turned=False)
 
     @pl.when(step.first)
     def _():
@@ -197,7 +214,7 @@ def d_queries(body: Body, call: Call, steps, x, dq, d_slopes, columns, acc, acc_
         if d_slopes is not None:
             acc_slopes[...] -= jnp.sum(d_logits * block.distance(), 1, keepdims=True)
 
-    _visit(step, visit)
+    visit_as(step.kind, visit)
 
     @pl.when(step.last)
     def _():
@@ -209,7 +226,7 @@ def d_queries(body: Body, call: Call, steps, x, dq, d_slopes, columns, acc, acc_
 def d_keys(body: Body, call: Call, steps, x, dk, dv, columns, acc_k, acc_v):
     """Cotangents of a block of keys and of values: sums over all rows, so over the group too."""
     step = read(call, steps)
-    block = _Block(body, step, x, columns, turned=True)
+    block = Block(body, step, x, columns, turned=True)
 
     @pl.when(step.first)
     def _():
@@ -223,7 +240,7 @@ def d_keys(body: Body, call: Call, steps, x, dk, dv, columns, acc_k, acc_v):
         acc_v[...] += dot(p.astype(d_out.dtype), d_out, 0)
         acc_k[...] += dot(d_products.astype(query.dtype), query, 0)
 
-    _visit(step, visit)
+    visit_as(step.kind, visit)
 
     @pl.when(step.last)
     def _():

@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels import _xla_apart as apart
 from pallas_kernels import _xla_blocks as cutting
+from pallas_kernels import _xla_splits as splitting
 from pallas_kernels import _xla_visits as visiting
 from pallas_kernels._xla_blocks import Blocks, Cut, Places
 from pallas_kernels.backends import Operands, Spec, given_table
@@ -66,6 +67,9 @@ def _loop(q, k, operands: Operands, spec: Spec, blocks: Blocks) -> Loop:
 
 def forward(q, k, v, operands: Operands, spec: Spec, *, platform="default", blocks=None):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    if splitting.needed(k, operands, spec):
+        run = functools.partial(forward, platform=platform, blocks=blocks)
+        return splitting.forward(run, q, k, v, operands, spec)
     if apart.needed(k, operands, spec):
         run = functools.partial(forward, platform=platform, blocks=blocks)
         return apart.forward(run, q, k, v, operands, spec)

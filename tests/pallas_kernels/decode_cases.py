@@ -1,0 +1,106 @@
+"""Few queries over a cache: inputs, and what the dense reference says of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import Alibi, causal, everything, reference, window
+from pallas_kernels.masks import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes, places and options."""
+
+    batch: int = 2
+    t: int = 1
+    s: int = 301
+    heads: int = 6
+    kv_heads: int = 2
+    size: int = 32
+    v_size: int = 32
+    mask: Mask = causal()
+    offset: int | None = 250  # place of the first query; None: every row's queries at its own
+    filled: int | None = None  # keys that are there
+    padding: bool = False  # the first keys of the rows are padding, and the last query
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dtype: str = "float32"
+
+
+CASES = {
+    "one query, three heads a key head, odd cache": Case(),
+    "window": Case(mask=causal() & window(60), offset=290),
+    "a cache that is hardly filled": Case(filled=70, offset=69, s=700),
+    "padding before the text, several queries": Case(t=5, padding=True, offset=220),
+    "rows at places of their own, linear biases": Case(t=3, offset=None, alibi=True, mask=causal()),
+    "sinks and soft cap, key and value heads of two sizes": Case(
+        sinks=True, soft_cap=2.0, size=48, v_size=80
+    ),
+    "whole lanes": Case(size=128, v_size=128, s=1111, batch=1, heads=2, offset=1000),
+    "queries before every key": Case(offset=-2, t=4, sinks=False),
+    "queries before every key, with sinks": Case(offset=-2, t=4, sinks=True),
+    "one key head, far keys": Case(kv_heads=1, batch=1, mask=causal() & ~window(40)),
+    "everything, bfloat16": Case(mask=everything(), dtype="bfloat16", size=128, t=2),
+    "bfloat16, window and biases": Case(
+        mask=causal() & window(100), dtype="bfloat16", alibi=True, soft_cap=3.0
+    ),
+}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 5e-3}
+
+
+def build(case: Case, seed: int = 0):
+    """q, keys and values in the cache's order, and the options of `decode` that are arrays."""
+    rng = np.random.default_rng(seed)
+    b, t, s = case.batch, case.t, case.s
+    kept = b, case.kv_heads, s
+    shapes = (b, t, case.heads, case.size), (*kept, case.size), (*kept, case.v_size)
+    q, keys, values = (np.asarray(rng.normal(size=shape), np.float32) for shape in shapes)
+    options = {}
+    if case.offset is None:
+        options["q_index"] = jnp.asarray(rng.integers(0, s, (b, t)), jnp.int32)
+        options["k_index"] = jnp.asarray(rng.permuted([range(s)] * b, axis=1), jnp.int32)
+    else:
+        options["q_index"] = case.offset + jnp.arange(t, dtype=jnp.int32)
+    if case.padding:
+        there = np.arange(s) >= rng.integers(1, s // 3, b)[:, None]
+        options["k_segments"] = jnp.asarray(there, jnp.int32)
+        options["q_segments"] = jnp.ones((b, t), jnp.int32).at[:, -1].set(0)
+    if case.filled is not None:
+        options["k_lengths"] = jnp.full((b,), case.filled)
+    if case.alibi:
+        options["bias"] = Alibi(jnp.asarray(rng.uniform(0.01, 0.1, case.heads), jnp.float32))
+    if case.sinks:
+        options["sinks"] = jnp.asarray(rng.normal(size=case.heads), jnp.float32)
+    return tuple(jnp.asarray(x, case.dtype) for x in (q, keys, values)), options
+
+
+def places(arrays, options):
+    """q_index, k_index, q_segments, k_segments with the lengths of the keys in them."""
+    q, keys, _ = arrays
+    names = ("q_index", "k_index", "q_segments", "k_segments")
+    q_index, k_index, q_segments, k_segments = (options.get(name) for name in names)
+    if "k_lengths" in options:
+        q_segments = jnp.ones(q.shape[:2], jnp.int32)
+        k_segments = (jnp.arange(keys.shape[2]) < options["k_lengths"][:, None]).astype(jnp.int32)
+    return q_index, k_index, q_segments, k_segments
+
+
+def expected(case: Case, arrays, options):
+    """(out, lse) of the dense reference in float32."""
+    q, keys, values = (x.astype(jnp.float32) for x in arrays)
+    some = {name: options.get(name) for name in ("bias", "sinks")}
+    some |= dict(mask=case.mask, scale=case.size**-0.5, soft_cap=case.soft_cap)
+    dense = jax.jit(lambda q, k, v, *x: reference.attention(q, k, v, *x, **some))
+    return dense(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), *places(arrays, options))
+
+
+def close(found, wanted, dtype="float32"):
+    for x, y in zip(found, wanted, strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.array_equal(np.isfinite(x), np.isfinite(y))
+        x, y = (np.where(np.isfinite(a), a, 0) for a in (x, y))
+        assert np.linalg.norm(x - y) <= TOLERANCE[dtype] * np.linalg.norm(y) + 1e-30

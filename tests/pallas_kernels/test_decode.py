@@ -1,0 +1,97 @@
+"""Attention of few queries over a cache in its own layout equals the dense reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decode_cases import CASES, Case, build, close, expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import causal, decode, per_head, window
+
+
+@functools.partial(jax.jit, static_argnames=("splits", "mask", "soft_cap"))
+def attend(arrays, options, splits=None, mask=causal(), soft_cap=None):
+    return decode(*arrays, mask, splits=splits, soft_cap=soft_cap, **options)
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_decoding_equals_the_reference(name, splits):
+    case = CASES[name]
+    arrays, options = build(case)
+    found = attend(arrays, options, splits, case.mask, case.soft_cap)
+    assert found[0].dtype == case.dtype and found[1].dtype == jnp.float32
+    close(found, expected(case, arrays, options), case.dtype)
+
+
+@pytest.mark.parametrize("mask", [causal(), causal() & window(40)], ids=["causal", "window"])
+def test_keys_that_are_not_there_yet_or_too_old_are_not_read(mask):
+    case = Case(s=4096, offset=2100, mask=mask, size=16, v_size=16, batch=1)
+    (q, keys, values), options = build(case)
+    wanted = expected(case, (q, keys, values), options)
+    read = np.arange(4096) // 1024 <= 2100 // 1024  # whole blocks
+    if mask != causal():
+        read &= np.arange(4096) // 1024 >= (2100 - 40) // 1024
+    keys, values = (jnp.where(read[:, None], x, jnp.nan) for x in (keys, values))
+    close(attend((q, keys, values), options, mask=mask), wanted)
+
+
+def test_queries_that_see_nothing_are_zero():
+    case = CASES["queries before every key"]
+    arrays, options = build(case)
+    out, lse = attend(arrays, options, 4)
+    assert np.all(out[:, :2] == 0) and np.all(lse[:, :2] == -np.inf)
+    assert np.all(lse[:, 2:] > -np.inf)
+
+
+@given(splits=st.sampled_from([2, 3, 7, 9]), place=st.integers(-3, 9))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_any_number_of_splits_gives_the_same_result(splits, place):
+    case = Case(s=7, offset=place, t=2, heads=2, kv_heads=1, size=4, v_size=4)
+    arrays, options = build(case, seed=place + 3)
+    close(attend(arrays, options, splits), attend(arrays, options))
+
+
+def test_gradients_are_those_of_the_reference_whatever_the_splits():
+    case = Case(t=2, s=70, offset=50, alibi=True, sinks=True)
+    (q, keys, values), options = build(case)
+    bias, sinks = options.pop("bias"), options.pop("sinks")
+
+    def loss(attend, q, k, v, bias, sinks):
+        out, lse = attend(q, k, v, causal(), bias=bias, sinks=sinks, soft_cap=2.0, **options)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+    split = functools.partial(decode, splits=3)
+    dense = functools.partial(decode, implementation="reference")
+    found = jax.jit(jax.grad(lambda *x: loss(split, *x), range(5)))(q, keys, values, bias, sinks)
+    wanted = jax.jit(jax.grad(lambda *x: loss(dense, *x), range(5)))(q, keys, values, bias, sinks)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.linalg.norm(x - y) <= 5e-6 * np.linalg.norm(y) and np.any(y != 0)
+
+
+def test_masks_per_head_keep_their_splits():
+    case = Case(mask=per_head((causal(), 3), (causal() & window(30), 3)))
+    arrays, options = build(case)
+    found = attend(arrays, options, 2, case.mask)
+    close(found, expected(case, arrays, options))
+
+
+def test_steps_at_new_places_are_one_program():
+    case = Case()
+    (q, keys, values), _ = build(case)
+    step = jax.jit(lambda place, length: decode(
+        q, keys, values, case.mask, q_index=place[None], k_lengths=length
+    ))  # fmt: skip
+    for place in (3, 90, 300):
+        step(jnp.int32(place), jnp.full((2,), place + 1))
+    assert step._cache_size() == 1
+
+
+def test_no_parts_at_all_are_refused():
+    arrays, _ = build(Case())
+    with pytest.raises(ValueError, match="splits=0 must be at least 1"):
+        decode(*arrays, splits=0)
