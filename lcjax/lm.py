@@ -97,15 +97,28 @@ def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
     return rope.resolve(theta=config.rope.theta, length=length)
 
 
-def build(
-    section: ModelSection, mesh: jax.sharding.Mesh | None = None
-) -> tuple[Decoder, dict, Tokenizer]:
-    """The decoder, its parameters and the tokenizer of a `model:` section, on `mesh` if given."""
+def check_source(section: ModelSection) -> None:
+    """Refuses a section that names no model, or one that is not there; reads no weights."""
     if section.path is None and section.preset is None:
         raise InputError(
             "model.path=null: give a checkpoint (an HF folder, a .gguf file, a hub id, or"
             " smollm2-135m-instruct), or model.preset for random weights"
         )
+    if section.preset is not None:
+        preset(section.preset)
+    for key in ("path", "base", "tokenizer"):
+        if (name := getattr(section, key)) is not None:
+            try:
+                convert.resolve(name, weights=False)
+            except InputError as error:
+                raise InputError(f"model.{key}={error}") from None
+
+
+def build(
+    section: ModelSection, mesh: jax.sharding.Mesh | None = None
+) -> tuple[Decoder, dict, Tokenizer]:
+    """The decoder, its parameters and the tokenizer of a `model:` section, on `mesh` if given."""
+    check_source(section)
     if section.path is not None:
         params, config, tokenizer = convert.load(
             section.path, base=section.base, mesh=mesh, param_dtype=section.param_dtype
@@ -224,6 +237,12 @@ class LanguageModel:
           first: the first scored position, at least 1; only from there logits are computed.
           lengths: int [B], tokens of each row that count; all if None.
         """
+        if self.config.pattern.prefill_only:
+            kind = Pattern.get_choice_name(type(self.config.pattern))
+            raise InputError(
+                f"model.pattern.type={kind} lets later tokens choose what earlier ones see, so a"
+                " text has no score under it; it is for reading prompts"
+            )
         tokens = np.asarray(tokens, np.int32)
         rows, length = tokens.shape
         if not 1 <= first < length:

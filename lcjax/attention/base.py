@@ -80,6 +80,10 @@ class Pattern(draccus.ChoiceRegistry):
     # Whether `at_length` changes anything; a property where that is up to a field.
     depends_on_length: ClassVar[bool] = False
 
+    # Whether what an early token sees depends on later ones: then a prompt can be read under the
+    # pattern, but no loss means anything.
+    prefill_only: ClassVar[bool] = False
+
     @property
     def encodings(self) -> tuple[str, ...]:
         """The ones of POSITIONS that the pattern is defined for.

@@ -37,7 +37,8 @@ class VerticalSlash(Pattern):
     of a packed row makes it.
     """
 
-    examples = ({"vertical": 96},)  # as many columns as there are: nothing is left out
+    examples = ({"vertical": 96},)
+    prefill_only = True
 
     vertical: int = 1000  # columns (the released code's default; at least 30)
     slash: int = 6096  # diagonals (at least 50)

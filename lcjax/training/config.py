@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lcjax.config import RunFolder
+from lcjax.attention import Pattern
 from lcjax.data import DataConfig
 from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.lm import ModelSection
@@ -143,6 +144,13 @@ class TrainConfig:
         if self.model.dtype == "float16":
             raise InputError(
                 "model.dtype='float16' cannot be trained: its gradients underflow; use bfloat16"
+            )
+        pattern = self.model.pattern
+        if pattern is not None and pattern.prefill_only:
+            kind = Pattern.get_choice_name(type(pattern))
+            raise InputError(
+                f"model.pattern.type={kind} lets later tokens choose what earlier ones see, so"
+                " nothing can be trained under it; it is for reading prompts"
             )
         if self.model.param_dtype == "float16":
             raise InputError(

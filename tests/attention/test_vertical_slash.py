@@ -9,7 +9,9 @@ import pytest
 
 from lcjax.attention import Causal, VerticalSlash, attend, order_indices
 from lcjax.errors import InputError
+from lcjax.lm import LanguageModel, ModelSection
 from lcjax.models.position import no_rotation
+from lcjax.training.config import TrainConfig
 
 pytestmark = pytest.mark.slow
 
@@ -101,3 +103,12 @@ def test_few_queries_see_everything():
 def test_budgets_out_of_range_are_refused(field):
     with pytest.raises(InputError, match=f"pattern.{field}=0 must be an integer of at least 1"):
         VerticalSlash(**{field: 0})
+
+
+def test_no_loss_is_taken_under_a_pattern_that_looks_ahead():
+    assert VerticalSlash.prefill_only
+    with pytest.raises(InputError, match="vertical_slash.*nothing can be trained"):
+        TrainConfig(model=ModelSection(preset="tiny", pattern=VerticalSlash()))
+    lm = LanguageModel.load(ModelSection(preset="tiny", pattern=VerticalSlash()))
+    with pytest.raises(InputError, match="vertical_slash.*no score"):
+        lm.nll(np.ones((1, 8)))
