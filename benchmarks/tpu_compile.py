@@ -79,7 +79,7 @@ def row(case, generation: str, backward: bool) -> str:
 def _products(q, k, operands, spec, backward: bool):
     """The layout, and the floating-point operations of the visited blocks if they are static."""
     if operands.q_index is not None:
-        return _tpu._layout(q, k, k, None, backward), None
+        return _tpu._layout(q, k, k, operands, None, backward), None
     cut, found = _tpu._plan(q, k, k, operands, spec, backward)
     pairs = int(np.sum(found.valid & (found.kind != _tpu_tables.NOTHING)))
     per_step = 2 * cut.rows * cut.key_block * q.shape[-1]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import _tpu_levels as levels
 from pallas_kernels._tpu_tables import FULL, PARTIAL, Call, Step, unpack
 from pallas_kernels.masks import Mask
 
@@ -41,6 +42,7 @@ class Body:
     keys: int
     group: int
     period: int
+    levels: levels.Levels | None = None
 
     @property
     def ragged(self) -> bool:
@@ -112,8 +114,8 @@ class Block:
         pair = (self.x["k"], self.x["q"]) if self.turned else (self.x["q"], self.x["k"])
         return dot(pair[0][...], pair[1][...], 1)
 
-    def logits(self):
-        """(logits, cap's tanh or None), [rows, keys] or turned."""
+    def logits(self, part=None):
+        """(logits, cap's tanh or None), [rows, keys] or turned; part: see `_tpu_levels.visit`."""
         logits, cap = self.products(), self.body.soft_cap
         if self.body.factor != 1.0:
             logits = logits * self.body.factor
@@ -123,18 +125,18 @@ class Block:
             logits = cap * bent
         if self.x["slopes"] is not None:
             logits = logits - self.vector("slopes") * self.distance()
-        return logits, bent
+        return (logits if part is None else logits + part.value()), bent
 
-    def probabilities(self, masked: bool):
+    def probabilities(self, masked: bool, part):
         """(p, cap's tanh) from the saved lse."""
-        logits, bent = self.logits()
+        logits, bent = self.logits(part)
         p = jnp.exp(logits - self.vector("lse"))
         return (jnp.where(self.seen(), p, 0.0) if masked else p), bent
 
-    def gradients(self, masked: bool):
+    def gradients(self, masked: bool, part):
         """(p, cotangent of the logits, cotangent of the products before `factor`)."""
         pair = ("v", "d_out") if self.turned else ("d_out", "v")
-        p, bent = self.probabilities(masked)
+        p, bent = self.probabilities(masked, part)
         d_logits = p * (dot(self.x[pair[0]][...], self.x[pair[1]][...], 1) - self.vector("di"))
         d_products = d_logits if bent is None else d_logits * (1 - bent * bent)
         return p, d_logits, d_products
@@ -170,9 +172,9 @@ def end_softmax(top, total, acc):
     return acc[...] / safe[:, :1], jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)
 
 
-def forward(body: Body, call: Call, steps, x, out, lse, columns, top, total, acc):
+def forward(body: Body, call: Call, steps, x, out, lse, columns, top, total, acc, scratch):
     """Online softmax over the key blocks of a row block (FlashAttention, Dao et al. 2022)."""
-    step = read(call, steps)
+    step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
     block = Block(body, step, x, columns, turned=False)
 
     @pl.when(step.first)
@@ -180,13 +182,13 @@ def forward(body: Body, call: Call, steps, x, out, lse, columns, top, total, acc
         _fill(columns, x)
         start_softmax(top, total, acc)
 
-    def visit(masked: bool):
-        logits, _ = block.logits()
+    def visit(masked: bool, part):
+        logits, _ = block.logits(part)
         if masked:
             logits = jnp.where(block.seen(), logits, -jnp.inf)
         add_to_softmax(logits, x["v"][...], 0, top, total, acc)
 
-    visit_as(step.kind, visit)
+    levels.visit(block, key_head, scratch, visit)
 
     @pl.when(step.last)
     def _():
@@ -195,37 +197,42 @@ def forward(body: Body, call: Call, steps, x, out, lse, columns, top, total, acc
         lse[...] = sums.T[:1]
 
 
-def d_queries(body: Body, call: Call, steps, x, dq, d_slopes, columns, acc, acc_slopes):
-    """Cotangent of the queries of a row block, and of its rows' slopes."""
-    step = read(call, steps)
+def d_queries(body: Body, call: Call, steps, x, dq, d_bias, columns, acc, acc_bias, scratch):
+    """Cotangent of the queries of a row block, and of its rows' slopes or its head's levels."""
+    step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
     block = Block(body, step, x, columns, turned=False)
 
     @pl.when(step.first)
     def _():
         _fill(columns, x)
         acc[...] = jnp.zeros_like(acc)
-        if d_slopes is not None:
-            acc_slopes[...] = jnp.zeros_like(acc_slopes)
+        if d_bias is not None:
+            acc_bias[...] = jnp.zeros_like(acc_bias)
 
-    def visit(masked: bool):
+    def visit(masked: bool, part):
         key = x["k"][...]
-        _, d_logits, d_products = block.gradients(masked)
+        _, d_logits, d_products = block.gradients(masked, part)
         acc[...] += dot(d_products.astype(key.dtype), key, 0)
-        if d_slopes is not None:
-            acc_slopes[...] -= jnp.sum(d_logits * block.distance(), 1, keepdims=True)
+        if part is not None:
+            part.collect(d_logits, acc_bias)
+        elif d_bias is not None:
+            acc_bias[...] -= jnp.sum(d_logits * block.distance(), 1, keepdims=True)
 
-    visit_as(step.kind, visit)
+    levels.visit(block, key_head, scratch, visit)
 
     @pl.when(step.last)
     def _():
         dq[...] = (acc[...] * body.scale).astype(dq.dtype)
-        if d_slopes is not None:
-            d_slopes[...] = acc_slopes[...].T[:1]
+        if d_bias is not None:
+            sums = acc_bias[...]
+            if body.levels is not None:
+                sums = jnp.broadcast_to(jnp.sum(sums, 1, keepdims=True), sums.shape)
+            d_bias[...] = sums.T[:1]
 
 
-def d_keys(body: Body, call: Call, steps, x, dk, dv, columns, acc_k, acc_v):
+def d_keys(body: Body, call: Call, steps, x, dk, dv, columns, acc_k, acc_v, scratch):
     """Cotangents of a block of keys and of values: sums over all rows, so over the group too."""
-    step = read(call, steps)
+    step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
     block = Block(body, step, x, columns, turned=True)
 
     @pl.when(step.first)
@@ -234,13 +241,13 @@ def d_keys(body: Body, call: Call, steps, x, dk, dv, columns, acc_k, acc_v):
         acc_k[...] = jnp.zeros_like(acc_k)
         acc_v[...] = jnp.zeros_like(acc_v)
 
-    def visit(masked: bool):
+    def visit(masked: bool, part):
         query, d_out = x["q"][...], x["d_out"][...]
-        p, _, d_products = block.gradients(masked)
+        p, _, d_products = block.gradients(masked, part)
         acc_v[...] += dot(p.astype(d_out.dtype), d_out, 0)
         acc_k[...] += dot(d_products.astype(query.dtype), query, 0)
 
-    visit_as(step.kind, visit)
+    levels.visit(block, key_head, scratch, visit)
 
     @pl.when(step.last)
     def _():

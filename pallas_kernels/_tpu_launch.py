@@ -15,6 +15,7 @@ from pallas_kernels._tpu_tables import Call, Visits, calls, col_of, row_of
 
 ROW_OPERANDS = ("q", "d_out", "q_index", "q_segments", "slopes", "lse", "di")
 MATRICES = ("q", "k", "v", "d_out")
+SCALARS = ("starts", "levels")  # in scalar memory as a whole
 
 
 def every_call(found: Visits, cut: Layout, axis: int, run):
@@ -42,25 +43,35 @@ def _join(parts, axis: int):
 def launch(kernel, body: Body, cut: Layout, x, call: Call, *, axis, outputs, scratch, interpret):
     """One kernel call; `axis` says whether row blocks (0) or key blocks (1) stay.
 
-    outputs: (dtype, width) each, width None for a vector; scratch likewise; None is left out.
+    outputs: (dtype, width) each, width None for a vector, or (dtype, width, rows) where the rows
+    are not those of the block that stays; scratch likewise; None is left out.
     """
     staying = cut.key_block if axis else cut.rows
     columns = {
         name: pltpu.VMEM((staying, LANES), value.dtype)
         for name, value in x.items()
-        if value is not None and name not in MATRICES and (name in ROW_OPERANDS) == (axis == 0)
+        if value is not None
+        and name not in (*MATRICES, *SCALARS)
+        and (name in ROW_OPERANDS) == (axis == 0)
     }
     batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
 
+    def sized(item):
+        dtype, width, *rows = item
+        return dtype, width, *(rows or [staying])
+
     def shape(output):
-        dtype, width = output
-        length = blocks * staying
+        dtype, width, rows = sized(output)
+        length = blocks * rows
         sizes = (1, length) if width is None else (length, width)
         return jax.ShapeDtypeStruct((batch, heads, *sizes), dtype)
 
     def memory(item):
-        dtype, width = item
-        return pltpu.VMEM((staying, width), dtype)
+        dtype, width, rows = sized(item)
+        return pltpu.VMEM((rows, width), dtype)
+
+    def block(item):
+        return _output(*sized(item)[1:], call=call, axis=axis)
 
     def each(f, items):
         return tuple(None if item is None else f(item) for item in items)
@@ -69,7 +80,7 @@ def launch(kernel, body: Body, cut: Layout, x, call: Call, *, axis, outputs, scr
         num_scalar_prefetch=1,
         grid=(batch, heads, call.grid),
         in_specs=[{name: _operand(name, v, cut, call) for name, v in x.items()}],
-        out_specs=each(functools.partial(_output, staying=staying, call=call, axis=axis), outputs),
+        out_specs=each(block, outputs),
         scratch_shapes=(columns, *each(memory, scratch)),
     )
     run = pl.pallas_call(
@@ -89,6 +100,8 @@ def _operand(name: str, value, cut: Layout, call: Call):
     """The block of an operand that a step reads."""
     if value is None:
         return None
+    if name in SCALARS:
+        return pl.BlockSpec(memory_space=pltpu.SMEM)
     by_row = name in ROW_OPERANDS
     size = cut.rows if by_row else cut.key_block
     place = row_of if by_row else col_of
@@ -109,13 +122,11 @@ def _operand(name: str, value, cut: Layout, call: Call):
     return pl.BlockSpec((*(None,) * len(along), *sizes), index)
 
 
-def _output(output, *, staying: int, call: Call, axis: int):
-    _, width = output
-
+def _output(width: int | None, rows: int, *, call: Call, axis: int):
     def index(b, h, s, steps):
         code = steps[call.place(b, h, s)]
         block = (col_of if axis else row_of)(code) - call.blocks[0]
         return (b, h, 0, block) if width is None else (b, h, block, 0)
 
-    sizes = (1, staying) if width is None else (staying, width)
+    sizes = (1, rows) if width is None else (rows, width)
     return pl.BlockSpec((None, None, *sizes), index)

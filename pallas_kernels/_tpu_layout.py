@@ -122,11 +122,14 @@ def step_blocks(q, v, backward: bool) -> tuple[int, int]:
     return BLOCKS[str(q.dtype), size][backward]
 
 
-def table_blocks(q, k, v, backward: bool) -> tuple[int, int]:
-    """Sizes of a table's blocks of queries and of keys, where the caller gives no table."""
+def table_blocks(q, k, v, backward: bool, by_head: bool = False) -> tuple[int, int]:
+    """Sizes of a table's blocks of queries and of keys, where the caller gives no table.
+
+    by_head: blocks hold queries of one head.
+    """
     rows, most_keys = step_blocks(q, v, backward)
     (queries, n), (keys, heads) = q.shape[1:3], k.shape[1:3]
-    group = n // heads
+    group = 1 if by_head else n // heads
     by_rows = ((divide(size * group, rows), -size) for size in (128, 256, 512, 1024))
     q_block = -max(by_rows)[1]
     if queries * group <= LANES and max(q.shape[-1], v.shape[-1]) <= LANES:

@@ -12,7 +12,16 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from pallas_kernels import _tpu, _tpu_tables, causal, chunks, everything, prefix, reference, window
+from pallas_kernels import (
+    _tpu,
+    _tpu_levels,
+    _tpu_tables,
+    causal,
+    everything,
+    prefix,
+    reference,
+    window,
+)
 from pallas_kernels.backends import Constant, Operands, Spec
 from pallas_kernels.biases import Alibi, RelativeBias
 from pallas_kernels.masks import keys_in, stride
@@ -40,6 +49,7 @@ class Case:
     own_places: bool = False
     soft_cap: float | None = None
     alibi: bool = False
+    relative: str | None = None  # "behind": the keys behind a query have buckets; or "both ways"
     tables: tuple[int, int] | None = None
     q_block: int = 64
     traced: bool = False
@@ -67,6 +77,54 @@ CASES = {
         t=260, batch=2, heads=4, kv_heads=2, tables=(2, 2), traced=True, mask=causal()
     ),
     "three heads per key head": Case(heads=6, kv_heads=2, mask=causal() & stride(3)),
+    "buckets, several blocks": Case(
+        t=700, s=650, kv_heads=2, mask=causal(), relative="behind", tables=(1, 1), q_block=128
+    ),
+    "buckets both ways, places of every row, documents": Case(
+        t=200,
+        batch=2,
+        kv_heads=2,
+        mask=everything(),
+        own_places=True,
+        segments=True,
+        relative="both ways",
+        soft_cap=2.0,
+    ),
+    "buckets, two heads per key head, a chunk's places": Case(
+        t=140, heads=4, kv_heads=2, offset=140, relative="behind"
+    ),
+    "buckets, tables per key head, traced": Case(
+        t=260,
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        tables=(2, 2),
+        q_block=128,
+        traced=True,
+        relative="both ways",
+        mask=everything(),
+    ),
+    "buckets, tables per query head, one query": Case(
+        t=1,
+        s=270,
+        heads=4,
+        kv_heads=2,
+        offset=200,
+        mask=causal(),
+        tables=(1, 4),
+        q_block=128,
+        relative="behind",
+    ),
+    "bfloat16, buckets": Case(
+        t=301,
+        s=301,
+        kv_heads=2,
+        size=64,
+        v_size=64,
+        mask=causal(),
+        relative="behind",
+        dtype="bfloat16",
+    ),
     "bfloat16": Case(t=260, heads=4, kv_heads=2, dtype="bfloat16", tables=(1, 1), soft_cap=3.0),
     "bfloat16, odd sizes": Case(
         t=301, s=301, size=80, v_size=40, mask=causal(), alibi=True, dtype="bfloat16"
@@ -99,6 +157,9 @@ def build(case: Case, seed: int = 0):
         operands["k_segments"] = jnp.asarray(of[s], jnp.int32)
     if case.alibi:
         operands["bias"] = Alibi(jnp.asarray(rng.uniform(0.01, 0.1, case.heads), jnp.float32))
+    if case.relative is not None:
+        buckets = jnp.asarray(rng.normal(size=(16, case.heads)), jnp.float32)
+        operands["bias"] = RelativeBias(buckets, 40, case.relative == "both ways")
     table, constant = None, None
     if case.tables is not None:
         nq, nk = -(-t // case.q_block), -(-s // 128)
@@ -141,8 +202,16 @@ def expected(arrays, operands, spec, table):
             return reference.attention(q, k, v, *operands[:4], **options, bias=bias, table=table)
 
         q, k, v, d_out, d_lse = (x.astype(jnp.float32) for x in arrays)
-        (out, lse), pull = jax.vjp(dense, q, k, v, operands.bias)
-        return out, lse, *pull((d_out, jnp.where(jnp.isfinite(lse), d_lse, 0)))
+        places = [
+            jnp.arange(x.shape[1])[None] if index is None else index
+            for x, index in ((q, operands.q_index), (k, operands.k_index))
+        ]
+        bias = None if operands.bias is None else operands.bias.logits(*places)
+        (out, lse), pull = jax.vjp(dense, q, k, v, bias)
+        *gradients, d_bias = pull((d_out, jnp.where(jnp.isfinite(lse), d_lse, 0)))
+        if bias is not None:  # JAX would add up a bucket's elements one by one
+            d_bias = operands.bias.gradient(*places, d_bias)
+        return out, lse, *gradients, d_bias
 
     return both(arrays, operands, table)
 
@@ -202,8 +271,9 @@ def test_lists_too_long_for_scalar_memory_are_cut_into_calls_with_the_same_resul
     [
         Case(t=129, s=200, tables=(1, 1), q_block=64, offset=50, segments=True, alibi=True),
         Case(t=129, s=130, heads=2, tables=(1, 2), q_block=128, traced=True, mask=causal()),
+        Case(t=129, s=260, tables=(1, 1), q_block=128, offset=50, relative="behind"),
     ],
-    ids=["places, documents, biases", "traced tables per query head"],
+    ids=["places, documents, biases", "traced tables per query head", "buckets"],
 )
 def test_kernels_have_no_races_and_read_nothing_unwritten(case):
     arrays, operands, spec, table = build(case)
@@ -231,61 +301,6 @@ def test_forward_equals_splash_attention_of_jax():
     close(found[1][0], lse.T, 3e-3)
 
 
-def _pairs(calls, axis):
-    """{(row, col): kind} of all calls, which must be whole lists with first and last marked."""
-    pairs, outputs = {}, set()
-    for call in calls:
-        step = _tpu_tables.unpack(np.asarray(call.steps)[: int(call.grid)])
-        inside = False
-        for row, col, kind, first, last in zip(*step, strict=True):
-            assert bool(first) != inside or kind == _tpu_tables.NOTHING
-            inside = (inside or bool(first)) and not last
-            if first:
-                outputs.add(int((row, col)[axis]))
-            if kind != _tpu_tables.NOTHING:
-                assert pairs.setdefault((int(row), int(col)), int(kind)) == kind
-        assert not inside
-    return pairs, outputs
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("traced", [False, True])
-def test_packed_lists_hold_every_visit_once_and_every_output_block(monkeypatch, axis, cut, traced):
-    if cut:
-        monkeypatch.setattr(_tpu_tables, "SCALAR_BYTES", 4 * 30)
-    mask = causal() & (window(40) | prefix(3)) & ~chunks(64)
-    table = from_mask(mask, queries=200, keys=130, q_block=16, k_block=8)
-    wanted = {}
-    for i in range(13):
-        for n in range(table.seen[0, 0, i]):
-            kind = _tpu_tables.FULL if n < table.full[0, 0, i] else _tpu_tables.PARTIAL
-            wanted |= {(i * 2 + half, int(table.index[0, 0, i, n])): kind for half in (0, 1)}
-    if traced:
-        table = jax.tree.map(jnp.asarray, table)
-    found = _tpu_tables.visits(table, heads=3, split=2)
-    calls = _tpu_tables.calls(found, axis, rows=26, cols=17, batch=1, heads=3)
-    assert (len(calls) > 1) == cut
-    pairs, outputs = _pairs([call for ((call,),) in calls], axis)
-    assert pairs == wanted
-    assert outputs == set(range((26, 17)[axis]))
-
-
-def test_a_table_per_query_head_lists_the_group_one_head_after_the_other():
-    visible = np.random.default_rng(0).random((1, 6, 5, 4)) < 0.5
-    table = from_block_mask(visible, q_block=128, k_block=128)
-    found = _tpu_tables.visits(table, heads=2, split=1)
-    grid = _tpu_tables.calls(found, 1, rows=15, cols=4, batch=1, heads=2)
-    ((call,),) = grid[0]
-    lists = np.asarray(call.steps).reshape(2, call.size)
-    for head, steps in enumerate(lists):
-        step = _tpu_tables.unpack(steps)
-        real = step.kind != _tpu_tables.NOTHING
-        there = set(zip(step.row[real].tolist(), step.col[real].tolist(), strict=True))
-        want = np.argwhere(visible[0, head * 3 : head * 3 + 3].reshape(15, 4))
-        assert there == {(int(i), int(j)) for i, j in want}
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -300,10 +315,22 @@ def test_what_cannot_run_says_why(change, reason):
     assert reason in _tpu.unsupported(*arrays[:3], operands, spec)
 
 
-def test_a_bias_by_buckets_says_why():
+def test_a_bias_of_more_buckets_than_lanes_says_why():
     (q, k, v, *_), operands, spec, _ = build(Case())
-    operands = operands._replace(bias=RelativeBias(jnp.zeros((8, 2)), 20))
-    assert "ALiBi" in _tpu.unsupported(q, k, v, operands, spec)
+    operands = operands._replace(bias=RelativeBias(jnp.zeros((130, 2)), 1000))
+    assert "a bias of 130 buckets is above 128" in _tpu.unsupported(q, k, v, operands, spec)
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize(("buckets", "far"), [(32, 128), (12, 100), (4, 3), (128, 4000)])
+def test_levels_of_distances_are_the_buckets(buckets, far, both_ways):
+    bias = RelativeBias(jnp.zeros((buckets, 1)), far, both_ways)
+    levels = _tpu_levels.of(bias, group=1)
+    assert sorted(levels.buckets) == list(range(buckets))
+    ahead = np.arange(-far - 50, far + 50)
+    level = np.searchsorted(levels.starts, -ahead, side="right") - 1
+    found = np.array(levels.buckets)[level]
+    np.testing.assert_array_equal(found, bias.buckets(np.zeros(1, np.int32), ahead)[0])
 
 
 def test_narrow_blocks_of_keys_say_why():

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 
 from pallas_kernels import _tpu, _tpu_grouped, causal, everything, prefix, window
 from pallas_kernels.backends import Constant, GroupedOperands, GroupedSpec, Operands, Spec
-from pallas_kernels.biases import Alibi
+from pallas_kernels.biases import Alibi, RelativeBias
 from pallas_kernels.tables import from_block_mask
 
 pytestmark = pytest.mark.slow  # the compiler: two minutes together
@@ -89,22 +89,41 @@ def test_131072_tokens_of_llama_2_7b_heads_compile(generation, mask):
     assert kernels == [1, 2]
 
 
-def test_documents_places_and_biases_compile_with_tables_computed_on_the_device():
+SIZES = [("v4", 128), ("v5e", 64), ("v5e", 128), ("v5p", 64), ("v6e", 128)]
+
+
+@pytest.mark.parametrize(("generation", "size"), SIZES)
+def test_131072_tokens_with_a_bias_by_buckets_compile(generation, size):
+    (table,) = arrays(generation, (32, 32), dtype="float32")
+    operands, spec = Operands(bias=RelativeBias(table)), Spec(causal(), size**-0.5)
+    shape = (1, LONG, LONG, 32, 32, size)
+    kernels = [
+        text.count("tpu_custom_call")
+        for _, text in compile_both(generation, *shape, spec, operands)
+    ]
+    assert kernels == [1, 2]  # nothing of the bias is computed outside of them
+
+
+@pytest.mark.parametrize("bias", ["slopes", "buckets"])
+def test_documents_places_and_biases_compile_with_tables_computed_on_the_device(bias):
     b, t, heads = 2, 2048, 8
     i32 = arrays("v5e", *[(b, t)] * 4, dtype="int32")
-    (slopes,) = arrays("v5e", (heads,), dtype="float32")
+    slopes, table = arrays("v5e", (heads,), (32, heads), dtype="float32")
+    bias = Alibi(slopes) if bias == "slopes" else RelativeBias(table, 128, bidirectional=True)
     spec = Spec(SINKS, 0.1, soft_cap=30.0)
     shape = (b, t, t, heads, 2, 80)
-    for _, text in compile_both("v5e", *shape, spec, Operands(*i32, Alibi(slopes))):
+    for _, text in compile_both("v5e", *shape, spec, Operands(*i32, bias)):
         assert "stablehlo.while" not in text  # one kernel walks all batch rows and heads
 
 
-def test_large_heads_of_float32_fit_into_vmem():
+@pytest.mark.parametrize("bias", ["slopes", "buckets"])
+def test_large_heads_of_float32_fit_into_vmem(bias):
     spec = Spec(SINKS, 0.1, soft_cap=30.0)
-    (slopes,) = arrays("v5e", (2,), dtype="float32")
+    slopes, table = arrays("v5e", (2,), (32, 2), dtype="float32")
+    bias = Alibi(slopes) if bias == "slopes" else RelativeBias(table, 128, bidirectional=True)
     i32 = arrays("v5e", *[(1, 2048)] * 4, dtype="int32")
     shape = (1, 2048, 2048, 2, 1, 256)
-    operands = Operands(*i32, Alibi(slopes))
+    operands = Operands(*i32, bias)
     assert len(list(compile_both("v5e", *shape, spec, operands, dtype="float32"))) == 2
 
 
