@@ -2,7 +2,7 @@
 
 from lcjax.convert.hf_save import save_hf
 from lcjax.convert.landmark import config_from_hf, config_to_hf
-from lcjax.convert.load import load, load_config, load_tokenizer
+from lcjax.convert.load import load, load_config, load_tokenizer, resolve
 from lcjax.convert.tokenizer import TextStream, Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_bytes import ByteTokenizer
 
@@ -16,5 +16,6 @@ __all__ = [
     "load",
     "load_config",
     "load_tokenizer",
+    "resolve",
     "save_hf",
 ]

@@ -19,7 +19,7 @@ from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.task import Limits, Record, Task, Unit
-from lcjax.lm import LanguageModel, ModelSection
+from lcjax.lm import LanguageModel, ModelSection, check_source
 from lcjax.sharding import Mesh, make_mesh, padding_rows
 
 Loader = Callable[[ModelSection], Any]
@@ -33,6 +33,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report:
     """
     limits = check(config)
     if load is None:
+        for section in sections(config):
+            check_source(section)
         load = functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     settings = draccus.encode(config)
     store = Store(config, settings)
@@ -87,6 +89,17 @@ def _labels(config: EvalConfig) -> list[str]:
     return [task.label for task in config.tasks]
 
 
+def sections(config: EvalConfig) -> list[ModelSection]:
+    """What is loaded for each method: of another checkpoint, its own position method counts."""
+    own = {"base": None, "preset": None, "rope": None, "pattern": None, "tokenizer": None}
+    return [
+        config.model
+        if method.path is None
+        else dataclasses.replace(config.model, path=method.path, **own)
+        for method in config.methods
+    ]
+
+
 class _Runner:
     """Loads models one after another, and asks them what no record answers yet."""
 
@@ -101,13 +114,13 @@ class _Runner:
         if any(task.needs_data for task in self._config.tasks):
             next(self._texts())  # a path without text is said before a large model is read
         methods = self._config.methods
-        sections = [self._section(method) for method in methods]
+        opened = sections(self._config)
         with tqdm(unit="window", dynamic_ncols=True) as bar:
             bar.total, left = 0, len(methods)
-            for index, section in enumerate(sections):
-                if section in sections[:index]:
+            for index, section in enumerate(opened):
+                if section in opened[:index]:
                     continue
-                own = [m for m, other in zip(methods, sections, strict=True) if other == section]
+                own = [m for m, other in zip(methods, opened, strict=True) if other == section]
                 self._checkpoint(section, own, left, bar)
                 left -= len(own)
         return self._kept
@@ -141,20 +154,6 @@ class _Runner:
         if filler:
             line += f"; {filler} more rows are filler: batch_size={batch + filler} takes no longer"
         return line
-
-    def _section(self, method: Method) -> ModelSection:
-        """What is loaded for a method: of another checkpoint, its own position method counts."""
-        if method.path is None:
-            return self._config.model
-        return dataclasses.replace(
-            self._config.model,
-            path=method.path,
-            base=None,
-            preset=None,
-            rope=None,
-            pattern=None,
-            tokenizer=None,
-        )
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         data = self._config.data

@@ -15,8 +15,9 @@ from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.checkpoint import Checkpoints
 from lcjax.convert.run_folder import MODEL_CONFIG, check_frozen
-from lcjax.data import Loader
+from lcjax.data import Loader, check_sources
 from lcjax.errors import InputError
+from lcjax.lm import check_source
 from lcjax.sharding import make_mesh, replicated
 from lcjax.training import batches, optim, results
 from lcjax.training import folder as folder_lib
@@ -59,6 +60,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
     mesh = make_mesh(config.mesh)
     batches.check_batch(config, mesh)
     folder = folder_lib.check(config)
+    # A wrong path must not cost the minutes that a large model takes to read.
+    check_source(config.model)
+    check_sources(config.data)
     announce(f"loading {config.model.path or config.model.preset}")
     assembly = assemble(config, mesh)
     announce(

@@ -74,6 +74,13 @@ def test_methods_differ_and_the_trained_length_is_the_checkpoints(found):
     assert all(cell["tokens_per_second"] > 0 for cell in report.cells)
 
 
+def test_a_checkpoint_that_is_not_there_is_missed_before_any_model_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: pytest.fail("a model was read"))
+    methods = (Method("base"), Method("trained", path=str(tmp_path / "absent")))
+    with pytest.raises(InputError, match=r"model\.path=.*absent: no such file or folder"):
+        run(EvalConfig(model=ModelSection(preset="tiny"), methods=methods))
+
+
 def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_is_written(tmp_path):
     config = EvalConfig(model=ModelSection(preset="tiny"), run=RunSection(str(tmp_path / "out")))
     with pytest.raises(InputError, match=r"mesh\.fsdp"):

@@ -20,6 +20,7 @@ from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.lora import LoRA
 from lcjax.models import Decoder
+from lcjax.sharding import Mesh
 from lcjax.training import batches, loop, run
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import EvalSection, TrainConfig
@@ -278,6 +279,26 @@ def test_a_start_that_fails_costs_the_run_before_nothing(corpus, reference):
         run(tiny(folder, corpus, data={"path": "no-such-text"}, run=overwrite))
     assert losses(folder) == reference[2]
     assert sorted(os.listdir(folder / "checkpoints")) == ["12", "8"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"data": {"path": "no-such-text"}}, r"data\.path=no-such-text does not exist"),
+        ({"data": {"path": ""}}, r"data\.path is empty"),
+        ({"model": {"dtype": "float32"}}, r"model\.path=null: give a checkpoint"),
+        ({"model": {"preset": "tyni"}}, "tiny"),
+        ({"model": {"path": "no-such-model"}}, r"model\.path=no-such-model: no such file"),
+        ({"mesh": Mesh(data=3)}, r"mesh\.data"),
+    ],
+)
+def test_what_is_wrong_with_paths_and_mesh_is_said_before_a_model_is_read(
+    tmp_path, corpus, monkeypatch, capsys, sections, said
+):
+    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    with pytest.raises(InputError, match=said):
+        run(tiny(tmp_path / "run", corpus, **sections))
+    assert capsys.readouterr().err == "" and not (tmp_path / "run").exists()
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_may_start_otherwise(tmp_path, corpus):
