@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import DualChunk, SelfExtend, attend
+from lcjax.attention import DualChunk, LMInfinite, SelfExtend, attend
 from lcjax.rope import Default, Rotation
+from pallas_kernels import Alibi, alibi_slopes, gather
 
 T, HEADS, KV_HEADS, SIZE = 40, 4, 2, 16
 INV_FREQ = 100.0 ** -np.linspace(0, 1, SIZE // 2)
@@ -115,3 +116,100 @@ def test_the_growth_of_dual_chunk_multiplies_the_scale_of_the_rope():
     grown = DualChunk(train_length=10).at_length(rotation, 20)
     assert grown.scale == pytest.approx(1.25 * (1 + 0.05 * np.log(2)))
     assert DualChunk().at_length(rotation, 20) is rotation
+
+
+CHOOSING = LMInfinite(window=9, sinks=3, top_k=4)
+
+
+def chosen_by_lm_infinite(q, k, pattern):
+    """float64 logits [N, T, S] of all that is seen, with the best keys chosen one by one."""
+    window, sinks = pattern.window, pattern.sinks
+    place = window // 2 if pattern.top_k_position is None else pattern.top_k_position
+    x = logits(q, k, np.where(np.arange(T) < sinks, np.minimum(DISTANCE, window), DISTANCE))
+    middle = logits(q, k, np.full((T, T), place))
+    for i in range(T):
+        first, last = sinks, i - window  # the keys between sinks and window
+        for head in range(len(x)):
+            x[head, i, first : max(last + 1, first)] = -np.inf
+            if i - window + 1 >= sinks + pattern.top_k:
+                best = first + np.argsort(-middle[head, i, first : last + 1])[: pattern.top_k]
+                x[head, i, best] = middle[head, i, best]
+    return causal(x)
+
+
+@pytest.mark.parametrize(
+    "pattern", [CHOOSING, LMInfinite(window=6, sinks=1, top_k=2, top_k_position=11)], ids=str
+)
+def test_every_query_of_lm_infinite_sees_the_best_keys_beyond_the_window(pattern):
+    q, k, v = arrays()
+    want = attended(chosen_by_lm_infinite(q[0], k[0], pattern), v[0])
+    got = run(q, k, v, pattern)[0]
+    np.testing.assert_allclose(got, want, **TOLERANCE)
+    plain = run(q, k, v, LMInfinite(window=pattern.window, sinks=pattern.sinks))[0]
+    first = pattern.window + pattern.sinks + pattern.top_k - 1
+    np.testing.assert_allclose(got[:first], plain[:first], rtol=1e-6, atol=1e-6)
+    assert (np.abs(got - plain)[first:].max((1, 2)) > 1e-3).all()
+    last = run(q[:, -1:], k, v, pattern)[0]
+    np.testing.assert_allclose(last, want[-1:], **TOLERANCE)
+
+
+def test_a_text_too_short_to_choose_from_is_read_as_without():
+    q, k, v = (x[:, :15] for x in arrays())
+    np.testing.assert_array_equal(
+        run(q, k, v, CHOOSING), run(q, k, v, LMInfinite(window=9, sinks=3))
+    )
+
+
+def test_queries_choose_alike_whether_many_or_one_go_at_a_time(monkeypatch):
+    q, k, v = arrays()
+    want = run(q, k, v, CHOOSING)
+    monkeypatch.setattr(gather, "BUDGET", 1)
+    got = run(q, k, v, LMInfinite(window=9, sinks=3, top_k=4, top_k_position=4))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_what_lm_infinite_chooses_has_the_gradient_of_a_fixed_choice():
+    q, k, v = arrays()
+    seen = jnp.asarray(np.isfinite(chosen_by_lm_infinite(q[0], k[0], CHOOSING)))
+    middle = (DISTANCE >= 9) & (np.arange(T) >= 3)
+    place = jnp.asarray(np.where(middle, 4, np.minimum(DISTANCE, 9)))
+
+    def dense(q, k, v):
+        angle = place[..., None, None] * ROTATION.inv_freq
+        a, b = jnp.split(q[0][:, None], 2, -1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        keys, values = (jnp.repeat(x[0], HEADS // KV_HEADS, 1) for x in (k, v))
+        x = jnp.einsum("tsnh,snh->nts", turned, keys, precision="highest") / 4
+        p = jax.nn.softmax(jnp.where(seen, x, -1e30), -1)
+        return jnp.einsum("nts,snh->tnh", p, values, precision="highest")
+
+    weights = jnp.asarray(np.random.default_rng(5).normal(size=(T, HEADS, SIZE)), jnp.float32)
+    got = jax.grad(lambda *x: jnp.sum(run(*x, CHOOSING)[0] * weights), (0, 1, 2))(q, k, v)
+    want = jax.grad(lambda *x: jnp.sum(dense(*x) * weights), (0, 1, 2))(q, k, v)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_chosen_keys_of_a_model_with_alibi_have_the_bias_of_their_distance():
+    q, k, v = arrays()
+    bias = Alibi(jnp.asarray(alibi_slopes(HEADS), jnp.float32))
+    at = jnp.arange(T)[None]
+    got = attend(
+        *map(jnp.asarray, (q, k, v)), pattern=CHOOSING, rotation=Rotation(jnp.zeros(0)),
+        q_positions=at, k_positions=at, bias=bias,
+    )[0]  # fmt: skip
+    x = np.einsum("tnh,snh->nts", q[0], np.repeat(k[0], 2, 1).astype(np.float64)) / 4
+    slopes = np.asarray(bias.slopes, np.float64)[:, None, None]
+    near = x - slopes * np.minimum(DISTANCE, 9)
+    rank = np.full(x.shape, T)
+    middle = (DISTANCE >= 9) & (np.arange(T) >= 3)
+    for i in range(9 + 3 + 4 - 1, T):
+        rank[:, i, 3 : i - 8] = np.argsort(np.argsort(-x[:, i, 3 : i - 8], -1), -1)
+    seen = np.where(middle, np.where(rank < 4, x - slopes * 4, -np.inf), near)
+    np.testing.assert_allclose(got, attended(causal(seen), v[0]), **TOLERANCE)
+
+
+def test_a_cache_keeps_everything_that_can_be_chosen():
+    assert CHOOSING.kept() is None and CHOOSING.moves_keys
+    assert LMInfinite(window=9, sinks=3).kept() == (3, 9)
