@@ -104,6 +104,7 @@ def older_blocks(
 
     k [B, C * block, K, H], v likewise: C whole blocks. q_numbers [B, T] and k_numbers [B, C] number
     the blocks within their document (None: t // block and 0, 1, ...); k_segments is [B, C].
+    implementation: as in `grouped`, without the dense form.
     """
     operands = GroupedOperands(q_numbers, k_numbers, q_segments, k_segments)
     spec = GroupedSpec(block, float(scale))

@@ -95,7 +95,7 @@ def retrieve(
     )
     parts = [own]
     if q.shape[1] > 1:
-        parts.append(_closed_here(turned, k, v, slots, past, order, asked, scale))
+        parts.append(_closed_here(turned, k, v, slots, past, order, asked, scale, implementation))
     if past.slots.shape[1]:
         with jax.named_scope("retrieve"):
             parts.append(
@@ -126,7 +126,7 @@ def _past(pattern: Landmark, order, asked, k_order, there) -> tuple[jax.Array, P
     return slots, Past(by_block, read // block, jnp.minimum(pattern.top_k, read // block), block)
 
 
-def _closed_here(turned, k, v, slots, past: Past, order, asked, scale):
+def _closed_here(turned, k, v, slots, past: Past, order, asked, scale, implementation):
     """Blocks that the new tokens themselves close, for the new tokens after them."""
     block, rows = past.block, jnp.arange(k.shape[0])[:, None]
     count = min(turned.shape[1] // block + 1, max(past.slots.shape[1], 1))
@@ -144,6 +144,8 @@ def _closed_here(turned, k, v, slots, past: Past, order, asked, scale):
         k_numbers=numbers,
         q_segments=asked.astype(jnp.int32),
         k_segments=jnp.ones_like(numbers),
+        # Blocks alone have no dense form.
+        implementation=None if implementation == "reference" else implementation,
     )
 
 

@@ -17,7 +17,7 @@ from pallas_kernels._tpu_grouped_layout import layout
 from pallas_kernels.backends import BACKENDS, GROUPED, Backend, GroupedOperands, GroupedSpec
 from pallas_kernels.grouped import grouped, older_blocks
 
-pytestmark = pytest.mark.slow  # the interpreter: a minute together
+pytestmark = pytest.mark.slow  # the interpreter: two minutes together
 
 
 @dataclass(frozen=True)
