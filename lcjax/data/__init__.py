@@ -6,6 +6,7 @@ state = loader.get_state()                # JSON-ready; set_state continues bit 
 """
 
 from lcjax.data.config import DataConfig, TextConfig
+from lcjax.data.device import DeviceLoader
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.masking import Masking
 from lcjax.data.opening import check_sources, documents
@@ -15,6 +16,7 @@ from lcjax.data.upsample import Share, Upsample
 __all__ = [
     "ChatSource",
     "DataConfig",
+    "DeviceLoader",
     "Loader",
     "Masking",
     "SeqioSource",

@@ -1,9 +1,10 @@
 """What to read, how to cut it into rows, and in which order: the YAML section `data:`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lcjax.data.masking import Masking
-from lcjax.data.sources import PACKINGS, SeqioSource, Source, TextSource
+from lcjax.data.sources import INDEX, PACKINGS, PLAN, SeqioSource, Source, TextSource, TokenSource
 from lcjax.errors import InputError
 
 OVERLONG = ("split", "truncate", "drop")
@@ -16,7 +17,7 @@ __all__ = ["DataConfig", "SeqioSource", "Source", "TextConfig", "TextSource"]
 class TextConfig:
     """Which text is read: `data:` of eval.py, and a part of `data:` of train.py."""
 
-    path: str = ""  # one source in short; for several, or another text_field, use sources
+    path: str = ""  # one source in short, of text or tokens; for several, or its settings: sources
     sources: list[Source] = field(default_factory=list)  # training mixes their rows by weight
     holdout: float = 0.0  # fraction of the documents (by hash of their name) kept for validation
     on_bad_text: str = "error"  # bytes that are not UTF-8: error, skip the document, or replace
@@ -40,7 +41,7 @@ class TextConfig:
 
     def resolved_sources(self) -> list[Source]:
         """The sources, whichever way they were given."""
-        sources = self.sources or ([TextSource(self.path)] if self.path else [])
+        sources = self.sources or ([_in_short(self.path)] if self.path else [])
         if not sources:
             raise InputError(
                 "data.path is empty: give a file, a folder, a glob, python:stdlib or package:NAME"
@@ -100,6 +101,13 @@ class DataConfig(TextConfig):
         if source.stride > self.length or (how == "concat" and self.length % source.stride):
             rule = "divide" if how == "concat" else "not exceed"
             raise InputError(f"{key} must {rule} data.length={self.length}")
+
+
+def _in_short(path: str) -> Source:
+    """The source that a path alone stands for: what `prepare` wrote holds tokens, the rest text."""
+    folder = Path(path).expanduser()
+    prepared = any((folder / name).is_file() for name in (INDEX, PLAN))
+    return TokenSource(path) if prepared or folder.suffix == ".bin" else TextSource(path)
 
 
 def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:

@@ -24,12 +24,11 @@ from lcjax.convert import load_tokenizer
 from lcjax.data import report
 from lcjax.data.opening import source_files
 from lcjax.data.prepare_job import Job, Settings, finished, plan, scan, start, tokenise, write_json
-from lcjax.data.sources import Source, TextSource
-from lcjax.data.token_files import FORMAT, INDEX
+from lcjax.data.sources import INDEX, PLAN, Source, TextSource
+from lcjax.data.token_files import FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
 
-PLAN = "plan.json"
 _TOKENIZER = "tokenizer"
 
 
@@ -88,7 +87,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
         index = _finish(config, settings, tokenizer, asked, len(jobs))
         (out / PLAN).unlink()
     print(report.table(index))
-    print(f"{out}: read it with data.sources.0.type=tokens, data.sources.0.path={config.out}")
+    print(f"{out}: train on it with --data.path={config.out}")
     return index
 
 

@@ -10,6 +10,7 @@ from lcjax.data.upsample import Upsample
 from lcjax.errors import InputError
 
 PACKINGS = ("concat", "first_fit", "best_fit", "windows")
+INDEX, PLAN = "index.json", "plan.json"  # of a token folder that is finished, and that is not
 _PLACE = ("path", "weight")  # where the text lies and how much of it is wanted, not what it is
 
 

@@ -15,10 +15,9 @@ import numpy as np
 from lcjax.data.corpus import Document, FoundFiles
 from lcjax.data.files import Files
 from lcjax.data.readers import Reader
-from lcjax.data.sources import TokenSource
+from lcjax.data.sources import INDEX, PLAN, TokenSource
 from lcjax.errors import InputError
 
-INDEX = "index.json"
 FORMAT = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # Where a document begins in the .bin, how long its text was, the hash of its name as a number in
@@ -210,7 +209,7 @@ def _bare_files(source: TokenSource, path: Path) -> list[tuple[str, Path]]:
     if path.is_file():
         return [(path.name, path)]
     found = sorted(path.rglob("*.bin")) if path.is_dir() else []
-    if (path / "plan.json").is_file():
+    if (path / PLAN).is_file():
         raise InputError(
             f"data.path={source.path} is not finished: run the same `python -m lcjax.data prepare`"
             " once more, it goes on from where it was"

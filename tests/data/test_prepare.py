@@ -62,6 +62,7 @@ def test_tokens_give_the_batches_that_the_text_gives(text, tmp_path):
     assert len(index["shards"]) > 8 and index["dtype"] == "uint16"
     assert index["tokens"] == sum(len(t.encode()) for _, t in open_corpus(TextSource(text)))
     source = TokenSource(str(tmp_path / "out"))
+    assert DataConfig(path=source.path).resolved_sources() == [source]
     for more in ({}, {"pack": "best_fit"}, {"holdout": 0.3}, {"add_bos": False}):
         assert_same(rows_of(TextSource(text), **more), rows_of(source, **more))
     config = {"length": 32, "holdout": 0.3}
