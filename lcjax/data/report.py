@@ -95,6 +95,7 @@ def _histogram(tokens: Sequence[int]) -> list[str]:
 
 def plot(index: dict[str, Any], path: Path) -> None:
     """The histogram by label, stacked, as PNG."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -102,9 +103,9 @@ def plot(index: dict[str, Any], path: Path) -> None:
     used = [b for b, count in enumerate(_all(index)["tokens"]) if count]
     bins = np.arange(used[0], used[-1] + 1)
     below = np.zeros(len(bins))
-    for name, counts in _largest(index["lengths"]).items():
+    for number, (name, counts) in enumerate(_largest(index["lengths"]).items()):
         share = np.array(counts["tokens"])[bins] / index["tokens"]
-        axes.bar(bins, share, bottom=below, width=0.9, label=name)
+        axes.bar(bins, share, bottom=below, width=0.9, label=name, color=colormaps["tab20"](number))
         below += share
     axes.set_xticks(bins, [f"{2**b:,}" for b in bins], rotation=45)
     axes.set_xlabel("tokens of a document, from")
