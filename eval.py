@@ -2,8 +2,8 @@
 
 import sys
 
-from lcjax import config
+from lcjax import distributed
 from lcjax.evaluation import EvalConfig, run
 
 if __name__ == "__main__":
-    sys.exit(config.main(EvalConfig, run))
+    sys.exit(distributed.main(EvalConfig, run))

@@ -2,8 +2,8 @@
 
 import sys
 
-from lcjax import config
+from lcjax import distributed
 from lcjax.training import TrainConfig, run
 
 if __name__ == "__main__":
-    sys.exit(config.main(TrainConfig, run))
+    sys.exit(distributed.main(TrainConfig, run))

@@ -19,6 +19,7 @@ ORDER = [
     {"errors", "files", "config", "tree"},
     {"rope", "attention"},
     {"landmarks", "lora", "sharding", "loss", "memory", "models", "cache"},
+    {"rendezvous", "distributed"},
     {"cost", "checkpoint"},
     {"convert"},
     {"generate", "landmark_nll", "lm"},

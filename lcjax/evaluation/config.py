@@ -5,6 +5,7 @@ import dataclasses
 from lcjax.attention import Pattern
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
+from lcjax.distributed import Distributed
 from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
 from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.task import Task
@@ -42,6 +43,7 @@ class EvalConfig:
     # Rows of a batch lie over data x fsdp (a batch with fewer leaves devices without work of their
     # own), weights over fsdp x tensor.
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
+    distributed: Distributed = dataclasses.field(default_factory=Distributed)
     stride: int = 256  # tokens from one perplexity window to the next
     max_documents: int | None = None  # of the corpus; null: all that are long enough
     max_windows: int | None = None  # perplexity windows per length; null: all

@@ -7,6 +7,7 @@ from typing import Literal
 from lcjax.config import RunFolder
 from lcjax.attention import Pattern
 from lcjax.data import DataConfig
+from lcjax.distributed import Distributed
 from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.lm import ModelSection
 from lcjax.lora import LoRA
@@ -136,6 +137,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainSection = field(default_factory=TrainSection)
     mesh: Mesh = field(default_factory=Mesh)
+    distributed: Distributed = field(default_factory=Distributed)
     run: RunSection = field(default_factory=RunSection)
     eval: EvalSection = field(default_factory=EvalSection)
     track: TrackSection = field(default_factory=TrackSection)
