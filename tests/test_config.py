@@ -1,6 +1,9 @@
 """Configs: what the file says, what the command line changes, and what a mistake looks like."""
 
+import sys
+import types
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import draccus
@@ -35,7 +38,7 @@ class Yarn(Rope):
 @dataclass(frozen=True)
 class Model:
     path: str = "base"
-    rope: Rope | None = None
+    rope: Rope | None = None  # how far it reads
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -46,11 +49,17 @@ class Method:
 
 
 @dataclass(frozen=True)
+class Best:
+    loss: float
+
+
+@dataclass(frozen=True)
 class Train:
     lr: float = 1e-3
     steps: int = 10  # optimiser updates
     resume: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
+    best: Best | None = None  # the score to beat
 
 
 @dataclass(frozen=True)
@@ -173,10 +182,12 @@ def test_a_key_written_twice_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "parts"),
     [
-        ("--trian.lr=1", ["trian", "did you mean train?"]),
+        ("--trian.lr=1", ["--trian.lr=1 is unknown", "did you mean train?", "lengths, methods"]),
+        ("--confg=x.yaml", ["--confg=x.yaml is unknown; did you mean config?"]),
+        ("--x.y=1", ["--x.y=1 is unknown; known: config, lengths"]),
         (
             "--train.stpes=1",
-            ["train.stpes='1'", "did you mean steps?", "known: betas, lr, resume, steps"],
+            ["train.stpes='1'", "did you mean steps?", "known: best, betas, lr, resume, steps"],
         ),
         ("--train.steps=abc", ["train.steps='abc'", "int"]),
         ("--train.steps=1.5", ["train.steps=1.5", "int"]),
@@ -238,6 +249,8 @@ def test_a_mapping_in_a_text_field_is_refused(file):
 
 def test_unreadable_files_are_named(file, tmp_path):
     assert "did you mean job.yaml?" in fails("--config", tmp_path / "jbo.yaml")
+    (tmp_path / "longrope_7b.yaml").touch()  # what all names end in makes none of them close
+    assert "nope.yaml does not exist; known: job" in fails("--config", tmp_path / "nope.yaml")
     file.write_text("model: !include absent.yaml\n")
     message = fails("--config", file)
     assert "absent.yaml" in message and f"included from {file}" in message
@@ -262,18 +275,46 @@ def test_what_dump_writes_parse_reads_back_equal(file, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
-def test_help_names_every_key_with_choices_defaults_and_comments(capsys):
+def help_of(cls, capsys) -> str:
     with pytest.raises(SystemExit) as stop:
-        config.parse(Job, ["--help"])
-    text = capsys.readouterr().out
+        config.parse(cls, ["--help"])
     assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_names_every_key_with_choices_defaults_and_comments(capsys):
+    text = help_of(Job, capsys)
     assert "--train.steps  int = 10  # optimiser updates" in text
-    assert "--model.rope.type  linear | yarn = null" in text
-    assert (
-        "--model.rope.factor  float = 4.0  # target over trained length, 100 % of it  [yarn]"
-        in text
-    )
+    assert "--model.rope.type  linear | yarn (or --model.rope=null)  # how far it reads" in text
+    assert "--train.best=null (default), or with:  # the score to beat" in text
+    assert "--train.best.loss  float (required)" in text
     assert "--methods.0.name  str (required)" in text
+
+
+def test_help_groups_the_keys_of_a_choice_by_entry_and_says_them_once(capsys):
+    lines = help_of(Job, capsys).splitlines()
+    start = next(i for i, line in enumerate(lines) if "--model.rope.type" in line)
+    assert lines[start + 1 : start + 7] == [
+        "  --model.rope.theta  float | null = null",
+        "    [linear]",
+        "    --model.rope.scale  float = 2.0",
+        "    [yarn]",
+        "    --model.rope.factor  float = 4.0  # target over trained length, 100 % of it",
+        "    --model.rope.original_length  int | null = null",
+    ]
+    again = next(i for i, line in enumerate(lines) if "--methods.0.rope.type" in line)
+    assert lines[again + 1] == "    keys as those of --model.rope.type"
+
+
+def test_help_begins_with_what_the_script_is_for_and_how_it_is_called(capsys, monkeypatch):
+    script = types.ModuleType("__main__", "Trains: python job.py --train.lr=1\n")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.setattr(sys, "argv", ["here/job.py"])
+    text = help_of(Job, capsys)
+    assert text.startswith("Trains: python job.py --train.lr=1\n\nusage: python job.py [--config ")
+    assert "`model: !include other.yaml`" in text
+    script.__spec__ = types.SimpleNamespace(parent="jobs")
+    assert "usage: python -m jobs [--config " in help_of(Job, capsys)
 
 
 def test_main_returns_zero_and_hands_the_config_to_the_run():
@@ -286,12 +327,6 @@ def test_main_returns_zero_and_hands_the_config_to_the_run():
     ("error", "code", "line"),
     [
         (InputError("data.path=x\nis empty"), 2, "error: data.path=x is empty\n"),
-        (
-            FileNotFoundError(2, "No such file", "x.txt"),
-            2,
-            "error: [Errno 2] No such file: 'x.txt'\n",
-        ),
-        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
         (KeyboardInterrupt("saved step 12 in out"), 130, "interrupted: saved step 12 in out\n"),
     ],
 )
@@ -301,6 +336,40 @@ def test_main_turns_what_the_user_can_put_right_into_one_line(error, code, line,
 
     assert config.main(Job, run, []) == code
     assert capsys.readouterr().err == line
+
+
+@dataclass(frozen=True)
+class Script:
+    run: config.RunFolder = field(default_factory=lambda: config.RunFolder("nowhere"))
+
+
+def full_disk(_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_fails_is_one_line_and_its_traceback_lies_in_the_run_folder(tmp_path, capsys):
+    assert config.main(Script, full_disk, [f"--run.folder={tmp_path}"]) == 1
+    file = tmp_path / "error.txt"
+    said = f"error: [Errno 28] No space left on device (where it happened: {file})\n"
+    assert capsys.readouterr().err == said
+    assert "in full_disk" in file.read_text()
+
+
+@pytest.mark.parametrize("script", [Script, Job])
+def test_the_traceback_is_shown_where_there_is_no_run_folder(script, capsys):
+    assert config.main(script, full_disk, []) == 1
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert last == "error: [Errno 28] No space left on device"
+    assert any("in full_disk" in line for line in trace)
+
+
+def test_a_config_that_cannot_be_opened_is_the_users_to_put_right(tmp_path, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "job.yaml")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert config.main(Job, full_disk, ["--config=job.yaml"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'job.yaml'\n"
 
 
 def test_main_lets_a_fault_of_the_program_through():

@@ -4,6 +4,7 @@
 is a choice type: `model.rope.type=yarn` in the file, `--model.rope.type=linear` over it.
 """
 
+import dataclasses
 import os
 import sys
 import typing
@@ -15,8 +16,8 @@ import yaml
 
 from lcjax.config.decode import Text, section
 from lcjax.config.help import help_text
-from lcjax.config.read import read_yaml
-from lcjax.config.run import RunFolder
+from lcjax.config.read import near, read_yaml
+from lcjax.config.run import RunFolder, keep_traceback
 from lcjax.errors import InputError
 from lcjax.files import write_whole
 
@@ -49,12 +50,21 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
                 )
             tree, file = read_yaml(Path(value)), value
         else:
+            _check_section(cls, key, value)
             overrides.append((key[2:], Text(value)))
     # Whole sections go before their keys, and a type before the fields that it allows.
     order = sorted(overrides, key=lambda pair: (pair[0].count("."), not pair[0].endswith("type")))
     for key, value in order:
         _override(tree, key, value)
     return section(cls, tree, "")
+
+
+def _check_section(cls: type, key: str, value: str) -> None:
+    """Here, and not only with the whole tree, because `--confg` may be meant to be `--config`."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    first = key[2:].partition(".")[0]
+    if first not in known:
+        raise InputError(f"{key}={value} is unknown; {near(first, ['config', *known])}")
 
 
 def _override(tree: typing.Any, key: str, value: Text) -> None:
@@ -83,14 +93,28 @@ def dump(config: typing.Any, path: str | os.PathLike) -> None:
 
 
 def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = None) -> int:
-    """Parses, runs, and turns what the user can put right into one line and exit code 2."""
+    """Parses and runs. What the user can put right becomes one line and exit code 2.
+
+    Files and devices that fail in the middle of a run are one line as well, with exit code 1 and
+    the traceback in the run folder.
+    """
     try:
-        run(parse(cls, argv))
+        config = parse(cls, argv)
     except (InputError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return _failed(error, 2)
+    try:
+        run(config)
+    except InputError as error:
+        return _failed(error, 2)
+    except OSError as error:
+        return _failed(error, 1, keep_traceback(config))
     except KeyboardInterrupt as stop:
         # The training loop puts what it has saved, and how to go on, into the exception.
         print("interrupted:", " ".join(str(stop).split()) or "nothing to save", file=sys.stderr)
         return 130
     return 0
+
+
+def _failed(error: Exception, code: int, where: str = "") -> int:
+    print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
+    return code

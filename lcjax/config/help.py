@@ -4,10 +4,12 @@ import ast
 import dataclasses
 import inspect
 import io
+import sys
 import textwrap
 import tokenize
 import types
 import typing
+from pathlib import Path
 
 import draccus
 
@@ -25,43 +27,74 @@ def split_union(kind: typing.Any) -> tuple[list, bool]:
     return rest, len(rest) < len(members)
 
 
+_HOW = """\
+FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` there is --train.lr=1e-4 here. What
+stands here goes over the file. `model: !include other.yaml` puts a file in place of a section, and
+`<<: !include other.yaml` its keys among others; paths are relative to the file they stand in.
+
+Keys, types, defaults:"""
+
+
 def help_text(cls: type) -> str:
-    """One line a key, sections apart."""
-    usage = "usage: --config file.yaml [--section.key=value ...]\n\nKeys, types, defaults:"
-    return "\n".join([usage, *_lines(cls, "")])
+    """What the script is for, how it is called, and one line a key, sections apart."""
+    lines = [f"usage: {_command()} [--config FILE.yaml] [--section.key=value ...]", "", _HOW]
+    # The script's own docstring ends in an example.
+    purpose = (sys.modules["__main__"].__doc__ or "").strip()
+    return "\n".join([*([purpose, ""] if purpose else []), *lines, *_lines(cls, "", {})])
 
 
-def _lines(cls: type, prefix: str) -> list[str]:
-    """The keys of one section, then those of the sections in it; a blank line between."""
+def _command() -> str:
+    module = sys.modules["__main__"].__spec__  # of `python -m package`; None for a script
+    return f"python -m {module.parent}" if module else f"python {Path(sys.argv[0]).name}"
+
+
+def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[str]:
+    """The keys of one section, then those of the sections in it; a blank line between.
+
+    `seen`: registries whose entries stand further up, and where.
+    """
     own, sections = [], []
     hints, notes = typing.get_type_hints(cls), comments(cls)
     for field in dataclasses.fields(cls):
-        kind = split_union(hints[field.name])[0][0]
-        many = typing.get_origin(kind) in (tuple, list)
-        item = typing.get_args(kind)[0] if many else kind
+        kinds, optional = split_union(hints[field.name])
+        many = typing.get_origin(kinds[0]) in (tuple, list)
+        item = typing.get_args(kinds[0])[0] if many else kinds[0]
         key = prefix + field.name
         inner = f"{key}.0." if many else f"{key}."
         note = f"  # {notes[field.name]}" if field.name in notes else ""
         if is_choice(item):
             names = " | ".join(item.get_known_choices())
-            sections += ["", f"  --{inner}type  {names}{_default(field)}{note}"]
-            sections += _choices(item, inner)
+            null = f" (or --{key}=null)" if optional else ""
+            default = "" if optional and field.default is None else _default(field)
+            sections += ["", f"  --{inner}type  {names}{default}{null}{note}"]
+            sections += _choices(item, inner, seen)
         elif dataclasses.is_dataclass(item):
-            sections += ["", *_lines(item, inner)]
+            null = f"  --{key}=null{' (default)' * (field.default is None)}, or with:{note}"
+            sections += ["", *([null] if optional else []), *_lines(item, inner, seen)]
         else:
             own.append(f"  --{key}  {_type(hints[field.name])}{_default(field)}{note}")
     return own + sections
 
 
-def _choices(head: type, prefix: str) -> list[str]:
-    """The keys of all entries of a registry; a key that several share stands once."""
-    known = head.get_known_choices()
-    owners: dict[str, list[str]] = {}
-    for name, choice in known.items():
-        for line in filter(None, _lines(choice, prefix)):
-            owners.setdefault(line, []).append(name)
-    labels = {line: "" if len(of) == len(known) else ", ".join(of) for line, of in owners.items()}
-    return [f"{line}  [{label}]" if label else line for line, label in labels.items()]
+def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[str]:
+    """The keys that all entries of a registry have, then those of each under its name."""
+    if head in seen:
+        return [f"    keys as those of --{seen[head]}type"]
+    seen[head] = prefix
+    entries = {
+        name: list(filter(None, _lines(choice, prefix, seen)))
+        for name, choice in head.get_known_choices().items()
+    }
+    shared = [
+        line
+        for line in next(iter(entries.values()), [])
+        if all(line in lines for lines in entries.values())
+    ]
+    found = list(shared)
+    for name, lines in entries.items():
+        own = [f"  {line}" for line in lines if line not in shared]
+        found += [f"    [{name}]", *own] if own else []
+    return found
 
 
 def _type(kind: typing.Any) -> str:

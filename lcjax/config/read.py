@@ -9,12 +9,19 @@ from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 
 from lcjax.errors import InputError
 
+_CLOSE = 0.65  # of difflib: `trian` is close to `train`, `nope` is not to `longrope_7b`
 
-def near(word: object, known: Iterable[str]) -> str:
-    """`did you mean factor? known: beta_fast, factor`: the end of an error about a name."""
+
+def near(word: object, known: Iterable[str], ending: str = "") -> str:
+    """`did you mean factor? known: beta_fast, factor`: the end of an error about a name.
+
+    `ending` is what all names have in common, which makes none of them likely.
+    """
     known = sorted(known)
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return (f"did you mean {close[0]}? " if close else "") + f"known: {', '.join(known) or 'none'}"
+    names = {name.removesuffix(ending): name for name in known}
+    close = difflib.get_close_matches(str(word).removesuffix(ending), names, n=1, cutoff=_CLOSE)
+    guess = f"did you mean {names[close[0]]}? " if close else ""
+    return f"{guess}known: {', '.join(known) or 'none'}"
 
 
 def _refuse_twins(name: str, pairs: list[tuple[yaml.Node, yaml.Node]], sections_only: bool) -> None:
@@ -51,7 +58,8 @@ def read_yaml(path: Path) -> dict:
         missing = Path(error.filename)
         where = "" if missing == path else f" (included from {path})"
         beside = [file.name for file in missing.parent.glob("*.yaml")]
-        raise InputError(f"{missing}{where} does not exist; {near(missing.name, beside)}") from None
+        guess = near(missing.name, beside, ".yaml")
+        raise InputError(f"{missing}{where} does not exist; {guess}") from None
     except RecursionError:
         raise InputError(f"{path} includes itself; take one `!include` out") from None
     except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lcjax.config import dump
+from lcjax.config.run import ERROR
 from lcjax.convert.run_folder import MODEL_CONFIG
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig
@@ -20,8 +21,8 @@ from lcjax.tree import flatten
 
 FORMAT = 2
 MARKER = "run.json"  # what the records were made with
-_OWN = (MARKER, "config.yaml", "summary.json", "records", "tables", "figures")
-_FREE = ("run", "batch_size", "mesh")  # keys that may change when a run is continued
+_OWN = (MARKER, "config.yaml", "summary.json", ERROR, "records", "tables", "figures")
+_FREE = ("run", "batch_size", "mesh", "distributed")  # keys that may change when a run is continued
 
 Key = tuple[str, int, int]  # method, length, index of the unit
 

@@ -6,7 +6,7 @@ metrics.jsonl    one line per log             loss.png     the curve
 model/           the result, a Hugging Face folder         base.json  which frozen weights it needs
 adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batches that gave NaN
 tensorboard/     event files                               wandb/, wandb.json  its files, its run
-profile/         traces
+profile/         traces                         error.txt    traceback of a failed file or device
 """
 
 import json
@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
 from lcjax.checkpoint import FOLDER
+from lcjax.config.run import ERROR
 from lcjax.convert.run_folder import BASE, MODEL_CONFIG
 from lcjax.errors import InputError
 from lcjax.training.config import TrainConfig
@@ -28,13 +29,20 @@ from lcjax.tree import flatten
 CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"
 TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "profile"
 _OWN = (CONFIG, MODEL_CONFIG, METRICS, BASE, FOLDER, TOKENIZER, "model", "adapter", "loss.png")
-_OWN += (TENSORBOARD, WANDB, WANDB_RUN, PROFILE)
+_OWN += (TENSORBOARD, WANDB, WANDB_RUN, PROFILE, ERROR)
 
 # Keys that do not change what a run computes (up to rounding): a resumed run may have others.
 # The loader itself checks that the text behind data.path is the same.
-_FREE = ("run.", "eval.", "track.", "mesh.", "data.threads", "data.prefetch", "data.path")
-_FREE += ("data.sources", "model.remat", "train.accumulation", "train.on_nan", "train.loss_chunk")
-_FREE += ("train.log_every", "train.save_every", "train.keep", "train.export", "train.profile")
+_FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "data.prefetch")
+_FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
+_FREE += (
+    "train.loss_chunk",
+    "train.log_every",
+    "train.save_every",
+    "train.keep",
+    "train.export",
+    "train.profile",
+)
 
 
 def check(config: TrainConfig) -> Path:
