@@ -35,14 +35,8 @@ _OWN += (TENSORBOARD, WANDB, WANDB_RUN, PROFILE, ERROR)
 # The loader itself checks that the text behind data.path is the same.
 _FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "data.prefetch")
 _FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
-_FREE += (
-    "train.loss_chunk",
-    "train.log_every",
-    "train.save_every",
-    "train.keep",
-    "train.export",
-    "train.profile",
-)
+_FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
+_FREE += ("train.export", "train.profile")
 
 
 def check(config: TrainConfig) -> Path:
