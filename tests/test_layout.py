@@ -18,27 +18,25 @@ CODE += sorted((ROOT / "benchmarks").rglob("*.py"))
 ORDER = [
     {"errors", "files", "config", "tree"},
     {"rope", "attention"},
-    {"landmarks", "lora", "sharding", "loss", "memory", "models", "cache"},
+    {"landmarks", "lora", "sharding", "loss", "models", "cache"},
     {"rendezvous", "distributed"},
     {"cost", "checkpoint"},
     {"convert"},
     {"generate", "landmark_nll", "lm"},
-    {"data", "retrieval"},
+    {"data"},
     {"training", "evaluation"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 # Who may import what: everywhere else these libraries are an implementation detail.
 ONLY_IN = {
-    "flax": ("lcjax/models/", "lcjax/memory/"),
+    "flax": ("lcjax/models/",),
     "orbax": ("lcjax/checkpoint.py",),
     "torch": (),
+    "transformers": (),
 }
 # Extras, and what takes seconds to import: only inside the function that needs it.
-LAZY = {
-    *("seqio", "tensorflow", "lm_eval", "bm25s", "wandb", "tensorboardX", "rouge_score"),
-    *("rapidfuzz", "transformers", "matplotlib", "gguf"),
-}
+LAZY = {"seqio", "tensorflow", "wandb", "tensorboardX", "matplotlib", "gguf"}
 KERNELS_NEED = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
 MACHINE = re.compile(r"/(?:work|root|home|tmp|Users|mnt)/|\b(?:TODO|FIXME|XXX)\b")
 
