@@ -3,25 +3,33 @@
 The only module that knows orbax (API v1). A checkpoint is a folder `<run>/checkpoints/<step>` with
 the train state and the position in the data. orbax writes it under a temporary name and renames
 it when it is complete, so a killed process or a full disk leaves the earlier ones as they were.
+Several processes write one checkpoint together, and take up the same one or none.
 """
 
 import asyncio
 import json
 import logging
+import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from lcjax import distributed
 from lcjax.errors import InputError
 
 FOLDER = "checkpoints"
 # What orbax and tensorstore raise for files that are cut short, missing or not theirs.
 _DAMAGE = (OSError, ValueError, LookupError)
 _WRITE_FAILURE = (OSError, ValueError)
+# Of the errors that begin with a status, those about what a file holds; others are about storage.
+_STATUS = re.compile(r"([A-Z]+(?:_[A-Z]+)*): ")
+_OF_CONTENT = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_PAUSE = 1.0  # seconds before what could not be read is tried once more
 
 
 class CheckpointError(InputError):
@@ -66,6 +74,7 @@ class Checkpoints:
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
+        _check_shared(self._folder, self.steps)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -107,17 +116,19 @@ class Checkpoints:
 
         Arrays are laid out as `abstract_state` says, whatever mesh they were saved from. A damaged
         checkpoint is renamed, so that its step can be written again, and the one before is taken.
+        All processes take the same one: what one of them cannot read, none does. Where storage
+        does not answer, nothing is renamed and no older step taken.
         """
         found, damaged = self.steps, {}
         for step in reversed(found):
-            try:
-                state, position = _load(self._folder / str(step), abstract_state, with_data=True)
-            except _DAMAGE as error:
+            path = self._folder / str(step)
+            loaded, error = _load_together(path, abstract_state, with_data=True)
+            if loaded is None:
                 damaged[step] = error
                 continue
             for bad, error in damaged.items():
                 self._set_aside(bad, error)
-            return step, state, position
+            return step, *loaded
         if found:
             # Nothing is moved: when all of them fail, the cause may lie elsewhere.
             raise CheckpointError(
@@ -131,14 +142,13 @@ class Checkpoints:
         damaged = self._folder / str(step)
         aside = damaged.with_name(f"{step}.damaged")
         warnings.warn(_damaged(damaged, error) + f"; moved to {aside.name}", stacklevel=3)
-        if jax.process_index() == 0:
+        if distributed.first():
             for number in range(2, 1000):
                 if not aside.exists():
                     break
                 aside = damaged.with_name(f"{step}.damaged{number}")
             damaged.rename(aside)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("lcjax: damaged checkpoint moved")
+        distributed.wait("damaged checkpoint moved")
         self._orbax.reload()
 
     def _failure(self, error: Exception) -> CheckpointError:
@@ -158,22 +168,73 @@ def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = No
     _quiet_orbax()
     root = Path(folder).absolute() / FOLDER
     steps = sorted(int(path.name) for path in root.glob("*") if path.name.isdigit())
+    _check_shared(root, steps)
     if not steps or (step is not None and step not in steps):
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise CheckpointError(f"{root} holds {wanted}; there are: {steps or 'none'}")
     for candidate in reversed(steps if step is None else [step]):
-        try:
-            return _load(root / str(candidate), abstract_state, with_data=False)[0]
-        except _DAMAGE as error:
-            warnings.warn(_damaged(root / str(candidate), error), stacklevel=2)
+        path = root / str(candidate)
+        loaded, error = _load_together(path, abstract_state, with_data=False)
+        if loaded is not None:
+            return loaded[0]
+        warnings.warn(_damaged(path, error), stacklevel=2)
     unread = f"checkpoint {step}" if step is not None else f"any of the checkpoints {steps}"
     raise CheckpointError(f"cannot read {unread} in {root}; files are missing or cut short")
+
+
+def _check_shared(folder: Path, steps: list[int]) -> None:
+    """Refuses a folder that is another one for every process: a disk of its own machine."""
+    if not distributed.same(str(steps)):
+        raise CheckpointError(
+            f"{folder} holds other checkpoints for this process ({steps or 'none'}) than for others"
+            " of the job; run.folder must lie on storage that all machines share"
+        )
+
+
+def _load_together(
+    path: Path, abstract_state: Any, *, with_data: bool
+) -> tuple[tuple[Any, dict | None] | None, Exception | None]:
+    """((state, position), None) if every process could read its part, else (None, the error).
+
+    What fails is tried once more. Raises where it is storage that fails, and not the files.
+    """
+    for attempt in (1, 2):
+        loaded, error = None, None
+        try:
+            loaded = _load(path, abstract_state, with_data=with_data)
+        except _DAMAGE as failure:
+            error = failure
+        worst = distributed.worst(0 if error is None else 1 + _may_be_whole(error))
+        if worst == 0:
+            return loaded, None
+        if attempt == 1:
+            loaded = None  # a second state would not fit beside it
+            time.sleep(_PAUSE)
+    error = error or CheckpointError("another process of the job cannot read its part")
+    if worst == 2:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read now ({_brief(error)}), although it may be whole;"
+            " nothing was changed: start the same command again when its storage answers"
+        ) from error
+    return None, error
+
+
+def _may_be_whole(error: Exception) -> bool:
+    """Whether storage failed (no answer, no permission) rather than what the files hold."""
+    error = _root(error)
+    if isinstance(error, OSError):
+        return not isinstance(error, _MISSING)
+    status = _STATUS.match(str(error))
+    return status is not None and status[1] not in _OF_CONTENT
 
 
 def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
     position = _Position()
     wanted = {"state": abstract_state} | ({"data": position} if with_data else {})
-    context = ocp.Context()
+    # Each process reads its parts alone: one that fails would leave the others waiting for it.
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    context = ocp.Context(multiprocessing_options=alone if jax.process_count() > 1 else None)
     context.pytree.loading.partial_load = not with_data
     with context:
         loaded = ocp.load_checkpointables(path, wanted)
@@ -185,9 +246,13 @@ def _damaged(path: Path, error: Exception) -> str:
 
 
 def _brief(error: Exception) -> str:
+    return " ".join(str(_root(error)).split())[:200]
+
+
+def _root(error: Exception) -> Exception:
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).split())[:200]
+    return error
 
 
 class _OrbaxFilter(logging.Filter):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax import cache as cache_lib
+from lcjax import distributed
 from lcjax.attention import Landmark
 from lcjax.convert.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
@@ -157,7 +158,7 @@ def _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, s
             place = _place(lengths + count, Landmarks.read_by(model.config.pattern))
             logits, cache = _step(model, params, cache, token, *place, rotations.at(count + 1))
             token = _pick(logits, key, count + 1, eos, sampling)
-        for row, picked in zip(rows, np.asarray(current)[: len(rows)], strict=True):
+        for row, picked in zip(rows, distributed.gather(current)[: len(rows)], strict=True):
             if row.finish is None:
                 piece = row.add(int(picked))
                 if piece is not None:

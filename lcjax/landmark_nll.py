@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from lcjax import cache as cache_lib
+from lcjax import distributed
 from lcjax.generate import read_on
 from lcjax.landmarks import Landmarks
 from lcjax.loss import token_nll
@@ -48,7 +49,7 @@ def landmark_nll(
         part = (x[:, start : start + chunk] for x in (text, targets, segments, positions))
         scores, cache = _read(model, params, cache, *part, turned)
         nll.append(scores)
-    return np.concatenate(jax.device_get(nll), 1)[:, asked]
+    return np.concatenate([distributed.gather(scores) for scores in nll], 1)[:, asked]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lcjax import convert
+from lcjax import convert, distributed
 from lcjax import generate as generation
 from lcjax.attention import Landmark, Pattern
 from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
@@ -255,7 +255,7 @@ class LanguageModel:
         else:
             scored = _score(self._model, self.params, filled, self.rotation(length), first)
         nll = np.zeros((rows, length), np.float32)
-        nll[:, first:] = np.asarray(scored)[:rows]
+        nll[:, first:] = distributed.gather(scored)[:rows]
         if lengths is not None:
             nll[np.arange(length)[None] >= np.asarray(lengths)[:, None]] = 0
         return nll

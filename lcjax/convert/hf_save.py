@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 import lcjax.lora
+from lcjax import distributed
 from lcjax.convert import hf_names
 from lcjax.convert.atomic import check_destination, finished_or_absent
 from lcjax.convert.landmark import config_to_hf
@@ -60,7 +61,7 @@ def save_hf(
     table = _in_layer_order(config)
     tensors = {name: TensorInfo(e.tensor_shape, _stored(e, dtype)) for name, e, _ in table}
     arrays = _arrays(params, config, table, tensors, progress)
-    if jax.process_index() > 0:  # gathers its shards for the process that writes
+    if not distributed.first():  # gathers its shards for the process that writes
         collections.deque(arrays, maxlen=0)
         return folder
     check_destination(folder, overwrite)
@@ -159,7 +160,8 @@ def _arrays(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, entry, layer in table:
         leaf = _leaf(params, config, entry, layer)
-        array = entry.to_tensor(_on_host(leaf)).astype(DTYPES[tensors[name].dtype], copy=False)
+        dtype = DTYPES[tensors[name].dtype]
+        array = entry.to_tensor(distributed.gather(leaf)).astype(dtype, copy=False)
         yield name, array
         if progress:
             progress(array.nbytes)
@@ -191,11 +193,3 @@ def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int |
             raise InputError(f"params have an adapter at {parent} but model.lora is not set")
         return lcjax.lora.merge(found, config.lora)[last]
     return leaf
-
-
-def _on_host(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        return multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf)

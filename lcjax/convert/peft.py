@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from lcjax import distributed
 from lcjax.convert import hf_names
 from lcjax.convert.atomic import check_destination, finished_or_absent
 from lcjax.convert.hub import is_hub_id
@@ -38,8 +39,10 @@ def save_peft(
     if config.lora is None:
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
     folder = Path(folder)
+    tensors = _tensors(params, config)  # of all processes, gathered for the one that writes
+    if not distributed.first():
+        return folder
     check_destination(folder, overwrite)
-    tensors = _tensors(params, config)
     modules = {key.split(".")[-3] for key in tensors}
     settings = {
         "peft_type": "LORA",
@@ -82,11 +85,12 @@ def _tensors(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
         if leaf != "kernel" or parent.rpartition("/")[2] not in config.lora.targets:
             continue
         node = lookup(params, parent)
-        for name, a, b in zip(entry.names, node["lora_a"], node["lora_b"], strict=True):
+        pair = (distributed.gather(node[half]) for half in ("lora_a", "lora_b"))
+        for name, a, b in zip(entry.names, *pair, strict=True):
             module = f"base_model.model.{name.removesuffix('.weight')}"
             for part, matrix in (
-                ("lora_A", np.asarray(a, np.float32).reshape(-1, rank).T),
-                ("lora_B", np.asarray(b, np.float32).reshape(rank, -1).T),
+                ("lora_A", a.astype(np.float32).reshape(-1, rank).T),
+                ("lora_B", b.astype(np.float32).reshape(rank, -1).T),
             ):
                 tensors[f"{module}.{part}.weight"] = np.ascontiguousarray(matrix)
     return tensors

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lcjax import distributed
 from lcjax.config import dump
 from lcjax.config.run import ERROR
 from lcjax.convert.run_folder import MODEL_CONFIG
@@ -62,6 +63,8 @@ class Store:
 
     def begin(self) -> None:
         """Removes an old run if that is wanted, and notes the settings of this one."""
+        if not distributed.first():
+            return
         if self._replaces:
             for path in [self.folder / name for name in _OWN]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -94,13 +97,25 @@ class Store:
         return self.folder / "records" / f"{task}.jsonl"
 
     def read(self, task: str) -> dict[Key, Record]:
-        """All finished records; a line that a killed process left half written is cut off."""
+        """All finished records; a line that a killed process left half written is cut off.
+
+        Of several processes all read before one of them writes, and must find the same.
+        """
+        records = self._read(task)
+        if not distributed.same(str(sorted(records))):
+            raise InputError(
+                f"run.folder={self.folder} holds other records for this process ({len(records)} of"
+                f" {task}) than for others of the job; name one on storage that all machines share"
+            )
+        return records
+
+    def _read(self, task: str) -> dict[Key, Record]:
         path = self.path(task)
         if self._replaces or not path.exists():
             return {}
         data = path.read_bytes()
         whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        if whole < len(data) and distributed.first():
             with path.open("r+b") as file:
                 file.truncate(whole)
         records = {}
@@ -116,7 +131,12 @@ class Store:
         return records
 
     def append(self, task: str, records: Sequence[Record]) -> None:
-        """Adds finished records; they are in the file when this returns."""
+        """Adds finished records; they are in the file when this returns.
+
+        What all processes have scored together, the first one writes.
+        """
+        if not distributed.first():
+            return
         with self.path(task).open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(clean(record)) + "\n" for record in records))
 

@@ -11,7 +11,7 @@ from typing import Any
 import draccus
 from tqdm import tqdm
 
-from lcjax import cost
+from lcjax import cost, distributed
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report
@@ -26,10 +26,11 @@ Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
 
 
-def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report:
+def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | None:
     """Scores what is not scored yet and writes the report.
 
-    `load` opens a model section; None is `LanguageModel.load` on the mesh of `config`.
+    `load` opens a model section; None is `LanguageModel.load` on the mesh of `config`. Of several
+    processes, which share the work of every batch, the first one writes; others return None.
     """
     limits = check(config)
     if load is None:
@@ -44,6 +45,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report:
         raise KeyboardInterrupt(
             f"finished records are in {store.folder}; the same command continues from there"
         ) from stop
+    if not distributed.first():
+        return None
     order = [method.name for method in config.methods]
     result = report.write(store.folder, settings, records, order=order)
     print(f"\n{result.text}\nWritten:")
@@ -115,7 +118,7 @@ class _Runner:
             next(self._texts())  # a path without text is said before a large model is read
         methods = self._config.methods
         opened = sections(self._config)
-        with tqdm(unit="window", dynamic_ncols=True) as bar:
+        with tqdm(unit="window", dynamic_ncols=True, disable=not distributed.first()) as bar:
             bar.total, left = 0, len(methods)
             for index, section in enumerate(opened):
                 if section in opened[:index]:
@@ -130,7 +133,7 @@ class _Runner:
     ) -> None:
         """All methods of one checkpoint, which is read once and given up before the next one."""
         model = self._load(section)
-        if isinstance(model, LanguageModel):
+        if isinstance(model, LanguageModel) and distributed.first():
             bar.write(self._needs(section, model), file=sys.stderr)
         # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
         # to have as many.

@@ -11,14 +11,15 @@ profile/         traces                         error.txt    traceback of a fail
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import draccus
 import jax
-from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
+from lcjax import distributed
 from lcjax.checkpoint import FOLDER
 from lcjax.config.run import ERROR
 from lcjax.convert.run_folder import BASE, MODEL_CONFIG
@@ -30,6 +31,8 @@ CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"
 TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "profile"
 _OWN = (CONFIG, MODEL_CONFIG, METRICS, BASE, FOLDER, TOKENIZER, "model", "adapter", "loss.png")
 _OWN += (TENSORBOARD, WANDB, WANDB_RUN, PROFILE, ERROR)
+
+_VISIBLE = 60  # seconds within which network storage shows a new file to all machines
 
 # Keys that do not change what a run computes (up to rounding): a resumed run may have others.
 # The loader itself checks that the text behind data.path is the same.
@@ -61,12 +64,24 @@ def check(config: TrainConfig) -> Path:
 
 def begin(config: TrainConfig, folder: Path) -> None:
     """Empties the folder of an old run if that is wanted, and notes the settings of this one."""
-    if jax.process_index() == 0:
+    if distributed.first():
         if config.run.existing == "overwrite":
             _clear(folder)
         config_lib.dump(config, folder / CONFIG)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("lcjax: run folder ready")
+    distributed.wait("run folder ready")
+    _check_shared(folder)
+
+
+def _check_shared(folder: Path) -> None:
+    """Refuses a disk of each machine's own: checkpoints are written by all processes together."""
+    until = time.monotonic() + _VISIBLE
+    while not (there := (folder / CONFIG).exists()) and time.monotonic() < until:
+        time.sleep(0.5)
+    if distributed.worst(int(not there)):
+        raise InputError(
+            f"run.folder={folder} is not the same folder for all {jax.process_count()} processes;"
+            " name one on storage that all machines share"
+        )
 
 
 def _clear(folder: Path) -> None:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from lcjax import distributed
 from lcjax.lora import is_adapter
 from lcjax.models import ModelConfig
 from lcjax.training import folder as folder_lib
@@ -19,15 +18,11 @@ def finish(
 ) -> dict[str, Any]:
     """Writes the results, says where everything is, returns the last metrics."""
     rows = read(folder / folder_lib.METRICS)
-    # One process cannot see the weights of the others.
-    alone = jax.process_count() == 1
-    if config.train.export and alone:
+    if config.train.export:
         export(config, folder, model, trained, frozen, tokenizer)
-    if jax.process_index() == 0:
+    if distributed.first():
         plot_loss(folder / folder_lib.METRICS, folder / "loss.png")
         written = ", model/ (a Hugging Face folder)"
-        if not alone:
-            written = f"; python -m lcjax.convert {folder} DST makes a Hugging Face folder"
         found = f"{folder_lib.METRICS}, loss.png, checkpoints/"
         print(f"results in {folder}: {found}{written if config.train.export else ''}")
     return {key: value for row in rows for key, value in row.items()}
@@ -38,7 +33,8 @@ def export(
 ) -> None:
     """The merged model; beside it the adapters alone, when nothing else was trained.
 
-    Adapters are merged one layer at a time while it is written: no second model in memory.
+    Adapters are merged one layer at a time while it is written: no second model in memory. All
+    processes give their parts of the weights, the first one writes.
     """
     from lcjax.convert import save_hf
     from lcjax.convert.peft import save_peft

@@ -25,7 +25,8 @@ class StopRequest:
 
     def __exit__(self, *_) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that Python did not set, and cannot set again
+                signal.signal(number, handler)
 
     def _note(self, number: int, frame) -> None:
         del frame
