@@ -33,6 +33,7 @@ from pallas_kernels.tables import from_mask, restrict
 
 F32 = jnp.float32
 KEY_BYTES = 2**19  # keys of a step: long enough to hide what a step costs (0.3 us)
+SCORES = 2**18  # of a step: a few float32 arrays of this size fit into VMEM beside its operands
 SUBLANES = {"float32": 8, "bfloat16": 16}
 
 
@@ -42,7 +43,7 @@ def fits(q, k, v, operands, spec) -> bool:
         return False
     given, keys, heads = given_table(operands, spec), k.shape[1], k.shape[2]
     if given is None:
-        blocks, lists = -(-keys // _key_block(k, v)), 1
+        blocks, lists = -(-keys // _key_block(q, k, v)), 1
     else:
         blocks, lists = given.capacity, given.seen.shape[1]
         whole = keys <= given.k_block or given.k_block % LANES == 0
@@ -69,10 +70,17 @@ def _parts(q, k, spec) -> int:
     return 1 if q.shape[0] * k.shape[2] > 1 else 2
 
 
-def _key_block(k, v) -> int:
+def _rows(q, k) -> int:
+    """Queries of a key head, in whole sublanes."""
+    tile = SUBLANES[str(q.dtype)]
+    return -(-q.shape[1] * q.shape[2] // k.shape[2] // tile) * tile
+
+
+def _key_block(q, k, v) -> int:
     """All keys, or as many as make a transfer of KEY_BYTES, in whole lanes."""
     size = max(k.shape[-1], v.shape[-1]) * k.dtype.itemsize
-    return min(k.shape[1], KEY_BYTES // size // LANES * LANES)
+    most = min(KEY_BYTES // size, SCORES // _rows(q, k))
+    return min(k.shape[1], most // LANES * LANES)
 
 
 def _table(q, k, v, operands, spec) -> BlockTable:
@@ -82,12 +90,12 @@ def _table(q, k, v, operands, spec) -> BlockTable:
     given = given_table(operands, spec)
     if given is not None:
         return restrict(given, spec.mask, **places)
-    return from_mask(spec.mask, **places, q_block=q.shape[1], k_block=_key_block(k, v))
+    return from_mask(spec.mask, **places, q_block=q.shape[1], k_block=_key_block(q, k, v))
 
 
 def _layout(q, k, table: BlockTable) -> Layout:
     (batch, queries, n), (keys, heads) = q.shape[:3], k.shape[1:3]
-    tile, key_block = SUBLANES[str(q.dtype)], min(table.k_block, keys)
+    key_block = min(table.k_block, keys)
     return Layout(
         batch=batch,
         heads=heads,
@@ -95,7 +103,7 @@ def _layout(q, k, table: BlockTable) -> Layout:
         queries=queries,
         keys=keys,
         by_head=False,
-        rows=-(-queries * n // heads // tile) * tile,
+        rows=_rows(q, k),
         split=1,
         count=1,
         key_block=key_block,
@@ -191,24 +199,33 @@ def _prepare(q, k, v, operands, spec, cut: Layout):
         k_axis=k_axis,
         v_axis=v_axis,
     )
-
-    def rows(x):
-        return None if x is None else cut.query_vector(x).swapaxes(1, 2)
-
-    slopes = None
-    if operands.bias is not None:
-        slopes = cut.head_vector(operands.bias.slopes.astype(F32)).swapaxes(1, 2)
     x = {
         "q": cut.to_rows(q * jnp.asarray(before, q.dtype)),
         "k": k.transpose((0, 2, 3, 1) if k_axis else (0, 2, 1, 3)),
         "v": v.transpose((0, 2, 3, 1) if v_axis else (0, 2, 1, 3)),
+    }
+    return body, x | _vectors(operands, cut)
+
+
+def _vectors(operands, cut: Layout):
+    """Places, segments and slopes: of rows [.., rows, 1], of keys [.., 1, S]."""
+
+    def rows(x):
+        return None if x is None else cut.query_vector(x).swapaxes(1, 2)
+
+    def keys(x):
+        return None if x is None else x[:, None]
+
+    slopes = None
+    if operands.bias is not None:
+        slopes = cut.head_vector(operands.bias.slopes.astype(F32)).swapaxes(1, 2)
+    return {
         "q_index": rows(operands.q_index),
-        "k_index": None if operands.k_index is None else operands.k_index[:, None],
+        "k_index": keys(operands.k_index),
         "q_segments": rows(operands.q_segments),
-        "k_segments": None if operands.k_segments is None else operands.k_segments[:, None],
+        "k_segments": keys(operands.k_segments),
         "slopes": slopes,
     }
-    return body, x
 
 
 def _launch(body: _Body, cut: Layout, lists: _Lists, x, dtype, v_size: int, interpret):

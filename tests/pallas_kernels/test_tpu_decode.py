@@ -9,7 +9,7 @@ import pytest
 from decode_cases import CASES, Case, build, close, expected, places
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import _tpu, _tpu_decode, causal
+from pallas_kernels import _tpu, _tpu_decode, causal, window
 from pallas_kernels.backends import Constant, Operands, Spec
 from pallas_kernels.tables import from_block_mask
 
@@ -49,6 +49,20 @@ def test_any_number_of_splits_gives_the_same_result(splits, monkeypatch):
     case = Case(t=2, s=1000, offset=None)
     found, arrays, options = run(case, splits)
     close(found, expected(case, arrays, options))
+
+
+def test_blocks_that_are_not_filled_or_too_old_are_not_read(monkeypatch):
+    monkeypatch.setattr(_tpu_decode, "KEY_BYTES", 4 * 32 * 128)
+    case = Case(s=1000, offset=600, filled=601, mask=causal() & window(100))
+    (wanted, (q, keys, values), options) = run(case)
+    block = np.arange(1000) // 128
+    read = ((block >= 501 // 128) & (block <= 600 // 128))[:, None]
+    k, v = (jnp.where(read, x, jnp.nan).swapaxes(1, 2) for x in (keys, values))
+    operands = Operands(*_rows(places((q, keys, values), options)))
+    spec = Spec(case.mask, case.size**-0.5)
+    found = jax.jit(lambda *x: _tpu.forward(*x, spec, interpret=True))(q, k, v, operands)
+    for x, y in zip(found, wanted, strict=True):
+        assert np.array_equal(x, y) and np.all(np.isfinite(x))
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -10,9 +10,20 @@ import pytest
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu is not installed: pip install lcjax[aot]", allow_module_level=True)
 
-from test_tpu_compile import LONG, TOPOLOGIES, _environment, arrays  # noqa: F401 (a fixture)
+from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
+    LONG,
+    TOPOLOGIES,
+    _environment,
+    arrays,
+    place,
+)
 
-from pallas_kernels import Alibi, _tpu, causal, window
+from lcjax.cache import create
+from lcjax.generate import _step
+from lcjax.models import Decoder
+from lcjax.models.presets import PRESETS
+from lcjax.rope import Rotation
+from pallas_kernels import Alibi, _tpu, _tpu_decode, causal, window
 from pallas_kernels.backends import Operands, Spec
 
 pytestmark = pytest.mark.slow  # the compiler
@@ -89,6 +100,55 @@ def test_heads_of_any_size_are_not_padded(size, length, batch, dtype):
     compiled, own = compile_step("v5e", *shape, spec, dtype=dtype, bias=bias)
     assert made(compiled, own // jnp.dtype(dtype).itemsize) == []
     assert compiled.memory_analysis().temp_size_in_bytes < 2**21
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "kv_heads", "size", "dtype"),
+    [
+        (16, 32, 4, 64, "bfloat16"),
+        (16, 8, 1, 16, "float32"),
+        (128, 4, 4, 128, "float32"),
+        (1, 64, 1, 256, "float32"),
+        (2, 5, 5, 80, "bfloat16"),
+    ],
+)
+def test_steps_of_up_to_128_rows_fit_into_vmem(queries, heads, kv_heads, size, dtype):
+    q, k = (2, queries, heads, size), (2, 32768, kv_heads, size)
+    q, k = arrays("v5e", q, k, dtype=dtype)
+    q_index, segments = arrays("v5e", (2, queries), (2, 32768), dtype="int32")
+    (slopes,) = arrays("v5e", (heads,), dtype="float32")
+    operands = Operands(q_index, segments, q_index, segments, Alibi(slopes))
+    spec = Spec(causal() & window(5000), 0.1, soft_cap=30.0)
+    assert _tpu_decode.fits(q, k, k, operands, spec)
+    traced = jax.jit(lambda q, k, v, x: _tpu.forward(q, k, v, x, spec)).trace(q, k, k, operands)
+    assert "lcjax_decode" in traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+
+
+@pytest.mark.parametrize("preset", ["llama3.1-8b", "smollm2-135m"])
+def test_a_decoding_step_of_a_model_copies_no_cache(preset):
+    config = PRESETS[preset].replace(num_layers=2, scan_layers=False, vocab_size=512)
+    config = config.replace(dtype="bfloat16", param_dtype="bfloat16")
+    model, tokens = Decoder(config), jnp.zeros((1, 8), jnp.int32)
+    half = config.rotary_dim // 2
+    given = (
+        jax.eval_shape(lambda: model.init(jax.random.key(0), tokens)["params"]),
+        jax.eval_shape(lambda: create(config, 1, LONG)),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        jax.eval_shape(lambda: Rotation(jnp.ones((1, half)), jnp.ones((1, 1, 1)))),
+    )
+    where = place("v5e")
+    params, cache, token, at, rotation = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), given
+    )
+    traced = _step.trace(model, params, cache, token, None, at, None, rotation)
+    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    elements = cache.layers[0][0].size
+    memory = compiled.memory_analysis()
+    assert compiled.as_text().count("lcjax_decode") >= 2
+    assert made(compiled, elements) == []
+    assert memory.alias_size_in_bytes >= 4 * 2 * elements  # two layers, written in place
+    assert memory.temp_size_in_bytes < 2**22
 
 
 def test_a_cache_that_is_read_in_another_order_would_be_found():
