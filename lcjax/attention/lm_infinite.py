@@ -18,11 +18,14 @@ from pallas_kernels import Mask, causal, merge, prefix, window
 def near_and_far(places: Places, size: int, distance: int, far: Mask) -> list[Pass]:
     """The last `size` keys at their own distance, older ones of `far` all at `distance`."""
     far = causal() & ~window(size) & far
+    near = Pass(places.q_positions, places.k_positions, causal() & window(size))
+    return [near, at_distance(places, distance, far)]
+
+
+def at_distance(places: Places, distance: int, mask: Mask) -> Pass:
+    """The keys of `mask`, all of them at `distance`."""
     ceiling = jnp.full_like(places.q_positions, distance)
-    return [
-        Pass(places.q_positions, places.k_positions, causal() & window(size)),
-        Pass(ceiling, jnp.zeros_like(places.k_positions), far, together=True),
-    ]
+    return Pass(ceiling, jnp.zeros_like(places.k_positions), mask, together=True)
 
 
 @Pattern.register_subclass("lm_infinite")
@@ -115,9 +118,5 @@ class LMInfinite(Pattern):
     def _rest(self, places: Places) -> Pass:
         """The keys between the sinks and the window, where `top_k` are chosen from."""
         chosen_at = self.window // 2 if self.top_k_position is None else self.top_k_position
-        return Pass(
-            jnp.full_like(places.q_positions, chosen_at),
-            jnp.zeros_like(places.k_positions),
-            causal() & ~window(self.window) & ~prefix(self.sinks),
-            together=True,
-        )
+        rest = causal() & ~window(self.window) & ~prefix(self.sinks)
+        return at_distance(places, chosen_at, rest)
