@@ -22,6 +22,7 @@ from lcjax.attention import Pattern, Places
 from lcjax.errors import InputError
 from lcjax.rope import rotate
 from lcjax.sharding import rows_over
+from pallas_kernels.sharded import Layout
 
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig
@@ -225,11 +226,12 @@ def attend_cached(
     *,
     pattern: Pattern,
     context: "Context",
+    layout: Layout | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Writes `k`, `v` [B, T, K, H] in their slots and attends over everything kept so far.
 
     `layer` is (keys, values) [B, K, S, H] and the pattern's notes. Returns the output [B, T, N, H]
-    and the layer as it is then.
+    and the layer as it is then. `layout` splits rows and heads over a mesh.
     """
     view, rotation = context.view, context.rotation
     if view.rotated:
@@ -248,6 +250,7 @@ def attend_cached(
         row=(here, None) if view.slots is None else None,
         heads=q.shape[2],
         bias=context.bias,
+        layout=layout,
     )
     out, notes = pattern.attend_noting(
         q,

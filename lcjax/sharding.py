@@ -174,11 +174,17 @@ def keep_tokens(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def attention_layout(mesh: jax.sharding.Mesh | None, method: str = "ring") -> Layout | None:
-    """How attention runs on `mesh`; None on one device. `method` as in `pallas_kernels.sharded`."""
+def attention_layout(
+    mesh: jax.sharding.Mesh | None, method: str = "ring", tokens: int | None = None
+) -> Layout | None:
+    """How attention runs on `mesh`; None on one device. `method` as in `pallas_kernels.sharded`.
+
+    The `tokens` of a text lie as `tokens_spec` has them; without, queries and keys stay whole.
+    """
     if mesh is None or mesh.size == 1:
         return None
-    return Layout(mesh, ROWS, "tensor", LENGTH, method)
+    cut = tokens is not None and tokens % mesh.shape[LENGTH] == 0
+    return Layout(mesh, ROWS, "tensor", LENGTH if cut else None, method)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:

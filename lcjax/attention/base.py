@@ -42,6 +42,10 @@ class Places(NamedTuple):
     bias: Bias | None = None  # of the logits, by the distance of order indices
     layout: Layout | None = None  # over which axes of a mesh rows, heads and length are split
 
+    def unsplit(self, implementation: str | None) -> str | None:
+        """The implementation of attention that takes no layout: what the compiler can split."""
+        return implementation if self.layout is None else implementation or "xla"
+
     @property
     def q_order(self) -> jax.Array:
         """The order indices of queries as an array, [T] or [B, T]."""

@@ -23,11 +23,12 @@ class InfLLM(Pattern):
     Query i sees key j of its window, 0 <= i - j < window, at distance i - j. Everything older
     stands at one distance, window - 1: the first `sinks` tokens, the chosen blocks, and tokens in
     no block yet (sec. 3.1 and 3.2). Tokens behind the sinks form blocks of `block`; a block can be
-    chosen as soon as the window has left all of it. Its summary is, per head, the mean unrotated
-    key of the `representatives` tokens that received most attention, summed over the queries that
-    had them in their window. `chunk` tokens of a text share one choice: the `top_k` blocks with the
-    greatest product of summary and mean query, summed over heads, or for every head its own with
-    `per_head`. A chunk that is read in several calls, as in decoding, chooses in each of them anew.
+    chosen as soon as the window has left all of it (in the released code one token later). Its
+    summary is, per head, the mean unrotated key of the `representatives` tokens that received most
+    attention, summed over the queries that had them in their window. `chunk` tokens of a text share
+    one choice: the `top_k` blocks with the greatest product of summary and mean query, summed over
+    heads, or for every head its own with `per_head`. A chunk that is read in several calls, as in
+    decoding, chooses in each of them anew.
 
     The one distance and the choice of representatives are the released code's: the paper has
     distance `window`, and means of logits instead of sums of attention. The masks are exact and
@@ -96,7 +97,8 @@ class InfLLM(Pattern):
             )
         notes = tuple(jnp.zeros((rows, heads, *note), jnp.float32) for note in notes)
         packed = places.q_segments is not None
-        return read(self, q, k, v, notes, rotation, places, packed, implementation)[0]
+        run = places.unsplit(implementation)
+        return read(self, q, k, v, notes, rotation, places, packed, run)[0]
 
     def attend_noting(
         self,
@@ -111,7 +113,8 @@ class InfLLM(Pattern):
         implementation: str | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         self.check_unrotated(keys_rotated)
-        return read(self, q, k, v, notes, rotation, places, False, implementation)
+        run = places.unsplit(implementation)
+        return read(self, q, k, v, notes, rotation, places, False, run)
 
 
 @dataclass(frozen=True)

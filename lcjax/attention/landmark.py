@@ -89,7 +89,8 @@ class Landmark(Pattern):
     ) -> jax.Array:
         turned, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
         if self.top_k is not None and k.shape[1] != q.shape[1]:
-            return retrieve(self, q, turned, k, v, rotation, places, implementation)
+            run = places.unsplit(implementation)
+            return retrieve(self, q, turned, k, v, rotation, places, run)
         out, _ = grouped(
             turned,
             k,

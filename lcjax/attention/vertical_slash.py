@@ -67,6 +67,7 @@ class VerticalSlash(Pattern):
                 q, k, v, rotation, places,
                 keys_rotated=keys_rotated, implementation=implementation,
             )  # fmt: skip
+        implementation = places.unsplit(implementation)
         q, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
         rows, heads = q.shape[0], q.shape[2]
         with jax.named_scope("choose"):

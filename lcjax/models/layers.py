@@ -111,10 +111,10 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
-        layout = attention_layout(self.mesh, c.context_parallel)
         heads, kv_heads, size = c.num_heads, c.num_kv_heads, c.head_dim
         # Parameters do not depend on the pattern, and some refuse the short rows they are made with
         pattern = Causal() if self.is_initializing() else c.pattern
+        mesh = None if self.is_initializing() else self.mesh
 
         def project(name, count):
             return Linear((c.width,), (count, size), c, c.qkv_bias, name=name)(x)
@@ -135,14 +135,15 @@ class Attention(nn.Module):
                     k_index=context.index,
                     row=(context.order, context.order),
                     bias=context.bias,
-                    layout=None if self.is_initializing() else layout,
+                    layout=attention_layout(mesh, c.context_parallel, x.shape[1]),
                     q_segments=context.segments,
                     k_segments=context.segments,
                 )
             else:
                 y, layer = cache_lib.attend_cached(
-                    q, k, v, layer, pattern=pattern.for_inference(), context=context
-                )
+                    q, k, v, layer, pattern=pattern.for_inference(), context=context,
+                    layout=attention_layout(mesh),
+                )  # fmt: skip
         with jax.named_scope("out"):
             return Linear((heads, size), (c.width,), c, c.out_bias, name="out")(y), layer
 

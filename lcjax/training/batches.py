@@ -9,7 +9,7 @@ from lcjax.data import Loader, make_loader
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
 from lcjax.models import ModelConfig
-from lcjax.sharding import batch_sharding, process_rows
+from lcjax.sharding import LENGTH, batch_sharding, process_rows
 from lcjax.training.config import TrainConfig
 
 
@@ -34,13 +34,20 @@ def row_length(config: TrainConfig, model: ModelConfig) -> int:
 
 
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
-    """Every device must get the same number of rows of every microbatch."""
+    """Every device must get the same number of rows of every microbatch, and of tokens."""
     devices, rows = mesh.shape["data"] * mesh.shape["fsdp"], config.train.batch_size
     unit = devices * config.train.accumulation
     if rows % unit:
         raise InputError(
             f"train.batch_size={rows} must be a multiple of mesh.data x mesh.fsdp x "
             f"train.accumulation = {unit}; nearest: {max(1, round(rows / unit)) * unit}"
+        )
+    # Twice as many pieces as devices: one from each end of a text makes their work equal.
+    pieces, length = 2 * mesh.shape[LENGTH], config.data.length
+    if pieces > 2 and length % pieces:
+        raise InputError(
+            f"data.length={length} must be a multiple of 2 x mesh.context = {pieces}; nearest: "
+            f"{max(1, round(length / pieces)) * pieces}"
         )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention import Pattern
+from lcjax.cache import create
 from lcjax.models import Decoder, ModelConfig
 from lcjax.rope.positions import E2Positions, PlainPositions
 from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
@@ -104,3 +105,34 @@ def test_tokens_are_reordered_only_where_that_balances_work():
     assert order("sliding") is None and order("landmark") is None
     assert order("causal", context_parallel="all_to_all") is None
     assert Decoder(config(), make_mesh(Mesh(8, 1, 1, 1))).token_order(T) is None
+
+
+@pytest.mark.parametrize("pattern", ["causal", "lm_infinite", "vertical_slash", "inf_llm"])
+def test_kernels_of_a_training_and_a_decoding_step_are_split_by_hand(pattern):
+    """Lowered for TPUs on eight devices: the compiler cannot split a kernel by itself."""
+    fields = {"vertical_slash": {}, "inf_llm": {"window": 16, "sinks": 4, "block": 8, "top_k": 2}}
+    chosen = Pattern.get_choice_class(pattern)(**PATTERNS.get(pattern, fields.get(pattern)))
+    model = config(head_dim=32, dtype="bfloat16").replace(pattern=chosen)
+    mesh = make_mesh(Mesh(1, 4, 2, 1))
+    decoder, shape = Decoder(model, mesh), (8, 128)
+    params = jax.eval_shape(
+        lambda: Decoder(model).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    )
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def score(params, tokens):
+        hidden, _ = decoder.apply({"params": params}, tokens)
+        return hidden.astype(jnp.float32).sum()
+
+    def lower(run, *arguments):
+        return jax.jit(run).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
+
+    if not chosen.prefill_only and pattern != "inf_llm":
+        assert "tpu_custom_call" in lower(jax.grad(score), params, tokens)
+    cache = jax.eval_shape(lambda: create(model, 8, 256, chunk=128))
+
+    def step(params, tokens, cache):
+        return decoder.apply({"params": params}, tokens, cache=cache)
+
+    for length in (1, 128):
+        assert lower(step, params, jax.ShapeDtypeStruct((8, length), jnp.int32), cache)
