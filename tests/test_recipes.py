@@ -158,7 +158,16 @@ def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, sc
                 "per_head": False,
             },
         ),
-        ("lm_infinite_7b", {"window": 4096, "sinks": 10, "distance": None}),
+        (
+            "lm_infinite_7b",
+            {
+                "window": 4096,
+                "sinks": 10,
+                "distance": None,
+                "top_k": None,
+                "top_k_position": None,
+            },
+        ),
         ("self_extend_7b", {"window": 1024, "group": 64, "scale_base": None}),
         ("streaming_7b", {"sinks": 4, "recent": 2044, "stride": 2048, "first": None}),
         ("dual_chunk_7b", {"chunk": 3072, "local": 1024, "train_length": None}),
