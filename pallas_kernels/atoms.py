@@ -11,7 +11,10 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.algebra import Mask
 
@@ -26,6 +29,11 @@ def integer(name: str, value, least: int | None = None) -> int:
     if number is None or (least is not None and number < least):
         raise ValueError(f"{name} is {value!r}, must be {rule}")
     return number
+
+
+def floor_divide(x, n: int):
+    """x // n. That of JAX asks for signs, which the TPU compiler knows of a present TPU only."""
+    return lax.div(x - x % n, jnp.asarray(n, x.dtype)) if isinstance(x, jax.Array) else x // n
 
 
 class Invariant(Mask):
@@ -146,7 +154,8 @@ class ChunkDistance(Mask):
         return some & (least <= self.high), whole & (most <= self.high)
 
     def element(self, q, k):
-        distance = (q + self.shift) // self.size - (k + self.shift) // self.size
+        q, k = (floor_divide(x + self.shift, self.size) for x in (q, k))
+        distance = q - k
         return self._within(distance, distance)[0]
 
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
@@ -180,8 +189,7 @@ class SinceChunk(Mask):
     recent: int
 
     def _chunk(self, q):
-        start = self.first + (q - self.first) // self.stride * self.stride
-        return (q >= self.first) * start
+        return (q >= self.first) * (q - (q - self.first) % self.stride)
 
     def element(self, q, k):
         return k >= self._chunk(q) - self.recent

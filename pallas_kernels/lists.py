@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.algebra import Mask
+from pallas_kernels.atoms import floor_divide
 
 UNROLLED = 128  # longest list that is unrolled
 # A table of random blocks is summed over rectangles up to this many cells (16 MB).
@@ -123,7 +124,7 @@ class RandomBlocks(Mask):
         return sums.cumsum(0, dtype=np.int32).cumsum(1, dtype=np.int32)
 
     def element(self, q, k):
-        q, k = q // self.block, k // self.block
+        q, k = floor_divide(q, self.block), floor_divide(k, self.block)
         seen = 0 * q + 0 * k != 0
         for column in self._columns:
             seen = seen | (_pick(column, q, NO_BLOCK) == k)

@@ -23,7 +23,22 @@ from lcjax.generate import _step
 from lcjax.models import Decoder
 from lcjax.models.presets import PRESETS
 from lcjax.rope import Rotation
-from pallas_kernels import Alibi, _tpu, _tpu_decode, causal, window
+from pallas_kernels import (
+    Alibi,
+    _tpu,
+    _tpu_decode,
+    causal,
+    chunk_distance,
+    chunks,
+    keys_in,
+    prefix,
+    queries_in,
+    random_blocks,
+    since_chunk,
+    stride,
+    tail_of,
+    window,
+)
 from pallas_kernels.backends import Operands, Spec
 
 pytestmark = pytest.mark.slow  # the compiler
@@ -122,6 +137,25 @@ def test_steps_of_up_to_128_rows_fit_into_vmem(queries, heads, kv_heads, size, d
     assert _tpu_decode.fits(q, k, k, operands, spec)
     traced = jax.jit(lambda q, k, v, x: _tpu.forward(q, k, v, x, spec)).trace(q, k, k, operands)
     assert "lcjax_decode" in traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+
+
+@pytest.mark.parametrize("queries", [1, 256])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        causal() & chunks(1000),
+        chunk_distance(1000, 1, 1, shift=500),
+        causal() & stride(7) & ~tail_of(64, 8),
+        causal() & since_chunk(512, 1000, 1000) | prefix(4),
+        random_blocks(512, ((0,), (0, 1))) & queries_in((3, 5)) | keys_in((7,)),
+    ],
+    ids=["chunks", "chunk before", "strides", "streaming", "lists"],
+)
+def test_masks_compile_whether_they_divide_or_look_up(mask, queries):
+    q, k = arrays("v5e", (1, queries, 8, 128), (1, 4096, 8, 128))
+    (place,) = arrays("v5e", (1, queries), dtype="int32")
+    traced = jax.jit(lambda q, k, x: _tpu.forward(q, k, k, Operands(x), Spec(mask, 0.1)))
+    assert traced.trace(q, k, place).lower(lowering_platforms=("tpu",)).compile()
 
 
 @pytest.mark.parametrize("preset", ["llama3.1-8b", "smollm2-135m"])
