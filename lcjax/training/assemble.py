@@ -58,9 +58,10 @@ def _check_adapters(frozen: dict, config: TrainConfig) -> None:
 def _check_new_rows(frozen: dict, config: TrainConfig) -> None:
     idle = [path for path in flatten(frozen) if path.startswith(("embed/", "head/"))]
     if idle:
+        rules = dict.fromkeys("head" if path.startswith("head/") else "embeddings" for path in idle)
         raise InputError(
             f"train.trainable={list(config.train.rules())} leaves the rows of [PAD] and <landmark>"
-            f" untrained ({idle[0]}); add the rules ^embed/ and ^head/, or train all"
+            f" untrained ({idle[0]}); add the rule {' and '.join(rules)}, or train all"
         )
 
 

@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lcjax.config import RunFolder
 from lcjax.attention import Pattern
+from lcjax.config import RunFolder
 from lcjax.data import DataConfig
 from lcjax.distributed import Distributed
 from lcjax.errors import InputError, whole_number, whole_numbers
@@ -48,9 +48,10 @@ class TrainSection:
     no_decay: tuple[str, ...] = ("norms", r"(^|/)bias$", "rope")
     clip: float | None = 1.0  # largest global norm of the gradient; null: none
     ema: float | None = None  # decay of a running average of the weights, such as 0.999; below 1
-    # What is trained: rules out of all, lora, embeddings, norms, rope, or regular expressions on
-    # parameter paths. Empty: lora where train.lora is set, else all. LongLoRA trains
-    # [lora, embeddings, norms]; it calls that LoRA+, a name that another method has, too.
+    # What is trained: rules out of all, lora, embeddings (of the input; where tied, the head, too),
+    # head, norms, rope, or regular expressions on parameter paths. Empty: lora where train.lora is
+    # set, else all. LongLoRA trains [lora, embeddings, norms]; it calls that LoRA+, a name that
+    # another method has, too.
     trainable: tuple[str, ...] = ()
     lora: LoRA | None = None  # adapters beside the kernels
     positions: Positions = field(default_factory=PlainPositions)  # where training tokens stand

@@ -14,9 +14,15 @@ from lcjax.errors import InputError
 NAMED_RULES = {
     "all": r"",
     "lora": r"(^|/)lora_[ab]$",
-    "embeddings": r"^(embed|head)/",
+    "embeddings": r"^embed/",  # of the input, as LongLoRA has it; they are the head where tied
+    "head": r"^head/",
     "norms": r"norm/(scale|bias)$",
     "rope": r"^rope/",
+}
+
+_WAYS_OUT = {
+    "lora": "set train.lora too",
+    "head": "this model's head is its embedding, for which the rule is embeddings",
 }
 
 
@@ -40,6 +46,6 @@ def trainable(paths: Iterable[str], rules: tuple[str, ...]) -> Callable[[str], b
     for rule in rules:
         if not any(map(matcher((rule,), key), paths)):
             near = difflib.get_close_matches(rule, [*NAMED_RULES, *paths], n=3, cutoff=0.3)
-            way_out = "set train.lora too" if rule == "lora" else f"near: {', '.join(near)}"
-            raise InputError(f"{key}: rule {rule!r} matches no parameter; {way_out or 'try all'}")
+            way_out = _WAYS_OUT.get(rule) or f"near: {', '.join(near) or 'all'}"
+            raise InputError(f"{key}: rule {rule!r} matches no parameter; {way_out}")
     return matcher(rules, key)

@@ -14,6 +14,7 @@ TREE = {
         "attention_norm": {"scale": jnp.zeros(4)},
     },
     "final_norm": {"scale": jnp.zeros(5)},
+    "head": {"kernel": jnp.zeros(6)},
 }
 
 
@@ -22,9 +23,21 @@ def test_the_rule_lora_trains_adapters_alone():
     assert list(flatten(trained)) == ["layers/attention/query/lora_a"]
 
 
-def test_longlora_plus_trains_adapters_embeddings_and_norms():
-    keep = trainable(flatten(TREE), ("lora", "embeddings", "norms"))
-    assert [path for path in flatten(TREE) if not keep(path)] == ["layers/attention/query/kernel"]
+def left_out(*rules):
+    keep = trainable(flatten(TREE), rules)
+    return [path for path in flatten(TREE) if not keep(path)]
+
+
+def test_longlora_plus_trains_adapters_norms_and_the_embeddings_of_the_input():
+    query = "layers/attention/query/kernel"
+    assert left_out("lora", "embeddings", "norms") == [query, "head/kernel"]
+    assert left_out("lora", "embeddings", "norms", "head") == [query]
+
+
+def test_a_head_that_is_the_embedding_is_named_so():
+    tied = {"embed": TREE["embed"]}
+    with pytest.raises(InputError, match=r"'head' matches no parameter; .* rule is embeddings"):
+        trainable(flatten(tied), ("embeddings", "head"))
 
 
 def test_a_rule_may_be_a_regular_expression():
