@@ -10,6 +10,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -143,7 +144,7 @@ def _begin(out: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
 
 def _run(config: PrepareConfig, settings: Settings, tokenizer: Any, jobs: list[Job]) -> None:
     workers = config.workers or os.cpu_count() or 1
-    done = 0
+    done = tokens = 0
     # Forking a process with threads, such as those of jax, may hang it.
     context = multiprocessing.get_context("spawn")
     arguments = {"initializer": start, "initargs": (settings, tokenizer), "mp_context": context}
@@ -153,12 +154,14 @@ def _run(config: PrepareConfig, settings: Settings, tokenizer: Any, jobs: list[J
         pool = ProcessPoolExecutor(min(workers, len(jobs)), **arguments)
     size = sum(job.size for job in jobs)
     try:
-        with tqdm(total=size, unit="B", unit_scale=True, desc="tokenise", disable=None) as bar:
-            tokens = 0
+        # In a log file a line a minute will do.
+        every = 0.1 if sys.stderr.isatty() else 60.0
+        shown = {"unit": "B", "unit_scale": True, "desc": "tokenise", "mininterval": every}
+        with tqdm(total=size, **shown) as bar:
             for job, made in _ahead(pool, tokenise, _chosen(pool, settings, jobs), 2 * workers):
                 done, tokens = done + 1, tokens + made["tokens"]
                 bar.update(job.size)
-                bar.set_postfix_str(f"{tokens:,} tokens")
+                bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
     except KeyboardInterrupt:
         message = f"{done} of {len(jobs)} shards are in {config.out}; the same command goes on"
         raise KeyboardInterrupt(message) from None

@@ -35,6 +35,11 @@ class TokenFiles:
         index = path / INDEX
         self._index = read_index(path) if index.is_file() else None
         if self._index is None:
+            if source.upsample:
+                raise InputError(
+                    f"data.path={source.path} has ids alone, and upsample counts the characters of"
+                    " the text: prepare it from the text"
+                )
             self.found = FoundFiles(_bare_files(source, path))
             self.labels = []
         else:
@@ -129,7 +134,7 @@ class Shard(_Ids):
         files: Files,
     ):
         super().__init__(name, path, dtype, files)
-        table = np.load(path.with_suffix(".npy"))
+        table = np.load(path.with_suffix(".npy"), mmap_mode="r")
         ends = np.append(table["start"][1:], path.stat().st_size // dtype.itemsize)
         lengths = ends - table["start"]
         numbers = [number for number, label in enumerate(labels) if label in wanted]

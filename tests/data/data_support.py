@@ -39,6 +39,7 @@ def make_texts(count, seed=0, low=1, high=90):
 
 
 def write_jsonl(path, texts, field="text"):
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps({field: t, "id": i}) + "\n" for i, t in enumerate(texts)))
     return str(path)
 

