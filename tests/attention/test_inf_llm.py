@@ -160,15 +160,16 @@ def test_with_every_block_chosen_nothing_is_left_out(fields):
 def test_what_is_listed_for_costs_is_as_much_as_is_read(chunk):
     pattern = dataclasses.replace(BASE, chunk=chunk)
     q, k, v = qkv()
-    read = np.zeros(T)
-    # With zero queries all weights of a query are equal, so one of them tells how many there are.
-    q, v[:], v[:, :, 0] = 0 * q, 0, np.arange(T)[:, None] == 0
-    read = 1 / alone(pattern, q, k, v)[:, 0, 0]  # key 0 is always seen: a sink
+    # All weights of a query of zeros are equal, and one of them tells how many there are: that of
+    # key 0, a sink, which is always seen and the only one with a value.
+    first = np.zeros_like(v)
+    first[0] = 1
+    read = 1 / alone(pattern, np.zeros_like(q), k, first)[:, 0, 0]
     at = np.arange(T)
     places = Places(at[None], at[None], at, at)
     listed = sum(s.mask.element(at[:, None], at[None]).sum(1) for s in pattern.passes(places))
     np.testing.assert_allclose(read, listed, rtol=1e-5)
-    for step in pattern.passes(places):  # and blocks of the table never say less than elements
+    for step in pattern.passes(places):  # and of a block no less is said than of its elements
         for low, high in ((0, 7), (20, 31), (40, 60)):
             some, whole = step.mask.bounds(low, high, 8, 15)
             tile = step.mask.element(at[low : high + 1, None], at[None, 8:16])
@@ -227,26 +228,26 @@ def _attend_cached(q, k, v, cache, pattern, context):
     return cache_lib.attend_cached(q, k, v, cache.layers[0], pattern=pattern, context=context)
 
 
-CALLS = [
-    (1, (), 0),
-    (1, tuple(range(1, T)), 0),
-    (8, (8, 24, 40), 0),
-    (8, (8, 24, 40), 7),
-    (8, (32, *range(33, T)), 5),
-    (6, (10, 40, 41), 0),
-]
+# chunk, where calls are cut, padding before the text, one choice per head
+CALLS = {
+    "at once": (1, (), 0, False),
+    "token by token": (1, range(1, T), 0, True),
+    "between chunks": (8, (8, 24, 40), 7, True),
+    "a prompt, then token by token": (8, range(32, T), 5, False),
+    "inside chunks": (6, (10, 40, 41), 0, True),
+}
 
 
 @slow
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize(("chunk", "cuts", "padding"), CALLS, ids=str)
-def test_a_cache_notes_what_the_definition_says(chunk, cuts, padding, per_head):
+@pytest.mark.parametrize("calls", CALLS)
+def test_a_cache_notes_what_the_definition_says(calls):
+    chunk, cuts, padding, per_head = CALLS[calls]
     pattern, arrays = dataclasses.replace(BASE, chunk=chunk, per_head=per_head), qkv()
     out, received, (_, _, _, summaries) = in_calls(pattern, arrays, cuts, padding)
     want, noted = naive(pattern, *arrays, cuts=cuts)
     np.testing.assert_allclose(out, want, **golden.TOLERANCE)
     np.testing.assert_allclose(received, noted, **golden.TOLERANCE)
-    # Keys that the window has left have all they get; that of the block of tokens 3 to 6 is:
+    # The first block is made of the tokens 3 to 6.
     for head in range(HEADS):
         best = 3 + np.argsort(-noted[head, 3:7])[:2]
         mean = arrays[1][best, head // 2].mean(0)
@@ -254,11 +255,10 @@ def test_a_cache_notes_what_the_definition_says(chunk, cuts, padding, per_head):
 
 
 @slow
-@pytest.mark.parametrize("cuts", [(16,), (8, 16, 24, 32, 40, 48, 56)], ids=str)
-def test_calls_cut_between_chunks_equal_one_call(cuts):
+def test_calls_cut_between_chunks_equal_one_call():
     pattern, arrays = dataclasses.replace(BASE, chunk=8), qkv(seed=4)
     want, wanted, _ = in_calls(pattern, arrays, ())
-    got, noted, _ = in_calls(pattern, arrays, cuts)
+    got, noted, _ = in_calls(pattern, arrays, (16, 24, 48))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(noted, wanted, rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(got, alone(pattern, *arrays), rtol=1e-5, atol=2e-6)
