@@ -17,6 +17,7 @@ from lcjax import lora
 from lcjax.checkpoint import load_state
 from lcjax.convert.tokenizer import Tokenizer
 from lcjax.errors import InputError
+from lcjax.files import write_whole
 from lcjax.models.config import ModelConfig
 from lcjax.models.initial import abstract_params, random_params, with_learned_rope
 from lcjax.sharding import Mesh, make_mesh
@@ -53,9 +54,7 @@ class Base:
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1)
-        draft = folder / f"{BASE}.tmp"  # other processes may be reading the note
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(folder / BASE)
+        write_whole(folder / BASE, text + "\n")  # other processes may be reading the note
 
 
 def load_run(
