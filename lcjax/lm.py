@@ -64,7 +64,8 @@ class ModelSection:
             raise InputError(f"model.base={self.base!r}: give the adapters' folder as model.path")
         # Here and not only in ModelConfig: a checkpoint takes minutes to read.
         for field in ("dtype", "param_dtype", "remat", "context_parallel"):
-            if (value := getattr(self, field)) is not None:
+            value = getattr(self, field)
+            if value is not None or field in ("remat", "context_parallel"):
                 check_choice(field, value)
 
 
