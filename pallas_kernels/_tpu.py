@@ -108,7 +108,8 @@ def unsupported(q, k, v, operands, spec) -> str | None:
     if not spec.mask.arithmetic:
         return "the mask looks places up in a long list; TPU kernels compute masks from scalars"
     if _relative(operands) and operands.bias.table.shape[0] > levels.MOST_LEVELS:
-        return f"a bias of {operands.bias.table.shape[0]} buckets is above {levels.MOST_LEVELS}"
+        buckets = operands.bias.table.shape[0]
+        return f"the bias has {buckets} buckets, the kernels hold {levels.MOST_LEVELS}: a lane each"
     return _table_unsupported(q, k, v, operands, spec)
 
 

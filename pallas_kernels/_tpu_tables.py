@@ -109,7 +109,10 @@ def visits(table, *, heads: int, split: int) -> Visits:
     row = xp.broadcast_to(np.arange(shape[2], dtype=np.int32)[:, None], col.shape)
     slot = np.arange(capacity, dtype=np.int32)
     kind = xp.where(slot < full, FULL, PARTIAL)
-    return Visits(*(x.reshape(batches, own, -1) for x in (row, col, kind, slot < seen)))
+    found = Visits(*(x.reshape(batches, own, -1) for x in (row, col, kind, slot < seen)))
+    if xp is np and batches * own == 1:  # half of a causal table's slots are empty
+        found = Visits(*(x[..., found.valid[0, 0]] for x in found))
+    return found
 
 
 def _touched(major, valid, blocks: int):
