@@ -6,4 +6,4 @@ from lcjax import distributed
 from lcjax.training import TrainConfig, run
 
 if __name__ == "__main__":
-    sys.exit(distributed.main(TrainConfig, run))
+    sys.exit(distributed.main(TrainConfig, run, agreed_stop=True))

@@ -54,20 +54,24 @@ class Distributed:
 
 
 def main(
-    cls: type, run: Callable[[Any], object], argv: Sequence[str] | None = None, **options: Any
+    cls: type,
+    run: Callable[[Any], object],
+    argv: Sequence[str] | None = None,
+    *,
+    agreed_stop: bool = False,
 ) -> int:
     """`lcjax.config.main` for a script that may be one of many processes; ends them cleanly.
 
-    `cls` has a field `distributed`.
+    `cls` has a field `distributed`; for `agreed_stop` see `start`.
     """
 
     def together(config: Any) -> None:
-        start(config.distributed)
+        start(config.distributed, agreed_stop=agreed_stop)
         _check_same_config(config)
         run(config)
 
     try:
-        code = config_lib.main(cls, together, argv, **options)
+        code = config_lib.main(cls, together, argv)
     except Exception:
         if not jax.distributed.is_initialized():
             raise
@@ -83,15 +87,18 @@ def main(
     return code
 
 
-def start(section: Distributed) -> None:
+def start(section: Distributed, *, agreed_stop: bool = False) -> None:
     """Connects the processes of the job; does nothing where there is only one.
 
-    Before anything asks JAX for devices.
+    Before anything asks JAX for devices. With `agreed_stop` SIGTERM to any process only makes
+    `multihost_utils.reached_preemption_sync_point` true in all, at a common step; without, it ends
+    the process at once, as usual.
     """
     place = _place(section)
     if place is None or jax.distributed.is_initialized():
         return
     meet(place, section.timeout)
+    jax.config.update("jax_enable_preemption_service", agreed_stop)
     jax.distributed.initialize(
         *place, initialization_timeout=section.timeout, heartbeat_timeout_seconds=section.heartbeat
     )
