@@ -139,7 +139,7 @@ def _split(found: Visits, axis: int, ranges) -> list[Visits]:
     ranks = np.argsort(key, axis=-1, stable=True)[..., : int(found.valid.sum(-1).max())]
     key, row, col, kind = (np.take_along_axis(x, ranks, -1) for x in (key, *found[:3]))
     edges = np.array([lo for lo, _ in ranges] + [ranges[-1][1]], np.int16)
-    ends = np.array([np.searchsorted(x, edges) for x in key.reshape(-1, key.shape[-1])])
+    ends = np.array([np.searchsorted(x, edges) for x in key.reshape(np.prod(key.shape[:2]), -1)])
     ends = ends.reshape(*key.shape[:2], -1)
 
     def part(start, end):
@@ -184,9 +184,8 @@ def order(found: Visits, axis: int, lo: int, hi: int, most: int):
 def _ranges(found: Visits, axis: int, blocks: int, most: int) -> list[tuple[int, int]]:
     """Consecutive output blocks whose list fits into one call."""
     if _xp(*found) is np:
-        flat = found[axis].reshape(-1, found.valid.shape[-1])
-        valid = found.valid.reshape(flat.shape)
-        pairs = zip(flat, valid, strict=True)
+        lists = np.prod(found.valid.shape[:2])
+        pairs = zip(*(x.reshape(lists, -1) for x in (found[axis], found.valid)), strict=True)
         counts = np.max([np.bincount(x[ok], minlength=blocks) for x, ok in pairs], 0)
     else:  # the counts are not known: as many as there can be
         counts = np.full(blocks, most)

@@ -62,3 +62,14 @@ def test_a_table_per_query_head_lists_the_group_one_head_after_the_other():
         there = set(zip(step.row[real].tolist(), step.col[real].tolist(), strict=True))
         want = np.argwhere(visible[0, head * 3 : head * 3 + 3].reshape(15, 4))
         assert there == {(int(i), int(j)) for i, j in want}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_tables_of_nothing_still_write_every_output_block(axis, heads):
+    table = from_block_mask(np.zeros((heads, 5, 4), bool), q_block=128, k_block=128)
+    found = _tpu_tables.visits(table, heads=heads, split=1)
+    [[[call]]] = _tpu_tables.calls(found, axis, rows=5, cols=4, batch=1, heads=heads)
+    steps = _tpu_tables.unpack(call.steps)
+    assert np.all(steps.kind == _tpu_tables.NOTHING) and np.all(steps.first & steps.last)
+    assert list(steps[axis]) == list(range((5, 4)[axis])) * heads
