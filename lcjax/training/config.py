@@ -56,6 +56,9 @@ class TrainSection:
     lora: LoRA | None = None  # adapters beside the kernels
     positions: Positions = field(default_factory=PlainPositions)  # where training tokens stand
     on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
+    # Updates whose gradient is so many times as long as usual are left out, such as 5; null: none
+    spike: float | None = None
+    offload: bool = False  # Adam's moments and the average wait in host memory between updates
     seed: int = 0  # of new weights and of sampled positions
     loss_chunk: int | None = None  # positions projected to the vocabulary at once; null: fitting
     log_every: int = 10
@@ -93,6 +96,11 @@ class TrainSection:
                     f"train.{name}={getattr(self, name)} must be at least 0 and below 1, such as"
                     f" {_USUAL[name]}"
                 )
+        if self.spike is not None and not self.spike > 1:
+            raise InputError(
+                f"train.spike={self.spike} must be above 1, such as 5, or null: it is a multiple of"
+                " the gradient's usual norm"
+            )
         for name in ("trainable", "no_decay"):
             matcher(getattr(self, name), f"train.{name}")
 

@@ -39,7 +39,7 @@ _VISIBLE = 60  # seconds within which network storage shows a new file to all ma
 _FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "data.prefetch")
 _FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
 _FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
-_FREE += ("train.export", "train.profile")
+_FREE += ("train.export", "train.profile", "train.offload")
 
 
 def check(config: TrainConfig) -> Path:

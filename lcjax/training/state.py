@@ -18,7 +18,8 @@ class TrainState:
     """A pytree, saved and donated as a whole. Frozen weights are not in it."""
 
     step: jax.Array  # int32, batches seen, skipped ones included
-    skipped: jax.Array  # int32, batches whose loss or gradient was not finite
+    skipped: jax.Array  # int32, batches that changed nothing: not finite, or a spike
+    usual: jax.Array  # float32, running average of the gradient's norm; 0 before the first
     params: dict  # the trained parameters, float32
     opt_state: Any  # float32 moments of the trained parameters
     ema: dict | None  # float32 running average of the trained parameters
@@ -32,10 +33,11 @@ def init_state(
     *,
     seed: int,
     ema: bool,
+    offload: bool = False,
 ) -> TrainState:
     """The state before the first step, every array made where it will stay; `params` is donated."""
     start = _starter(optimizer, seed, ema)
-    shardings = state_shardings(jax.eval_shape(start, params), mesh)
+    shardings = state_shardings(jax.eval_shape(start, params), mesh, offload)
     return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
 
 
@@ -46,6 +48,7 @@ def abstract_state(
     *,
     seed: int,
     ema: bool,
+    offload: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of `init_state`'s result, for a checkpoint to be restored into.
 
@@ -55,7 +58,7 @@ def abstract_state(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(shapes, mesh),
+        state_shardings(shapes, mesh, offload),
     )
 
 
@@ -67,6 +70,7 @@ def _starter(
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
+            usual=jnp.float32(0),
             params=params,
             opt_state=optimizer.init(params),
             # A copy: two donated arrays must not be one buffer.
@@ -77,6 +81,22 @@ def _starter(
     return start
 
 
-def state_shardings(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
-    """Moments and averages lie where their parameter lies; everything else on every device."""
-    return param_shardings(mesh, state)
+def state_shardings(
+    state: TrainState, mesh: jax.sharding.Mesh, offload: bool = False
+) -> TrainState:
+    """Moments and averages lie where their parameter lies; everything else on every device.
+
+    With `offload` moments and averages wait in the memory of that device's host.
+    """
+    layout = param_shardings(mesh, state)
+    if not offload:
+        return layout
+
+    def on_host(leaf, sharding):
+        return sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding
+
+    waiting = {
+        name: jax.tree.map(on_host, getattr(state, name), getattr(layout, name))
+        for name in ("opt_state", "ema")
+    }
+    return dataclasses.replace(layout, **waiting)

@@ -17,6 +17,9 @@ from lcjax.training.state import TrainState
 
 Info = dict[str, jax.Array]
 
+_LEARN = 20  # steps after which the usual norm of the gradient is known
+_MEMORY = 0.98  # decay of its average: about 50 steps
+
 
 def make_train_step(
     objective: Objective,
@@ -26,13 +29,18 @@ def make_train_step(
     accumulation: int = 1,
     ema_decay: float | None = None,
     halt_after: int | None = None,
+    spike: float | None = None,
+    offload: bool = False,
 ) -> Callable[..., tuple[TrainState, Info]]:
     """`train_step(state, frozen, batch, bad=0) -> (state, info)`: pure, to be jitted with donation.
 
     A step whose loss or gradient is not finite leaves parameters, moments and average as they
-    were; it only counts. `bad` is the `info["bad"]` of the step before: how many of the last steps
-    were not finite. The step at which it reaches `halt_after` and all steps after it change nothing
-    at all, so that the loop may learn of it late: the state is the one before that step's batch.
+    were; it only counts. So does one whose gradient is more than `spike` times as long as usual
+    (after `_LEARN` steps): a bad batch, of which the moments would carry traces for long. `bad` is
+    the `info["bad"]` of the step before: how many of the last steps were not finite. The step at
+    which it reaches `halt_after` and all steps after it change nothing at all, so that the loop may
+    learn of it late: the state is the one before that step's batch. With `offload` moments and
+    average are fetched from the host's memory; where they go back to is said by `out_shardings`.
     """
 
     def train_step(
@@ -44,7 +52,8 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         with jax.named_scope("update"):
             halted = False if halt_after is None else bad >= halt_after
-            good = finite & jnp.logical_not(halted)
+            jumped = _is_spike(state, norm, spike) & finite
+            good = finite & jnp.logical_not(halted) & jnp.logical_not(jumped)
 
             def update(old, grads):
                 params, opt_state, ema = old
@@ -54,23 +63,47 @@ def make_train_step(
                     ema = optim.average(ema, params, ema_decay)
                 return params, opt_state, ema
 
-            old = state.params, state.opt_state, state.ema
+            waiting = state.opt_state, state.ema
+            if offload:
+                waiting = jax.device_put(waiting, jax.memory.Space.Device)
+            old = state.params, *waiting
             kept = jax.lax.cond(good, update, lambda old, _: old, old, grads)
-        bad = jnp.where(good, 0, bad + 1).astype(jnp.int32)
+        bad = jnp.where(good | jumped, 0, bad + 1).astype(jnp.int32)
         counts = 1 if halt_after is None else (bad < halt_after).astype(jnp.int32)
-        skipped = state.skipped + jnp.where(finite, 0, counts)
+        skipped = state.skipped + jnp.where(finite & jnp.logical_not(jumped), 0, counts)
+        counted = finite & jnp.logical_not(halted)
+        usual = _usual(state, jnp.where(counted, norm, state.usual), spike)
         info = {
             "loss": loss,
             "grad_norm": norm,
             "lr": jnp.asarray(lr, jnp.float32),
             "tokens": tokens,
             "finite": finite,
+            "spike": jumped,
+            "usual_norm": state.usual,
             "skipped": skipped,
             "bad": bad,
         }
-        return TrainState(state.step + counts, skipped, *kept, state.rng), info
+        return TrainState(state.step + counts, skipped, usual, *kept, state.rng), info
 
     return train_step
+
+
+def _is_spike(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array:
+    if spike is None:
+        return jnp.bool_(False)
+    return (state.step >= _LEARN) & (norm > spike * state.usual)
+
+
+def _usual(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array:
+    """The average with one more norm, which counts for no more than a spike would have to be.
+
+    So a run whose gradients have grown for good goes on after a while.
+    """
+    if spike is not None:
+        norm = jnp.where(state.step >= _LEARN, jnp.minimum(norm, spike * state.usual), norm)
+    first = state.usual == 0
+    return jnp.where(first, norm, _MEMORY * state.usual + (1 - _MEMORY) * norm)
 
 
 def accumulate(

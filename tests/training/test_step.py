@@ -16,13 +16,13 @@ from lcjax.lora import LoRA
 from lcjax.models import Decoder, ModelConfig
 from lcjax.rope import E2LLM, Clex
 from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions
-from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.training import optim
 from lcjax.training.assemble import new_adapters
 from lcjax.training.config import TrainSection
 from lcjax.training.objective import language_model
 from lcjax.training.partition import trainable
-from lcjax.training.state import abstract_state, init_state
+from lcjax.training.state import abstract_state, init_state, state_shardings
 from lcjax.training.step import accumulate, make_eval_step, make_train_step, microbatches
 from lcjax.tree import flatten, split, union
 
@@ -93,6 +93,57 @@ def train(mesh, batches, *, params=None, frozen=None, config=CONFIG, halt_after=
         bad = info["bad"]
         infos.append(jax.device_get(info))
     return state, infos
+
+
+def many_steps(settings, batches, *, offload=False):
+    """(final state, info of each step) under `settings`, moments on the host or not."""
+    mesh, params = one_device(), jax.tree.map(jnp.copy, random_params())
+    kinds = dict(seed=0, ema=True, offload=offload)
+    state = init_state(params, optim.optimizer(settings), mesh, **kinds)
+    step = make_train_step(
+        PLAIN, optim.optimizer(settings), optim.schedule(settings),
+        ema_decay=0.9, spike=settings.spike, offload=offload,
+    )  # fmt: skip
+    layout = state_shardings(state, mesh, offload), replicated(mesh)
+    step, infos = jax.jit(step, donate_argnums=0, out_shardings=layout), []
+    for batch in batches:
+        state, info = step(state, {}, batch)
+        infos.append(jax.device_get(info))
+    return state, infos
+
+
+QUICK = TrainSection(lr=1e-3, warmup_steps=0, schedule="constant", batch_size=8)
+
+
+def test_a_gradient_much_longer_than_usual_changes_nothing_but_the_count():
+    calm, wild = random_batch(0), random_batch(1)
+    wild = wild | {"targets": (wild["targets"] + wild["tokens"]) % CONFIG.vocab_size}
+    _, infos = many_steps(QUICK, [calm] * 25 + [wild])
+    jump = infos[-1]["grad_norm"] / infos[-1]["usual_norm"]
+    assert jump > 1.1
+    settings = dataclasses.replace(QUICK, spike=float(1 + (jump - 1) / 2))
+    before, _ = many_steps(settings, [calm] * 25)
+    before = jax.device_get((before.params, before.opt_state, before.ema))
+    after, infos = many_steps(settings, [calm] * 25 + [wild])
+    assert infos[-1]["spike"] and infos[-1]["finite"] and infos[-1]["bad"] == 0
+    assert after.skipped == 1 and after.step == 26
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state, after.ema), before)
+    assert not any(info["spike"] for info in infos[:-1])
+    # It counts for the average, or gradients that have grown for good would stop the run.
+    assert after.usual > infos[-1]["usual_norm"]
+    patient = dataclasses.replace(QUICK, spike=float(jump * 2))
+    assert not many_steps(patient, [calm] * 25 + [wild])[1][-1]["spike"]
+
+
+def test_moments_on_the_host_change_no_number():
+    batches = [random_batch(n) for n in range(3)]
+    here, _ = many_steps(QUICK, batches)
+    away, _ = many_steps(QUICK, batches, offload=True)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away.ema)}
+    assert kinds == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away.params)} == {"device"}
+    found, wanted = jax.device_get((away.params, away.ema)), jax.device_get((here.params, here.ema))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 sums = jax.jit(accumulate, static_argnums=(0, 5))
