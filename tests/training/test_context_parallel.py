@@ -1,9 +1,12 @@
 """A packed batch has the same loss and gradients on one device and on any mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from training_support import quick_compilation
 
 from lcjax.attention import Pattern
 from lcjax.cache import create
@@ -23,6 +26,12 @@ PATTERNS = {
     "self_extend": {"window": 8, "group": 4},
     "landmark": {"block": 8, "top_k": None},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly(tmp_path_factory):
+    with quick_compilation(tmp_path_factory.mktemp("xla")):
+        yield
 
 
 def config(pattern="causal", **changes):
@@ -52,6 +61,7 @@ def batch(seed=0):
     }
 
 
+@functools.cache
 def loss_and_gradients(model, shape, places=PlainPositions()):
     mesh = None if shape is None else make_mesh(Mesh(*shape))
     objective = language_model(model, places, mesh=mesh)
