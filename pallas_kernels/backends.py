@@ -79,14 +79,14 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupedSpec:
-    """`Spec` of grouped softmax over older blocks (`pallas_kernels.grouped.older_blocks`)."""
+class LandmarkSpec:
+    """`Spec` of grouped softmax over older blocks (`pallas_kernels.landmark.older_blocks`)."""
 
     block: int
     scale: float
 
 
-class GroupedOperands(NamedTuple):
+class LandmarkOperands(NamedTuple):
     """`Operands` of grouped softmax over older blocks; C of them stand behind each other in k."""
 
     q_numbers: Any = None  # int32 [1 or B, T] of blocks; None: t // block
@@ -120,11 +120,11 @@ BACKENDS = {
     "xla": Backend("pallas_kernels._xla", ("cpu", "default"), portable=True),
     "tpu": Backend("pallas_kernels._tpu", ("tpu",)),
 }
-GROUPED = {  # the same functions over `GroupedOperands` and `GroupedSpec`, without a bias
-    "xla": Backend("pallas_kernels._xla_grouped", ("cpu", "default"), portable=True),
-    "tpu": Backend("pallas_kernels._tpu_grouped", ("tpu",)),
+LANDMARK = {  # the same functions over `LandmarkOperands` and `LandmarkSpec`, without a bias
+    "xla": Backend("pallas_kernels._xla_landmark", ("cpu", "default"), portable=True),
+    "tpu": Backend("pallas_kernels._tpu_landmark", ("tpu",)),
 }
-FAMILIES = {"flash": BACKENDS, "grouped": GROUPED}
+FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
 
 

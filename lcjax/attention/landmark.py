@@ -12,7 +12,7 @@ from lcjax.attention.partial import rotate_both
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
 from pallas_kernels import causal
-from pallas_kernels.grouped import grouped
+from pallas_kernels.landmark import landmark_attention
 
 SELECT = ("per_token_and_head", "per_head_and_chunk")
 LOSSES = ("predict", "skip", "drop")
@@ -91,7 +91,7 @@ class Landmark(Pattern):
         if self.top_k is not None and k.shape[1] != q.shape[1]:
             run = places.unsplit(implementation)
             return retrieve(self, q, turned, k, v, rotation, places, run)
-        out, _ = grouped(
+        out, _ = landmark_attention(
             turned,
             k,
             v,

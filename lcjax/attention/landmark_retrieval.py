@@ -25,7 +25,7 @@ from jax import lax
 from lcjax.attention.partial import rotate_queries
 from lcjax.rope.base import Rotation, rotate
 from pallas_kernels import flash, gather, merge
-from pallas_kernels.grouped import older_blocks, own_block
+from pallas_kernels.landmark import older_blocks, own_block
 
 if TYPE_CHECKING:
     from lcjax.attention.base import Places

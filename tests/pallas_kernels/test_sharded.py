@@ -20,7 +20,7 @@ from pallas_kernels import (
     window,
 )
 from pallas_kernels.backends import Operands
-from pallas_kernels.grouped import grouped
+from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.sharded import Layout, _hops, zigzag
 
 B, T, N, K, H = 2, 48, 8, 2, 16
@@ -131,7 +131,7 @@ def test_tokens_may_lie_in_zigzag_order(method):
 
 def test_landmarks_over_a_mesh_equal_those_on_one_device():
     arrays, keys = inputs(3)
-    run = functools.partial(grouped, block=6)
+    run = functools.partial(landmark_attention, block=6)
     wanted = both(run, arrays, keys)
     agree(both(functools.partial(run, layout=layout(2, 2, 2)), arrays, keys), wanted)
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from pallas_kernels import _tpu, _tpu_grouped, causal, everything, prefix, window
-from pallas_kernels.backends import Constant, GroupedOperands, GroupedSpec, Operands, Spec
+from pallas_kernels import _tpu, _tpu_landmark, causal, everything, prefix, window
+from pallas_kernels.backends import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
 from pallas_kernels.biases import Alibi, RelativeBias
 from pallas_kernels.tables import from_block_mask
 
@@ -149,22 +149,22 @@ def test_tables_of_many_heads_are_cut_to_the_size_of_scalar_memory():
     assert lists > 2**22 and text.count("tpu_custom_call") >= lists // 2**19
 
 
-def compile_grouped(generation, shape, block, operands, dtype="bfloat16"):
+def compile_landmark(generation, shape, block, operands, dtype="bfloat16"):
     """Compiles grouped softmax forward and backward; yields (memory, text) of each."""
     keys = (shape[0], shape[1] // block * block, *shape[2:])
     q, k = arrays(generation, shape, keys, dtype=dtype)
     (lse,) = arrays(generation, shape[:3], dtype="float32")
-    spec = GroupedSpec(block, 0.1)
-    assert _tpu_grouped.unsupported(q, k, k, operands, spec) is None
-    yield compiled(lambda q, k, v, x: _tpu_grouped.forward(q, k, v, x, spec), q, k, k, operands)
+    spec = LandmarkSpec(block, 0.1)
+    assert _tpu_landmark.unsupported(q, k, k, operands, spec) is None
+    yield compiled(lambda q, k, v, x: _tpu_landmark.forward(q, k, v, x, spec), q, k, k, operands)
     saved = (q, k, k, q, lse, q, lse)
-    yield compiled(lambda *x: _tpu_grouped.backward(*x, spec), *saved, operands)
+    yield compiled(lambda *x: _tpu_landmark.backward(*x, spec), *saved, operands)
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_grouped_softmax_of_131072_tokens_of_llama_2_7b_heads_compiles(generation):
     shape, kernels = (1, LONG, 32, 128), []
-    for memory, text in compile_grouped(generation, shape, 64, GroupedOperands()):
+    for memory, text in compile_landmark(generation, shape, 64, LandmarkOperands()):
         kernels.append(text.count("tpu_custom_call"))
         assert "stablehlo.while" not in text
         # Operands in the kernels' order, keys also turned, and nothing of queries times blocks.
@@ -175,7 +175,7 @@ def test_grouped_softmax_of_131072_tokens_of_llama_2_7b_heads_compiles(generatio
 @pytest.mark.parametrize("block", [51, 1000])
 def test_grouped_softmax_of_packed_documents_and_large_heads_compiles(block):
     count = 2048 // block
-    operands = GroupedOperands(*arrays("v5e", *[(2, 2048), (2, count)] * 2, dtype="int32"))
+    operands = LandmarkOperands(*arrays("v5e", *[(2, 2048), (2, count)] * 2, dtype="int32"))
     shape = (2, 2048, 4, 256)
-    for _, text in compile_grouped("v5e", shape, block, operands, dtype="float32"):
+    for _, text in compile_landmark("v5e", shape, block, operands, dtype="float32"):
         assert "stablehlo.while" not in text

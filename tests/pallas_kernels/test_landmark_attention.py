@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_oracle import CASES, Case, assert_same, off, oracle, run
+from landmark_oracle import CASES, Case, assert_same, off, oracle, run
 
 from pallas_kernels import causal, flash
-from pallas_kernels.grouped import grouped, older_blocks
+from pallas_kernels.landmark import landmark_attention, older_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_values_and_gradients_equal_the_code_of_the_authors():
 
     def attention(q, k, v):
         arrays = (y.swapaxes(1, 2) for y in (turn(q), turn(k), v))
-        return grouped(*arrays, block)[0].swapaxes(1, 2)
+        return landmark_attention(*arrays, block)[0].swapaxes(1, 2)
 
     out, pull = jax.vjp(attention, *(jnp.asarray(x[n]) for n in ("q", "k", "v")))
     np.testing.assert_allclose(out, x["out"], rtol=1e-5, atol=2e-5)
@@ -61,17 +61,17 @@ def test_landmark_values_are_never_used_and_their_keys_are():
     case = Case()
     q, k, v = map(jnp.asarray, case.arrays()[:3])
     landmarks = jnp.arange(7, 64, 8)
-    out, _ = grouped(q, k, v, 8)
-    other, _ = grouped(q, k, v.at[:, landmarks].set(1e6), 8)
+    out, _ = landmark_attention(q, k, v, 8)
+    other, _ = landmark_attention(q, k, v.at[:, landmarks].set(1e6), 8)
     np.testing.assert_array_equal(out, other)
-    other, _ = grouped(q, k.at[:, 7].add(1.0), v, 8)
+    other, _ = landmark_attention(q, k.at[:, 7].add(1.0), v, 8)
     np.testing.assert_array_equal(out[:, :8], other[:, :8])
     assert np.all(np.any(out[:, 8:] != other[:, 8:], -1))
 
 
 def test_a_text_of_one_block_is_ordinary_attention():
     q, k, v = map(jnp.asarray, Case(t=7).arrays()[:3])
-    for x, y in zip(grouped(q, k, v, 8), flash(q, k, v, causal()), strict=True):
+    for x, y in zip(landmark_attention(q, k, v, 8), flash(q, k, v, causal()), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
@@ -83,7 +83,7 @@ def test_sixteen_bits_stay_close_to_float32():
     @jax.jit
     def run(q, k, v):
         def loss(q, k, v):
-            out, lse = grouped(q, k, v, 16)
+            out, lse = landmark_attention(q, k, v, 16)
             return jnp.sum(jnp.sin(out.astype(jnp.float32))), (out, lse)
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
@@ -119,7 +119,7 @@ def test_no_array_of_queries_times_keys_is_made():
     q = jax.ShapeDtypeStruct((1, 65_536, 2, 64), jnp.float32)
 
     def loss(q, k, v):
-        return jnp.sum(grouped(q, k, v, 64)[0])
+        return jnp.sum(landmark_attention(q, k, v, 64)[0])
 
     memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 16 * 65_536 * 2 * 64 * 4
@@ -128,4 +128,4 @@ def test_no_array_of_queries_times_keys_is_made():
 def test_a_block_without_an_ordinary_token_is_refused():
     q = jnp.ones((1, 4, 1, 8))
     with pytest.raises(ValueError, match="block=1 must be at least 2"):
-        grouped(q, q, q, 1)
+        landmark_attention(q, q, q, 1)

@@ -5,17 +5,17 @@ import sys
 import types
 from dataclasses import dataclass
 
-import grouped_oracle
 import jax
 import jax.numpy as jnp
+import landmark_oracle
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import _tpu, _tpu_grouped, _tpu_tables, _xla_grouped
-from pallas_kernels._tpu_grouped_layout import layout
-from pallas_kernels.backends import BACKENDS, GROUPED, Backend, GroupedOperands, GroupedSpec
-from pallas_kernels.grouped import grouped, older_blocks
+from pallas_kernels import _tpu, _tpu_landmark, _tpu_tables, _xla_landmark
+from pallas_kernels._tpu_landmark_layout import layout
+from pallas_kernels.backends import BACKENDS, LANDMARK, Backend, LandmarkOperands, LandmarkSpec
+from pallas_kernels.landmark import landmark_attention, older_blocks
 
 pytestmark = pytest.mark.slow  # the interpreter: two minutes together
 
@@ -68,13 +68,13 @@ def build(case: Case):
     ]
     arrays = [jnp.asarray(rng.normal(size=shape), case.dtype) for shape in shapes]
     arrays.append(jnp.asarray(rng.normal(size=(b, t, case.heads)), jnp.float32))
-    operands = GroupedOperands()
+    operands = LandmarkOperands()
     if case.places:
         numbers = [rng.integers(0, count, (b, n)) for n in (t, count)]
         segments = [np.sort(rng.integers(0, 4, (b, n)), 1) for n in (t, count)]
-        operands = GroupedOperands(*(jnp.asarray(x, jnp.int32) for x in numbers + segments))
+        operands = LandmarkOperands(*(jnp.asarray(x, jnp.int32) for x in numbers + segments))
     scale = case.size**-0.5 if case.scale is None else case.scale
-    return arrays, operands, GroupedSpec(case.block, scale)
+    return arrays, operands, LandmarkSpec(case.block, scale)
 
 
 def run(module, arrays, operands, spec, **options):
@@ -93,9 +93,9 @@ def run(module, arrays, operands, spec, **options):
 
 def compare(arrays, operands, spec, interpret=True, dtype="float32"):
     """The kernels against XLA in float32; returns what the kernels gave."""
-    found = run(_tpu_grouped, arrays, operands, spec, interpret=interpret)
+    found = run(_tpu_landmark, arrays, operands, spec, interpret=interpret)
     wide = [x.astype(jnp.float32) for x in arrays]
-    wanted = run(_xla_grouped, wide, operands, spec, platform="cpu")
+    wanted = run(_xla_landmark, wide, operands, spec, platform="cpu")
     bounds = (2e-6, 2e-6, 5e-6, 5e-6, 5e-6) if dtype == "float32" else (5e-3,) * 5
     for x, y, bound in zip(found, wanted, bounds, strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -155,8 +155,8 @@ def test_kernels_have_no_races_and_read_nothing_unwritten(case):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The name of an implementation: all TPU kernels of `grouped`, interpreted on a CPU."""
-    for family, kernels in ((BACKENDS, _tpu), (GROUPED, _tpu_grouped)):
+    """The name of an implementation: all its TPU kernels, interpreted on a CPU."""
+    for family, kernels in ((BACKENDS, _tpu), (LANDMARK, _tpu_landmark)):
         module = types.ModuleType(f"interpreted_{kernels.__name__}")
         module.unsupported = kernels.unsupported
         for name in ("forward", "backward"):
@@ -169,11 +169,11 @@ def interpreted(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", grouped_oracle.CASES)
-def test_the_whole_of_grouped_by_kernels_equals_the_oracle(interpreted, name):
-    case = grouped_oracle.CASES[name]
-    found = grouped_oracle.run(case, interpreted)
-    grouped_oracle.assert_same(found, grouped_oracle.oracle(case)[:3], case.loose)
+@pytest.mark.parametrize("name", landmark_oracle.CASES)
+def test_the_whole_of_landmark_attention_by_kernels_equals_the_oracle(interpreted, name):
+    case = landmark_oracle.CASES[name]
+    found = landmark_oracle.run(case, interpreted)
+    landmark_oracle.assert_same(found, landmark_oracle.oracle(case)[:3], case.loose)
 
 
 def test_landmark_values_are_never_used():
@@ -181,8 +181,8 @@ def test_landmark_values_are_never_used():
     changed = arrays.copy()
     changed[2] = arrays[2].at[:, 7::8].set(1e6)
     for x, y in zip(
-        run(_tpu_grouped, arrays, operands, spec, interpret=True),
-        run(_tpu_grouped, changed, operands, spec, interpret=True),
+        run(_tpu_landmark, arrays, operands, spec, interpret=True),
+        run(_tpu_landmark, changed, operands, spec, interpret=True),
         strict=True,
     ):
         np.testing.assert_array_equal(x, y)
@@ -210,7 +210,7 @@ def test_a_program_for_a_tpu_holds_the_kernels(places, implementation, number):
 
     def loss(q, k, v, index):
         places = dict(q_index=index, k_index=index, q_segments=index, k_segments=index)
-        out, lse = grouped(q, k, v, 64, implementation=implementation, **places)
+        out, lse = landmark_attention(q, k, v, 64, implementation=implementation, **places)
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
 
     def program(platform):
@@ -220,7 +220,7 @@ def test_a_program_for_a_tpu_holds_the_kernels(places, implementation, number):
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         text = program("tpu")
     assert text.count("tpu_custom_call") == number
-    assert ("lcjax_grouped_d_keys" in text) == (number > 0)
+    assert ("lcjax_landmark_d_keys" in text) == (number > 0)
     assert "tpu_custom_call" not in program("cpu")
 
 
@@ -234,17 +234,18 @@ def test_a_program_for_a_tpu_holds_the_kernels(places, implementation, number):
 )
 def test_what_cannot_run_says_why(change, reason):
     arrays, operands, spec = build(Case(**change))
-    assert reason in _tpu_grouped.unsupported(*arrays[:3], operands, spec)
+    assert reason in _tpu_landmark.unsupported(*arrays[:3], operands, spec)
 
 
 def test_too_many_blocks_say_why():
     q = jax.ShapeDtypeStruct((1, 2**25, 1, 128), jnp.float32)
-    reason = _tpu_grouped.unsupported(q, q, q, GroupedOperands(), GroupedSpec(64, 1.0))
+    reason = _tpu_landmark.unsupported(q, q, q, LandmarkOperands(), LandmarkSpec(64, 1.0))
     assert "65536 x 65536 blocks of a step are more than 16383" in reason
 
 
 def test_the_kernels_by_name_say_that_a_cpu_is_no_tpu():
     q = jnp.ones((1, 32, 1, 8))
-    for call in (grouped, functools.partial(older_blocks, scale=1.0)):
-        with pytest.raises(ValueError, match=r"grouped\(.*'tpu'\): it runs on tpu and this .* cpu"):
+    for call in (landmark_attention, functools.partial(older_blocks, scale=1.0)):
+        reason = r"landmark_attention\(.*'tpu'\): it runs on tpu and this .* cpu"
+        with pytest.raises(ValueError, match=reason):
             call(q, q, q, 8, implementation="tpu")

@@ -1,9 +1,9 @@
-"""Grouped softmax: blocks of keys that are weighted by the logit of the token that closes them.
+"""Landmark attention: blocks of keys that are weighted by the logit of the token that closes them.
 
-Landmark attention (Mohtashami and Jaggi 2023, arXiv 2305.16300, sec. 3.1). The last token of every
-block, its landmark, stands for the block. A query shares its attention among the ordinary tokens
-of its own block and the landmarks of older blocks, and what a landmark gets is shared among the
-ordinary tokens of that block by a second softmax:
+The grouped softmax of Mohtashami and Jaggi 2023, arXiv 2305.16300, sec. 3.1. The last token of
+every block, its landmark, stands for the block. A query shares its attention among the ordinary
+tokens of its own block and the landmarks of older blocks, and what a landmark gets is shared among
+the ordinary tokens of that block by a second softmax:
 
     a = softmax over {own ordinary tokens j <= i} and {landmarks of older blocks} of s_ij
     out_i = sum_own a_j v_j + sum_blocks a_landmark(b) sum_{j in b} softmax_{j in b}(s_ij) v_j
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import backends
-from pallas_kernels.backends import GroupedOperands, GroupedSpec, Operands
+from pallas_kernels.backends import LandmarkOperands, LandmarkSpec, Operands
 from pallas_kernels.flash import flash
 from pallas_kernels.masks import Mask, causal, chunks, tail_of
 from pallas_kernels.merging import merge
@@ -33,7 +33,7 @@ def own_block(block: int) -> Mask:
     return causal() & chunks(block) & ~tail_of(block, 1)
 
 
-def grouped(
+def landmark_attention(
     q,
     k,
     v,
@@ -57,11 +57,13 @@ def grouped(
         Older blocks have to stand in consecutive keys; one whose start is not there is not seen.
     q_segments int [B, T], k_segments int [B, S]: documents; 0 is padding.
     layout: as in `flash`; keys of a length that is cut are gathered, and must lie in order.
-    implementation: as in `flash`: a name of `pallas_kernels.backends.GROUPED`, "reference" (dense,
+    implementation: as in `flash`: a name of `pallas_kernels.backends.LANDMARK`, "reference" (dense,
         for tests), or None for the best one on this platform.
     """
     if block < 2:
-        raise ValueError(f"grouped: block={block} must be at least 2: a token and its landmark")
+        raise ValueError(
+            f"landmark_attention: block={block} must be at least 2: a token and its landmark"
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     places = {
         "q_index": q_index, "k_index": k_index, "q_segments": q_segments, "k_segments": k_segments
@@ -93,22 +95,22 @@ def grouped(
 
 def _of_operands(block: int, scale: float, implementation, q, k, v, operands: Operands):
     places = dict(zip(Operands._fields[:4], operands[:4], strict=True))
-    return grouped(q, k, v, block, scale=scale, implementation=implementation, **places)
+    return landmark_attention(q, k, v, block, scale=scale, implementation=implementation, **places)
 
 
 def older_blocks(
     q, k, v, block: int, *, scale: float, q_numbers=None, k_numbers=None,
     q_segments=None, k_segments=None, implementation: str | None = None,
 ):  # fmt: skip
-    """The part of `grouped` that falls on blocks numbered below the query's own.
+    """The part of `landmark_attention` that falls on blocks numbered below the query's own.
 
     k [B, C * block, K, H], v likewise: C whole blocks. q_numbers [B, T] and k_numbers [B, C] number
     the blocks within their document (None: t // block and 0, 1, ...); k_segments is [B, C].
-    implementation: as in `grouped`, without the dense form.
+    implementation: as in `landmark_attention`, without the dense form.
     """
-    operands = GroupedOperands(q_numbers, k_numbers, q_segments, k_segments)
-    spec = GroupedSpec(block, float(scale))
-    choice = backends.choose(implementation, q, k, v, operands, spec, "grouped")
+    operands = LandmarkOperands(q_numbers, k_numbers, q_segments, k_segments)
+    spec = LandmarkSpec(block, float(scale))
+    choice = backends.choose(implementation, q, k, v, operands, spec, "landmark_attention")
     return _older(q, k, v, operands, spec, choice)
 
 
@@ -179,7 +181,7 @@ _moved.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _older(q, k, v, operands, spec, choice):
-    return backends.run("forward", choice, (q, k, v), operands, spec, "grouped")
+    return backends.run("forward", choice, (q, k, v), operands, spec, "landmark_attention")
 
 
 def _older_forward(q, k, v, operands, spec, choice):
@@ -190,7 +192,7 @@ def _older_forward(q, k, v, operands, spec, choice):
 def _older_backward(spec, choice, saved, cotangents):
     q, k, v, operands, out, lse = saved
     arrays = (q, k, v, out, lse, *cotangents)
-    return *backends.run("backward", choice, arrays, operands, spec, "grouped"), None
+    return *backends.run("backward", choice, arrays, operands, spec, "landmark_attention"), None
 
 
 _older.defvjp(_older_forward, _older_backward)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.grouped import grouped
+from pallas_kernels.landmark import landmark_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Case:
         return index.astype(np.int32), segments.astype(np.int32)
 
     def places(self):
-        """As arguments of `grouped`."""
+        """As arguments of `landmark_attention`."""
         index, segments = self.rows()
         first = self.t - (self.last or self.t)
         if not self.documents:
@@ -115,7 +115,7 @@ def run(case: Case, implementation=None):
     @jax.jit
     def attention(*arrays):
         (out, lse), pull = jax.vjp(
-            lambda q, k, v: grouped(
+            lambda q, k, v: landmark_attention(
                 q, k, v, case.block, scale=case.scale, implementation=implementation,
                 **case.places(),
             ),

@@ -1,9 +1,10 @@
 """Grouped softmax over older blocks for TPU: forward, dq, and dk with dv, each one Pallas kernel.
 
 The grid, its lists of visits and the layout of rows are those of block-sparse attention beside it
-(`_tpu.py`). Its keys are whole landmark blocks wherever their documents begin (`grouped` gathers
-them), so every step holds whole blocks: the softmax inside a block is made and used within a step,
-in the backward pass a second time, and only the outer one is carried from step to step.
+(`_tpu.py`). Its keys are whole landmark blocks wherever their documents begin
+(`landmark_attention` gathers them), so every step holds whole blocks: the softmax inside a block is
+made and used within a step, in the backward pass a second time, and only the outer one is carried
+from step to step.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import _tpu_grouped_kernels as kernels
+from pallas_kernels import _tpu_landmark_kernels as kernels
 from pallas_kernels import _tpu_tables as tables
 from pallas_kernels._tpu import LARGEST_HEAD
-from pallas_kernels._tpu_grouped_layout import LARGEST_BLOCK, Groups, layout
+from pallas_kernels._tpu_landmark_layout import LARGEST_BLOCK, LandmarkBlocks, layout
 from pallas_kernels._tpu_launch import every_call
 from pallas_kernels._tpu_layout import Layout, wide
 from pallas_kernels._tpu_tables import Call, Visits, col_of, row_of
-from pallas_kernels.backends import GroupedOperands, GroupedSpec
+from pallas_kernels.backends import LandmarkOperands
 from pallas_kernels.masks import causal, window
 from pallas_kernels.tables import from_mask
 
@@ -36,9 +37,9 @@ _OLDER = causal() & ~window(1)  # of numbers of blocks: those before the query's
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    cut, groups, found = _plan(q, k, v, operands, spec, backward=False)
-    body, x = _prepare(q, k, operands, spec, cut, groups)
-    x["k"], x["v_turned"] = _keys(k, cut, groups), _keys(v, cut, groups).swapaxes(2, 3)
+    cut, blocks, found = _plan(q, k, v, operands, spec, backward=False)
+    body, x = _prepare(q, k, operands, spec, cut, blocks)
+    x["k"], x["v_turned"] = _keys(k, cut, blocks), _keys(v, cut, blocks).swapaxes(2, 3)
     size = x["v_turned"].shape[2]
     run = functools.partial(
         _launch,
@@ -57,13 +58,13 @@ def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
     """Cotangents of q, k and v; that of lse enters through `di`."""
-    cut, groups, found = _plan(q, k, v, operands, spec, backward=True)
-    body, x = _prepare(q, k, operands, spec, cut, groups)
+    cut, blocks, found = _plan(q, k, v, operands, spec, backward=True)
+    body, x = _prepare(q, k, operands, spec, cut, blocks)
     di = jnp.sum(out.astype(F32) * d_out.astype(F32), -1) - d_lse
     x["lse"] = cut.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
     x["di"] = cut.to_rows(di)[:, :, None]
     x["d_out"] = cut.to_rows(wide(d_out.astype(q.dtype)))
-    x["k"], x["v"] = _keys(k, cut, groups), _keys(v, cut, groups)
+    x["k"], x["v"] = _keys(k, cut, blocks), _keys(v, cut, blocks)
     h, hv = x["k"].shape[-1], x["v"].shape[-1]
 
     def run(kernel, axis, x, outputs, scratch):
@@ -75,8 +76,8 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     (dq,) = run(kernels.d_queries, 0, turned, [(q.dtype, h)], [(h, cut.rows)])
     sizes = [(cut.key_block, h), (cut.key_block, hv)]
     dk, dv = run(kernels.d_keys, 1, x, [(k.dtype, h), (v.dtype, hv)], sizes)
-    dk = groups.narrow(cut.from_keys(dk, k.shape[-1]))
-    dv = groups.narrow(cut.from_keys(dv, v.shape[-1]))
+    dk = blocks.narrow(cut.from_keys(dk, k.shape[-1]))
+    dv = blocks.narrow(cut.from_keys(dv, v.shape[-1]))
     return cut.from_rows(dq)[..., : q.shape[-1]], dk, dv
 
 
@@ -104,40 +105,40 @@ def unsupported(q, k, v, operands, spec) -> str | None:
     return None
 
 
-def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Layout, Groups, Visits]:
+def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Layout, LandmarkBlocks, Visits]:
     """The layout, and the visits of blocks that it is for."""
-    cut, groups = layout(q, k, v, spec.block, backward)
+    cut, blocks = layout(q, k, v, spec.block, backward)
     q_index = operands.q_numbers
     if q_index is None:
         q_index = np.arange(cut.queries, dtype=np.int32)[None] // spec.block
     table = from_mask(
         _OLDER,
         queries=cut.queries,
-        keys=groups.count,
-        q_block=groups.q_block,
-        k_block=groups.step,
+        keys=blocks.count,
+        q_block=blocks.q_block,
+        k_block=blocks.step,
         q_index=q_index,
         k_index=operands.k_numbers,
         q_segments=operands.q_segments,
         k_segments=operands.k_segments,
     )
-    return cut, groups, tables.visits(table, heads=cut.heads, split=cut.split)
+    return cut, blocks, tables.visits(table, heads=cut.heads, split=cut.split)
 
 
-def _keys(x, cut: Layout, groups: Groups):
-    return cut.to_keys(wide(groups.spread(x)))
+def _keys(x, cut: Layout, blocks: LandmarkBlocks):
+    return cut.to_keys(wide(blocks.spread(x)))
 
 
-def _prepare(q, k, operands: GroupedOperands, spec: GroupedSpec, cut: Layout, groups: Groups):
+def _prepare(q, k, operands: LandmarkOperands, spec, cut: Layout, blocks: LandmarkBlocks):
     """The kernels' static part, and the operands that all kernels read in their layout."""
     # Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
     exact = q.dtype == F32 or math.frexp(spec.scale)[0] == 0.5
     before, factor = (spec.scale, 1.0) if exact else (1.0, spec.scale)
     body = kernels.Body(
         block=spec.block,
-        height=groups.height,
-        blocks=groups.step,
-        count=groups.count,
+        height=blocks.height,
+        blocks=blocks.step,
+        count=blocks.count,
         rows=cut.rows,
         group=cut.group,
         factor=factor,
@@ -151,8 +152,8 @@ def _prepare(q, k, operands: GroupedOperands, spec: GroupedSpec, cut: Layout, gr
         "q": cut.to_rows(wide(q * jnp.asarray(before, q.dtype))),
         "q_numbers": vector(operands.q_numbers),
         "q_segments": vector(operands.q_segments),
-        "k_numbers": groups.vector(operands.k_numbers, cut.key_count, NEVER),
-        "k_segments": groups.vector(operands.k_segments, cut.key_count, 0),
+        "k_numbers": blocks.vector(operands.k_numbers, cut.key_count, NEVER),
+        "k_segments": blocks.vector(operands.k_segments, cut.key_count, 0),
     }
 
 
@@ -191,7 +192,7 @@ def _launch(kernel, body, cut: Layout, x, call: Call, *, axis, outputs, scratch,
         out_shape=[shape(output) for output in outputs],
         grid_spec=grid_spec,
         interpret=interpret,
-        name=f"lcjax_grouped_{kernel.__name__}",
+        name=f"lcjax_landmark_{kernel.__name__}",
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels import _xla_blocks as cutting
 from pallas_kernels import _xla_visits as visiting
-from pallas_kernels.backends import GroupedSpec, Operands, Spec
+from pallas_kernels.backends import LandmarkSpec, Operands, Spec
 from pallas_kernels.block_table import BlockTable
 from pallas_kernels.masks import causal, window
 
@@ -29,8 +29,8 @@ _OLDER = causal() & ~window(1)  # of numbers of blocks: those before the query's
 class Loop(NamedTuple):
     """All that the steps of one pass share."""
 
-    cut: cutting.Cut  # in tokens
-    groups: cutting.Cut  # in blocks
+    cut: cutting.Cut  # of keys in tokens
+    in_blocks: cutting.Cut  # the same, counted in landmark blocks
     places: cutting.Places
     table: BlockTable
     block: int
@@ -44,10 +44,10 @@ class Loop(NamedTuple):
         return jnp.where(landmark, -jnp.inf, x), x[..., -1]
 
     def visible(self, chunk, i, j):
-        return visiting.visible(_OLDER, self.places, self.groups, chunk, i, j)
+        return visiting.visible(_OLDER, self.places, self.in_blocks, chunk, i, j)
 
 
-def _loop(q, k, operands, spec: GroupedSpec, direction: str, platform: str) -> Loop:
+def _loop(q, k, operands, spec: LandmarkSpec, direction: str, platform: str) -> Loop:
     on_cpu, block = platform == "cpu", spec.block
     count, t = k.shape[1] // block, q.shape[1]
     size = _QUERIES[direction] * (1 if on_cpu else 2)
@@ -55,13 +55,14 @@ def _loop(q, k, operands, spec: GroupedSpec, direction: str, platform: str) -> L
     scores = cutting.CPU_SCORES // (held * block) if on_cpu else None
     blocks = cutting.Blocks(q=size, k=max(1, _KEYS // block), scores=scores)
     shape = jax.ShapeDtypeStruct((k.shape[0], count, *k.shape[2:]), k.dtype)
-    groups = cutting.plan(q, shape, blocks)
+    in_blocks = cutting.plan(q, shape, blocks)
     if operands.q_numbers is None:
         operands = operands._replace(q_numbers=np.arange(t, dtype=np.int32)[None] // block)
     operands = Operands(*operands)
-    table = visiting.table_of(operands, Spec(_OLDER, spec.scale), t, count, groups)
-    where = cutting.places(operands, t, count, groups)
-    return Loop(groups._replace(bk=groups.bk * block), groups, where, table, block, spec.scale)
+    table = visiting.table_of(operands, Spec(_OLDER, spec.scale), t, count, in_blocks)
+    where = cutting.places(operands, t, count, in_blocks)
+    in_tokens = in_blocks._replace(bk=in_blocks.bk * block)
+    return Loop(in_tokens, in_blocks, where, table, block, spec.scale)
 
 
 def forward(q, k, v, operands, spec, *, platform):
@@ -108,7 +109,7 @@ def _forward_rows(loop: Loop, q, k, v, chunk, i):
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, v.shape[3]), jnp.float32),
     )
-    top, total, out = visiting.walk(loop.table, loop.groups, chunk, i, step, start)
+    top, total, out = visiting.walk(loop.table, loop.in_blocks, chunk, i, step, start)
     some = total > 0
     safe = jnp.where(some, total, 1.0)
     lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
@@ -168,7 +169,7 @@ def _backward_rows(loop: Loop, rows, k, v, chunk, i, sums):
         return dq, dk, _add(dv, j, _dot(p.astype(do.dtype), do, 2, 2))
 
     zero = jnp.zeros(query.shape, jnp.float32)
-    dq, *sums = visiting.walk(loop.table, loop.groups, chunk, i, step, (zero, *sums))
+    dq, *sums = visiting.walk(loop.table, loop.in_blocks, chunk, i, step, (zero, *sums))
     return tuple(sums), dq
 
 

@@ -16,7 +16,7 @@ LARGEST_BLOCK = 1024  # keys of a step
 
 
 @dataclass(frozen=True)
-class Groups:
+class LandmarkBlocks:
     """How landmark blocks lie in a step's keys: `step` of them, `height` keys each."""
 
     block: int
@@ -55,7 +55,7 @@ def height_of(block: int) -> int:
     return next(height for height in heights if math.lcm(height, LANES) <= LARGEST_BLOCK)
 
 
-def layout(q, k, v, block: int, backward: bool) -> tuple[Layout, Groups]:
+def layout(q, k, v, block: int, backward: bool) -> tuple[Layout, LandmarkBlocks]:
     """The layout of rows and of keys padded to whole steps, and how blocks lie in the latter."""
     height, count = height_of(block), k.shape[1] // block
     unit = math.lcm(height, LANES)
@@ -65,5 +65,5 @@ def layout(q, k, v, block: int, backward: bool) -> tuple[Layout, Groups]:
     padded = jax.ShapeDtypeStruct((k.shape[0], keys, *k.shape[2:]), k.dtype)
     q_block, _ = layouts.table_blocks(q, padded, v, backward)
     sizes = dict(lists=1, q_block=q_block, k_block=k_block, backward=backward)
-    groups = Groups(block, height, k_block // height, count, q_block)
-    return layouts.layout(q, padded, v, **sizes), groups
+    blocks = LandmarkBlocks(block, height, k_block // height, count, q_block)
+    return layouts.layout(q, padded, v, **sizes), blocks
