@@ -133,7 +133,7 @@ def _lcjax_train(folder: str, length: int):
     import numpy as np
 
     from lcjax import convert
-    from lcjax.lm import ModelSection
+    from lcjax.build import ModelSection
     from lcjax.rope import PlainPositions
     from lcjax.sharding import Mesh, make_mesh
     from lcjax.training import optim

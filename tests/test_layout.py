@@ -22,9 +22,11 @@ ORDER = [
     {"rendezvous", "distributed"},
     {"cost", "checkpoint"},
     {"convert"},
-    {"generate", "landmark_nll", "lm"},
+    {"build"},
     {"data"},
-    {"training", "evaluation"},
+    {"training"},
+    {"generate", "landmark_nll", "lm"},
+    {"evaluation"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 

@@ -9,10 +9,11 @@ import pytest
 
 from lcjax import cache as cache_lib
 from lcjax import lm as lm_lib
+from lcjax.build import ModelSection
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generate import Sampling
-from lcjax.lm import LanguageModel, ModelSection
+from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.rope import Clex, DynamicNTK, Yarn
 from lcjax.sharding import Mesh, make_mesh

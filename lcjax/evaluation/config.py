@@ -3,13 +3,13 @@
 import dataclasses
 
 from lcjax.attention import Pattern
+from lcjax.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.distributed import Distributed
 from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
 from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.task import Task
-from lcjax.lm import ModelSection
 from lcjax.rope import Rope
 from lcjax.sharding import Mesh
 

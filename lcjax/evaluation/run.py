@@ -12,6 +12,7 @@ import draccus
 from tqdm import tqdm
 
 from lcjax import cost, distributed
+from lcjax.build import ModelSection, check_source
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report
@@ -19,7 +20,7 @@ from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.task import Limits, Record, Task, Unit
-from lcjax.lm import LanguageModel, ModelSection, check_source
+from lcjax.lm import LanguageModel
 from lcjax.sharding import Mesh, make_mesh, padding_rows
 
 Loader = Callable[[ModelSection], Any]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax import lora as lora_lib
+from lcjax.build import build
 from lcjax.convert.landmark import with_landmark
 from lcjax.convert.run_folder import Base, fingerprint
 from lcjax.errors import InputError
@@ -30,8 +31,6 @@ class Assembly:
 
 def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
     """Reads or makes the model of `config.model`, adds adapters, and splits off what is trained."""
-    from lcjax.lm import build
-
     model, params, tokenizer = build(config.model, mesh)
     params, model_config, tokenizer = with_landmark(params, model.config, tokenizer, mesh)
     grown = model_config.vocab_size > model.config.vocab_size

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lcjax.attention import Pattern
+from lcjax.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import DataConfig
 from lcjax.distributed import Distributed
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.lm import ModelSection
 from lcjax.lora import LoRA
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.sharding import Mesh

@@ -13,11 +13,11 @@ import numpy as np
 
 from lcjax import config as config_lib
 from lcjax import cost
+from lcjax.build import check_source
 from lcjax.checkpoint import Checkpoints
 from lcjax.convert.run_folder import MODEL_CONFIG, check_frozen
 from lcjax.data import Loader, check_sources
 from lcjax.errors import InputError
-from lcjax.lm import check_source
 from lcjax.sharding import make_mesh, replicated
 from lcjax.training import batches, optim, results
 from lcjax.training import folder as folder_lib

@@ -9,10 +9,10 @@ from gguf_support import write_gguf
 from safetensors.numpy import load_file
 
 from lcjax import lora
+from lcjax.build import ModelSection, build
 from lcjax.convert import ByteTokenizer, load, load_config, save_hf
 from lcjax.convert.peft import save_peft
 from lcjax.errors import InputError
-from lcjax.lm import ModelSection, build
 from lcjax.lora import LoRA
 from lcjax.sharding import Mesh, make_mesh
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from evaluation_support import texts
 
+from lcjax.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, run
-from lcjax.lm import LanguageModel, ModelSection
+from lcjax.lm import LanguageModel
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
 

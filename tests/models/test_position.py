@@ -18,9 +18,10 @@ from lcjax.attention import (
     Streaming,
     attend,
 )
+from lcjax.build import ModelSection, resolve
 from lcjax.convert.hf_config import config_to_hf
 from lcjax.errors import InputError
-from lcjax.lm import LanguageModel, ModelSection, resolve
+from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.models.position import no_rotation, sinusoids
 from lcjax.rope import Yarn

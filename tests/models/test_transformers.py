@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from lcjax import convert
+from lcjax.build import ModelSection
 from lcjax.generate import Sampling
-from lcjax.lm import LanguageModel, ModelSection
+from lcjax.lm import LanguageModel
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from lcjax.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.lm import ModelSection
 from lcjax.training import optim
 from lcjax.training.config import RunSection, TrainConfig, TrainSection
 

@@ -5,8 +5,8 @@ import random
 
 import jax
 
+from lcjax.build import ModelSection
 from lcjax.data import DataConfig
-from lcjax.lm import ModelSection
 from lcjax.sharding import Mesh
 from lcjax.training.config import RunSection, TrainConfig, TrainSection
 

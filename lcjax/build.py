@@ -1,0 +1,118 @@
+"""Where a model comes from: the `model:` section of a config, and the decoder that it names.
+
+Training and evaluation read this part alone; text is read and written in `lcjax.lm`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from lcjax import convert
+from lcjax.attention import Pattern
+from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
+from lcjax.errors import InputError
+from lcjax.models import Decoder, ModelConfig, preset
+from lcjax.models.config import check_choice
+from lcjax.models.initial import random_params, with_learned_rope
+from lcjax.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSection:
+    """The `model:` section: where the weights come from, and the method on top of them."""
+
+    path: str | None = None  # HF folder, .gguf, run folder, hub id, or smollm2-135m-instruct
+    base: str | None = None  # where path holds adapters: what they go on; null: what they name
+    preset: str | None = None  # instead of path: an architecture with random weights
+    rope: Rope | None = None  # position method; null: the checkpoint's own
+    pattern: Pattern | None = None  # attention pattern; null: the checkpoint's own
+    # With a preset, instead of rotations: alibi, t5, sinusoidal or learned.
+    position: str | None = None
+    dtype: str | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
+    param_dtype: str | None = None  # of weights; null: the checkpoint's own
+    # What a training step computes again instead of keeping it: none, full (all but the inputs of
+    # layers) or dots (all but the results of products and attention: nearly free).
+    remat: str = "dots"
+    context_parallel: str = "ring"  # attention over mesh.context: ring, or all_to_all over heads
+    tokenizer: str | None = None  # path of another tokenizer; null: the checkpoint's own
+    seed: int = 0  # of random weights, and of what a learned rope adds to a checkpoint
+
+    def __post_init__(self):
+        if self.path is not None and self.preset is not None:
+            raise InputError(
+                f"model.path={self.path!r} and model.preset={self.preset!r}: give only one"
+            )
+        if self.base is not None and self.path is None:
+            raise InputError(f"model.base={self.base!r}: give the adapters' folder as model.path")
+        # Here and not only in ModelConfig: a checkpoint takes minutes to read.
+        for field in ("dtype", "param_dtype", "remat", "context_parallel"):
+            value = getattr(self, field)
+            if value is not None or field in ("remat", "context_parallel"):
+                check_choice(field, value)
+
+
+def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
+    """`config` with the method and the numerics of `section`."""
+    changes: dict[str, Any] = {
+        "remat": section.remat, "context_parallel": section.context_parallel
+    }  # fmt: skip
+    if section.rope is not None:
+        changes["rope"] = resolve_rope(section.rope, config)
+    if section.pattern is not None:
+        changes["pattern"] = section.pattern
+    if section.position is not None:
+        if section.path is not None and section.position != config.position:
+            raise InputError(
+                f"model.position={section.position}: the weights of {section.path} were trained"
+                f" with position={config.position}; leave it out, or train others (model.preset)"
+            )
+        changes["position"] = section.position
+    if section.param_dtype is not None:
+        changes["param_dtype"] = section.param_dtype
+    on_cpu = jax.default_backend() == "cpu"
+    changes["dtype"] = section.dtype or ("float32" if on_cpu else "bfloat16")
+    return config.replace(**changes)
+
+
+def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
+    """Fills what `rope` leaves open with the base and the trained length of the checkpoint."""
+    length = getattr(config.rope, "original_length", None) or config.max_length
+    return rope.resolve(theta=config.rope.theta, length=length)
+
+
+def check_source(section: ModelSection) -> None:
+    """Refuses a section that names no model, or one that is not there; reads no weights."""
+    if section.path is None and section.preset is None:
+        raise InputError(
+            "model.path=null: give a checkpoint (an HF folder, a .gguf file, a hub id, or"
+            " smollm2-135m-instruct), or model.preset for random weights"
+        )
+    if section.preset is not None:
+        preset(section.preset)
+    for key in ("path", "base", "tokenizer"):
+        if (name := getattr(section, key)) is not None:
+            try:
+                convert.resolve(name, weights=False)
+            except InputError as error:
+                raise InputError(f"model.{key}={error}") from None
+
+
+def build(
+    section: ModelSection, mesh: jax.sharding.Mesh | None = None
+) -> tuple[Decoder, dict, Tokenizer]:
+    """The decoder, its parameters and the tokenizer of a `model:` section, on `mesh` if given."""
+    check_source(section)
+    if section.path is not None:
+        params, config, tokenizer = convert.load(
+            section.path, base=section.base, mesh=mesh, param_dtype=section.param_dtype
+        )
+        config = resolve(section, config)
+        params = with_learned_rope(params, config, section.seed)
+    else:
+        config = resolve(section, preset(section.preset))
+        params, tokenizer = random_params(config, section.seed, mesh), ByteTokenizer()
+    if section.tokenizer is not None:
+        tokenizer = convert.load_tokenizer(section.tokenizer)
+        check_vocabulary(tokenizer, config.vocab_size, f"model.tokenizer={section.tokenizer}")
+    return Decoder(config, mesh), params, tokenizer
