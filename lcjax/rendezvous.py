@@ -4,6 +4,7 @@ JAX ends a process with a stack trace when another one does not come in time. He
 where JAX will listen, the others say who they are, and whoever is missing is named in one line.
 """
 
+import contextlib
 import socket
 import time
 from typing import NamedTuple
@@ -43,14 +44,13 @@ def _receive(place: Place, timeout: float) -> None:
         with _listen(place) as door:
             while len(guests) < place.processes - 1 and (left := deadline - time.monotonic()) > 0:
                 door.settimeout(min(left, 1.0))
-                try:
+                guest = None
+                with contextlib.suppress(TimeoutError):
                     guest = door.accept()[0]
-                except TimeoutError:
-                    guest = None
-                for process in [n for n, known in guests.items() if _has_gone(known)]:
-                    guests.pop(process).close()
                 if guest is not None:
+                    _forget_gone(guests)
                     _admit(place, guest, guests)
+                _forget_gone(guests)
         # The door is closed by now: the port is free for JAX.
         missing = [str(n) for n in range(1, place.processes) if n not in guests]
         if missing:
@@ -153,6 +153,12 @@ def _read_line(end: socket.socket) -> str:
     except OSError:
         return ""
     return data.decode(errors="replace").strip()
+
+
+def _forget_gone(guests: dict[int, socket.socket]) -> None:
+    """Drops processes that have ended: when they are started again they come anew."""
+    for process in [number for number, guest in guests.items() if _has_gone(guest)]:
+        guests.pop(process).close()
 
 
 def _has_gone(guest: socket.socket) -> bool:
