@@ -22,7 +22,7 @@ from lcjax.attention import Pattern, Places
 from lcjax.errors import InputError
 from lcjax.rope import rotate
 from lcjax.sharding import rows_over
-from pallas_kernels.sharded import Layout
+from pallas_kernels import Layout
 
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lcjax.errors import InputError
-from pallas_kernels.sharded import Layout
+from pallas_kernels import Layout
 
 AXES = ("data", "fsdp", "tensor", "context")
 ROWS = ("data", "fsdp")  # the axes over which the rows of a batch are spread

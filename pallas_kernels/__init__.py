@@ -3,12 +3,19 @@
     out, lse = flash(q, k, v, causal() & window(4096))
     out, lse = merge([(out_a, lse_a), (out_b, lse_b)])
 
+Which keys are seen: a mask of atoms (`causal`, `window`, ...), and a `BlockTable` on top of it that
+`tables` makes (`tables.from_mask`, `from_block_mask`, `from_top_k`, `from_lengths`). `decode` reads
+a cache as it lies, `landmark_attention` is a softmax of its own kind, and `Layout` spreads any of
+them over the devices of a mesh.
+
 Depends on JAX only.
 """
 
-from pallas_kernels.biases import Alibi, RelativeBias, alibi_slopes
+from pallas_kernels import gather, tables
+from pallas_kernels.biases import Alibi, Bias, RelativeBias, alibi_slopes
 from pallas_kernels.decode import decode
 from pallas_kernels.flash import flash
+from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.masks import (
     Mask,
     PerHead,
@@ -31,11 +38,14 @@ from pallas_kernels.masks import (
     window,
 )
 from pallas_kernels.merging import merge
+from pallas_kernels.sharded import Layout, zigzag
 from pallas_kernels.tables import BlockTable
 
 __all__ = [
     "Alibi",
+    "Bias",
     "BlockTable",
+    "Layout",
     "Mask",
     "PerHead",
     "RelativeBias",
@@ -49,7 +59,9 @@ __all__ = [
     "documents",
     "everything",
     "flash",
+    "gather",
     "keys_in",
+    "landmark_attention",
     "merge",
     "nothing",
     "per_head",
@@ -58,6 +70,8 @@ __all__ = [
     "random_blocks",
     "since_chunk",
     "stride",
+    "tables",
     "tail_of",
     "window",
+    "zigzag",
 ]

@@ -48,8 +48,9 @@ def flash(
 
     q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv] with N a multiple of K. Returns out
     [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]; both are differentiable in q, k, v, the
-    bias and the sinks. A query that sees no key gets out 0, lse -inf and zero gradients. Softmax
-    and sums are float32 for every input dtype.
+    bias and the sinks, once and in reverse: forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`)
+    is not supported. A query that sees no key gets out 0, lse -inf and zero gradients. Softmax and
+    sums are float32 for every input dtype.
 
     mask: tests order indices (`pallas_kernels.masks`), for all heads or per head; None shows all.
     scale: None means H ** -0.5.
@@ -65,8 +66,9 @@ def flash(
         segment 0 is padding, which sees nothing and is seen by nobody.
     k_lengths int [B]: only that many first keys of a row are there.
     splits: see `pallas_kernels.decode`.
-    layout: over which axes of a mesh rows, heads and the length are split
-        (`pallas_kernels.sharded`); None leaves it to the compiler, which cannot split kernels.
+    layout: a `Layout`: over which axes of a mesh rows, heads and the length are split, and whether
+        a length that is cut is put together by a ring or an all-to-all exchange
+        (`pallas_kernels.sharded`). None leaves it to the compiler, which cannot split kernels.
     implementation: a name of `pallas_kernels.backends.BACKENDS`, "reference" (dense, for tests), or
         None for the best one on this platform.
     """

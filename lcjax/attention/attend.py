@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from lcjax.attention.base import Pattern, Places
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
-from pallas_kernels.biases import Bias
-from pallas_kernels.sharded import Layout
+from pallas_kernels import Bias, Layout
 
 
 def attend(

@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from lcjax.attention.partial import partial_attention
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
-from pallas_kernels import Mask, merge
-from pallas_kernels.biases import Bias
-from pallas_kernels.sharded import Layout
+from pallas_kernels import Bias, Layout, Mask, merge
 
 # How a model tells its tokens apart by place: rotations, biases of logits, absolute embeddings.
 POSITIONS = ("rope", "alibi", "t5", "sinusoidal", "learned")

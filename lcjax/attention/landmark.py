@@ -11,8 +11,7 @@ from lcjax.attention.landmark_retrieval import retrieve
 from lcjax.attention.partial import rotate_both
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
-from pallas_kernels import causal
-from pallas_kernels.landmark import landmark_attention
+from pallas_kernels import causal, landmark_attention
 
 SELECT = ("per_token_and_head", "per_head_and_chunk")
 LOSSES = ("predict", "skip", "drop")

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from lcjax.rope.base import Rotation, rotate
-from pallas_kernels import Alibi, flash
+from pallas_kernels import Alibi, Bias, flash
 
 if TYPE_CHECKING:
     from lcjax.attention.base import Pass, Places
-    from pallas_kernels.biases import Bias
 
 
 def partial_attention(

@@ -12,8 +12,7 @@ from jax import lax
 from lcjax.attention.base import Pass, Pattern, Places, check_at_least
 from lcjax.attention.partial import rotate_both
 from lcjax.rope.base import Rotation
-from pallas_kernels import causal, flash, merge
-from pallas_kernels.tables import from_block_mask
+from pallas_kernels import causal, flash, merge, tables
 
 PROBES = 64  # last queries, whose attention chooses for all (sec. 3.2)
 FIRST, LAST = 30, 100  # columns and diagonals that are always chosen, as in the released code
@@ -190,4 +189,4 @@ def _table(where: _Rows, slashes: jax.Array):
     )
     count = jnp.take_along_axis(up_to, high, axis=1) - jnp.take_along_axis(up_to, low, axis=1)
     visible = (count > 0).reshape(len(slashes), 1, *starts.shape[1:])
-    return from_block_mask(visible, q_block=BLOCK, k_block=BLOCK)
+    return tables.from_block_mask(visible, q_block=BLOCK, k_block=BLOCK)

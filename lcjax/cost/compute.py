@@ -17,7 +17,7 @@ import numpy as np
 
 from lcjax.attention import Places
 from lcjax.models import Decoder, ModelConfig
-from pallas_kernels.masks import by_heads
+from pallas_kernels import by_heads
 
 # Dense peak FLOP/s of one device in bfloat16 with float32 sums, from the vendors' data sheets.
 # The first name that stands as whole words in `device.device_kind`, lower case, counts.

@@ -17,7 +17,7 @@ from lcjax.models.layers import MLP, Attention, Context, Head, Norm
 from lcjax.models.position import Position, no_rotation
 from lcjax.rope import Rotation
 from lcjax.sharding import LENGTH, keep_tokens
-from pallas_kernels.sharded import zigzag
+from pallas_kernels import zigzag
 
 # "dots" keeps the results of products and of attention, and computes everything elementwise again:
 # that is cheaper than writing it to memory and reading it back.

@@ -14,7 +14,7 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
 from lcjax.rope import Rotation
 from lcjax.sharding import attention_layout
-from pallas_kernels.biases import Bias
+from pallas_kernels import Bias
 
 
 class Context(NamedTuple):

@@ -1,0 +1,32 @@
+"""What is imported from the top of pallas_kernels is enough to call all of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import causal, everything, flash, tables
+
+
+def test_every_public_name_exists_once():
+    names = pallas_kernels.__all__
+    assert names == sorted(set(names)) and all(hasattr(pallas_kernels, name) for name in names)
+
+
+def test_a_table_is_made_and_used_with_public_names_alone():
+    q = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+    table = tables.from_mask(causal(), queries=8, keys=8, q_block=4, k_block=4)
+    assert isinstance(table, pallas_kernels.BlockTable)
+    np.testing.assert_allclose(
+        flash(q, q, q, causal(), table=table)[0], flash(q, q, q, causal())[0], atol=1e-6
+    )
+    only_first = tables.from_block_mask(np.array([[True, False]] * 2), q_block=4, k_block=4)
+    found = flash(q, q, q, everything(), table=only_first)[0]
+    np.testing.assert_allclose(found, flash(q, q[:, :4], q[:, :4])[0], atol=1e-6)
+
+
+def test_forward_mode_is_refused_as_the_docstring_says():
+    x = jnp.ones((1, 4, 1, 8))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: flash(q, x, x)[0], (x,), (x,))
