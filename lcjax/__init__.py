@@ -1,6 +1,75 @@
 """Every published way to make a language model read more than it was trained for, in JAX.
 
+    lm = lcjax.LanguageModel.load("smollm2-135m-instruct", rope=lcjax.rope.Yarn(factor=4))
+    print(lm.chat("What is a dog?"))
+
+Importing lcjax imports nothing else: every name below is read from its file when it is used.
+
 Letters used for array axes everywhere: `B` batch, `T` query length, `S` key length, `N` query
 heads, `K` key/value heads, `G = N/K`, `H` head size, `D` model width, `F` feed-forward width,
 `V` vocabulary, `L` layers, `C` context chunks.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
+    from lcjax import attention, convert, data, evaluation, models, rope, training
+    from lcjax.build import ModelSection
+    from lcjax.errors import InputError
+    from lcjax.generate import Sampling
+    from lcjax.lm import LanguageModel
+    from lcjax.sharding import Mesh
+
+    __version__: str
+
+_MODULES = ("attention", "convert", "data", "evaluation", "models", "rope", "training")
+_NAMES = {
+    "InputError": "lcjax.errors",
+    "LanguageModel": "lcjax.lm",
+    "Mesh": "lcjax.sharding",
+    "ModelSection": "lcjax.build",
+    "Sampling": "lcjax.generate",
+}
+
+__all__ = [
+    "InputError",
+    "LanguageModel",
+    "Mesh",
+    "ModelSection",
+    "Sampling",
+    "__version__",
+    "attention",
+    "convert",
+    "data",
+    "evaluation",
+    "models",
+    "rope",
+    "training",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(import_module(_NAMES[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"lcjax.{name}")
+    elif name == "__version__":
+        value = _version()
+    else:
+        raise AttributeError(f"module 'lcjax' has no attribute {name!r}")
+    globals()[name] = value  # found without a call from now on
+    return value
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("lcjax")
+    except metadata.PackageNotFoundError:
+        raise AttributeError("lcjax is not installed, so it has no __version__") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
