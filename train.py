@@ -1,9 +1,17 @@
-"""Trains a model: python train.py --config configs/quickstart_train.yaml --train.lr=1e-4"""
+"""Trains a model: python train.py --config configs/quickstart_train.yaml --train.lr=1e-4
+
+With --compile_only --topology v5e:4x4 it only compiles the step for such devices, on any machine,
+and says what memory they need; nothing is loaded.
+
+    python train.py --config configs/quickstart_train.yaml --compile_only --topology v5e:2x2
+"""
 
 import sys
 
 from lcjax import distributed
-from lcjax.training import TrainConfig, run
+from lcjax.training import TrainConfig, compile_only, run
 
 if __name__ == "__main__":
-    sys.exit(distributed.main(TrainConfig, run, agreed_stop=True))
+    if compile_only.FLAG in sys.argv:
+        sys.exit(compile_only.main())
+    sys.exit(distributed.main(TrainConfig, run))

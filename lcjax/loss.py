@@ -119,7 +119,9 @@ def _chunk_size(hidden, projection, chunk: int | None, mesh) -> int:
         for size, over in zip(hidden.shape, spec)
     )
     if chunk is None:
-        limit = _CHUNK_BYTES.get(jax.default_backend(), _CHUNK_BYTES_DEFAULT)
+        # Of the mesh: a program may be compiled for devices that are not here.
+        platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
+        limit = _CHUNK_BYTES.get(platform, _CHUNK_BYTES_DEFAULT)
         chunk = max(1, limit // (4 * batch * projection.vocabulary))
     # Equal chunks: 1,000 positions in chunks of at most 600 become 2 x 500, not 600 + 400.
     return -(-length // -(-length // chunk))

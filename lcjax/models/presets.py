@@ -15,6 +15,8 @@ def _llama2(width, mlp_width, layers, heads):
 PRESETS = {
     # A model for tests and dry runs: every part of a Llama, trained in seconds on a laptop.
     "tiny": ModelConfig(259, 64, 160, 2, 4, 2, 16, 128),
+    # A Llama that learns to read code byte by byte in minutes on a laptop, for small studies.
+    "llama-1m": ModelConfig(259, 128, 352, 4, 4, 4, 32, 128),
     "smollm2-135m": ModelConfig(
         *(49_152, 576, 1_536, 30, 9, 3, 64, 8_192),
         tie_embeddings=True,
@@ -50,3 +52,17 @@ def preset(name: str) -> ModelConfig:
         near = difflib.get_close_matches(name, PRESETS) or sorted(PRESETS)
         raise InputError(f"model.preset={name!r} is not known; try {', '.join(near)}")
     return PRESETS[name]
+
+
+# Checkpoints of the hub whose architecture is a preset, for whoever may not download them.
+HUB = {
+    "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "meta-llama/Llama-2-7b-hf": "llama2-7b",
+    "meta-llama/Llama-2-7b-chat-hf": "llama2-7b",
+    "meta-llama/Llama-2-13b-hf": "llama2-13b",
+    "meta-llama/Llama-2-13b-chat-hf": "llama2-13b",
+    "meta-llama/Llama-3.1-8B": "llama3.1-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
+    "microsoft/phi-2": "phi-2",
+}

@@ -1,5 +1,6 @@
 """From a config to what a step needs: the model, trained and frozen parameters, the tokenizer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,13 @@ from lcjax.convert.landmark import with_landmark
 from lcjax.convert.run_folder import Base, fingerprint
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
-from lcjax.sharding import param_shardings
+from lcjax.sharding import param_shardings, replicated
 from lcjax.training.config import TrainConfig
-from lcjax.training.optim import wide
+from lcjax.training.objective import language_model
+from lcjax.training.optim import optimizer, schedule, wide
 from lcjax.training.partition import trainable
+from lcjax.training.state import TrainState, state_shardings
+from lcjax.training.step import make_train_step
 from lcjax.tree import flatten, nest, split, union
 
 
@@ -84,6 +88,30 @@ def new_adapters(config: ModelConfig, mesh: jax.sharding.Mesh, *, seed: int) -> 
     key = jax.random.fold_in(jax.random.key(seed), 1)
     shardings = param_shardings(mesh, jax.eval_shape(start, key))
     return jax.jit(start, out_shardings=shardings)(key)
+
+
+def jitted_step(
+    config: TrainConfig,
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    state: TrainState,
+    *,
+    halt_after: int = 1,
+) -> Callable:
+    """The step of `lcjax.training.step` for a state of these shapes, which it takes over."""
+    train = config.train
+    step = make_train_step(
+        language_model(model, train.positions, chunk=train.loss_chunk, mesh=mesh),
+        optimizer(train),
+        schedule(train),
+        accumulation=train.accumulation,
+        ema_decay=train.ema,
+        halt_after=halt_after,
+        spike=train.spike,
+        offload=train.offload,
+    )
+    layout = state_shardings(state, mesh, train.offload), replicated(mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=layout)
 
 
 def base_of(config: TrainConfig, assembly: Assembly) -> Base:

@@ -21,14 +21,12 @@ from lcjax.errors import InputError
 from lcjax.sharding import make_mesh, replicated
 from lcjax.training import batches, optim, results
 from lcjax.training import folder as folder_lib
-from lcjax.training.assemble import Assembly, assemble, base_of
+from lcjax.training.assemble import Assembly, assemble, base_of, jitted_step
 from lcjax.training.config import TrainConfig
 from lcjax.training.meter import Meter
-from lcjax.training.objective import language_model
 from lcjax.training.partition import matcher
 from lcjax.training.progress import Progress, announce
-from lcjax.training.state import TrainState, abstract_state, init_state, state_shardings
-from lcjax.training.step import make_train_step
+from lcjax.training.state import TrainState, abstract_state, init_state
 from lcjax.training.stop import StopRequest
 from lcjax.training.trace import Trace
 from lcjax.training.track import Tracker, open_tracker
@@ -98,13 +96,13 @@ class Training:
         self.patience = 1 if config.train.on_nan == "stop" else _SKIPPED_IN_A_ROW
         self.bad = jax.device_put(np.int32(0), replicated(mesh))  # steps not finite, up to now
         self.state, self.first = self._begin(assembly)
-        self.step = self._compiled_step()
+        self.step = jitted_step(config, self.model, mesh, self.state, halt_after=self.patience)
 
     def _begin(self, assembly: Assembly) -> tuple[TrainState, int]:
         """The state of the last good checkpoint, with the data put to its place; or a new run."""
         train, base = self.config.train, base_of(self.config, assembly)
         make = assembly.trained, optim.optimizer(train), self.mesh
-        settings = {"seed": train.seed, "ema": train.ema is not None}
+        settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
         if self.checkpoints.steps:
             check_frozen(self.folder, base)
             target = abstract_state(*make, **settings)
@@ -121,19 +119,6 @@ class Training:
         if self.main:
             base.write(self.folder)
         return state, step
-
-    def _compiled_step(self):
-        train = self.config.train
-        step = make_train_step(
-            language_model(self.model, train.positions, chunk=train.loss_chunk, mesh=self.mesh),
-            optim.optimizer(train),
-            optim.schedule(train),
-            accumulation=train.accumulation,
-            ema_decay=train.ema,
-            halt_after=self.patience,
-        )
-        layout = state_shardings(self.state, self.mesh), replicated(self.mesh)
-        return jax.jit(step, donate_argnums=0, out_shardings=layout)
 
     def run(self) -> dict[str, Any]:
         """The loop, then what is left to write."""
@@ -199,6 +184,11 @@ class Training:
             info = jax.device_get(done.info)
             if not info["finite"]:
                 self._not_finite(done, info)
+            if info["spike"]:
+                self.progress.say(
+                    f"skipped step {done.number}: gradient norm {info['grad_norm']:.3g} against the"
+                    f" usual {info['usual_norm']:.3g} (train.spike={train.spike})"
+                )
             self.meter.add(info)
             self.progress.advance(done.number)
             if done.number % train.log_every == 0 or done.number in (1, train.steps):

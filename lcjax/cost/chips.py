@@ -1,0 +1,74 @@
+"""Accelerators by name: memory and speed of one device, and how many a topology has.
+
+Memory and dense bfloat16 peaks are the vendors': cloud.google.com/tpu/docs (pages "TPU v4", "TPU
+v5e", "TPU v5p", "TPU v6e") and NVIDIA's data sheets of A100, H100 SXM and H200. What a program may
+use is less: libtpu keeps some, a GPU's context and allocator keep some.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from lcjax.errors import InputError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as JAX counts them (a v4 or v5p chip is one)."""
+
+    name: str
+    memory: float  # bytes, as sold
+    usable: float  # bytes, what one program may have
+    peak: float  # FLOP/s, dense, bfloat16 with float32 sums
+    dimensions: int = 0  # of a TPU's torus; 0: a GPU
+
+
+# libtpu's own limit of HBM, as its compiler states it when a program needs more.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", 32 * GIB, 30.75 * GIB, 275e12, 3),
+        Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 2),
+        Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 3),
+        Chip("v6e", 32 * GIB, 31.25 * GIB, 918e12, 2),
+        # 95 %: the context, the libraries' workspaces, fragments.
+        Chip("a100-40", 40 * GIB, 0.95 * 40 * GIB, 312e12),
+        Chip("a100-80", 80 * GIB, 0.95 * 80 * GIB, 312e12),
+        Chip("h100", 80 * GIB, 0.95 * 80 * GIB, 989e12),
+        Chip("h200", 141e9, 0.95 * 141e9, 989e12),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices of one kind: `v5e:4x4`, `v5p:2x2x2`, `h200:8`."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def tpu(self) -> bool:
+        return self.chip.dimensions > 0
+
+    def __str__(self) -> str:
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        name, _, shape = text.partition(":")
+        chip = CHIPS.get(name.lower())
+        if chip is None:
+            raise InputError(f"topology={text}: unknown chip; choose one of {', '.join(CHIPS)}")
+        example = {0: "8", 2: "4x4", 3: "2x2x2"}[chip.dimensions]
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != max(
+            1, chip.dimensions
+        ):
+            raise InputError(f"topology={text}: write the devices, as {chip.name}:{example}")
+        return cls(chip, tuple(map(int, shape.split("x"))))

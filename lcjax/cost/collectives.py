@@ -1,0 +1,85 @@
+"""What the devices of a compiled program send each other, read from the program's text.
+
+XLA's own counts take the body of a loop once. Here each collective counts as often as it runs:
+loops whose condition compares with a constant are multiplied out, branches count as if all ran.
+"""
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+_START = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)(?:e\d\w+)?\[([\d,]*)\]")
+_WHILE = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CALLS = re.compile(r" (?:fusion|call|async-start)\(.*(?:calls|to_apply)=%?([\w.-]+)")
+_LIMIT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one kind of collective, on one device, in one run of the program."""
+
+    count: int
+    bytes: int  # of the results
+
+
+def collectives(text: str) -> dict[str, Traffic]:
+    """By kind, from the text of an optimised HLO module (`compiled.as_text()`)."""
+    bodies, entry = _computations(text)
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def walk(name: str, times: int, seen: set | None) -> None:
+        """`seen`: channels of the caller where `name` is a part of it; None where it runs alone."""
+        own: set = set()
+        for line in bodies.get(name, ()):
+            if match := _COLLECTIVE.search(line):
+                shape, kind, started = match.groups()
+                channel = kind, (_CHANNEL.search(line) or [""])[0]
+                # Fusions that overlap a collective with work repeat it at its start and its end.
+                if seen is not None and channel in seen:
+                    continue
+                if seen is not None:
+                    seen.add(channel)
+                sizes = [_bytes(*array) for array in _ARRAY.findall(shape)]
+                found[kind][0] += times
+                found[kind][1] += times * (max(sizes) if started else sum(sizes))
+            elif match := _WHILE.search(line):
+                walk(match[2], times * _trips(bodies.get(match[1], ())), None)
+            elif match := _BRANCHES.search(line):
+                for branch in match[1].split(","):
+                    walk(branch.strip().lstrip("%"), times, None)
+            elif match := _CALLS.search(line):
+                walk(match[1], times, own if seen is None else seen)
+
+    walk(entry, 1, None)
+    return {kind: Traffic(*found[kind]) for kind in KINDS if kind in found}
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation, and the name of the one that is run."""
+    bodies: dict[str, list[str]] = {}
+    name = entry = ""
+    for line in text.splitlines():
+        if start := _START.match(line):
+            name = start[1]
+            bodies[name] = []
+            entry = name if line.startswith("ENTRY") else entry
+        elif name:
+            bodies[name].append(line)
+    return bodies, entry
+
+
+def _trips(condition: list[str]) -> int:
+    """How often a loop runs that counts to a constant; 1 where none stands in its condition."""
+    limits = [int(limit) for line in condition for limit in _LIMIT.findall(line)]
+    return max(limits, default=1)
+
+
+def _bytes(dtype: str, shape: str) -> int:
+    bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
+    return math.prod(int(size) for size in shape.split(",") if size) * bits // 8

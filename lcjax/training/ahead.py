@@ -1,0 +1,84 @@
+"""The training step of a config before anything is loaded: shapes only, for any devices.
+
+What is lowered here is what the loop runs, so a compiler's word about it holds for the run.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from lcjax import convert
+from lcjax.build import ModelSection, resolve
+from lcjax.convert.load import SMOLLM2
+from lcjax.errors import InputError
+from lcjax.landmarks import Landmarks
+from lcjax.models import ModelConfig, preset
+from lcjax.models.initial import abstract_params
+from lcjax.models.presets import HUB
+from lcjax.sharding import batch_sharding, replicated
+from lcjax.training import batches, optim
+from lcjax.training.assemble import jitted_step
+from lcjax.training.config import TrainConfig
+from lcjax.training.partition import trainable
+from lcjax.training.state import abstract_state
+from lcjax.tree import flatten, nest, split
+
+
+def model_of(config: TrainConfig) -> ModelConfig:
+    """The model that `config` trains, with its adapters, as on an accelerator."""
+    section = config.model
+    if section.dtype is None:
+        section = dataclasses.replace(section, dtype="bfloat16")
+    model = resolve(section, _architecture(section))
+    landmarks = Landmarks.read_by(model.pattern)
+    if landmarks is not None and landmarks.token == model.vocab_size + 1:
+        model = model.replace(vocab_size=model.vocab_size + 2)  # [PAD] and <landmark> are added
+    return model.replace(lora=config.train.lora or model.lora)
+
+
+def _architecture(section: ModelSection) -> ModelConfig:
+    """Of the checkpoint where it is on this machine, else of the preset that is its like."""
+    if section.preset is not None:
+        return preset(section.preset)
+    if section.path is None:
+        raise InputError("model.path=null: give a checkpoint, or model.preset")
+    if section.path == SMOLLM2 or Path(section.path).expanduser().exists():
+        return convert.load_config(section.path)
+    if section.path not in HUB:
+        raise InputError(
+            f"model.path={section.path} is not on this machine, and nothing is downloaded here;"
+            " name its architecture: --model.path=null --model.preset=llama2-7b"
+        )
+    return preset(HUB[section.path])
+
+
+def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+    """The step for the devices of `mesh`, which need not be here."""
+    batches.check_batch(config, mesh)
+    train = config.train
+    params = abstract_params(model, mesh)
+    trained, frozen = split(params, trainable(flatten(params), train.rules()))
+    settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
+    state = abstract_state(_wide(trained), optim.optimizer(train), mesh, **settings)
+    bad = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    step = jitted_step(config, model, mesh, state)
+    return step.trace(state, frozen, _batch(config, model, mesh), bad).lower()
+
+
+def _wide(tree: dict) -> dict:
+    def one(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+
+    return nest({path: one(leaf) for path, leaf in flatten(tree).items()})
+
+
+def _batch(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
+    shape = config.train.batch_size, batches.row_length(config, model)
+    kinds = dict.fromkeys(("tokens", "targets", "segments", "positions"), jnp.int32)
+    kinds["weights"] = jnp.float32
+    where = batch_sharding(mesh)
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()
+    }

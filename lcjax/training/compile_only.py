@@ -1,0 +1,85 @@
+"""`train.py --compile_only --topology v5e:4x4`: the compiler's verdict before a chip is rented."""
+
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from lcjax import config as config_lib
+from lcjax import cost
+from lcjax.cost.chips import Topology
+from lcjax.cost.tpu_compiler import devices
+from lcjax.cost.verdict import Verdict, verdict
+from lcjax.errors import InputError
+from lcjax.models import ModelConfig
+from lcjax.sharding import AXES, make_mesh
+from lcjax.training import ahead, batches
+from lcjax.training.config import TrainConfig
+from lcjax.training.partition import matcher
+
+FLAG = "--compile_only"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: the step fits; 1: it does not; 2: it cannot be asked."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    found = []
+
+    def run(config: TrainConfig) -> None:
+        found.append(report(config, topology))
+
+    try:
+        words, topology = _taken(words)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # The devices are another machine's: those of this one must not be opened for it.
+    jax.config.update("jax_platforms", "cpu")
+    code = config_lib.main(TrainConfig, run, words)
+    return code or int(not found[0].fits)
+
+
+def report(config: TrainConfig, topology: Topology) -> Verdict:
+    """Compiles the step of `config` for `topology` and prints what the compiler says."""
+    found, model, mesh = compile_step(config, topology)
+    sizes = " ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES)
+    print(f"one update on {topology} ({mesh.size} devices, {sizes}), compiled in", end=" ")
+    print(f"{found.seconds:.0f} s; per device:")
+    flops = step_flops(config, model) / mesh.size
+    print(
+        f"FLOPs              {flops / 1e12:9.1f} T (the model's, nothing counted twice);"
+        f" {flops / topology.chip.peak:.2f} s at the peak of {topology.chip.name}"
+    )
+    print(found)
+    return found
+
+
+def compile_step(
+    config: TrainConfig, topology: Topology
+) -> tuple[Verdict, ModelConfig, jax.sharding.Mesh]:
+    mesh = make_mesh(config.mesh, devices(topology))
+    model = ahead.model_of(config)
+    return verdict(ahead.lower(config, model, mesh), topology.chip), model, mesh
+
+
+def step_flops(config: TrainConfig, model: ModelConfig) -> float:
+    """Of one update on all devices: products forward and backward, repeated ones counted once."""
+    length = batches.row_length(config, model)
+    trained = matcher(config.train.rules(), "train.trainable")
+    per_token = cost.estimate(model, length, trained=trained).training_flops
+    return per_token * length * config.train.batch_size
+
+
+def _taken(words: list[str]) -> tuple[list[str], Topology]:
+    """The words that are keys of the config, and the topology among the others."""
+    rest, topology, words = [], None, [word for word in words if word != FLAG]
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.partition("=")
+        if key == "--topology":
+            topology = value if equals else (words.pop(0) if words else "")
+        else:
+            rest.append(word)
+    if not topology:
+        raise InputError(f"{FLAG} needs the devices to compile for, such as --topology v5e:4x4")
+    return rest, Topology.parse(topology)

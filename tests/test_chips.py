@@ -1,0 +1,87 @@
+"""Chips and topologies by name, and collectives counted in a compiler's text."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lcjax.cost.chips import CHIPS, Topology
+from lcjax.cost.collectives import Traffic, collectives
+from lcjax.cost.verdict import verdict
+from lcjax.errors import InputError
+from lcjax.sharding import Mesh, make_mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "tpu"),
+    [("v5e:4x4", 16, True), ("v5p:2x2x2", 8, True), ("h200:8", 8, False), ("a100-80:1", 1, False)],
+)
+def test_a_topology_names_a_chip_and_how_many(text, devices, tpu):
+    found = Topology.parse(text)
+    assert (str(found), found.devices, found.tpu) == (text, devices, tpu)
+
+
+@pytest.mark.parametrize(
+    "text", ["v5e", "v5e:", "v5e:16", "v5p:2x2", "h200:2x4", "v5e:0x4", "v5e:4x"]
+)
+def test_a_shape_that_a_chip_does_not_come_in_is_refused_with_one_that_it_does(text):
+    chip = text.partition(":")[0]
+    with pytest.raises(InputError, match=rf"write the devices, as {chip}:\d"):
+        Topology.parse(text)
+
+
+def test_an_unknown_chip_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match="v7x.*v4, v5e"):
+        Topology.parse("v7x:4x4")
+
+
+def test_no_program_may_use_more_than_a_chip_has():
+    assert all(0.9 * chip.memory < chip.usable < chip.memory for chip in CHIPS.values())
+
+
+def loop(mesh, trips):
+    """Sums over all devices, `trips` times, a square of float32 that nothing lets XLA hoist."""
+
+    def f(x):
+        def body(x, _):
+            return jax.lax.with_sharding_constraint(jnp.sin(x) @ x, rows), None
+
+        return jax.lax.scan(body, x, None, length=trips)[0]
+
+    rows = NamedSharding(mesh, PartitionSpec("fsdp", None))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
+    return jax.jit(f).lower(x)
+
+
+def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
+    mesh = make_mesh(Mesh(fsdp=8))
+    found = collectives(loop(mesh, 5).compile().as_text())
+    assert found == {"all-gather": Traffic(5, 5 * 64 * 64 * 4)}
+
+
+def test_a_verdict_compares_what_a_program_needs_with_what_a_chip_has():
+    found = verdict(loop(make_mesh(Mesh(fsdp=8)), 3), CHIPS["v5e"])
+    assert found.fits and "FITS" in str(found) and found.traffic["all-gather"].count == 3
+    assert found.arguments == 64 * 64 * 4 / 8
+    tight = type(found)(**{**vars(found), "needed": found.chip.usable + 1})
+    assert not tight.fits and "DOES NOT FIT" in str(tight)
+
+
+def test_a_part_of_a_fusion_repeats_no_collective():
+    text = """
+%part.1 (p: bf16[8]) -> bf16[64] {
+  %a.1 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}
+}
+
+%part.2 (p: bf16[8]) -> bf16[64] {
+  %a.2 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}
+}
+
+ENTRY %main (p: bf16[8]) -> bf16[64] {
+  %f.1 = bf16[64]{0} fusion(%p), kind=kCustom, calls=%part.1
+  %f.2 = bf16[64]{0} fusion(%p), kind=kCustom, calls=%part.2
+  %r = (f32[4]{0}, s32[2]{0}) all-reduce(%x, %y), channel_id=8, to_apply=%sum
+}
+"""
+    found = collectives(text)
+    assert found == {"all-gather": Traffic(1, 128), "all-reduce": Traffic(1, 24)}

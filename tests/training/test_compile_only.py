@@ -1,0 +1,98 @@
+"""The step of a config for devices that are not here: what is lowered, said and refused."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from lcjax import config as config_lib
+from lcjax import cost
+from lcjax.cost.chips import Topology
+from lcjax.errors import InputError
+from lcjax.sharding import Mesh, make_mesh
+from lcjax.training import TrainConfig, ahead, compile_only
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = (
+    *("--model.preset=tiny", "--data.length=64", "--train.batch_size=8", "--mesh.fsdp=4"),
+    *("--mesh.context=2", "--train.accumulation=2"),
+)
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: pip install lcjax[aot]",
+)
+
+
+def parse(*words):
+    return config_lib.parse(TrainConfig, list(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs the devices to compile for, such as --topology v5e:4x4"),
+        (["--topology"], "needs the devices to compile for"),
+        (["--topology=v9:4x4"], "unknown chip; choose one of v4"),
+        (["--topology=v5e:4"], "write the devices, as v5e:4x4"),
+        (["--topology", "h200:8", *TINY], "needs jax's CUDA plugin"),
+    ],
+)
+def test_what_cannot_be_compiled_is_one_line(words, message, capsys):
+    assert compile_only.main(["--compile_only", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_checkpoint_that_is_not_here_is_known_by_its_name_or_refused():
+    llama = ahead.model_of(parse("--model.path=meta-llama/Llama-2-7b-hf"))
+    assert (llama.width, llama.num_layers, llama.dtype) == (4096, 32, "bfloat16")
+    with pytest.raises(InputError, match="--model.preset=llama2-7b"):
+        ahead.model_of(parse("--model.path=nobody/model"))
+
+
+def test_adapters_and_new_tokens_are_part_of_the_model():
+    recipe = str(ROOT / "configs" / "landmark_7b.yaml")
+    assert ahead.model_of(parse("--config", recipe)).vocab_size == 32_002
+    recipe = str(ROOT / "configs" / "longlora_7b_32k.yaml")
+    assert ahead.model_of(parse("--config", recipe)).lora.rank == 8
+
+
+def test_the_step_is_lowered_without_an_array():
+    config = parse(*TINY)
+    before = len(jax.live_arrays())
+    model = ahead.model_of(config)
+    mesh = make_mesh(Mesh(fsdp=4, context=2))
+    memory = ahead.lower(config, model, mesh).compile().memory_analysis()
+    assert len(jax.live_arrays()) == before
+    # Weights and both moments, a few of them whole on all devices; tokens beside them.
+    share = 12 * cost.estimate(model, 64).parameters / 8
+    assert share < memory.argument_size_in_bytes < 2 * share
+    assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(("rows", "code"), [(8, 0), (262_144, 1)])
+def test_the_compiler_says_whether_a_step_fits(rows, code):
+    words = [*TINY, f"--train.batch_size={rows}", "--train.accumulation=1"]
+    command = [sys.executable, "train.py", "--compile_only", "--topology", "v5e:2x4", *words]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert ("DOES NOT FIT" if code else ": FITS") in done.stdout
+    if code == 0:
+        assert "collective-permute" in done.stdout and "all-gather" in done.stdout
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_llama_2_7b_at_32768_tokens_fits_64_chips_as_its_recipe_says(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = parse("--config", "configs/pi_7b_32k.yaml")
+    found, model, mesh = compile_only.compile_step(recipe, Topology.parse("v5e:8x8"))
+    assert found.fits and (model.num_layers, mesh.size) == (32, 64)
+    assert set(found.traffic) >= {"all-gather", "all-reduce", "collective-permute"}
