@@ -10,9 +10,10 @@ import pytest
 
 from lcjax import config, cost
 from lcjax.attention import Causal, Pattern, ShiftedSparse
+from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig
 from lcjax.models import ModelConfig, preset
-from lcjax.rope import Default, Rope
+from lcjax.rope import Bf16Positions, Default, PlainPositions, Rope
 from lcjax.training.config import TrainConfig
 from lcjax.training.partition import trainable
 
@@ -20,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 EVALUATIONS = [file for file in RECIPES if "\n# Command: python eval.py" in file.read_text()]
 TRAININGS = [file for file in RECIPES if file not in EVALUATIONS]
-PUBLISHED = [file for file in RECIPES if not file.stem.startswith("quickstart")]
+PUBLISHED = [file for file in RECIPES if not file.stem.startswith(("quickstart", "study"))]
 STUDIED = [file for file in TRAININGS if "Reproduces: LCEG" in file.read_text()]
 PARTS = ("Paper", "Reproduces", "Hardware", "Expected", "Data", "Command")
-LLAMA = preset("llama2-7b")
+LLAMA, PHI = preset("llama2-7b"), preset("phi-2")
 A100 = 312e12
 
 
@@ -62,12 +63,16 @@ def ropes(file: Path) -> list[Rope]:
     return [rope or Default() for rope in found]
 
 
-def with_pattern(pattern: Pattern | None) -> ModelConfig:
-    return LLAMA.replace(pattern=pattern or Causal())
+def architecture(file: Path) -> ModelConfig:
+    return PHI if "phi2" in file.stem else LLAMA
 
 
-def ready(rope: Rope) -> Rope:
-    return rope.resolve(theta=10_000.0, length=4_096)
+def with_pattern(file: Path, pattern: Pattern | None) -> ModelConfig:
+    return architecture(file).replace(pattern=pattern or Causal())
+
+
+def ready(rope: Rope, model: ModelConfig = LLAMA) -> Rope:
+    return rope.resolve(theta=10_000.0, length=model.max_length)
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)
@@ -113,11 +118,13 @@ def test_the_evaluation_in_a_header_reads_and_writes_folders_of_its_own(file):
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)
 def test_the_ropes_of_a_recipe_become_frequencies(file):
-    for rope in map(ready, ropes(file)):
-        params = rope.init(jax.random.key(0), LLAMA.head_dim) or None
-        for length in (4_096, 32_768):
-            frequencies, scale = rope.frequencies(LLAMA.head_dim, length, params)
-            assert frequencies.shape == (LLAMA.head_dim // 2,)
+    model = architecture(file)
+    for rope in ropes(file):
+        rope = ready(rope, model)
+        params = rope.init(jax.random.key(0), model.rotary_dim) or None
+        for length in (model.max_length, 32_768):
+            frequencies, scale = rope.frequencies(model.rotary_dim, length, params)
+            assert frequencies.shape == (model.rotary_dim // 2,)
             assert np.isfinite(frequencies).all() and (np.diff(frequencies) <= 0).all()
             assert 1.0 <= scale < 1.5
 
@@ -134,11 +141,16 @@ def test_the_ropes_of_a_recipe_become_frequencies(file):
         ("longrope_7b", 4_096, 1, 1.154782e-4, 1.190238),
         ("longrope_7b", 4_097, 1, 1.154782e-4 / 32, 1.190238),
         ("e2llm_7b", 32_768, 1 / 8, 1.443477e-5, 1.0),
+        # Phi-2, 32 channels turn: theta^(-30/32) over 121 and 249.
+        ("ntk_phi2_32k", 2_048, 1, 1.778279e-4 / 121, 1.0),
+        ("ntk_phi2_32k", 65_536, 1, 1.778279e-4 / 249, 1.0),
     ],
 )
 def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, scale):
-    rope = ready(read(ROOT / "configs" / f"{name}.yaml").model.rope)
-    frequencies, factor = rope.frequencies(LLAMA.head_dim, length)
+    file = ROOT / "configs" / f"{name}.yaml"
+    model = architecture(file)
+    rope = ready(read(file).model.rope, model)
+    frequencies, factor = rope.frequencies(model.rotary_dim, length)
     np.testing.assert_allclose(frequencies[[0, -1]], [fastest, slowest], rtol=1e-6)
     np.testing.assert_allclose(factor, scale, rtol=1e-6)
 
@@ -226,7 +238,7 @@ def test_hours_on_a_recipe_follow_from_its_flops(file):
     if file in TRAININGS:
         train, model = (
             recipe.train,
-            with_pattern(recipe.model.pattern).replace(lora=recipe.train.lora),
+            with_pattern(file, recipe.model.pattern).replace(lora=recipe.train.lora),
         )
         trained = trainable(cost.parameter_shapes(model), train.rules())
         tokens = train.steps * train.batch_size * recipe.data.length
@@ -235,7 +247,7 @@ def test_hours_on_a_recipe_follow_from_its_flops(file):
     else:
         runs = len(recipe.tasks) * recipe.max_windows
         expected = sum(
-            n * cost.estimate(with_pattern(method.pattern), n).forward_flops * runs
+            n * cost.estimate(with_pattern(file, method.pattern), n).forward_flops * runs
             for n in recipe.lengths
             for method in recipe.methods
         )
@@ -250,3 +262,44 @@ def test_what_the_quickstart_trains_is_what_it_evaluates():
     assert evaluation.model.path == train.model.path
     assert (evaluation.data.path, evaluation.data.holdout) == (train.data.path, train.data.holdout)
     assert min(evaluation.lengths) < 8_192 < max(evaluation.lengths)
+
+
+def study_of(file: Path):
+    found = study.trainings(read(file))
+    return found.pop(""), found
+
+
+def test_every_method_of_the_small_study_has_the_same_steps_data_and_start():
+    base, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
+    assert len(trained) == 14
+    tokens = {t.train.steps * t.train.batch_size * t.data.length for t in trained.values()}
+    assert tokens == {60 * 4 * 512}
+    same = {
+        (t.train.lr, t.train.schedule, t.train.seed, t.data.seed, t.data.path, t.data.holdout)
+        for t in trained.values()
+    }
+    assert len(same) == 1
+    assert {t.model.path for t in trained.values()} == {base.run.folder}
+    assert base.data.length == preset(base.model.preset).max_length == 128
+    evaluation = read(ROOT / "configs" / "study_tiny.yaml")
+    assert evaluation.data.holdout == base.data.holdout and evaluation.data.path == base.data.path
+    assert evaluation.lengths == (128, 256, 512, 1024)
+
+
+def test_the_small_study_trains_pi_and_yarn_with_whole_and_with_rounded_positions():
+    _, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
+    for method in ("PI", "YaRN"):
+        whole, rounded = trained[method], trained[f"{method}, bf16 positions"]
+        assert whole.train.positions == PlainPositions()
+        assert rounded.replace(run=whole.run, train=whole.train) == whole
+        # PI's code rounds its frequencies, too; YaRN's table is made from whole ones.
+        assert rounded.train.positions == Bf16Positions(frequencies=method == "PI")
+
+
+def test_the_small_study_covers_every_rope_type():
+    evaluation = read(ROOT / "configs" / "study_tiny.yaml")
+    _, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
+    types = {t.model.rope.type for t in trained.values() if t.model.rope is not None}
+    assert types == set(Rope.get_known_choices()) - {"default"}
+    patterns = {type(m.pattern) for m in evaluation.methods if m.pattern is not None}
+    assert len(patterns) == 6

@@ -22,6 +22,17 @@ class Method:
     rope: Rope | None = None  # null: the checkpoint's own
     pattern: Pattern | None = None  # null: the checkpoint's own
     path: str | None = None  # another checkpoint than model.path, such as a training run
+    # Instead of path, in a study: what is trained first, as keys over study.extend, such as
+    # [model.rope.type=yarn, model.rope.factor=4]; null: nothing
+    train: tuple[str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Trainings that come before the evaluation; they lie in its run folder and are done once."""
+
+    base: str | None = None  # config of train.py that makes the model; null: model.path is there
+    extend: str | None = None  # config of train.py for every method with `train`, from that model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +47,7 @@ class EvalConfig:
     """Which methods are compared, on what, at which lengths."""
 
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    study: Study | None = None  # what is trained first where it is not there yet
     methods: tuple[Method, ...] = (Method("base"),)  # rows of the tables, in this order
     tasks: tuple[Task, ...] = (Perplexity(),)  # what is measured
     lengths: tuple[int, ...] = (1024, 2048, 4096)  # context lengths in tokens, everything counted

@@ -11,6 +11,7 @@ from lcjax.evaluation.task import Metric, Record
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too faint on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
 _MARKERS = "osD^vPX*"
+_LINES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)))  # one for each round of colours
 _GREY = "#777777"
 _STYLE = {
     "font.family": "DejaVu Sans",
@@ -51,9 +52,10 @@ def _canvas(path: Path, width: float, height: float):
 
 def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     """One line per method over the lengths, on a log2 axis with token counts as ticks."""
-    with _canvas(path, 8.4, 4.4) as figure:
+    methods = _by_method(cells)
+    with _canvas(path, 8.4, _height(len(methods))) as figure:
         axes = figure.add_subplot()
-        for index, (method, own) in enumerate(_by_method(cells).items()):
+        for index, (method, own) in enumerate(methods.items()):
             own = sorted(own, key=lambda cell: cell["length"])
             x = [cell["length"] for cell in own]
             y = [_number(cell["value"]) for cell in own]
@@ -95,12 +97,13 @@ def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
 
 def over_positions(curves: Sequence[Record], path: Path) -> Path:
     """Mean loss by position in the window, with a band of one standard error over documents."""
-    with _canvas(path, 8.4, 4.4) as figure:
+    with _canvas(path, 8.4, _height(len(curves))) as figure:
         axes = figure.add_subplot()
         for index, curve in enumerate(curves):
             x, y = np.asarray(curve["position"]), np.asarray(curve["nll"])
             look = {"color": _COLOURS[index % len(_COLOURS)]}
-            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **look)
+            line = {"linestyle": _LINES[index // len(_COLOURS) % len(_LINES)]}
+            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **line, **look)
             if curve["standard_error"] is not None:
                 band = np.asarray(curve["standard_error"])
                 axes.fill_between(x, y - band, y + band, alpha=0.18, linewidth=0, **look)
@@ -190,8 +193,16 @@ def _by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _look(index: int) -> dict:
-    marker = _MARKERS[index % len(_MARKERS)]
-    return {"color": _COLOURS[index % len(_COLOURS)], "marker": marker}
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": _LINES[index // len(_COLOURS) % len(_LINES)],
+    }
+
+
+def _height(methods: int) -> float:
+    """Inches of a figure whose legend, beside it, names so many."""
+    return max(4.4, 0.29 * methods + 0.6)
 
 
 def _number(value: float | None) -> float:

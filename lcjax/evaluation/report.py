@@ -59,9 +59,17 @@ def _cost(records: Sequence[Record]) -> Record:
 
 
 def write(
-    folder: Path, config: Mapping, tasks: Mapping[Task, Sequence[Record]], *, order: Sequence[str]
+    folder: Path,
+    config: Mapping,
+    tasks: Mapping[Task, Sequence[Record]],
+    *,
+    order: Sequence[str],
+    notes: str = "",
 ) -> Report:
-    """Writes summary.json, tables/ and figures/ of a run; methods come in the order given."""
+    """Writes summary.json, tables/ and figures/ of a run; methods come in the order given.
+
+    `notes` is Markdown that follows the tables.
+    """
     cells, files, texts, entries = [], [], [], []
     for task, unsorted in tasks.items():
         records = sorted(
@@ -81,6 +89,10 @@ def write(
         entries.append(entry)
         cells += own
         texts.append(text)
+    if notes:
+        files.append(folder / "tables" / "training.md")
+        files[-1].write_text(notes, encoding="utf-8")
+        texts.append(notes)
     summary = {
         "format": FORMAT,
         "versions": versions(),

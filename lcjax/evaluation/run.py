@@ -15,7 +15,7 @@ from lcjax import cost, distributed
 from lcjax.build import ModelSection, check_source
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
-from lcjax.evaluation import measure, report
+from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.records import Key, Store
@@ -28,20 +28,29 @@ Plan = dict[tuple[str, int], list[Unit]]  # by task and length
 
 
 def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | None:
-    """Scores what is not scored yet and writes the report.
+    """Scores what is not scored yet and writes the report; trains first what a study lacks.
 
     `load` opens a model section; None is `LanguageModel.load` on the mesh of `config`. Of several
-    processes, which share the work of every batch, the first one writes; others return None.
+    processes, which share the work of every batch, the first one writes; others return None. So
+    does a study whose training was stopped.
     """
-    limits = check(config)
+    limits, trainings = check(config), study.trainings(config)
+    ready = study.with_trained(config, trainings)
     if load is None:
-        for section in sections(config):
-            check_source(section)
+        made = {training.run.folder for training in trainings.values()}
+        for section in sections(ready):
+            if section.path not in made:
+                check_source(section)
         load = functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     settings = draccus.encode(config)
+    if trainings:
+        settings["trainings"] = study.settings(trainings)
     store = Store(config, settings)
+    study.check_paths(config, trainings)
+    if not study.run(config, trainings):
+        return None
     try:
-        records = _Runner(config, limits, store, load).records()
+        records = _Runner(ready, limits, store, load).records()
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(
             f"finished records are in {store.folder}; the same command continues from there"
@@ -49,7 +58,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     if not distributed.first():
         return None
     order = [method.name for method in config.methods]
-    result = report.write(store.folder, settings, records, order=order)
+    notes = study.table(trainings) if trainings else ""
+    result = report.write(store.folder, settings, records, order=order, notes=notes)
     print(f"\n{result.text}\nWritten:")
     print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
     return result

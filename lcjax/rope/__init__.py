@@ -10,12 +10,19 @@ from lcjax.rope.linear import Linear
 from lcjax.rope.llama3 import Llama3
 from lcjax.rope.longrope import LongRope
 from lcjax.rope.ntk import NTK
-from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions, Positions
+from lcjax.rope.positions import (
+    Bf16Positions,
+    ClexPositions,
+    E2Positions,
+    PlainPositions,
+    Positions,
+)
 from lcjax.rope.yarn import Yarn
 
 __all__ = [
     "E2LLM",
     "NTK",
+    "Bf16Positions",
     "Clex",
     "ClexPositions",
     "Default",

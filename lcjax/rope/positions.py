@@ -52,6 +52,40 @@ class PlainPositions(Positions):
         return positions, rope.rotation(head_dim, positions.shape[1], params)
 
 
+@Positions.register_subclass("bf16")
+@dataclass(frozen=True, kw_only=True)
+class Bf16Positions(Positions):
+    """Positions as bfloat16 holds them: an artefact of published trainings, not a method.
+
+    DeepSpeed's ZeRO-3 makes what `torch.arange` gives in float32 a bfloat16 array. It has 8
+    significant bits, so that from 256 on tokens share positions: 1,153 are left of 32,768. LCEG
+    (arXiv 2409.12181) seems to have trained PI, YaRN and LongLoRA so, NTK and CLEX not, and then
+    evaluated all of them without it. Use it to see how much of a ranking that explains; evaluation
+    keeps whole positions here, too. The angles, which PI's code rounded once more, stay float32.
+    """
+
+    frequencies: bool = True  # rounds them, too, as in PI and LongLoRA; not so in YaRN
+    bits: int = 8  # significant ones; with fewer, short rows look as long ones do to bfloat16
+
+    def __post_init__(self):
+        if not 1 <= self.bits <= 24:
+            raise InputError(
+                f"positions.bits={self.bits} (bf16) must lie in 1 ... 24: bfloat16 has 8, float32 "
+                "24 significant bits"
+            )
+
+    def sample(self, key, positions, *, rope, head_dim, params=None):
+        del key
+        rotation = rope.rotation(head_dim, positions.shape[1], params)
+        if self.frequencies:
+            rotation = rotation._replace(inv_freq=self._rounded(rotation.inv_freq))
+        return self._rounded(positions.astype(jnp.float32)), rotation
+
+    def _rounded(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The nearest numbers with so many bits, of two the even one, still float32."""
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=self.bits - 1)
+
+
 @Positions.register_subclass("e2_llm")
 @dataclass(frozen=True, kw_only=True)
 class E2Positions(Positions):

@@ -90,6 +90,20 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
+def finished(config: TrainConfig) -> bool:
+    """Whether the folder holds this run, complete. Refuses what `check` refuses."""
+    folder, train = check(config), config.train
+    if config.run.existing == "overwrite":
+        return False
+    exported = (folder / "model" / "config.json").is_file() or not train.export
+    return exported and (folder / FOLDER / str(train.steps)).is_dir()
+
+
+def decisive(config: TrainConfig) -> dict[str, Any]:
+    """The keys that decide what a run computes, as in `flat`."""
+    return {key: value for key, value in flat(config).items() if not key.startswith(_FREE)}
+
+
 def _check_same(config: TrainConfig, folder: Path) -> None:
     old = flat(config_lib.parse(TrainConfig, ["--config", str(folder / CONFIG)]))
     new = flat(config)

@@ -9,6 +9,7 @@ from rope_golden import document
 from lcjax.errors import InputError
 from lcjax.rope import (
     E2LLM,
+    Bf16Positions,
     Clex,
     ClexPositions,
     Default,
@@ -173,3 +174,38 @@ def test_the_same_key_gives_the_same_positions():
         )
         np.testing.assert_array_equal(first, second)
         assert (np.asarray(first) != np.asarray(other)).any()
+
+
+def test_bf16_positions_are_the_1153_rows_that_the_published_training_had():
+    torch = pytest.importorskip("torch")
+    rope = Linear(theta=1e4, factor=8.0)
+    positions, rotation = Bf16Positions().sample(
+        jax.random.key(0), counted(1, 32_768), rope=rope, head_dim=128
+    )
+    row = np.asarray(positions[0])
+    assert len(set(row.tolist())) == 1153
+    np.testing.assert_array_equal(row, torch.arange(32_768.0).bfloat16().float())
+    published = torch.tensor(rope.frequencies(128, 32_768)[0]).bfloat16().float()
+    np.testing.assert_array_equal(rotation.inv_freq, published)
+    plain, _ = PlainPositions().sample(
+        jax.random.key(0), counted(1, 32_768), rope=rope, head_dim=128
+    )
+    assert len(set(np.asarray(plain[0]).tolist())) == 32_768
+
+
+def test_bf16_positions_may_leave_frequencies_and_have_other_bits():
+    rope = Yarn(theta=1e4, factor=4.0, original_length=128)
+    sample = Bf16Positions(frequencies=False, bits=4).sample(
+        jax.random.key(0), counted(2, 512), rope=rope, head_dim=32
+    )
+    assert len(set(np.asarray(sample[0][1]).tolist())) == 57
+    np.testing.assert_array_equal(sample[0][0, :17], np.arange(17))
+    np.testing.assert_array_equal(sample[0][0, 17:20], [16, 18, 20])
+    np.testing.assert_array_equal(sample[1].inv_freq, rope.frequencies(32, 512)[0])
+    assert sample[1].scale == rope.frequencies(32, 512)[1]
+    whole, _ = Bf16Positions(bits=24).sample(
+        jax.random.key(0), counted(1, 512), rope=rope, head_dim=32
+    )
+    np.testing.assert_array_equal(whole[0], np.arange(512))
+    with pytest.raises(InputError, match=r"positions\.bits=0 \(bf16\) must lie in 1 \.\.\. 24"):
+        Bf16Positions(bits=0)

@@ -1,0 +1,171 @@
+"""A study: what is compared and not trained yet is trained first, then the evaluation follows.
+
+One file so holds a whole experiment: a base model, every method trained from it in the same way,
+and the tables. Trainings lie in the run folder of the evaluation, `base` and `trained/NAME`. A
+finished one is not done again; one that was stopped goes on.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lcjax import config as config_lib
+from lcjax.build import check_source
+from lcjax.errors import InputError
+from lcjax.evaluation.config import EvalConfig, Method, Study
+from lcjax.evaluation.tables import markdown
+from lcjax.training import TrainConfig
+from lcjax.training import folder as folder_lib
+from lcjax.training import run as train
+from lcjax.training.config import RunSection
+from lcjax.training.progress import announce
+from lcjax.training.track import read
+
+Trainings = Mapping[str, TrainConfig]  # in their order, by the name of the method; the base first
+
+_BASE = "base"
+
+
+def trainings(config: EvalConfig) -> Trainings:
+    """What has to be trained, checked as far as it can be before a model is there."""
+    study = config.study or Study()
+    found = {}
+    if study.base is not None:
+        if config.model.path is not None or config.model.preset is not None:
+            raise InputError(
+                f"study.base={study.base} makes the model; leave model.path and model.preset out"
+            )
+        found[""] = _parsed(study.base, (), "study.base", _folder(config, None))
+    source = str(_folder(config, None)) if study.base is not None else config.model.path
+    for index, method in enumerate(config.methods):
+        if method.train is None:
+            continue
+        key = f"methods.{index}.train"
+        if study.extend is None:
+            raise InputError(
+                f"{key}={list(method.train)} has nothing to change; set study.extend to a config of"
+                " train.py"
+            )
+        if method.path is not None:
+            raise InputError(f"{key}: {method.name} has path={method.path}, too; keep one of them")
+        extension = _parsed(study.extend, method.train, key, _folder(config, method))
+        found[method.name] = _from_model(extension, source, config, key)
+    _refuse_shared_folders(found)
+    return found
+
+
+def _parsed(file: str, words: tuple[str, ...], key: str, folder: Path) -> TrainConfig:
+    try:
+        parsed = config_lib.parse(TrainConfig, ["--config", file, *(f"--{word}" for word in words)])
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from error
+    return parsed.replace(run=dataclasses.replace(parsed.run, folder=str(folder)))
+
+
+def _from_model(
+    extension: TrainConfig, source: str | None, config: EvalConfig, key: str
+) -> TrainConfig:
+    """The training of a method, which begins with the model of the study."""
+    model = extension.model
+    if model.path is not None or model.preset is not None:
+        raise InputError(
+            f"{key}: model.path={model.path or model.preset} is said by the study, so that all"
+            " methods begin with one model; leave it out of study.extend"
+        )
+    if source is None:
+        check_source(config.model)  # a preset, or nothing
+        raise InputError(
+            f"{key} begins with model.path or study.base, and neither is set; trained random"
+            f" weights ({config.model.preset}) compare no methods"
+        )
+    return extension.replace(model=dataclasses.replace(model, path=source))
+
+
+def _folder(config: EvalConfig, method: Method | None) -> Path:
+    if method is None:
+        return Path(config.run.folder, _BASE)
+    name = re.sub(r"[^\w.+-]+", "_", method.name).strip("_.")
+    return Path(config.run.folder, "trained", name or "_")
+
+
+def _refuse_shared_folders(found: Trainings) -> None:
+    owners: dict[str, str] = {}
+    for name, training in found.items():
+        other = owners.setdefault(training.run.folder, name)
+        if other != name:
+            raise InputError(
+                f"methods: {other!r} and {name!r} would both be trained in {training.run.folder};"
+                " give one another name"
+            )
+
+
+def settings(found: Trainings) -> dict[str, Any]:
+    """What decides the trained models: records of others are not gone on with."""
+    return {name or _BASE: folder_lib.decisive(training) for name, training in found.items()}
+
+
+def with_trained(config: EvalConfig, found: Trainings) -> EvalConfig:
+    """`config` with the folders of the trainings in place of the trainings."""
+    methods = tuple(
+        dataclasses.replace(m, path=found[m.name].run.folder, train=None) if m.name in found else m
+        for m in config.methods
+    )
+    model = config.model
+    if "" in found:
+        model = dataclasses.replace(model, path=found[""].run.folder)
+    return dataclasses.replace(config, model=model, methods=methods, study=None)
+
+
+def check_paths(config: EvalConfig, found: Trainings) -> None:
+    """Refuses trainings whose folders hold something else, before the first one starts."""
+    if found and "" not in found:
+        check_source(config.model)
+    for training in _as_wanted(config, found).values():
+        folder_lib.check(training)
+
+
+def _as_wanted(config: EvalConfig, found: Trainings) -> Trainings:
+    """What happens to trainings that are there is said by the evaluation: they belong to it."""
+    existing = "resume" if config.run.existing == "refuse" else config.run.existing
+    return {
+        name: training.replace(
+            run=RunSection(training.run.folder, existing=existing, accept=training.run.accept)
+        )
+        for name, training in found.items()
+    }
+
+
+def run(config: EvalConfig, found: Trainings) -> bool:
+    """Trains what is not finished; False if that was stopped by a signal."""
+    for index, (name, training) in enumerate(_as_wanted(config, found).items(), 1):
+        if folder_lib.finished(training):
+            continue
+        announce(f"study: training {index} of {len(found)}, {name or 'the base model'}")
+        if train(training)["stopped"]:
+            return False
+    return True
+
+
+def table(found: Trainings) -> str:
+    """Markdown: how each model was trained, how long its steps took, and where its loss ended."""
+    rows = [["trained", "rows x tokens x steps", "seed", "minutes", "last loss"]]
+    for name, training in found.items():
+        section = training.train
+        log = read(Path(training.run.folder, folder_lib.METRICS))
+        shape = f"{section.batch_size} x {training.data.length} x {section.steps:,}"
+        loss = f"{log[-1]['loss']:.3f}" if log and log[-1]["loss"] is not None else "nan"
+        minutes = f"{_seconds(log) / 60:.1f}"
+        rows.append([name or "base model", shape, str(section.seed), minutes, loss])
+    return f"### Trained first\n\n{markdown(rows)}"
+
+
+def _seconds(log: list[dict[str, Any]]) -> float:
+    """Time of the steps, without what comes before the first one has ended."""
+    total, before = 0.0, 0
+    for row in log:
+        if row.get("tokens_per_second"):
+            total += (row["step"] - before) * row["tokens"] / row["tokens_per_second"]
+        before = row["step"]
+    return total

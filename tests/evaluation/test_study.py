@@ -1,0 +1,192 @@
+"""Studies: what is compared is trained first, once, and nothing of another training is mixed in."""
+
+import json
+import random
+from pathlib import Path
+
+import jax
+import pytest
+
+from lcjax.config import parse
+from lcjax.errors import InputError
+from lcjax.evaluation import EvalConfig, run, study
+from lcjax.training import TrainConfig
+
+BASE = """
+model: {preset: tiny, remat: none}
+data: {path: TEXTS, length: 32, threads: 0, prefetch: 0}
+train: {steps: 3, batch_size: 8, lr: 3e-3, warmup_steps: 1, log_every: 1, export: false}
+"""
+STUDY = """
+study: {base: FOLDER/base.yaml, extend: FOLDER/extend.yaml}
+methods:
+  - {name: base}
+  - {name: PI, train: [model.rope.type=linear, model.rope.factor=2]}
+  - name: PI, bf16
+    train: [model.rope.type=linear, model.rope.factor=2, train.positions.type=bf16]
+tasks: [{type: perplexity}]
+lengths: [32, 64]
+stride: 16
+max_documents: 1
+data: {path: FOLDER/texts}
+run: {folder: FOLDER/out}
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Nothing here depends on how fast the code runs."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "texts").mkdir()
+    pick = random.Random(0)
+    for index in range(8):
+        words = (pick.choice(["the", "cat", "sat", "on", "a", "mat"]) for _ in range(40))
+        (tmp_path / "texts" / f"{index}.txt").write_text(" ".join(words))
+    base = BASE.replace("TEXTS", str(tmp_path / "texts"))
+    extend = base.replace("preset: tiny, ", "").replace("length: 32", "length: 64")
+    (tmp_path / "base.yaml").write_text(base)
+    (tmp_path / "extend.yaml").write_text(extend.replace("steps: 3", "steps: 2"))
+    (tmp_path / "study.yaml").write_text(STUDY.replace("FOLDER", str(tmp_path)))
+    return tmp_path
+
+
+def read(folder, *overrides, old="", new=""):
+    file = folder / "study.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1) if old else text)
+    return parse(EvalConfig, ["--config", str(file), *overrides])
+
+
+def stub(monkeypatch, stop_at=None):
+    """Stands in for training: notes who was trained and leaves what a finished run leaves."""
+    done = []
+
+    def train(config: TrainConfig):
+        done.append(Path(config.run.folder).name)
+        if done[-1] == stop_at:
+            return {"stopped": "SIGTERM"}
+        path = Path(config.run.folder, "checkpoints", str(config.train.steps))
+        path.mkdir(parents=True, exist_ok=True)
+        return {"stopped": None}
+
+    monkeypatch.setattr(study, "train", train)
+    return done
+
+
+@pytest.mark.slow
+def test_one_command_trains_the_base_and_the_methods_and_writes_the_table(folder, capsys):
+    report = run(read(folder))
+    cells = {(cell["method"], cell["length"]): cell["value"] for cell in report.cells}
+    assert {method for method, _ in cells} == {"base", "PI", "PI, bf16"}
+    assert all(1 < value < 260 for value in cells.values())
+    # Rows of 64 have whole positions in bfloat16, but not all frequencies.
+    assert len({cells[method, 64] for method in ("base", "PI", "PI, bf16")}) == 3
+    text = (folder / "out" / "tables" / "training.md").read_text()
+    assert "| base model" in text and "| PI " in text and "8 x 64 x 2 " in text
+    assert text in capsys.readouterr().out
+    times = {file: file.stat().st_mtime_ns for file in (folder / "out").glob("**/checkpoints/*")}
+    assert len(times) == 3
+    again = run(read(folder))
+    assert [cell["value"] for cell in again.cells] == [cell["value"] for cell in report.cells]
+    assert times == {file: file.stat().st_mtime_ns for file in times}, "trained once only"
+
+
+def test_a_study_that_was_stopped_goes_on_with_what_is_not_finished(folder, monkeypatch):
+    config = read(folder)
+    found = study.trainings(config)
+    done = stub(monkeypatch, stop_at="PI")
+    assert not study.run(config, found)
+    assert done == ["base", "PI"], "nothing starts after what was stopped"
+    done = stub(monkeypatch)
+    assert study.run(config, found)
+    assert done == ["PI", "PI_bf16"]
+    assert study.run(config, found) and len(done) == 2
+    assert study.run(read(folder, "--run.existing=overwrite"), found)
+    assert done == ["PI", "PI_bf16", "base", "PI", "PI_bf16"]
+
+
+def test_every_method_begins_with_the_base_and_differs_in_its_own_keys_only(folder):
+    found = study.trainings(read(folder))
+    assert list(found) == ["", "PI", "PI, bf16"]
+    plain, rounded = found["PI"], found["PI, bf16"]
+    assert plain.model.path == rounded.model.path == found[""].run.folder
+    assert Path(plain.run.folder).parent == folder / "out" / "trained"
+    settings = study.settings(found)
+    differing = {
+        key
+        for key in settings["PI"].keys() | settings["PI, bf16"].keys()
+        if settings["PI"].get(key) != settings["PI, bf16"].get(key)
+    }
+    assert differing == {f"train.positions.{name}" for name in ("type", "bits", "frequencies")}
+    assert "run.folder" not in settings["PI"]
+
+
+def test_records_of_models_that_were_trained_otherwise_are_not_continued(folder, monkeypatch):
+    stub(monkeypatch)
+    (folder / "out" / "records").mkdir(parents=True)
+    config = read(folder)
+    entry = {
+        "config": {"trainings": study.settings(study.trainings(config))},
+        "hash": "",
+        "format": 2,
+    }
+    entry["config"]["trainings"]["PI"]["train.lr"] = 1e-5
+    (folder / "out" / "run.json").write_text(json.dumps(entry))
+    (folder / "out" / "records" / "perplexity_slide_press.jsonl").write_text("")
+    with pytest.raises(InputError, match=r"holds another run"):
+        run(config)
+    assert not (folder / "out" / "base").exists(), "refused before anything is trained"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("base: FOLDER/base.yaml, ", "", "model.path=null: give a checkpoint"),
+        ("base.yaml", "bse.yaml", r"study.base: .*bse.yaml does not exist; did you mean base.yaml"),
+        ("extend.yaml", "none.yaml", r"methods.1.train: .*none.yaml does not exist"),
+        (
+            "type=linear, model.rope.factor=2]",
+            "type=linaer, model.rope.factor=2]",
+            r"methods.1.train: model.rope.type='linaer' is unknown; did you mean linear",
+        ),
+        (
+            "model.rope.factor=2]",
+            "model.rope.fator=2]",
+            r"methods.1.train: model.rope.fator=.*no key",
+        ),
+        (", extend: FOLDER/extend.yaml", "", r"methods.1.train=\[.* set study.extend"),
+        ("study:", "model: {preset: tiny}\nstudy:", "study.base=.* leave model.path"),
+        ("name: PI,", "name: PI, path: x,", "methods.1.train: PI has path=x, too"),
+        ("factor=2]", "factor=2, model.path=x]", "model.path=x is said by the study"),
+    ],
+)
+def test_a_study_that_cannot_start_says_why_in_one_line(folder, old, new, message):
+    old, new = (text.replace("FOLDER", str(folder)) for text in (old, new))
+    with pytest.raises(InputError, match=message) as error:
+        run(read(folder, old=old, new=new))
+    assert "\n" not in str(error.value)
+    assert not (folder / "out").exists()
+
+
+def test_names_that_make_one_folder_are_refused(folder):
+    with pytest.raises(InputError, match="'PI bf16' and 'PI, bf16' would both be trained in"):
+        run(read(folder, old="name: PI,", new="name: PI bf16,"))
+
+
+def test_a_method_that_is_trained_may_be_read_with_another_pattern(folder):
+    ready = study.with_trained(
+        read(folder, old="name: PI,", new="name: PI, pattern: {type: sliding, window: 16},"),
+        study.trainings(read(folder)),
+    )
+    method = ready.methods[1]
+    assert method.pattern.window == 16 and method.train is None
+    assert method.path == str(folder / "out" / "trained" / "PI")
+    assert ready.model.path == str(folder / "out" / "base") and ready.study is None
