@@ -36,6 +36,8 @@ class StopRequest:
 
     def wanted(self, step: int) -> bool:
         """Whether the run has to end after `step`; the same answer in every process."""
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+        # Without that service, as in eval.py, SIGTERM ends every process at once.
+        together = jax.process_count() > 1 and jax.config.jax_enable_preemption_service
+        if together and multihost_utils.reached_preemption_sync_point(step):
             self.signal = signal.SIGTERM
         return self.signal is not None
