@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
     from lcjax import attention, convert, data, evaluation, models, rope, training
     from lcjax.build import ModelSection
     from lcjax.errors import InputError
-    from lcjax.generate import Sampling
     from lcjax.lm import LanguageModel
+    from lcjax.sampling import Sampling
     from lcjax.sharding import Mesh
 
     __version__: str
@@ -29,7 +29,7 @@ _NAMES = {
     "LanguageModel": "lcjax.lm",
     "Mesh": "lcjax.sharding",
     "ModelSection": "lcjax.build",
-    "Sampling": "lcjax.generate",
+    "Sampling": "lcjax.sampling",
 }
 
 __all__ = [

@@ -7,7 +7,6 @@ are looked at, so the accelerator does not wait for Python.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -22,51 +21,10 @@ from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks, aligned, in_prompt
 from lcjax.models import Decoder
 from lcjax.rope import Rotation
+from lcjax.sampling import Sampling, pick, whole
 from lcjax.sharding import keep_rows, padding_rows
 
 _BUCKET = 64  # the smallest chunk of a prompt that is compiled
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is picked and when to stop."""
-
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0  # the end-of-text token is not picked before
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # the smallest set of tokens with this much probability is kept
-    stop: tuple[str, ...] = ()  # text before the first of these is the answer
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("max_new_tokens", "min_new_tokens", "seed"):
-            _whole(name, getattr(self, name))
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise InputError(
-                f"min_new_tokens={self.min_new_tokens} must lie between 0 and"
-                f" max_new_tokens={self.max_new_tokens}"
-            )
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"seed={self.seed} must lie between 0 and 2**32 - 1")
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
-                raise InputError(f"{name}={value!r} must be a number")
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or more, finite")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p} must lie in (0, 1]")
-        listed = isinstance(self.stop, tuple | list)
-        if not listed or not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise InputError(f"stop={self.stop!r} must be a tuple of stop strings, none empty")
-
-
-def _whole(name: str, value: object) -> None:
-    """Refuses what is no whole number; True is none either."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InputError(f"{name}={value!r} must be a whole number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +52,9 @@ def stream(
     exact: bool = False,
     prefill_chunk: int | None = None,
 ) -> Iterator[Piece]:
-    """Yields pieces of text for every prompt (lists of token ids) until all have finished.
+    """Pieces of text for every prompt (lists of token ids) until all have finished.
+
+    The arguments are checked at once; prompts are read when the first piece is asked for.
 
     `rotation(length)` is that of a request of `length` tokens; `follows_length` says whether it
     changes with the length at all. A row's rotation is fixed by its own prompt plus
@@ -106,20 +66,24 @@ def stream(
     `pattern.chunk` tokens at a time; none is ever picked. On the mesh of `model` every device gets
     equally many rows: those that are lacking repeat the first prompt, and nobody sees them.
     """
-    if not len(prompts) or any(len(prompt) == 0 for prompt in prompts):
-        raise InputError("prompts must be a non-empty list of non-empty token lists")
+    prompts = _checked(prompts, model.config.vocab_size)
     # The last token that is picked is not read.
     model.config.check_length(max(map(len, prompts)) + sampling.max_new_tokens - 1)
-    chunk = _chunk_size(prefill_chunk)
+    chunk, exact = _chunk_size(prefill_chunk), exact and follows_length
+    if Landmarks.read_by(model.config.pattern) is not None:
+        _check_not_exact(exact)
+        chunk = _whole_chunk(chunk, model.config.pattern)
+    return _read_and_write(model, params, tokenizer, prompts, sampling, rotation, exact, chunk)
+
+
+def _read_and_write(model, params, tokenizer, prompts, sampling, rotation, exact, chunk):
+    """`stream` of checked arguments."""
     shown, mesh = len(prompts), model.mesh
     prompts = [*prompts, *[prompts[0]] * padding_rows(mesh, shown)]
     lengths, new = np.array([len(prompt) for prompt in prompts]), sampling.max_new_tokens
-    exact = exact and follows_length
     marks = Landmarks.read_by(model.config.pattern)
     closing = 0  # places of landmarks among the new tokens of a row
     if marks is not None:
-        _check_not_exact(exact)
-        chunk = _whole_chunk(chunk, model.config.pattern)
         prompts = [in_prompt(prompt, marks) for prompt in prompts]
         closing = new // marks.every + 1
     tokens, segments, padding, ends = _lay_out(prompts, chunk, marks)
@@ -151,13 +115,13 @@ def stream(
 def _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, sampling):
     key = jax.random.key(sampling.seed)
     eos = jnp.array(tokenizer.eos_ids, jnp.int32)
-    token = _pick(logits, key, 0, eos, sampling)
+    token = pick(logits, key, 0, eos, sampling)
     for count in range(sampling.max_new_tokens):
         current = token
         if count + 1 < sampling.max_new_tokens:
             place = _place(lengths + count, Landmarks.read_by(model.config.pattern))
             logits, cache = _step(model, params, cache, token, *place, rotations.at(count + 1))
-            token = _pick(logits, key, count + 1, eos, sampling)
+            token = pick(logits, key, count + 1, eos, sampling)
         for row, picked in zip(rows, distributed.gather(current)[: len(rows)], strict=True):
             if row.finish is None:
                 piece = row.add(int(picked))
@@ -165,6 +129,21 @@ def _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, s
                     yield piece
         if all(row.finish for row in rows):
             return
+
+
+def _checked(prompts, vocab_size: int) -> list[list[int]]:
+    """The prompts as lists of token ids that the model knows."""
+    rows = [np.asarray(prompt, dtype=object) for prompt in prompts]
+    if not rows or any(row.ndim != 1 or not row.size for row in rows):
+        raise InputError("prompts must be a non-empty list of non-empty token lists")
+    for number, row in enumerate(rows):
+        for token in row:
+            whole(f"prompts[{number}]: token", token)
+            if not 0 <= token < vocab_size:
+                raise InputError(
+                    f"prompts[{number}]: token={token} must lie between 0 and {vocab_size - 1}"
+                )
+    return [row.tolist() for row in rows]
 
 
 def _check_not_exact(exact: bool) -> None:
@@ -286,7 +265,7 @@ def _chunk_size(wanted: int | None) -> int:
     """Tokens read at once; None: what keeps a matrix unit busy, or what a CPU's caches can hold."""
     if wanted is None:
         return 1024 if jax.default_backend() == "cpu" else 4096
-    _whole("prefill_chunk", wanted)
+    whole("prefill_chunk", wanted)
     if wanted < 1:
         raise InputError(f"prefill_chunk={wanted} must be at least 1; leave it out for the default")
     return int(wanted)
@@ -352,35 +331,3 @@ def read_on(model, params, cache, tokens, segments, positions, rotation):
         cache=cache,
     )
     return hidden, cache_lib.keep_layout(cache, model.mesh)
-
-
-def _pick(logits, key, step, eos, sampling):
-    """The next token [B] of float32 logits [B, V]."""
-    early = step < sampling.min_new_tokens
-    return _draw(logits, key, step, eos, early, sampling.temperature, sampling.top_p)
-
-
-@functools.partial(jax.jit, static_argnames=("temperature", "top_p"))
-def _draw(logits, key, step, eos, early, temperature, top_p):
-    """`_pick` with only what changes the program as static arguments."""
-    logits = logits.at[:, eos].add(jnp.where(early, -jnp.inf, 0.0))
-    if temperature == 0:
-        return logits.argmax(-1).astype(jnp.int32)
-    logits = logits / temperature
-    if top_p < 1:
-        logits = _nucleus(logits, top_p)
-    return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
-
-
-def _nucleus(logits: jax.Array, top_p: float) -> jax.Array:
-    """Keeps the most probable tokens up to and including the one that reaches `top_p`.
-
-    Nucleus sampling, Holtzman et al. 2020.
-    """
-    order = jnp.argsort(-logits, axis=-1)
-    ranked = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
-    before = jnp.cumsum(ranked, axis=-1) - ranked
-    kept = jnp.put_along_axis(
-        jnp.zeros(logits.shape, bool), order, before < top_p, axis=-1, inplace=False
-    )
-    return jnp.where(kept, logits, -jnp.inf)

@@ -154,34 +154,69 @@ class LanguageModel:
         return nll
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling = Sampling(), **options
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling = Sampling(),
+        *,
+        exact: bool = False,
+        prefill_chunk: int | None = None,
     ) -> list[str]:
-        """New text for every prompt (text or token ids); options as in `lcjax.generate.stream`."""
+        """New text for every prompt (text or token ids).
+
+        Args:
+          prompts: a list, also for a single prompt.
+          sampling: how tokens are picked and when to stop.
+          exact: a rotation that depends on the length follows it while the text grows: all keys are
+            rotated anew for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
+          prefill_chunk: tokens of a prompt that are read at a time, which bounds the memory; None:
+            what suits the platform.
+        """
+        pieces = self.stream(prompts, sampling, exact=exact, prefill_chunk=prefill_chunk)
         texts = [""] * len(prompts)
-        for piece in self.stream(prompts, sampling, **options):
+        for piece in pieces:
             texts[piece.row] += piece.text
         return texts
 
     def stream(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling = Sampling(), **options
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling = Sampling(),
+        *,
+        exact: bool = False,
+        prefill_chunk: int | None = None,
     ) -> Iterator[Piece]:
-        """Like `generate`, piece by piece as the text appears."""
+        """`generate` piece by piece as the text appears; the arguments are checked at once."""
         if isinstance(prompts, str):
             raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
-        ids = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        ids = [self.encode(p) if isinstance(p, str) else p for p in prompts]
         follows = self.config.rope.depends_on_length or self.config.pattern.depends_on_length
         return generation.stream(
             self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
-            follows_length=follows, **options,
+            follows_length=follows, exact=exact, prefill_chunk=prefill_chunk,
         )  # fmt: skip
 
-    def chat(self, messages: str | list[dict[str, str]], sampling: Sampling = Sampling()) -> str:
-        """The model's answer to a conversation (or one question) in its own chat format."""
+    def chat(
+        self,
+        messages: str | list[dict[str, str]],
+        sampling: Sampling = Sampling(),
+        *,
+        exact: bool = False,
+        prefill_chunk: int | None = None,
+    ) -> str:
+        """The model's answer to a conversation (or one question) in its own chat format.
+
+        Options as in `generate`.
+        """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise InputError(
+                f"messages={messages!r:.60} must be a question, or a list of messages such as"
+                ' {"role": "user", "content": "..."}'
+            )
         text = self.tokenizer.render_chat(messages)
         ids = self.tokenizer.encode(text, allow_special=True)
-        return self.generate([ids], sampling)[0]
+        return self.generate([ids], sampling, exact=exact, prefill_chunk=prefill_chunk)[0]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, after the BOS token if the model expects one."""

@@ -154,12 +154,33 @@ def test_sampling_is_seeded_and_obeys_temperature_and_top_p(params):
     first = _generated(lm, [prompt], Sampling(**settings, seed=1))
     assert first == _generated(lm, [prompt], Sampling(**settings, seed=1))
     assert first != _generated(lm, [prompt], Sampling(**settings, seed=2))
-    # A nucleus of almost nothing holds the most probable token only.
+    # A nucleus of almost nothing holds the most probable token only, as does the best one token.
     assert _generated(lm, [prompt], Sampling(**settings, top_p=1e-6)) == greedy
+    assert _generated(lm, [prompt], Sampling(**settings, top_k=1)) == greedy
+    assert _generated(lm, [prompt], Sampling(**settings, seed=1, top_k=10**6)) == first
+
+
+def test_top_k_keeps_the_most_probable_tokens_and_the_nucleus_counts_only_these():
+    from lcjax.sampling import _best, pick
+
+    logits = jnp.array([[0.0, 3.0, 1.0, 2.0], [5.0, 5.0, 5.0, 1.0]])
+    kept = np.isfinite(np.asarray(_best(logits, 2)))
+    # What is as probable as the last one stays.
+    np.testing.assert_array_equal(kept, [[False, True, False, True], [True, True, True, False]])
+    logits, eos = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]])), jnp.array([], jnp.int32)
+
+    def drawn(**options):
+        sampling = Sampling(temperature=1.0, top_p=0.5, **options)
+        keys = jax.random.split(jax.random.key(0), 40)
+        return {int(pick(logits, key, 0, eos, sampling)[0]) for key in keys}
+
+    # The first has 0.4 of all tokens and does not reach 0.5; of the best two it has 0.57.
+    assert drawn() == {0, 1}
+    assert drawn(top_k=2) == {0}
 
 
 def test_nucleus_keeps_the_smallest_set_that_reaches_top_p():
-    from lcjax.generate import _nucleus
+    from lcjax.sampling import _nucleus
 
     probability = np.array([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]])
     kept = np.isfinite(np.asarray(_nucleus(jnp.log(probability), 0.8)))
@@ -204,8 +225,15 @@ def test_the_end_of_text_token_and_the_limit_finish_a_row():
 
 def test_bad_requests_are_refused_in_one_line(params):
     lm = _model(params)
-    with pytest.raises(InputError, match="non-empty"):
-        list(lm.stream([[]]))
+    for prompts in ([[]], [], [1, 2], [[[1], [2]]]):
+        with pytest.raises(InputError, match="non-empty list of non-empty token lists"):
+            lm.stream(prompts)
+    for token in (-1, lm.config.vocab_size, 1.5, True, "a"):
+        with pytest.raises(InputError, match=rf"prompts\[1\]: token={token!r} must"):
+            lm.stream([[1], [2, token]])
+    for messages in ([], ["hello"], [{"content": "no role"}]):
+        with pytest.raises(InputError, match="must be a question, or a list of messages"):
+            lm.chat(messages)
     with pytest.raises(InputError, match="non-empty list"):
         lm.generate("a text instead of a list of them")
     for settings, message in (
@@ -221,6 +249,8 @@ def test_bad_requests_are_refused_in_one_line(params):
         ({"top_p": 0.0}, "top_p=0.0 must lie in"),
         ({"top_p": 1.5}, "top_p=1.5 must lie in"),
         ({"top_p": None}, "top_p=None must be a number"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
         ({"seed": -1}, "seed=-1 must lie between 0"),
         ({"seed": 2**32}, "seed=4294967296 must lie between 0"),
         ({"stop": ("",)}, "stop strings, none empty"),
@@ -231,7 +261,7 @@ def test_bad_requests_are_refused_in_one_line(params):
         assert "\n" not in str(error.value)
     for chunk in (0, -64, 1.5, "many", True):
         with pytest.raises(InputError, match=f"prefill_chunk={chunk!r} must be"):
-            list(lm.stream([[1, 2]], prefill_chunk=chunk))
+            lm.stream([[1, 2]], prefill_chunk=chunk)
     assert Piece(0, "", ()).finish is None
 
 
@@ -297,14 +327,19 @@ def test_a_method_is_exchanged_without_touching_the_weights(params):
     )
 
 
-def test_requests_that_differ_in_seed_stop_or_length_share_one_compiled_choice(params):
-    from lcjax.generate import _draw
+def test_requests_that_differ_in_seed_stop_length_or_temperature_share_one_compiled_choice(params):
+    from lcjax.sampling import _draw
 
     lm, prompt = _model(params), _ids(6, 12)
     _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=0.7))
     before = _draw._cache_size()
     _generated(lm, [prompt], Sampling(max_new_tokens=4, temperature=0.7, seed=5, stop=("zzz",)))
+    _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=1.25))
     assert _draw._cache_size() == before
+    _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=1, top_p=0.9))
+    nucleus = _draw._cache_size()
+    _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=2.5, top_p=0.4))
+    assert _draw._cache_size() == nucleus <= before + 1
 
 
 def test_fractional_positions_survive_in_a_cache_of_unrotated_keys(params):
