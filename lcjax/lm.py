@@ -145,13 +145,30 @@ class LanguageModel:
         filled[rows:] = tokens[:1]
         if isinstance(self.config.pattern, Landmark):
             scored = landmark_nll(self._model, self.params, filled, self.rotation, first)
+            scored = distributed.gather(scored)
         else:
-            scored = _score(self._model, self.params, filled, self.rotation(length), first)
+            scored = self._scored(filled, first)
         nll = np.zeros((rows, length), np.float32)
-        nll[:, first:] = distributed.gather(scored)[:rows]
+        nll[:, first:] = scored[:rows]
         if lengths is not None:
             nll[np.arange(length)[None] >= np.asarray(lengths)[:, None]] = 0
         return nll
+
+    def _scored(self, tokens: np.ndarray, first: int) -> np.ndarray:
+        """float32 [B, T - first] by a program that serves texts and starts of about this length."""
+        length, config = tokens.shape[1], self._model.config
+        wide = length
+        if config.pattern.any_order:  # others may weigh what follows a text, before they hide it
+            wide = _bucketed(length)
+        if config.position == "learned":
+            wide = min(wide, max(config.max_length, length))
+        count = min(_bucketed(length - first), wide - 1)
+        start = min(first, wide - count)
+        filled = np.pad(tokens, [(0, 0), (0, wide - length)])
+        # What a rotation follows is the length of the text itself.
+        rotation = self.rotation(length)
+        scored = _score(self._model, self.params, filled, rotation, np.int32(start), count)
+        return distributed.gather(scored)[:, first - start : length - start]
 
     def generate(
         self,
@@ -224,9 +241,17 @@ class LanguageModel:
         return [self.tokenizer.bos_id, *ids] if self.tokenizer.add_bos else ids
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _score(model: Decoder, params: dict, tokens: jax.Array, rotation: Rotation, first: int):
-    """float32 [B, T - first]; only the scored positions are projected to the vocabulary."""
+def _bucketed(length: int) -> int:
+    """The next of eight sizes an octave, at least 64: at most an eighth of it is padding."""
+    step = max(1 << (length - 1).bit_length() >> 4, 8)
+    return max(-(-length // step) * step, 64)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _score(model: Decoder, params: dict, tokens: jax.Array, rotation: Rotation, start, count: int):
+    """float32 [B, count] of the tokens from `start` on; only these are projected to logits."""
     tokens = keep_rows(tokens, model.mesh)
     hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
-    return token_nll(hidden[:, first - 1 : -1], head(params, model.config), tokens[:, first:])
+    hidden = jax.lax.dynamic_slice_in_dim(hidden, start - 1, count, 1)
+    targets = jax.lax.dynamic_slice_in_dim(tokens, start, count, 1)
+    return token_nll(hidden, head(params, model.config), targets)

@@ -143,3 +143,44 @@ def test_numerics_that_do_not_exist_are_refused_before_anything_is_read(key, val
 def test_settings_change_a_section_that_is_loaded():
     lm = LanguageModel.load(SECTION, rope=Yarn(factor=4.0))
     assert lm.config.rope == Yarn(theta=1e4, factor=4.0, original_length=128)
+
+
+def _exact_scores(lm, tokens, first):
+    """Scores by the logits of the text alone, at its own length."""
+    rotation = lm.rotation(tokens.shape[1])
+    hidden, _ = lm._model.apply({"params": lm.params}, tokens, rotation=rotation)
+    logits = lm._model.apply({"params": lm.params}, hidden[:, first - 1 : -1], method="logits")
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, first:, None], -1)[..., 0]
+
+
+@pytest.mark.parametrize(("length", "first"), [(150, 1), (150, 149), (147, 20), (2, 1)])
+def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, length, first):
+    # The rope follows the length: its frequencies are those of 150 tokens, not of what fills it.
+    tokens = np.array([_ids(1, length), _ids(2, length)])
+    got = alone.nll(tokens, first=first)
+    np.testing.assert_allclose(got[:, first:], _exact_scores(alone, tokens, first), atol=1e-4)
+    assert not got[:, :first].any()
+
+
+def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
+    alone.nll(np.array([_ids(1, 160)]), first=40)
+    before = lm_lib._score._cache_size()
+    for length, first in ((160, 42), (155, 38), (146, 30)):
+        alone.nll(np.array([_ids(1, length)]), first=first)
+    assert lm_lib._score._cache_size() == before
+
+
+def test_sizes_of_programs_are_few_and_near_the_length():
+    sizes = set()
+    for length in range(1, 9000):
+        wide = lm_lib._bucketed(length)
+        sizes.add(wide)
+        assert length <= wide <= max(64, length * 9 / 8)
+    assert len(sizes) <= 60
+    assert {64, 128, 1024, 2048, 4096, 8192} <= sizes
+
+
+def test_a_text_as_long_as_a_table_of_positions_is_scored():
+    lm = LanguageModel.load(ModelSection(preset="tiny", position="learned"))
+    tokens = np.array([_ids(1, lm.config.max_length - 1)])
+    np.testing.assert_allclose(lm.nll(tokens)[:, 1:], _exact_scores(lm, tokens, 1), atol=1e-4)
