@@ -55,21 +55,25 @@ class Mesh:
 def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
     """The mesh of all devices (or of `devices`) with axes data, fsdp, tensor, context."""
     devices = jax.devices() if devices is None else devices
-    sizes = [getattr(shape, axis) for axis in AXES]
-    fixed = 1
-    for size in sizes:
-        fixed *= size if size != -1 else 1
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise InputError(f"mesh={sizes} for axes {AXES}: sizes are positive, and one may be -1")
-    if -1 in sizes and len(devices) % fixed == 0:
-        sizes[sizes.index(-1)] = len(devices) // fixed
-    elif fixed != len(devices):
-        raise InputError(
-            f"mesh.data x mesh.fsdp x mesh.tensor x mesh.context = {fixed} must divide (with one"
-            f" axis -1) or equal the {len(devices)} devices here; mesh.fsdp=-1 takes what is left"
-        )
+    sizes = [getattr(mesh_sizes(shape, len(devices)), axis) for axis in AXES]
     kinds = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=devices)
+
+
+def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
+    """`shape` with a number in place of -1, for so many devices."""
+    sizes = [getattr(shape, axis) for axis in AXES]
+    fixed = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise InputError(f"mesh={sizes} for axes {AXES}: sizes are positive, and one may be -1")
+    if -1 in sizes and devices % fixed == 0:
+        sizes[sizes.index(-1)] = devices // fixed
+    elif fixed != devices:
+        raise InputError(
+            f"mesh.data x mesh.fsdp x mesh.tensor x mesh.context = {fixed} must divide (with one"
+            f" axis -1) or equal the {devices} devices here; mesh.fsdp=-1 takes what is left"
+        )
+    return Mesh(*sizes)
 
 
 def spec_of(path: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> PartitionSpec:

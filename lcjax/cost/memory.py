@@ -128,7 +128,8 @@ def _per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tupl
     found = {}
     for path, leaf in parameter_shapes(config).items():
         spec = spec_of(path, leaf.shape, _Shape(sizes))
-        count = math.prod(leaf.shape) // math.prod(sizes[axis] for axis in spec if axis)
+        axes = (axis if isinstance(axis, tuple) else (axis,) for axis in spec if axis)
+        count = math.prod(leaf.shape) // math.prod(sizes[name] for axis in axes for name in axis)
         found[path] = count, count * leaf.dtype.itemsize
     return found
 
@@ -150,16 +151,16 @@ def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
 
 def _backward(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
     """What all layers keep, what one more needs while it is computed again, weights that fsdp
-    gathers for it, and two chunks of logits."""
-    local, tokens = _local(config, sizes), rows * length
+    and context gather for it, and two chunks of logits."""
+    local, tokens = _local(config, sizes), -(-rows * length // sizes["context"])
     kept = _per_token(local)
     again = 0
     if config.remat != "none":
         bare = local.replace(remat="none")
         again = _per_token(bare, layers=2) - _per_token(bare, layers=1)
     gathered = 0
-    if sizes["fsdp"] > 1:
-        whole = _per_device(config, {**sizes, "fsdp": 1})
+    if sizes["fsdp"] * sizes["context"] > 1:
+        whole = _per_device(config, {**sizes, "fsdp": 1, "context": 1})
         numbers = sum(count for path, (count, _) in whole.items() if path.startswith("layers"))
         gathered = config.compute_dtype().itemsize * numbers // config.num_layers
     vocabulary = _share(config.vocab_size, sizes["tensor"])

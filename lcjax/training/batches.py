@@ -1,5 +1,6 @@
 """From `data:` to the devices: loaders of this process, and batches spread over the mesh."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,7 +36,12 @@ def row_length(config: TrainConfig, model: ModelConfig) -> int:
 
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
     """Every device must get the same number of rows of every microbatch, and of tokens."""
-    devices, rows = mesh.shape["data"] * mesh.shape["fsdp"], config.train.batch_size
+    check_rows(config, mesh.shape)
+
+
+def check_rows(config: TrainConfig, sizes: Mapping[str, int]) -> None:
+    """`check_batch` by the sizes of the mesh's axes."""
+    devices, rows = sizes["data"] * sizes["fsdp"], config.train.batch_size
     unit = devices * config.train.accumulation
     if rows % unit:
         raise InputError(
@@ -43,7 +49,7 @@ def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
             f"train.accumulation = {unit}; nearest: {max(1, round(rows / unit)) * unit}"
         )
     # Twice as many pieces as devices: one from each end of a text makes their work equal.
-    pieces, length = 2 * mesh.shape[LENGTH], config.data.length
+    pieces, length = 2 * sizes[LENGTH], config.data.length
     if pieces > 2 and length % pieces:
         raise InputError(
             f"data.length={length} must be a multiple of 2 x mesh.context = {pieces}; nearest: "

@@ -15,6 +15,7 @@ from lcjax.models import ModelConfig
 from lcjax.sharding import AXES, make_mesh
 from lcjax.training import ahead, batches
 from lcjax.training.config import TrainConfig
+from lcjax.training.estimate import options_of
 from lcjax.training.partition import matcher
 
 FLAG = "--compile_only"
@@ -29,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         found.append(report(config, topology))
 
     try:
-        words, topology = _taken(words)
+        words, options = options_of([word for word in words if word != FLAG], "topology")
+        if not options["topology"]:
+            raise InputError(f"{FLAG} needs the devices to compile for: --topology v5e:4x4")
+        topology = Topology.parse(options["topology"])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -68,18 +72,3 @@ def step_flops(config: TrainConfig, model: ModelConfig) -> float:
     trained = matcher(config.train.rules(), "train.trainable")
     per_token = cost.estimate(model, length, trained=trained).training_flops
     return per_token * length * config.train.batch_size
-
-
-def _taken(words: list[str]) -> tuple[list[str], Topology]:
-    """The words that are keys of the config, and the topology among the others."""
-    rest, topology, words = [], None, [word for word in words if word != FLAG]
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.partition("=")
-        if key == "--topology":
-            topology = value if equals else (words.pop(0) if words else "")
-        else:
-            rest.append(word)
-    if not topology:
-        raise InputError(f"{FLAG} needs the devices to compile for, such as --topology v5e:4x4")
-    return rest, Topology.parse(topology)

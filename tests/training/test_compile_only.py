@@ -14,7 +14,7 @@ from lcjax import cost
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
 from lcjax.sharding import Mesh, make_mesh
-from lcjax.training import TrainConfig, ahead, compile_only
+from lcjax.training import TrainConfig, ahead, compile_only, estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -34,7 +34,7 @@ def parse(*words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "needs the devices to compile for, such as --topology v5e:4x4"),
+        ([], "needs the devices to compile for: --topology v5e:4x4"),
         (["--topology"], "needs the devices to compile for"),
         (["--topology=v9:4x4"], "unknown chip; choose one of v4"),
         (["--topology=v5e:4"], "write the devices, as v5e:4x4"),
@@ -95,4 +95,6 @@ def test_llama_2_7b_at_32768_tokens_fits_64_chips_as_its_recipe_says(monkeypatch
     recipe = parse("--config", "configs/pi_7b_32k.yaml")
     found, model, mesh = compile_only.compile_step(recipe, Topology.parse("v5e:8x8"))
     assert found.fits and (model.num_layers, mesh.size) == (32, 64)
+    estimated = estimate.training_memory(recipe, model, recipe.mesh).total
+    assert 0.8 < estimated / found.needed < 1.2
     assert set(found.traffic) >= {"all-gather", "all-reduce", "collective-permute"}

@@ -1,0 +1,54 @@
+"""What a config would cost on devices that are not here, by arithmetic."""
+
+import pytest
+
+from lcjax import config as config_lib
+from lcjax.sharding import Mesh
+from lcjax.training import TrainConfig, ahead, estimate
+
+LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768")
+
+
+def memory(mesh):
+    config = config_lib.parse(TrainConfig, [*LLAMA, "--train.batch_size=16"])
+    return estimate.training_memory(config, ahead.model_of(config), mesh)
+
+
+def test_state_and_activations_are_shared_by_the_devices_of_a_text():
+    whole, cut = memory(Mesh(1, 16, 1, 1)), memory(Mesh(1, 16, 1, 4))
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(cut, part) == pytest.approx(getattr(whole, part) / 4, rel=0.01)
+    logits = 2 * 2**30  # two chunks of at most a GiB, and weights gathered for a layer
+    assert cut.activations - logits == pytest.approx((whole.activations - logits) / 4, rel=0.25)
+
+
+def test_hours_follow_from_flops_peak_and_mfu(capsys):
+    words = [*LLAMA, "--train.batch_size=32", "--train.steps=961", "--topology=v5e:16x16"]
+    words += ["--mesh.context=8", "--mfu=0.5"]
+    assert estimate.main(words) == 0
+    said = capsys.readouterr().out
+    assert "6,738,415,616" in said and "6.59e+19 in all" in said and ": fits" in said
+    hours = 6.59e19 / (256 * 197e12 * 0.5) / 3600
+    assert f"{hours:.1f} h, {hours * 256:.0f}" in said
+
+
+def test_the_length_given_is_that_of_the_rows(capsys):
+    words = [*LLAMA, "--length", "131072", "--topology", "a100-80:8", "--train.batch_size=8"]
+    assert estimate.main(words) == 1  # a row on each device, and the states of 32 layers
+    said = capsys.readouterr().out
+    assert "rows of 131,072 tokens" in said and "does not fit" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "topology=: unknown chip"),
+        (["--topology=h200:8", "--mfu=40"], "mfu=40 must be a share"),
+        (["--topology=h200:8", "--mesh.fsdp=3"], "must divide"),
+        (["--topology=h200:8", "--train.batch_size=12"], "nearest: 16"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
+    assert estimate.main([*LLAMA, *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
