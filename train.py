@@ -14,4 +14,4 @@ from lcjax.training import TrainConfig, compile_only, run
 if __name__ == "__main__":
     if compile_only.FLAG in sys.argv:
         sys.exit(compile_only.main())
-    sys.exit(distributed.main(TrainConfig, run))
+    sys.exit(distributed.main(TrainConfig, run, agreed_stop=True))

@@ -11,11 +11,10 @@ from lcjax import config as config_lib
 ROOT = Path(__file__).resolve().parents[2]
 HEARTBEAT = 10  # seconds; a machine under load may keep a thread waiting for a few
 
-# Does what it says in ACTION, as "1 6 SIGKILL", to process 1 when that has seen step 6.
+# train.py that does what it says in ACTION, as "1 6 SIGKILL", to process 1 when that has seen step 6.
 TRAIN = """
-import os, signal, sys, time
-from lcjax import distributed
-from lcjax.training import TrainConfig, loop
+import os, runpy, signal, time
+from lcjax.training import loop
 
 who, when, what = os.environ.get("ACTION", "0 0 -").split()
 report = loop.Progress.report
@@ -28,7 +27,7 @@ def reporting(self, step, metrics):
         time.sleep(0.2)  # JAX looks for SIGTERM once a second
 
 loop.Progress.report = reporting
-sys.exit(distributed.main(TrainConfig, loop.run, agreed_stop=True))
+runpy.run_path("train.py", run_name="__main__")
 """
 SCRIPT = "import runpy; runpy.run_path('{}', run_name='__main__')"
 
