@@ -4,7 +4,7 @@ Training and evaluation read this part alone; text is read and written in `lcjax
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
@@ -50,6 +50,23 @@ class ModelSection:
             value = getattr(self, field)
             if value is not None or field in ("remat", "context_parallel"):
                 check_choice(field, value)
+
+
+class Settings(TypedDict, total=False):
+    """The fields of `ModelSection` as keywords, for editors."""
+
+    path: str | None
+    base: str | None
+    preset: str | None
+    rope: Rope | None
+    pattern: Pattern | None
+    position: str | None
+    dtype: str | None
+    param_dtype: str | None
+    remat: str
+    context_parallel: str
+    tokenizer: str | None
+    seed: int
 
 
 def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:

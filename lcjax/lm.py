@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from lcjax import distributed
 from lcjax import generate as generation
 from lcjax.attention import Landmark, Pattern
-from lcjax.build import ModelSection, build, resolve_rope
+from lcjax.build import ModelSection, Settings, build, resolve_rope
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
@@ -57,7 +57,7 @@ class LanguageModel:
         source: str | ModelSection,
         *,
         mesh: Mesh | jax.sharding.Mesh | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> "LanguageModel":
         """Opens a checkpoint by path or name with the fields of `ModelSection`, or a section.
 

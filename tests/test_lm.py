@@ -1,5 +1,6 @@
 """A language model on several devices, its layers, and what it computes only once."""
 
+import dataclasses
 import gc
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from lcjax import cache as cache_lib
 from lcjax import lm as lm_lib
-from lcjax.build import ModelSection
+from lcjax.build import ModelSection, Settings
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generate import Sampling
@@ -184,3 +185,8 @@ def test_a_text_as_long_as_a_table_of_positions_is_scored():
     lm = LanguageModel.load(ModelSection(preset="tiny", position="learned"))
     tokens = np.array([_ids(1, lm.config.max_length - 1)])
     np.testing.assert_allclose(lm.nll(tokens)[:, 1:], _exact_scores(lm, tokens, 1), atol=1e-4)
+
+
+def test_editors_are_shown_the_fields_of_a_section_as_settings():
+    fields = {field.name: field.type for field in dataclasses.fields(ModelSection)}
+    assert Settings.__annotations__ == fields
