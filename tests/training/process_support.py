@@ -11,7 +11,7 @@ from lcjax import config as config_lib
 ROOT = Path(__file__).resolve().parents[2]
 HEARTBEAT = 10  # seconds; a machine under load may keep a thread waiting for a few
 
-# train.py that does what it says in ACTION, as "1 6 SIGKILL", to process 1 when that has seen step 6.
+# train.py, which does what ACTION says, as "1 6 SIGKILL": to process 1 when it has seen step 6.
 TRAIN = """
 import os, runpy, signal, time
 from lcjax.training import loop
