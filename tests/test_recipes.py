@@ -10,10 +10,13 @@ import pytest
 
 from lcjax import config, cost
 from lcjax.attention import Causal, Pattern, ShiftedSparse
+from lcjax.cost.chips import CHIPS, Topology
 from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig
 from lcjax.models import ModelConfig, preset
 from lcjax.rope import Bf16Positions, Default, PlainPositions, Rope
+from lcjax.sharding import mesh_sizes
+from lcjax.training import ahead, batches, estimate
 from lcjax.training.config import TrainConfig
 from lcjax.training.partition import trainable
 
@@ -23,9 +26,9 @@ EVALUATIONS = [file for file in RECIPES if "\n# Command: python eval.py" in file
 TRAININGS = [file for file in RECIPES if file not in EVALUATIONS]
 PUBLISHED = [file for file in RECIPES if not file.stem.startswith(("quickstart", "study"))]
 STUDIED = [file for file in TRAININGS if "Reproduces: LCEG" in file.read_text()]
+COMPILED = [file for file in TRAININGS if "TPU chips" in file.read_text()]
 PARTS = ("Paper", "Reproduces", "Hardware", "Expected", "Data", "Command")
 LLAMA, PHI = preset("llama2-7b"), preset("phi-2")
-A100 = 312e12
 
 
 def stem(file: Path) -> str:
@@ -227,13 +230,40 @@ def test_the_controlled_study_gives_every_method_the_same_training(file):
     )
 
 
+def hardware(said: str) -> tuple[int, float]:
+    """(devices, TFLOP/s of each) of what a header names."""
+    if gpus := re.match(r"(\d+) x A100-80GB", said):
+        return int(gpus[1]), CHIPS["a100-80"].peak / 1e12
+    topology = Topology.parse(said.split(" ")[0])
+    return topology.devices, topology.chip.peak / 1e12
+
+
+@pytest.mark.parametrize("file", COMPILED, ids=stem)
+def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memory(file):
+    name, chips, needed, usable = re.match(
+        r"(\S+) \((\d+) TPU chips\), ([\d.]+) of the ([\d.]+) GB of each as compiled",
+        header(file)["Hardware"],
+    ).groups()
+    topology, recipe = Topology.parse(name), read(file)
+    assert int(chips) == topology.devices
+    assert float(usable) == pytest.approx(topology.chip.usable / 1e9, abs=0.05)
+    assert float(needed) < float(usable)
+    mesh = mesh_sizes(recipe.mesh, topology.devices)
+    batches.check_rows(recipe, dataclasses.asdict(mesh))
+    memory = estimate.training_memory(recipe, ahead.model_of(recipe), mesh).total
+    # Adapters are overestimated: what frozen weights need not keep is counted.
+    assert 0.75 < memory / 1e9 / float(needed) < 1.5
+
+
 @pytest.mark.parametrize("file", PUBLISHED, ids=stem)
 def test_hours_on_a_recipe_follow_from_its_flops(file):
     said = re.search(
-        r"(\d+) x A100-80GB, about (\d+) h \(estimate: ([\d.e+]+) FLOPs at (\d+) %",
-        header(file)["Hardware"],
+        r"(.*), about (\d+) h \(estimate: ([\d.e+]+) FLOPs at (\d+) % of (\d+) TFLOP/s each",
+        header(file)["Hardware"].replace("; about", ", about"),
     )
-    devices, hours, flops, share = (float(number) for number in said.groups())
+    hours, flops, share, peak = (float(number) for number in said.groups()[1:])
+    devices, tera = hardware(said[1])
+    assert peak == tera
     recipe = read(file)
     if file in TRAININGS:
         train, model = (
@@ -252,7 +282,7 @@ def test_hours_on_a_recipe_follow_from_its_flops(file):
             for method in recipe.methods
         )
     assert flops == pytest.approx(expected, rel=0.01)
-    assert hours == pytest.approx(flops / (devices * A100 * share / 100) / 3600, abs=0.6)
+    assert hours == pytest.approx(flops / (devices * peak * 1e12 * share / 100) / 3600, abs=0.6)
 
 
 def test_what_the_quickstart_trains_is_what_it_evaluates():

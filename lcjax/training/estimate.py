@@ -4,6 +4,8 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.cost.chips import Topology
@@ -55,7 +57,7 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         f"parameters         {found.parameters:,}, of which {found.trained_parameters:,} trained\n"
         f"FLOPs per token    {found.training_flops / 1e9:.1f} G ({found.forward_flops / 1e9:.1f} G"
         f" forward); {found.training_flops * tokens:.2e} in all\n"
-        "memory per device, estimated to about 20 %"
+        "memory per device, estimated: a quarter more or less, with adapters a third less"
     )
     parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory)}
     for name, size in (parts | {"cache": cached}).items():
@@ -72,7 +74,9 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     return fits
 
 
-def training_memory(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> cost.Memory:
+def training_memory(
+    config: TrainConfig, model: ModelConfig, mesh: Mesh | jax.sharding.Mesh
+) -> cost.Memory:
     """`cost.training_memory` of the largest moment of `config`: one microbatch's update."""
     train = config.train
     return cost.training_memory(
@@ -83,6 +87,24 @@ def training_memory(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> cost
         trained=matcher(train.rules(), "train.trainable"),
         average=train.ema is not None,
     )
+
+
+def of_run(
+    config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh, limit: int | None = None
+) -> list[str]:
+    """What a run is told when it starts: its memory, and a warning where that is too much.
+
+    `limit`: bytes of a device; None asks the device, which a CPU does not answer.
+    """
+    memory = training_memory(config, model, mesh)
+    said = [f"memory, estimated: {memory}"]
+    limit = limit or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit and memory.total > limit:
+        said.append(
+            f"warning: a device has {limit / 1e9:.1f} GB; if memory runs out, raise"
+            " train.accumulation or mesh.context, set model.remat=full, or take more devices"
+        )
+    return said
 
 
 def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str | None]]:

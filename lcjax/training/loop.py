@@ -19,7 +19,7 @@ from lcjax.convert.run_folder import MODEL_CONFIG, check_frozen
 from lcjax.data import Loader, check_sources
 from lcjax.errors import InputError
 from lcjax.sharding import make_mesh, replicated
-from lcjax.training import batches, optim, results
+from lcjax.training import batches, estimate, optim, results
 from lcjax.training import folder as folder_lib
 from lcjax.training.assemble import Assembly, assemble, base_of, jitted_step
 from lcjax.training.config import TrainConfig
@@ -246,6 +246,8 @@ class Training:
             f"training {trained:,} of {trained + frozen:,} parameters on {len(devices)} x"
             f" {devices[0].device_kind}; MFU against {self.meter.peak_source}"
         )
+        for line in estimate.of_run(self.config, self.model, self.mesh):
+            self.progress.say(line)
         if self.first:
             self.progress.say(f"resumed from step {self.first} in {self.folder}")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lcjax import config as config_lib
-from lcjax.sharding import Mesh
+from lcjax.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, ahead, estimate
 
 LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768")
@@ -52,3 +52,12 @@ def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
     assert estimate.main([*LLAMA, *words]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("limit", "lines"), [(None, 1), (10**12, 1), (10**4, 2)])
+def test_a_run_is_told_its_memory_and_warned_where_a_device_has_less(limit, lines):
+    words = ["--model.preset=tiny", "--train.batch_size=8", "--data.length=64"]
+    config = config_lib.parse(TrainConfig, words)
+    said = estimate.of_run(config, ahead.model_of(config), make_mesh(Mesh()), limit)
+    assert len(said) == lines and "GB per device" in said[0]
+    assert lines == 1 or said[1].startswith("warning: a device has 0.0 GB")
