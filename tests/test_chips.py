@@ -85,3 +85,30 @@ ENTRY %main (p: bf16[8]) -> bf16[64] {
 """
     found = collectives(text)
     assert found == {"all-gather": Traffic(1, 128), "all-reduce": Traffic(1, 24)}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Ran out of memory in memory space hbm. Used 47.50G of 15.75G hbm. Exceeded by 31.75G.",
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (47.50G) exceeds"
+        " available HBM (15.75G).",
+    ],
+)
+def test_a_compiler_that_runs_out_of_memory_has_spoken(message):
+    found = verdict(Refusing(f"RESOURCE_EXHAUSTED: {message}"), CHIPS["v5e"])
+    assert found.needed == 47.5 * 2**30 and not found.fits
+    assert "51.00 GB of 16.91 GB" in str(found) and "DOES NOT FIT" in str(found)
+
+
+def test_other_failures_of_a_compiler_are_errors():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="VMEM"):
+        verdict(Refusing("INTERNAL: VMEM"), CHIPS["v5e"])
+
+
+class Refusing:
+    def __init__(self, message):
+        self.message = message
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.message)

@@ -10,7 +10,10 @@ from lcjax.cost.chips import Chip
 from lcjax.cost.collectives import Traffic, collectives
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_NEEDED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# The compiler's two ways to say it: of the whole program, or of its temporaries alone.
+_NEEDED = re.compile(
+    r"Ran out of memory.*?(?:Used |temporaries \()([\d.]+)([KMGT]?)(?: of|\) exceeds)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
