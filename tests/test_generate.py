@@ -107,6 +107,7 @@ def test_unrotated_keys_follow_logits_that_grow_while_decoding(params):
     assert lm.rotation(30).scale > lm.rotation(29).scale > lm.rotation(16).scale == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "slots"),
     [

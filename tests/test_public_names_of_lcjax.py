@@ -24,7 +24,8 @@ def test_every_public_name_is_there_and_listed():
     assert sorted(lcjax.__all__) == lcjax.__all__ and set(lcjax.__all__) <= set(dir(lcjax))
     for name in lcjax.__all__:
         assert getattr(lcjax, name) is not None
-    assert lcjax.__version__ == metadata.version("lcjax")
+    installed = [d.version for d in metadata.distributions() if d.name == "lcjax"]
+    assert lcjax.__version__ in (installed or ["0+source"])
     with pytest.raises(AttributeError, match="has no attribute 'LanguageModels'"):
         _ = lcjax.LanguageModels
 
