@@ -9,10 +9,10 @@ accumulated in memory: results are the same bit by bit in every run.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax.numpy as jnp
 
+from pallas_kernels import _online as online
 from pallas_kernels import _tpu_decode as decoding
 from pallas_kernels import _tpu_kernels as kernels
 from pallas_kernels import _tpu_layout as layouts
@@ -56,7 +56,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     """Cotangents of q, k, v and of the bias; that of lse enters through `di`."""
     cut, found = _plan(q, k, v, operands, spec, backward=True)
     body, x = _prepare(q, k, v, operands, spec, cut)
-    di = jnp.sum(out.astype(F32) * d_out.astype(F32), -1) - d_lse
+    di = online.row_cotangent(out, d_out, d_lse)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     x["lse"] = cut.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
     x["di"] = cut.to_rows(di)[:, :, None]
@@ -98,10 +98,8 @@ def _relative(operands) -> bool:
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
-    dtypes = {str(x.dtype) for x in (q, k, v)}
-    if dtypes not in ({"float32"}, {"bfloat16"}):
-        found = ", ".join(sorted(dtypes))
-        return f"q, k and v must all be float32 or all bfloat16, they are {found}"
+    if (reason := online.mixed_dtypes(q, k, v)) is not None:
+        return reason
     if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
         largest = max(q.shape[-1], v.shape[-1])
         return f"the head size {largest} is above {LARGEST_HEAD}: a step would not fit into VMEM"
@@ -176,9 +174,7 @@ def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Layout, tables.Visit
 
 def _prepare(q, k, v, operands, spec, cut: Layout):
     """The kernels' static part, and the operands in their layout."""
-    # Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
-    exact = q.dtype == F32 or math.frexp(spec.scale)[0] == 0.5
-    before, factor = (spec.scale, 1.0) if exact else (1.0, spec.scale)
+    before, factor = online.scales(spec.scale, q.dtype)
     body = Body(
         mask=spec.mask,
         soft_cap=spec.soft_cap,

@@ -14,7 +14,6 @@ merged by log-sum-exp.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import jax
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import _online as online
 from pallas_kernels import _tpu_kernels as kernels
 from pallas_kernels._tpu_kernels import Block, Body, dot
 from pallas_kernels._tpu_layout import LANES, Layout
@@ -182,9 +182,7 @@ def _kernel(body: _Body, lists: _Lists, index, full, seen, x, out, lse, top, tot
 
 def _prepare(q, k, v, operands, spec, cut: Layout):
     """The kernel's static part, and its operands: rows as columns, keys as they lie in memory."""
-    # Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
-    exact = q.dtype == F32 or math.frexp(spec.scale)[0] == 0.5
-    before, factor = (spec.scale, 1.0) if exact else (1.0, spec.scale)
+    before, factor = online.scales(spec.scale, q.dtype)
     k_axis, v_axis = (int(x.shape[-1] % LANES != 0) for x in (k, v))
     body = _Body(
         mask=spec.mask,

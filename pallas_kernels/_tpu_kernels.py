@@ -16,13 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _tpu_levels as levels
+from pallas_kernels._online import LOWEST
 from pallas_kernels._tpu_tables import FULL, PARTIAL, Call, Step, unpack
 from pallas_kernels.masks import Mask
 
 LANES = 128
-# Start of the running maximum. Finite, so that rows without a visible key so far never compute
-# inf - inf; far below any logit, so that it never decides a maximum.
-LOWEST = -1e28
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,18 @@ from step to step.
 from __future__ import annotations
 
 import functools
-import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import _online as online
 from pallas_kernels import _tpu_landmark_kernels as kernels
 from pallas_kernels import _tpu_tables as tables
 from pallas_kernels._tpu import LARGEST_HEAD
 from pallas_kernels._tpu_landmark_layout import LARGEST_BLOCK, LandmarkBlocks, layout
-from pallas_kernels._tpu_launch import every_call
+from pallas_kernels._tpu_launch import every_call, start
 from pallas_kernels._tpu_layout import Layout, wide
 from pallas_kernels._tpu_tables import Call, Visits, col_of, row_of
 from pallas_kernels.backends import LandmarkOperands
@@ -60,7 +59,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     """Cotangents of q, k and v; that of lse enters through `di`."""
     cut, blocks, found = _plan(q, k, v, operands, spec, backward=True)
     body, x = _prepare(q, k, operands, spec, cut, blocks)
-    di = jnp.sum(out.astype(F32) * d_out.astype(F32), -1) - d_lse
+    di = online.row_cotangent(out, d_out, d_lse)
     x["lse"] = cut.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
     x["di"] = cut.to_rows(di)[:, :, None]
     x["d_out"] = cut.to_rows(wide(d_out.astype(q.dtype)))
@@ -83,10 +82,8 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Why these kernels cannot run the inputs, or None; reads shapes and dtypes."""
-    dtypes = {str(x.dtype) for x in (q, k, v)}
-    if dtypes not in ({"float32"}, {"bfloat16"}):
-        found = ", ".join(sorted(dtypes))
-        return f"q, k and v must all be float32 or all bfloat16, they are {found}"
+    if (reason := online.mixed_dtypes(q, k, v)) is not None:
+        return reason
     largest = max(q.shape[-1], v.shape[-1])
     if largest > LARGEST_HEAD:
         return f"the head size {largest} is above {LARGEST_HEAD}: a step would not fit into VMEM"
@@ -131,9 +128,7 @@ def _keys(x, cut: Layout, blocks: LandmarkBlocks):
 
 def _prepare(q, k, operands: LandmarkOperands, spec, cut: Layout, blocks: LandmarkBlocks):
     """The kernels' static part, and the operands that all kernels read in their layout."""
-    # Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
-    exact = q.dtype == F32 or math.frexp(spec.scale)[0] == 0.5
-    before, factor = (spec.scale, 1.0) if exact else (1.0, spec.scale)
+    before, factor = online.scales(spec.scale, q.dtype)
     body = kernels.Body(
         block=spec.block,
         height=blocks.height,
@@ -158,46 +153,19 @@ def _prepare(q, k, operands: LandmarkOperands, spec, cut: Layout, blocks: Landma
 
 
 def _launch(kernel, body, cut: Layout, x, call: Call, *, axis, outputs, scratch, interpret):
-    """One kernel call; `axis` says whether row blocks (0) or key blocks (1) stay.
-
-    outputs: (dtype, width) each, width None for a vector; scratch: shapes, float32.
-    """
-    staying = cut.key_block if axis else cut.rows
-    batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
-
-    def shape(output):
-        dtype, width = output
-        sizes = (1, blocks * staying) if width is None else (blocks * staying, width)
-        return jax.ShapeDtypeStruct((batch, heads, *sizes), dtype)
-
-    def place(output):
-        _, width = output
-
-        def index(b, h, s, steps):
-            block = (col_of if axis else row_of)(steps[call.place(b, h, s)]) - call.blocks[0]
-            return (b, h, 0, block) if width is None else (b, h, block, 0)
-
-        sizes = (1, staying) if width is None else (staying, width)
-        return pl.BlockSpec((None, None, *sizes), index)
-
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=(batch, heads, call.grid),
-        in_specs=[{name: _operand(name, value, cut, call) for name, value in x.items()}],
-        out_specs=[place(output) for output in outputs],
-        scratch_shapes=[pltpu.VMEM(sizes, F32) for sizes in scratch],
-    )
-    run = pl.pallas_call(
+    """One kernel call, as `_tpu_launch.start` says; scratch: shapes, float32."""
+    return start(
         functools.partial(kernel, body, call),
-        out_shape=[shape(output) for output in outputs],
-        grid_spec=grid_spec,
+        f"lcjax_landmark_{kernel.__name__}",
+        x,
+        call,
+        axis=axis,
+        staying=cut.key_block if axis else cut.rows,
+        operand=lambda name, value: _operand(name, value, cut, call),
+        outputs=outputs,
+        scratch=[pltpu.VMEM(sizes, F32) for sizes in scratch],
         interpret=interpret,
-        name=f"lcjax_landmark_{kernel.__name__}",
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
-        ),
     )
-    return run(jnp.asarray(call.steps), x)
 
 
 def _operand(name: str, value, cut: Layout, call: Call):

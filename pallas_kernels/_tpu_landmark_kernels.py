@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels._tpu_kernels import LOWEST, dot, read
+from pallas_kernels._online import LOWEST
+from pallas_kernels._tpu_kernels import dot, read
 from pallas_kernels._tpu_landmark_layout import SUBLANES
 from pallas_kernels._tpu_tables import NOTHING, Call, Step
 

@@ -43,8 +43,7 @@ def _join(parts, axis: int):
 def launch(kernel, body: Body, cut: Layout, x, call: Call, *, axis, outputs, scratch, interpret):
     """One kernel call; `axis` says whether row blocks (0) or key blocks (1) stay.
 
-    outputs: (dtype, width) each, width None for a vector, or (dtype, width, rows) where the rows
-    are not those of the block that stays; scratch likewise; None is left out.
+    outputs: see `start`; scratch likewise.
     """
     staying = cut.key_block if axis else cut.rows
     columns = {
@@ -54,46 +53,69 @@ def launch(kernel, body: Body, cut: Layout, x, call: Call, *, axis, outputs, scr
         and name not in (*MATRICES, *SCALARS)
         and (name in ROW_OPERANDS) == (axis == 0)
     }
+
+    def memory(item):
+        dtype, width, rows = _sized(item, staying)
+        return pltpu.VMEM((rows, width), dtype)
+
+    return start(
+        functools.partial(kernel, body, call),
+        f"lcjax_{kernel.__name__}",
+        x,
+        call,
+        axis=axis,
+        staying=staying,
+        operand=lambda name, value: _operand(name, value, cut, call),
+        outputs=outputs,
+        scratch=(columns, *(None if item is None else memory(item) for item in scratch)),
+        interpret=interpret,
+    )
+
+
+def start(kernel, name: str, x, call: Call, *, axis, staying, operand, outputs, scratch, interpret):
+    """A kernel on a call's grid; `staying` is the length of a block that stays.
+
+    operand: (name, value) -> the block of an operand that a step reads.
+    outputs: (dtype, width) each, width None for a vector, or (dtype, width, rows) where the rows
+    are not those of the block that stays; None is left out.
+    """
     batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
 
-    def sized(item):
-        dtype, width, *rows = item
-        return dtype, width, *(rows or [staying])
-
     def shape(output):
-        dtype, width, rows = sized(output)
+        dtype, width, rows = _sized(output, staying)
         length = blocks * rows
         sizes = (1, length) if width is None else (length, width)
         return jax.ShapeDtypeStruct((batch, heads, *sizes), dtype)
 
-    def memory(item):
-        dtype, width, rows = sized(item)
-        return pltpu.VMEM((rows, width), dtype)
+    def block(output):
+        return _output(*_sized(output, staying)[1:], call=call, axis=axis)
 
-    def block(item):
-        return _output(*sized(item)[1:], call=call, axis=axis)
-
-    def each(f, items):
-        return tuple(None if item is None else f(item) for item in items)
+    def each(f):
+        return tuple(None if output is None else f(output) for output in outputs)
 
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(batch, heads, call.grid),
-        in_specs=[{name: _operand(name, v, cut, call) for name, v in x.items()}],
-        out_specs=each(block, outputs),
-        scratch_shapes=(columns, *each(memory, scratch)),
+        in_specs=[{name: operand(name, value) for name, value in x.items()}],
+        out_specs=each(block),
+        scratch_shapes=scratch,
     )
     run = pl.pallas_call(
-        functools.partial(kernel, body, call),
-        out_shape=each(shape, outputs),
+        kernel,
+        out_shape=each(shape),
         grid_spec=grid_spec,
         interpret=interpret,
-        name=f"lcjax_{kernel.__name__}",
+        name=name,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
     )
     return run(jnp.asarray(call.steps), x)
+
+
+def _sized(item, staying: int):
+    dtype, width, *rows = item
+    return dtype, width, *(rows or [staying])
 
 
 def _operand(name: str, value, cut: Layout, call: Call):

@@ -9,25 +9,21 @@ probabilities from the saved lse and walks the same blocks (FlashAttention-2, Da
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import _online as online
 from pallas_kernels import _xla_apart as apart
 from pallas_kernels import _xla_blocks as cutting
 from pallas_kernels import _xla_splits as splitting
 from pallas_kernels import _xla_visits as visiting
-from pallas_kernels._xla_blocks import Blocks, Cut, Places
+from pallas_kernels._xla_blocks import Blocks, Cut, Places, add, dot
 from pallas_kernels.backends import Operands, Spec, given_table
 from pallas_kernels.biases import Bias
 from pallas_kernels.block_table import BlockTable
-
-# Start of the running maximum. Finite, so that rows without a visible key so far never compute
-# inf - inf; far below any logit, so that it never decides a maximum.
-LOWEST = -1e28
 
 
 def unsupported(q, k, v, operands: Operands, spec: Spec) -> str | None:
@@ -89,15 +85,13 @@ def forward(q, k, v, operands: Operands, spec: Spec, *, platform="default", bloc
 
 def _forward_rows(loop: Loop, q, k, v, bias, chunk, i):
     """out and lse of query block i."""
-    cut, scale = loop.cut, loop.spec.scale
-    # Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
-    exact = q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
-    before, after = (scale, 1.0) if exact else (1.0, scale)
+    cut = loop.cut
+    before, after = online.scales(loop.spec.scale, q.dtype)
     query = cutting.queries(q, cut, chunk, i) * jnp.asarray(before, q.dtype)
 
     def step(j, partial, carry):
         top, total, out = carry
-        logits = after * _dot(query, cutting.keys(k, cut, chunk, j), 1, 1)
+        logits = after * dot(query, cutting.keys(k, cut, chunk, j), 1, 1)
         if loop.spec.soft_cap is not None:
             logits = loop.spec.soft_cap * jnp.tanh(logits / loop.spec.soft_cap)
         if bias is not None:
@@ -110,20 +104,11 @@ def _forward_rows(loop: Loop, q, k, v, bias, chunk, i):
         p = jnp.exp(logits - new[..., None])
         value = cutting.keys(v, cut, chunk, j)
         total = total * keep + jnp.sum(p, -1)
-        out = out * keep[..., None] + _dot(p.astype(value.dtype), value, 1, 0)
+        out = out * keep[..., None] + dot(p.astype(value.dtype), value, 1, 0)
         return new, total, out
 
-    shape = query.shape[:3]
-    start = (
-        jnp.full(shape, LOWEST, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, v.shape[3]), jnp.float32),
-    )
-    top, total, out = visiting.walk(loop.table, cut, chunk, i, step, start)
-    some = total > 0
-    safe = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
-    return (out / safe[..., None]).astype(q.dtype), lse
+    start = online.start(query.shape[:3], v.shape[3])
+    return online.finish(*visiting.walk(loop.table, cut, chunk, i, step, start), q.dtype)
 
 
 def backward(
@@ -137,11 +122,7 @@ def backward(
     blocks = blocks or cutting.backward_blocks(q.shape[1], k.shape[1], platform)
     loop, t, s = _loop(q, k, operands, spec, blocks), q.shape[1], k.shape[1]
     cut, dtypes, scale = loop.cut, (q.dtype, k.dtype, v.dtype), spec.scale
-    di = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - d_lse
-    # The probabilities of empty and of padded rows are exp(-inf) = 0.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-    rows = [cutting.pad(x, cut.nq * cut.bq) for x in (q, d_out, di)]
-    rows.append(cutting.pad(lse, cut.nq * cut.bq, jnp.inf))
+    rows = cutting.backward_rows(q, out, lse, d_out, d_lse, cut)
     k, v = cutting.heads_first(k, cut), cutting.heads_first(v, cut)
 
     def chunk(c):
@@ -173,7 +154,7 @@ def _backward_rows(loop: Loop, rows, k, v, bias, chunk, sums, i):
     def step(j, partial, carry):
         dqt, dk, dv, d_bias = carry
         key = cutting.keys(k, cut, chunk, j)
-        logits = scale * _dot(key, query, 1, 1)
+        logits = scale * dot(key, query, 1, 1)
         if cap is not None:
             bent = jnp.tanh(logits / cap)
             logits = cap * bent
@@ -184,30 +165,19 @@ def _backward_rows(loop: Loop, rows, k, v, bias, chunk, sums, i):
         if partial:
             seen = visiting.visible(loop.spec.mask, loop.places, cut, chunk, i, j)
             p = jnp.where(seen.mT, p, 0.0)
-        ds = p * (_dot(cutting.keys(v, cut, chunk, j), do, 1, 1) - di)
+        ds = p * (dot(cutting.keys(v, cut, chunk, j), do, 1, 1) - di)
         if bias is not None:
             more = bias.gradient(*index, cutting.by_head(ds.mT, cut))
             d_bias = jax.tree.map(jnp.add, d_bias, more)
         ds = ds if cap is None else ds * (1 - bent * bent)
         ds = ds.astype(key.dtype)
-        dqt = dqt + _dot(key.mT, ds, 1, 0)
-        dk = _add(dk, j, _dot(ds, query, 1, 0))
-        return dqt, dk, _add(dv, j, _dot(p.astype(do.dtype), do, 1, 0)), d_bias
+        dqt = dqt + dot(key.mT, ds, 1, 0)
+        dk = add(dk, j, dot(ds, query, 1, 0))
+        return dqt, dk, add(dv, j, dot(p.astype(do.dtype), do, 1, 0)), d_bias
 
     zero = jnp.zeros((cut.batch, cut.heads, query.shape[3], query.shape[2]), jnp.float32)
     dqt, *sums = visiting.walk(loop.table, cut, chunk, i, step, (zero, *sums))
     return tuple(sums), (scale * dqt.mT).astype(rows[0].dtype)
-
-
-def _dot(x, y, axis_x: int, axis_y: int):
-    """Batched matrix product over the first two axes, accumulated in float32."""
-    dims = (((axis_x + 2,), (axis_y + 2,)), ((0, 1), (0, 1)))
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _add(sums, j, update):
-    return lax.dynamic_update_index_in_dim(sums, cutting.take(sums, j) + update, j, 0)
 
 
 def _join_bias(x, cut: Cut):

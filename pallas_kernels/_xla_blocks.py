@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels._online import row_cotangent
 from pallas_kernels.backends import Operands
 
 CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities share the L3 cache
@@ -213,3 +214,25 @@ def by_head(x, cut: Cut):
     """The inverse of `by_query`."""
     x = x.reshape(*x.shape[:-2], cut.bq, cut.group, cut.bk).swapaxes(-2, -3)
     return x.reshape(*x.shape[:-4], cut.heads * cut.group, cut.bq, cut.bk)
+
+
+def backward_rows(q, out, lse, d_out, d_lse, cut: Cut):
+    """[q, d_out, di, lse] in whole blocks, as a backward pass reads its rows.
+
+    The probabilities of empty and of padded rows are exp(-inf) = 0.
+    """
+    rows = cut.nq * cut.bq
+    padded = [pad(x, rows) for x in (q, d_out, row_cotangent(out, d_out, d_lse))]
+    return [*padded, pad(jnp.where(lse == -jnp.inf, jnp.inf, lse), rows, jnp.inf)]
+
+
+def dot(x, y, axis_x: int, axis_y: int):
+    """Products of the matrices x and y [batch, heads, .., ..] over an axis of each, in float32."""
+    dims = (((axis_x + 2,), (axis_y + 2,)), ((0, 1), (0, 1)))
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def add(sums, j, update):
+    """`sums` [blocks, ...] with `update` added to block j."""
+    return lax.dynamic_update_index_in_dim(sums, take(sums, j) + update, j, 0)

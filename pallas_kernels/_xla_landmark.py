@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import _online as online
 from pallas_kernels import _xla_blocks as cutting
 from pallas_kernels import _xla_visits as visiting
+from pallas_kernels._xla_blocks import add, dot
 from pallas_kernels.backends import LandmarkSpec, Operands, Spec
 from pallas_kernels.block_table import BlockTable
 from pallas_kernels.masks import causal, window
 
-# Start of the running maximum: finite, so that exp(-inf - LOWEST) is 0, and below every logit.
-LOWEST = -1e28
 _KEYS = 512  # about as many in a step
 _QUERIES = {"forward": 256, "backward": 128}  # on a CPU; twice as many elsewhere
 _OLDER = causal() & ~window(1)  # of numbers of blocks: those before the query's own
@@ -38,7 +38,7 @@ class Loop(NamedTuple):
 
     def logits(self, query, key):
         """Ordinary logits [.., R, C, block], the last column -inf, and landmarks' [.., R, C]."""
-        x = self.scale * _dot(query, key, 3, 3)
+        x = self.scale * dot(query, key, 1, 1)
         x = x.reshape(*x.shape[:3], -1, self.block)
         landmark = jnp.arange(self.block) == self.block - 1
         return jnp.where(landmark, -jnp.inf, x), x[..., -1]
@@ -101,29 +101,18 @@ def _forward_rows(loop: Loop, q, k, v, chunk, i):
         value = cutting.keys(v, loop.cut, chunk, j)
         total = total * keep + jnp.sum(weight, -1)
         p = p.reshape(*p.shape[:3], -1).astype(value.dtype)
-        return new, total, out * keep[..., None] + _dot(p, value, 3, 2)
+        return new, total, out * keep[..., None] + dot(p, value, 1, 0)
 
-    shape = query.shape[:3]
-    start = (
-        jnp.full(shape, LOWEST, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, v.shape[3]), jnp.float32),
-    )
-    top, total, out = visiting.walk(loop.table, loop.in_blocks, chunk, i, step, start)
-    some = total > 0
-    safe = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
-    return (out / safe[..., None]).astype(q.dtype), lse
+    start = online.start(query.shape[:3], v.shape[3])
+    found = visiting.walk(loop.table, loop.in_blocks, chunk, i, step, start)
+    return online.finish(*found, q.dtype)
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform):
     """Cotangents of q, k and v."""
     loop, (t, s) = _loop(q, k, operands, spec, "backward", platform), (q.shape[1], k.shape[1])
     cut, dtypes = loop.cut, (q.dtype, k.dtype, v.dtype)
-    di = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - d_lse
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # empty rows: probabilities exp(-inf) = 0
-    rows = [cutting.pad(x, cut.nq * cut.bq) for x in (q, d_out, di)]
-    rows.append(cutting.pad(lse, cut.nq * cut.bq, jnp.inf))
+    rows = cutting.backward_rows(q, out, lse, d_out, d_lse, cut)
     k, v = cutting.heads_first(k, cut), cutting.heads_first(v, cut)
 
     def chunk(c):
@@ -157,28 +146,17 @@ def _backward_rows(loop: Loop, rows, k, v, chunk, i, sums):
             weight = jnp.where(loop.visible(chunk, i, j), weight, 0.0)
         p = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
         p = p / jnp.sum(p, -1, keepdims=True)
-        g = _dot(do, cutting.keys(v, loop.cut, chunk, j), 3, 3).reshape(p.shape)
+        g = dot(do, cutting.keys(v, loop.cut, chunk, j), 1, 1).reshape(p.shape)
         mean = jnp.sum(p * g, -1, keepdims=True)
         weight = weight[..., None]
         landmark = jnp.arange(loop.block) == loop.block - 1
         ds = weight * jnp.where(landmark, mean - di[..., None, None], p * (g - mean))
         ds, p = (x.reshape(*x.shape[:3], -1) for x in (ds, weight * p))
         ds = loop.scale * ds.astype(key.dtype)
-        dq = dq + _dot(ds, key, 3, 2)
-        dk = _add(dk, j, _dot(ds, query, 2, 2))
-        return dq, dk, _add(dv, j, _dot(p.astype(do.dtype), do, 2, 2))
+        dq = dq + dot(ds, key, 1, 0)
+        dk = add(dk, j, dot(ds, query, 0, 0))
+        return dq, dk, add(dv, j, dot(p.astype(do.dtype), do, 0, 0))
 
     zero = jnp.zeros(query.shape, jnp.float32)
     dq, *sums = visiting.walk(loop.table, loop.in_blocks, chunk, i, step, (zero, *sums))
     return tuple(sums), dq
-
-
-def _dot(x, y, axis_x: int, axis_y: int):
-    """Matrix product over the first two axes, accumulated in float32."""
-    dims = (((axis_x,), (axis_y,)), ((0, 1), (0, 1)))
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _add(sums, j, update):
-    return lax.dynamic_update_index_in_dim(sums, cutting.take(sums, j) + update, j, 0)

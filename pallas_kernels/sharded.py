@@ -103,11 +103,6 @@ def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, la
     hops = _hops(spec.mask, q, k, operands, layout)
     if layout.length is not None and layout.method == "ring":
         operands = _with_indices(q, k, operands)
-    k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
-    bias = jax.tree.map(
-        lambda x: PartitionSpec(*(None,) * (x.ndim - 1), layout.heads), operands.bias
-    )
-    places = (None if x is None else layout.spec(x) for x in operands[:4])
 
     def local(q, k, v, operands):
         heads, attention = layout.heads, functools.partial(_local, implementation, layout, hops)
@@ -116,15 +111,7 @@ def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, la
             return split(attention, q, k, v, operands, replace(spec, mask=mask))
         return _exchanged(split, implementation, layout, q, k, v, operands, spec)
 
-    whole = layout.spec(q, heads=True)
-    run = jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(whole, whole, whole, Operands(*places, bias)),
-        out_specs=(whole, whole),
-        check_vma=False,
-    )
-    return run(q, k, v, operands)
+    return _on_shards(local, q, k, v, operands, layout)
 
 
 def gathered(run, q, k, v, operands: Operands, layout: Layout):
@@ -135,9 +122,6 @@ def gathered(run, q, k, v, operands: Operands, layout: Layout):
     layout = layout.fitting(q, k)
     if layout.length is not None:
         operands = _with_indices(q, k, operands)
-    k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
-    places = Operands(*(None if x is None else layout.spec(x) for x in operands[:4]))
-    whole = layout.spec(q, heads=True)
 
     def local(q, k, v, operands):
         if layout.length is not None:
@@ -146,13 +130,25 @@ def gathered(run, q, k, v, operands: Operands, layout: Layout):
             operands = _joined_keys(operands, join)
         return run(q, k, v, operands)
 
-    return jax.shard_map(
+    return _on_shards(local, q, k, v, operands, layout)
+
+
+def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
+    """`local(q, k, v, operands) -> (out, lse)` on each device's part of them."""
+    k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
+    places = (None if x is None else layout.spec(x) for x in operands[:4])
+    bias = jax.tree.map(
+        lambda x: PartitionSpec(*(None,) * (x.ndim - 1), layout.heads), operands.bias
+    )
+    whole = layout.spec(q, heads=True)
+    run = jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(whole, whole, whole, places),
+        in_specs=(whole, whole, whole, Operands(*places, bias)),
         out_specs=(whole, whole),
         check_vma=False,
-    )(q, k, v, operands)
+    )
+    return run(q, k, v, operands)
 
 
 def _joined_keys(operands: Operands, join) -> Operands:
