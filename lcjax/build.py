@@ -9,10 +9,11 @@ from typing import Any, TypedDict
 import jax
 
 from lcjax import convert
-from lcjax.attention import Pattern
+from lcjax.attention import Bidirectional, Pattern
 from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.errors import InputError
-from lcjax.models import Decoder, ModelConfig, preset
+from lcjax.memory import Cepe, CepeSection, MemorySection, with_memory
+from lcjax.models import PRESETS, Decoder, ModelConfig, preset, unstack_layers
 from lcjax.models.config import check_choice
 from lcjax.models.initial import random_params, with_learned_rope
 from lcjax.rope import Rope
@@ -27,6 +28,7 @@ class ModelSection:
     preset: str | None = None  # instead of path: an architecture with random weights
     rope: Rope | None = None  # position method; null: the checkpoint's own
     pattern: Pattern | None = None  # attention pattern; null: the checkpoint's own
+    memory: MemorySection | None = None  # a context beside the window; null: the checkpoint's own
     # With a preset, instead of rotations: alibi, t5, sinusoidal or learned.
     position: str | None = None
     dtype: str | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
@@ -60,6 +62,7 @@ class Settings(TypedDict, total=False):
     preset: str | None
     rope: Rope | None
     pattern: Pattern | None
+    memory: MemorySection | None
     position: str | None
     dtype: str | None
     param_dtype: str | None
@@ -89,7 +92,51 @@ def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
         changes["param_dtype"] = section.param_dtype
     on_cpu = jax.default_backend() == "cpu"
     changes["dtype"] = section.dtype or ("float32" if on_cpu else "bfloat16")
+    if section.memory is not None:
+        changes |= _memory(section.memory, config)
     return config.replace(**changes)
+
+
+def _memory(section: CepeSection, config: ModelConfig) -> dict[str, Any]:
+    """What a decoder's config gets with this section."""
+    if config.memory is not None:
+        raise InputError(
+            "model.memory: this checkpoint has a memory already; leave the section out"
+        )
+    if section.encoder in PRESETS:
+        encoder = preset(section.encoder)
+    else:
+        encoder = convert.load_config(convert.resolve(section.encoder, weights=False))
+    if not isinstance(encoder.pattern, Bidirectional):
+        raise InputError(
+            f"model.memory.encoder={section.encoder} is no encoder: its tokens do not see those"
+            " after them; give a masked language model, such as hyen/LLaMA-MLM-Large"
+        )
+    memory = Cepe(states=encoder, layers=section.layers or config.num_layers)
+    # Layers are scanned where they are all alike.
+    return {
+        "memory": memory,
+        "scan_layers": config.scan_layers and all(memory.reading(config.num_layers)),
+    }
+
+
+def add_memory(
+    params: dict,
+    config: ModelConfig,
+    section: CepeSection,
+    seed: int,
+    mesh: jax.sharding.Mesh | None = None,
+) -> dict:
+    """The parameters of a decoder, and those of the memory that `resolve` gave its config."""
+    encoder = config.memory.states.replace(param_dtype=config.param_dtype)
+    if section.encoder in PRESETS:
+        weights = random_params(encoder, seed + 1, mesh)
+    else:
+        weights, _, _ = convert.load(section.encoder, mesh=mesh, param_dtype=config.param_dtype)
+    weights = {name: branch for name, branch in weights.items() if name != "mlm"}
+    if not config.scan_layers and "layers" in params:
+        params = unstack_layers(params, config)
+    return with_memory(params, config, weights, out=section.out, mesh=mesh)
 
 
 def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
@@ -128,7 +175,10 @@ def build(
         params = with_learned_rope(params, config, section.seed)
     else:
         config = resolve(section, preset(section.preset))
-        params, tokenizer = random_params(config, section.seed, mesh), ByteTokenizer()
+        plain = config.replace(memory=None)
+        params, tokenizer = random_params(plain, section.seed, mesh), ByteTokenizer()
+    if section.memory is not None:
+        params = add_memory(params, config, section.memory, section.seed, mesh)
     if section.tokenizer is not None:
         tokenizer = convert.load_tokenizer(section.tokenizer)
         check_vocabulary(tokenizer, config.vocab_size, f"model.tokenizer={section.tokenizer}")

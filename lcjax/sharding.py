@@ -32,7 +32,7 @@ _RULES = (
     (r"(query|key|value)/kernel", ("fsdp", "tensor", None)),
     (r"(query|key|value)/bias", ("tensor", None)),
     (r"(query|key|value)/lora_b", (None, "tensor", None)),
-    (r"attention/out/kernel", ("tensor", None, "fsdp")),
+    (r"(attention|memory)/out/kernel", ("tensor", None, "fsdp")),
     (r"attention/out/lora_a", ("tensor", None, None)),
     (r"(gate|up)/kernel", ("fsdp", "tensor")),
     (r"(gate|up)/bias", ("tensor",)),

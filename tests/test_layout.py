@@ -19,7 +19,7 @@ ORDER = [
     {"errors", "files", "config", "tree"},
     {"rope", "attention"},
     {"landmarks", "lora", "sharding", "loss", "models", "cache"},
-    {"rendezvous", "distributed"},
+    {"memory", "rendezvous", "distributed"},
     {"cost", "checkpoint"},
     {"convert"},
     {"build"},
@@ -32,7 +32,7 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 # Who may import what: everywhere else these libraries are an implementation detail.
 ONLY_IN = {
-    "flax": ("lcjax/models/",),
+    "flax": ("lcjax/models/", "lcjax/memory/"),
     "orbax": ("lcjax/checkpoint.py",),
     "torch": (),
     "transformers": (),

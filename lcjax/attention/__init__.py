@@ -2,6 +2,7 @@
 
 from lcjax.attention.attend import attend, order_indices
 from lcjax.attention.base import POSITIONS, Pass, Pattern, Places
+from lcjax.attention.bidirectional import Bidirectional
 from lcjax.attention.bigbird import BigBird
 from lcjax.attention.causal import Causal
 from lcjax.attention.dual_chunk import DualChunk
@@ -18,7 +19,7 @@ from lcjax.attention.streaming import Streaming
 from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
-    "POSITIONS", "BigBird", "Causal", "DualChunk", "InfLLM", "LMInfinite", "Landmark", "Longformer",
-    "Pass", "Pattern", "Places", "ReRoPE", "SelfExtend", "ShiftedSparse", "Sliding",
-    "SparseTransformer", "Streaming", "VerticalSlash", "attend", "order_indices",
+    "POSITIONS", "BigBird", "Bidirectional", "Causal", "DualChunk", "InfLLM", "LMInfinite",
+    "Landmark", "Longformer", "Pass", "Pattern", "Places", "ReRoPE", "SelfExtend", "ShiftedSparse",
+    "Sliding", "SparseTransformer", "Streaming", "VerticalSlash", "attend", "order_indices",
 ]  # fmt: skip

@@ -4,11 +4,13 @@ A row reads `(tensor, axes, path, our axes, condition)`. Letters are the library
 comma separates the axes of the stored tensor, so `"NH,D" -> "DNH"` says: a matrix [N*H, D] is
 viewed as [N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are
 stacked on a leading axis L under `layers/`. Beside the usual letters, P counts pairs of rotary
-channels and M is the hidden width of CLEX's learned frequencies.
+channels, M is the hidden width of CLEX's learned frequencies, E the width of a memory's encoder
+and O that of the dense layer before masked logits.
 """
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -77,6 +79,22 @@ _CLEX = (
     ("model.clex_layer.inv_freq", "P", "rope/inv_freq", "P", ""),
 )
 
+# Cross-attention of CEPE, and the head with which its encoder was trained (released classes
+# LlamaForCausalContextLM and LlamaForMLM).
+_CEPE = (
+    ("model.layers.{}.cross_attn.layernorm.weight", "D", "layers/memory/norm/scale", "D", ""),
+    ("model.layers.{}.cross_attn.q_proj.weight", "NH,D", "layers/memory/query/kernel", "DNH", ""),
+    ("model.layers.{}.cross_attn.k_proj.weight", "KH,E", "layers/memory/key/kernel", "EKH", ""),
+    ("model.layers.{}.cross_attn.v_proj.weight", "KH,E", "layers/memory/value/kernel", "EKH", ""),
+    ("model.layers.{}.cross_attn.o_proj.weight", "D,NH", "layers/memory/out/kernel", "NHD", ""),
+)
+_MASKED = (
+    ("lm_dense.weight", "O,D", "mlm/dense/kernel", "DO", ""),
+    ("lm_dense.bias", "O", "mlm/dense/bias", "O", ""),
+    ("lm_layer_norm.weight", "D", "mlm/norm/scale", "D", ""),
+    ("lm_head.bias", "V", "mlm/bias", "V", ""),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -107,6 +125,38 @@ def is_phi(config: ModelConfig) -> bool:
 
 def entries(config: ModelConfig) -> tuple[Entry, ...]:
     """The leaves of `config`'s tree in the order in which the model uses them."""
+    rows = list(_rows(config))
+    table = [_entry(row[:4], _sizes(config), config.num_layers) for row in rows]
+    if config.memory is None:
+        return tuple(table)
+    after = max(i for i, entry in enumerate(table) if entry.stacked) + 1
+    return (*table[:after], *_reading(config), *table[after:], *_encoder(config.memory.states))
+
+
+def _reading(config: ModelConfig) -> list[Entry]:
+    """Cross-attention: stacked like the layers where all have it, else a leaf for each."""
+    reading = config.memory.reading(config.num_layers)
+    sizes = _sizes(config) | {"E": config.memory.states.width}
+    if all(reading):
+        return [_entry(row[:4], sizes, config.num_layers) for row in _CEPE]
+    return [
+        _entry((name.format(i), axes, path.replace("layers/", f"layers_{i}/"), ours), sizes, 1)
+        for i, reads in enumerate(reading)
+        if reads
+        for name, axes, path, ours, _ in _CEPE
+    ]
+
+
+def _encoder(config: ModelConfig) -> list[Entry]:
+    """The encoder inside a checkpoint with a memory: without the head of its training."""
+    return [
+        _entry((name.replace("model.", "encoder.", 1), axes, f"encoder/{path}", ours),
+               _sizes(config), config.num_layers)
+        for name, axes, path, ours, _ in _rows(config.replace(mlm_head=False))
+    ]  # fmt: skip
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
     sizes = {
         "V": config.vocab_size,
         "D": config.width,
@@ -114,14 +164,20 @@ def entries(config: ModelConfig) -> tuple[Entry, ...]:
         "N": config.num_heads,
         "K": config.num_kv_heads,
         "H": config.head_dim,
+        "O": config.width,
     }
+    if config.rope.learned:
+        sizes |= {"P": config.rotary_dim // 2, "M": config.rotary_dim * config.rope.param_factor}
+    return sizes
+
+
+def _rows(config: ModelConfig) -> Iterator[tuple[str, ...]]:
     flags = {"": True, "untied": not config.tie_embeddings}
     flags |= {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "mlp_bias")}
     rows = _PHI if is_phi(config) else _LLAMA
-    if config.rope.learned:
-        sizes |= {"P": config.rotary_dim // 2, "M": config.rotary_dim * config.rope.param_factor}
-        rows += _CLEX
-    return tuple(_entry(row[:4], sizes, config.num_layers) for row in rows if flags[row[4]])
+    rows += _CLEX if config.rope.learned else ()
+    rows += _MASKED if config.mlm_head else ()
+    return (row for row in rows if flags[row[4]])
 
 
 def _entry(row: tuple[str, ...], sizes: dict[str, int], num_layers: int) -> Entry:

@@ -23,7 +23,7 @@ import lcjax.lora
 from lcjax import distributed
 from lcjax.convert import hf_names
 from lcjax.convert.atomic import check_destination, finished_or_absent
-from lcjax.convert.landmark import config_to_hf
+from lcjax.convert.cepe import config_to_hf
 from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
 from lcjax.convert.weights import DTYPES, TensorInfo
@@ -113,11 +113,12 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int | None]]:
     """(tensor, entry, layer), all of layer 0 before layer 1: a loader reads files front to back."""
     table = hf_names.entries(config)
-    first_layer = next(i for i, e in enumerate(table) if e.stacked)
-    before = [(e.names[0], e, None) for e in table[:first_layer]]
-    layers = [(e.names[i], e, i) for i in range(config.num_layers) for e in table if e.stacked]
-    after = [(e.names[0], e, None) for e in table[first_layer:] if not e.stacked]
-    return before + layers + after
+    ordered = []
+    for stacked, group in itertools.groupby(table, lambda entry: entry.stacked):
+        entries = list(group)
+        layers = range(len(entries[0].names)) if stacked else [None]
+        ordered += [(e.names[layer or 0], e, layer) for layer in layers for e in entries]
+    return ordered
 
 
 def _stored(entry: hf_names.Entry, dtype: str) -> str:
@@ -169,7 +170,7 @@ def _arrays(
 
 def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int | None) -> jax.Array:
     """One layer of a leaf, with its adapter merged in."""
-    path, stacked = entry.path, "layers" in params
+    path, stacked = entry.path, "layers" in params or not entry.path.startswith("layers/")
     if layer is not None and not stacked:
         path = path.replace("layers/", f"layers_{layer}/", 1)
     parent, _, last = path.rpartition("/")

@@ -9,16 +9,16 @@ import jax
 
 from lcjax.convert.adapted import Adapted, adapted_config, adapted_rope, with_context
 from lcjax.convert.adapter_folder import CONFIG, base_named_by, is_adapter_folder, read_adapters
+from lcjax.convert.cepe import config_from_hf
 from lcjax.convert.gguf_io import GGUFFile
 from lcjax.convert.hf_config import stated_dtype
 from lcjax.convert.hub import download, is_hub_id
-from lcjax.convert.landmark import config_from_hf
 from lcjax.convert.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_gguf import gguf_tokenizer
 from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json
 from lcjax.convert.torch_pickle import TorchFolder, bin_files, refuse
-from lcjax.convert.weights import DTYPES, Source, read_params, stored_dtype
+from lcjax.convert.weights import DTYPES, Source, read_params, spread_layers, stored_dtype
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.rope.hf import from_hf
@@ -75,7 +75,8 @@ def load(
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
-    return read_params(source, config, mesh=mesh, progress=progress), config, tokenizer
+    params = read_params(source, config, mesh=mesh, progress=progress)
+    return params if config.scan_layers else spread_layers(params, config), config, tokenizer
 
 
 def _check_no_base(path: Path, value: Any, kind: str, key: str = "base") -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from lcjax.convert import hf_names
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.tree import lookup, nest
+from lcjax.models.decoder import unstack_layers
+from lcjax.tree import lookup, nest, union
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -112,6 +113,13 @@ def read_params(
         if progress:
             progress(leaves[entry.path].nbytes)
     return nest(leaves)
+
+
+def spread_layers(params: dict, config: ModelConfig) -> dict:
+    """Of a model whose layers are not all alike: one branch per layer, with what it has alone."""
+    alone = {name: branch for name, branch in params.items() if name.startswith("layers_")}
+    rest = {name: branch for name, branch in params.items() if name not in alone}
+    return union(unstack_layers(rest, config), alone)
 
 
 def stored_dtype(source: Source, config: ModelConfig) -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from lcjax.attention import POSITIONS, Causal, Pattern
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
+from lcjax.models.memory import Memory
 from lcjax.rope import Default, Rope
 from pallas_kernels.sharded import METHODS
 
@@ -53,6 +54,7 @@ class ModelConfig:
     head_bias: bool = False
     rotary_fraction: float = 1.0  # share of each head's channels that is rotated
     tie_embeddings: bool = False
+    mlm_head: bool = False  # logits are those of masked language modelling (`lcjax.models.mlm`)
     position: str = "rope"  # or alibi, t5, sinusoidal, learned (see `lcjax.models.position`)
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
@@ -62,6 +64,7 @@ class ModelConfig:
     # How attention over the mesh axis `context` is put together: keys go round a ring, or heads are
     # exchanged for tokens (which needs as many heads on a device as parts of the text).
     context_parallel: str = "ring"
+    memory: Memory | None = None  # a context beside the window, and the layers that read it
     lora: LoRA | None = None
     scan_layers: bool = True  # one compiled layer, weights stacked [L, ...]
 
@@ -77,7 +80,17 @@ class ModelConfig:
                 f"model.rotary_fraction={self.rotary_fraction} must leave an even number of rotated"
                 f" channels of head_dim={self.head_dim}, at least 2; it leaves {self.rotary_dim}"
             )
-
+        if self.mlm_head and not self.tie_embeddings:
+            raise InputError(
+                "model.mlm_head=true reads logits off the embedding; set tie_embeddings=true"
+            )
+        if self.memory is not None:
+            self.memory.check(self)
+            if self.scan_layers and not all(self.memory.reading(self.num_layers)):
+                raise InputError(
+                    "model.scan_layers=true needs layers that are all alike, and only some read the"
+                    " memory; set scan_layers=false"
+                )
         if self.position == "rope":
             return
         if not isinstance(self.rope, Default):

@@ -14,6 +14,8 @@ from lcjax.errors import InputError
 from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Norm
+from lcjax.models.memory import Encoded
+from lcjax.models.mlm import MaskedHead
 from lcjax.models.position import Position, no_rotation
 from lcjax.rope import Rotation
 from lcjax.sharding import LENGTH, keep_tokens
@@ -31,10 +33,14 @@ _REMAT_POLICIES = {
 
 
 class SequentialBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen2."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen2.
+
+    A layer that reads the memory adds what it reads in between.
+    """
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
+    reads: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
@@ -42,8 +48,13 @@ class SequentialBlock(nn.Module):
         normed = Norm(c, name="attention_norm")(x)
         attended, layer = Attention(c, self.mesh, name="attention")(normed, context, layer)
         x = keep_tokens(x + attended, self.mesh)
+        if self.reads and context.memory is not None:
+            x = keep_tokens(x + self._read(x, context.memory), self.mesh)
         x = x + MLP(c, name="mlp")(Norm(c, name="mlp_norm")(x))
         return keep_tokens(x, self.mesh), layer
+
+    def _read(self, x: jax.Array, memory: Encoded) -> jax.Array:
+        return self.config.memory.reader(self.config, self.mesh, name="memory")(x, memory)
 
 
 class ParallelBlock(nn.Module):
@@ -51,6 +62,7 @@ class ParallelBlock(nn.Module):
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
+    reads: bool = False  # never: no memory is defined for it
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
@@ -85,6 +97,8 @@ class Decoder(nn.Module):
             # Inside a scan nothing can be merged across layers anyway; without one, XLA must be
             # kept from undoing the recomputation.
             block = nn.remat(block, policy=_REMAT_POLICIES[c.remat], prevent_cse=not c.scan_layers)
+        memory = c.memory
+        reading = (False,) * c.num_layers if memory is None else memory.reading(c.num_layers)
         if c.scan_layers:
             self.layers = nn.scan(
                 block,
@@ -93,12 +107,16 @@ class Decoder(nn.Module):
                 in_axes=(nn.broadcast, 0),
                 out_axes=0,
                 length=c.num_layers,
-            )(c, self.mesh)
+            )(c, self.mesh, reading[0])
         else:
-            self.layers = [block(c, self.mesh) for _ in range(c.num_layers)]
+            self.layers = [block(c, self.mesh, reads) for reads in reading]
+        if memory is not None:
+            self.encoder = memory.encoder(c, self.mesh)
         self.final_norm = Norm(c)
         if not c.tie_embeddings:
             self.head = Head(c)
+        if c.mlm_head:
+            self.mlm = MaskedHead(c)
         self.position = Position(c)
         if c.rope.learned:
             self.rope = self.param("rope", c.rope.init, c.rotary_dim)
@@ -112,6 +130,7 @@ class Decoder(nn.Module):
         rotation: Rotation | None = None,
         cache: cache_lib.Cache | None = None,
         order: np.ndarray | None = None,
+        memory: Encoded | None = None,
     ) -> tuple[jax.Array, cache_lib.Cache | None]:
         """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
 
@@ -124,8 +143,12 @@ class Decoder(nn.Module):
           cache: the past, from `lcjax.cache.create`.
           order: int32 [T], the token that goes to each place before anything is computed, and so
             the order of the hidden states: that of `token_order`, which spreads work evenly.
+          memory: the context that `encode` made; without, a model that could read one is the
+            decoder that it was made from.
         """
         c = self.config
+        if self.is_initializing() and c.memory is not None:
+            memory = self.encode(tokens[:, None], jnp.ones_like(tokens[:, None], bool))
         start, given = 0 if cache is None else cache.filled, positions
         if positions is None:
             positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
@@ -144,7 +167,7 @@ class Decoder(nn.Module):
                 None if x is None else x[:, order] for x in (tokens, positions, index, segments)
             )
         bias = self.position.logit_bias()
-        context = Context(positions, segments, rotation, index, view, bias, order)
+        context = Context(positions, segments, rotation, index, view, bias, order, memory)
         x = keep_tokens(self.embed.embedding[tokens].astype(c.compute_dtype()), self.mesh)
         if given is None:  # absolute embeddings count in the document
             index = view.q_index if cache is not None else index
@@ -153,8 +176,11 @@ class Decoder(nn.Module):
         if c.scan_layers:
             x, layers = self.layers(x, context, layers)
         else:
-            kept = []
+            kept, readers = [], 0
             for index, block in enumerate(self.layers):
+                if memory is not None and block.reads:
+                    context = context._replace(memory=memory.of_layer(readers))
+                    readers += 1
                 x, layer = block(x, context, None if layers is None else layers[index])
                 kept.append(layer)
             layers = tuple(kept)
@@ -163,6 +189,14 @@ class Decoder(nn.Module):
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
         return self.final_norm(x), cache
+
+    def before_head(self, hidden: jax.Array) -> jax.Array:
+        """What `head` projects, of hidden states [..., D]: themselves, but for masked models."""
+        return self.mlm(hidden) if self.config.mlm_head else hidden
+
+    def encode(self, chunks: jax.Array, mask: jax.Array) -> Encoded:
+        """The context of chunks int32 [B, C, P], with bool `mask` true where text is."""
+        return self.encoder(chunks, mask)
 
     def token_order(self, length: int) -> np.ndarray | None:
         """The order of a row's tokens in which the devices that share it have equal work.
@@ -200,7 +234,8 @@ class Decoder(nn.Module):
         """float32 [..., V] of hidden states [..., D]."""
         if self.config.tie_embeddings:
             kernel = self.embed.embedding.astype(self.config.compute_dtype())
-            return Projection(kernel, tied=True)(hidden)
+            bias = self.mlm.bias if self.config.mlm_head else None
+            return Projection(kernel, bias, tied=True)(self.before_head(hidden))
         return self.head(hidden)
 
 
@@ -208,7 +243,8 @@ def head(params: dict, config: ModelConfig) -> Projection:
     """The projection to logits in the compute dtype."""
     dtype = config.compute_dtype()
     if config.tie_embeddings:
-        return Projection(params["embed"]["embedding"].astype(dtype), tied=True)
+        bias = params["mlm"]["bias"] if config.mlm_head else None
+        return Projection(params["embed"]["embedding"].astype(dtype), bias, tied=True)
     return Projection(params["head"]["kernel"].astype(dtype), params["head"].get("bias"))
 
 

@@ -12,6 +12,7 @@ from lcjax.attention import Causal, attend
 from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
+from lcjax.models.memory import Encoded
 from lcjax.rope import Rotation
 from lcjax.sharding import attention_layout
 from pallas_kernels import Bias
@@ -27,6 +28,7 @@ class Context(NamedTuple):
     view: cache_lib.View | None = None  # where the new tokens stand in the cache
     bias: Bias | None = None  # of the logits, by distance
     order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
+    memory: Encoded | None = None  # what is read beside the tokens
 
 
 class Linear(nn.Module):

@@ -2,7 +2,7 @@
 
 import difflib
 
-from lcjax.attention import Sliding
+from lcjax.attention import Bidirectional, Sliding
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.rope import Default, Llama3
@@ -10,6 +10,17 @@ from lcjax.rope import Default, Llama3
 
 def _llama2(width, mlp_width, layers, heads):
     return ModelConfig(32_000, width, mlp_width, layers, heads, heads, 128, 4_096)
+
+
+def _encoder(vocab, width, mlp_width, layers, heads, length):
+    """A bidirectional Llama for masked language modelling: a vocabulary, and [MASK] after it."""
+    return ModelConfig(
+        *(vocab, width, mlp_width, layers, heads, heads, width // heads, length),
+        norm_epsilon=1e-6,
+        tie_embeddings=True,
+        mlm_head=True,
+        pattern=Bidirectional(),
+    )
 
 
 PRESETS = {
@@ -22,6 +33,9 @@ PRESETS = {
         tie_embeddings=True,
         rope=Default(theta=100_000.0),
     ),
+    # The encoder of CEPE: Llama-2's vocabulary and [MASK] (arXiv 2402.16617, sec. 2.1).
+    "cepe-encoder": _encoder(32_001, 1_024, 4_096, 24, 16, 512),
+    "tiny-encoder": _encoder(260, 32, 80, 2, 2, 64),
     "llama2-7b": _llama2(4_096, 11_008, 32, 32),
     "llama2-13b": _llama2(5_120, 13_824, 40, 40),
     "llama3.1-8b": ModelConfig(
@@ -65,4 +79,5 @@ HUB = {
     "meta-llama/Llama-3.1-8B": "llama3.1-8b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
     "microsoft/phi-2": "phi-2",
+    "hyen/LLaMA-MLM-Large": "cepe-encoder",
 }

@@ -49,9 +49,9 @@ class TrainSection:
     clip: float | None = 1.0  # largest global norm of the gradient; null: none
     ema: float | None = None  # decay of a running average of the weights, such as 0.999; below 1
     # What is trained: rules out of all, lora, embeddings (of the input; where tied, the head, too),
-    # head, norms, rope, or regular expressions on parameter paths. Empty: lora where train.lora is
-    # set, else all. LongLoRA trains [lora, embeddings, norms]; it calls that LoRA+, a name that
-    # another method has, too.
+    # head, norms, rope, encoder, cross_attention, or regular expressions on parameter paths. Empty:
+    # lora where train.lora is set, else all. LongLoRA trains [lora, embeddings, norms]; it calls
+    # that LoRA+, a name that another method has, too.
     trainable: tuple[str, ...] = ()
     lora: LoRA | None = None  # adapters beside the kernels
     positions: Positions = field(default_factory=PlainPositions)  # where training tokens stand

@@ -46,7 +46,10 @@ def language_model(
         )
         rotation = config.pattern.at_length(rotation, places.shape[1])
         targets, weights = batch["targets"], batch["weights"]
-        order = model.token_order(targets.shape[1])
+        order, memory = model.token_order(targets.shape[1]), None
+        if config.memory is not None:
+            context = batch["chunks"], batch["chunk_mask"]
+            memory = model.apply({"params": params}, *context, method="encode")
         hidden, _ = model.apply(
             {"params": params},
             batch["tokens"],
@@ -54,7 +57,9 @@ def language_model(
             segments=batch["segments"],
             rotation=rotation,
             order=order,
+            memory=memory,
         )
+        hidden = model.apply({"params": params}, hidden, method="before_head")
         if order is not None:
             targets, weights = targets[:, order], weights[:, order]
         with jax.named_scope("loss"):

@@ -18,6 +18,8 @@ NAMED_RULES = {
     "head": r"^head/",
     "norms": r"norm/(scale|bias)$",
     "rope": r"^rope/",
+    "encoder": r"^encoder/",
+    "cross_attention": r"(^|/)memory/",
 }
 
 _WAYS_OUT = {

@@ -1,0 +1,146 @@
+"""CEPE: chunks of a context, encoded in parallel, read by cross-attention.
+
+Yen, Gao and Chen 2024 (arXiv 2402.16617, sec. 2). A small bidirectional encoder reads every chunk
+by itself, positions from 0. Its last hidden states Phi are what all reading layers attend to,
+between their self-attention and their MLP:
+
+    h <- h + Wo softmax(Wq norm(h) (Wk Phi)^T / sqrt(H)) Wv Phi
+
+without gate, rotation or order: a permutation of the chunks changes nothing, and a row without any
+context is the decoder as it was.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lcjax.errors import InputError
+from lcjax.models.config import ModelConfig
+from lcjax.models.decoder import Decoder
+from lcjax.models.layers import Linear, Norm
+from lcjax.models.memory import Encoded, Memory
+from lcjax.sharding import LENGTH, attention_layout, keep_tokens
+from pallas_kernels import flash
+
+
+@Memory.register_subclass("cepe")
+@dataclasses.dataclass(frozen=True)
+class Cepe(Memory):
+    """Which encoder, and how many layers, from the last one down, read what it says."""
+
+    states: ModelConfig  # the encoder; its width is E
+    layers: int
+
+    def reading(self, num_layers: int) -> tuple[bool, ...]:
+        return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
+
+    def check(self, config: ModelConfig) -> None:
+        if not 1 <= self.layers <= config.num_layers:
+            raise InputError(
+                f"model.memory.layers={self.layers} must lie in 1 ... {config.num_layers}, the"
+                " layers of the decoder; null takes all of them"
+            )
+        if self.states.vocab_size < config.vocab_size:
+            raise InputError(
+                f"model.memory.encoder knows {self.states.vocab_size} tokens, fewer than the"
+                f" decoder's {config.vocab_size}: contexts are read by the decoder's tokenizer;"
+                " give an encoder that was trained with it"
+            )
+        if config.block != "sequential":
+            raise InputError(
+                f"model.memory.type=cepe stands between attention and MLP, and block="
+                f"{config.block} computes both at once (Phi-2); choose a Llama-like decoder"
+            )
+
+    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
+        changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
+        return ChunkEncoder(self.states.replace(**changes), mesh)
+
+    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
+        return CrossAttention(config.replace(lora=None), self.states.width, mesh, **options)
+
+
+class ChunkEncoder(nn.Module):
+    """A bidirectional transformer over every chunk by itself."""
+
+    config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None
+
+    def setup(self):
+        self.model = Decoder(self.config.replace(mlm_head=False), self.mesh)
+        nn.share_scope(self, self.model)  # `encoder/embed`, not `encoder/model/embed`
+
+    def __call__(self, chunks: jax.Array, mask: jax.Array) -> Encoded:
+        """Phi [B, C P, E] of chunks int32 [B, C, P]; `mask` is true where there is text."""
+        rows, count, length = chunks.shape
+        tokens, seen = (x.reshape(rows * count, length) for x in (chunks, mask))
+        # Padding has an id that the table may not hold, and a place like any other.
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        states, _ = self.model(
+            jnp.where(seen, tokens, 0), positions=positions, segments=seen.astype(jnp.int32)
+        )
+        states = states.reshape(rows, count * length, -1)
+        return Encoded(mask.reshape(rows, -1), keep_tokens(states, self.mesh))
+
+
+class CrossAttention(nn.Module):
+    """What a layer reads of the context: [B, T, D], 0 in rows whose context is all padding."""
+
+    config: ModelConfig
+    width: int  # E, of the encoder's states
+    mesh: jax.sharding.Mesh | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, encoded: Encoded) -> jax.Array:
+        c = self.config
+        with jax.named_scope("memory"):
+            normed = Norm(c, name="norm")(x)
+            q = Linear((c.width,), (c.num_heads, c.head_dim), c, name="query")(normed)
+            if encoded.layers is None:
+                k, v = self.keys(encoded.states)
+            else:
+                k, v = (part.swapaxes(1, 2) for part in encoded.layers[0])
+            there = encoded.mask.astype(jnp.int32)
+            y, _ = flash(
+                q,
+                k,
+                v,
+                q_segments=jnp.ones(x.shape[:2], jnp.int32),
+                k_segments=there,
+                layout=self._layout(x, there),
+            )
+            return Linear((c.num_heads, c.head_dim), (c.width,), c, name="out")(y)
+
+    def keys(self, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, M, K, H] of the encoder's states [B, M, E]."""
+        c, states = self.config, states.astype(self.config.compute_dtype())
+        return tuple(
+            Linear((self.width,), (c.num_kv_heads, c.head_dim), c, name=name)(states)
+            for name in ("key", "value")
+        )
+
+    def _layout(self, x: jax.Array, mask: jax.Array):
+        """Tokens and context are cut over the devices of a text, where these divide both."""
+        if self.mesh is None or self.is_initializing():
+            return None
+        tokens = x.shape[1] if mask.shape[1] % self.mesh.shape[LENGTH] == 0 else None
+        return attention_layout(self.mesh, self.config.context_parallel, tokens)
+
+
+def projected(params: dict, config: ModelConfig, encoded: Encoded) -> Encoded:
+    """`encoded` with the keys and values of every reading layer in place of the states.
+
+    Costs 2 K H numbers for each token and layer instead of E for each token, and saves the
+    projections of every later step. For parameters of layers kept apart.
+    """
+    dtype = config.compute_dtype()
+    layers = []
+    for number, reads in enumerate(config.memory.reading(config.num_layers)):
+        if reads:
+            branch = params[f"layers_{number}"]["memory"]
+            pair = (branch[name]["kernel"].astype(dtype) for name in ("key", "value"))
+            states = encoded.states.astype(dtype)
+            layers.append(tuple(jnp.einsum("BME,EKH->BKMH", states, kernel) for kernel in pair))
+    return Encoded(encoded.mask, layers=tuple(layers))

@@ -1,0 +1,308 @@
+"""CEPE equals the released code, and its context has no order, no padding and no side effects."""
+
+import cepe_golden as golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax import cache as cache_lib
+from lcjax import convert
+from lcjax.build import ModelSection, build, resolve
+from lcjax.convert.safetensors_io import SafetensorsFolder
+from lcjax.convert.weights import read_params, spread_layers
+from lcjax.errors import InputError
+from lcjax.loss import cross_entropy
+from lcjax.memory import CepeSection, projected, with_memory
+from lcjax.models import Decoder, head, preset, unstack_layers
+from lcjax.rope.positions import PlainPositions
+from lcjax.sharding import Mesh, make_mesh
+from lcjax.training.objective import language_model
+from lcjax.training.partition import trainable
+from lcjax.tree import flatten, split
+
+TOLERANCE = 2e-5  # absolute, of float32 logits
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def run(model, params, tokens, chunks=None, mask=None, **options):
+    """Logits [B, T, V] with the context of `chunks`, or without any."""
+    memory = None
+    if chunks is not None:
+        mask = np.ones(chunks.shape, bool) if mask is None else mask
+        memory = model.apply({"params": params}, chunks, mask, method="encode")
+    hidden, _ = model.apply({"params": params}, tokens, memory=memory, **options)
+    return np.asarray(model.apply({"params": params}, hidden, method="logits"))
+
+
+def close(found, wanted):
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["mha_nopad", "padded", "decode_cache"])
+def test_encoder_states_equal_the_released_code(name):
+    model, params = golden.model(name)
+    chunks, mask = golden.context(name)
+    encoded = model.apply({"params": params}, chunks, mask, method="encode")
+    wanted = golden.arrays(name)["encoder_hidden_states"]
+    flat = mask.reshape(len(mask), -1)
+    close(np.asarray(encoded.states)[flat], wanted[flat])
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("mha_nopad", "logits"),
+        ("padded", "logits_full_decoder"),
+        ("init_zero", "logits"),
+        ("distill", "logits"),
+    ],
+)
+def test_logits_equal_the_released_code(name, field):
+    model, params = golden.model(name)
+    tokens = golden.arrays(name)["input_ids"].astype(np.int32)
+    close(run(model, params, tokens, *golden.context(name)), golden.arrays(name)[field])
+
+
+def test_without_a_context_the_released_code_is_the_plain_decoder_and_so_is_ours():
+    model, params = golden.model("mha_nopad")
+    tokens = golden.arrays("mha_nopad")["input_ids"].astype(np.int32)
+    close(run(model, params, tokens), golden.arrays("mha_nopad")["logits_without_encoder"])
+
+
+def test_padding_before_the_decoders_text_changes_nothing():
+    model, params = golden.model("padded")
+    io = golden.arrays("padded")
+    there, tokens = io["attention_mask"].astype(np.int32), io["input_ids"].astype(np.int32)
+    places = io["position_ids"].astype(np.int32)
+    found = run(model, params, tokens, *golden.context("padded"), segments=there, positions=places)
+    wanted = io["logits_padded_decoder_posids"]
+    close(found[there > 0], wanted[there > 0])
+
+
+def test_loss_equals_the_released_code():
+    model, params = golden.model("mha_nopad")
+    io = golden.arrays("mha_nopad")
+    tokens, labels = (io[key].astype(np.int32) for key in ("input_ids", "labels"))
+    memory = model.apply({"params": params}, *golden.context("mha_nopad"), method="encode")
+    hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+    targets = labels[:, 1:]
+    weights = (targets >= 0).astype(np.float32)
+    total, count = cross_entropy(
+        hidden[:, :-1], head(params, model.config), np.maximum(targets, 0), weights
+    )
+    close(total / count, io["loss"])
+
+
+@pytest.mark.parametrize("keys", ["states", "projected"])
+def test_decoding_with_a_cache_equals_the_released_code(keys):
+    stacked, params = golden.model("decode_cache")
+    config = stacked.config.replace(scan_layers=False)
+    model, params = Decoder(config), unstack_layers(params, stacked.config)
+    io = golden.arrays("decode_cache")
+    prompt, text = (io[key].astype(np.int32) for key in ("input_ids", "generated"))
+    context = golden.context("decode_cache")
+    memory = model.apply({"params": params}, *context, method="encode")
+    close(run(model, params, text, *context), io["full_logits"])
+    if keys == "projected":
+        memory = projected(params, config, memory)
+    cache = cache_lib.create(config, len(text), text.shape[1])
+    start = 0
+    for step, stop in enumerate(range(prompt.shape[1], text.shape[1] + 1)):
+        hidden, cache = model.apply(
+            {"params": params}, text[:, start:stop], cache=cache, memory=memory
+        )
+        logits = model.apply({"params": params}, hidden[:, -1], method="logits")
+        close(logits, io["full_logits"][:, stop - 1])
+        if step < io["step_logits"].shape[1]:
+            close(logits, io["step_logits"][:, step])
+            assert stop == text.shape[1] or (logits.argmax(-1) == text[:, stop]).all()
+        start = stop
+
+
+def test_cross_attention_begins_as_the_released_code_has_it():
+    model, params = golden.model("init_zero")
+    plain = split(params, lambda path: "memory/" not in path and not path.startswith("encoder/"))[0]
+    made = with_memory(plain, model.config, params["encoder"])
+    for path, wanted in flatten(params).items():
+        np.testing.assert_array_equal(flatten(made)[path], wanted, err_msg=path)
+
+
+def small(seed=0, layers=None, out="copy"):
+    """A random model that listens to its context."""
+    section = CepeSection(encoder="tiny-encoder", layers=layers, out=out)
+    model, params, _ = build(ModelSection(preset="tiny", memory=section, seed=seed))
+    return model, params
+
+
+def text(seed, *shape):
+    return np.random.default_rng(seed).integers(3, 250, shape).astype(np.int32)
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_chunks_have_no_order(layers):
+    model, params = small(layers=layers)
+    tokens, chunks = text(0, 2, 9), text(1, 2, 4, 5)
+    found = run(model, params, tokens, chunks)
+    close(run(model, params, tokens, chunks[:, [2, 0, 3, 1]]), found)
+    assert np.abs(found - run(model, params, tokens)).max() > 1e-3, "it does listen"
+
+
+def test_a_masked_suffix_is_a_shorter_chunk_and_a_masked_chunk_is_none():
+    model, params = small()
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 8)
+    mask = np.ones(chunks.shape, bool)
+    mask[:, :, 5:] = False
+    short = run(model, params, tokens, chunks[:, :, :5])
+    close(run(model, params, tokens, chunks, mask), short)
+    mask = np.ones(chunks.shape, bool)
+    mask[:, 1] = False
+    close(run(model, params, tokens, chunks, mask), run(model, params, tokens, chunks[:, [0, 2]]))
+
+
+def test_padding_may_hold_any_token():
+    model, params = small()
+    tokens, chunks = text(0, 1, 9), text(1, 1, 3, 8)
+    mask = np.ones(chunks.shape, bool)
+    mask[:, :, 5:] = False
+    other = np.where(mask, chunks, 10**6).astype(np.int32)
+    found = run(model, params, tokens, chunks, mask)
+    np.testing.assert_array_equal(run(model, params, tokens, other, mask), found)
+
+
+def test_no_context_is_the_decoder_bit_for_bit():
+    model, params = small()
+    plain = Decoder(model.config.replace(memory=None))
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 8)
+    bare = split(params, lambda p: "memory/" not in p and not p.startswith("encoder/"))[0]
+    wanted = run(plain, bare, tokens)
+    np.testing.assert_array_equal(run(model, params, tokens), wanted)
+    nothing = run(model, params, tokens, chunks, np.zeros(chunks.shape, bool))
+    np.testing.assert_array_equal(nothing, wanted)
+    mask = np.ones(chunks.shape, bool)
+    mask[1] = False  # in one row only
+    mixed = run(model, params, tokens, chunks, mask)
+    np.testing.assert_array_equal(mixed[1], wanted[1])
+    assert np.abs(mixed[0] - wanted[0]).max() > 1e-3
+
+
+def test_zeros_in_the_output_projection_change_nothing():
+    model, params = small(out="zeros")
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 8)
+    found = run(model, params, tokens, chunks)
+    np.testing.assert_array_equal(found, run(model, params, tokens))
+
+
+def batch(rows=8, length=16):
+    return {
+        "tokens": text(2, rows, length),
+        "targets": text(3, rows, length),
+        "segments": np.ones((rows, length), np.int32),
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)),
+        "weights": np.ones((rows, length), np.float32),
+        "chunks": text(4, rows, 2, 8),
+        "chunk_mask": np.random.default_rng(5).random((rows, 2, 8)) < 0.8,
+    }
+
+
+def gradients(model, params, mesh=None):
+    """The loss, and its gradients for what the recipes train."""
+    objective = language_model(model.config, PlainPositions(), mesh=mesh)
+    chosen = trainable(flatten(params), ("encoder", "cross_attention"))
+    trained, frozen = split(params, chosen)
+
+    def loss(trained):
+        total, count = objective(trained, frozen, batch(), jax.random.key(0))
+        return total / count
+
+    return jax.jit(jax.value_and_grad(loss))(trained)
+
+
+def test_what_is_trained_is_encoder_and_cross_attention_and_all_of_it_has_a_gradient():
+    _, grads = gradients(*small())
+    flat = flatten(grads)
+    assert all(path.startswith("encoder/") or "/memory/" in path for path in flat)
+    assert all(np.abs(leaf).max() > 0 for leaf in flat.values())
+
+
+@pytest.mark.parametrize(
+    "sizes", [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4)], ids=lambda sizes: "x".join(map(str, sizes))
+)
+def test_loss_and_gradients_are_the_same_on_any_mesh(sizes):
+    model, params = small()
+    loss, grads = gradients(model, params)
+    mesh = make_mesh(Mesh(*sizes))
+    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
+    model, params, _ = build(section, mesh)
+    found, other = gradients(model, params, mesh)
+    assert abs(found - loss) < 1e-5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other, grads)
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_a_saved_folder_is_read_back_bit_for_bit(layers, tmp_path):
+    model, params = small(layers=layers)
+    convert.save_hf(tmp_path / "model", params, model.config)
+    config = convert.load_config(tmp_path / "model")
+    assert config.memory == model.config.memory
+    found = read_params(SafetensorsFolder(tmp_path / "model"), config)
+    found = found if config.scan_layers else spread_layers(found, config)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def test_the_encoders_own_folder_is_read_back_bit_for_bit(tmp_path):
+    encoder, params, _ = build(ModelSection(preset="tiny-encoder"))
+    convert.save_hf(tmp_path / "encoder", params, encoder.config)
+    config = convert.load_config(tmp_path / "encoder")
+    found = read_params(SafetensorsFolder(tmp_path / "encoder"), config)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert config.mlm_head and config.pattern == encoder.config.pattern
+
+
+def test_an_encoder_sees_both_ways():
+    model, params, _ = build(ModelSection(preset="tiny-encoder"))
+    tokens = text(0, 1, 9)
+    changed = tokens.copy()
+    changed[0, -1] += 1
+    found, other = run(model, params, tokens), run(model, params, changed)
+    assert np.abs(found - other)[0, 0].max() > 1e-6
+
+
+def test_sizes_of_the_published_models():
+    config = resolve(ModelSection(memory=CepeSection(), preset="llama2-7b"), preset("llama2-7b"))
+    shapes = jax.eval_shape(
+        lambda key: Decoder(config).init(key, jnp.zeros((1, 2), jnp.int32))["params"],
+        jax.random.key(0),
+    )
+    sizes = {path: leaf.size for path, leaf in flatten(shapes).items()}
+    assert sum(size for path, size in sizes.items() if path.startswith("encoder/")) == 435_472_384
+    assert sum(size for path, size in sizes.items() if "/memory/" in path) == 1_342_308_352
+    assert sum(sizes.values()) == 8_516_196_352
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (dict(preset="tiny", memory=CepeSection(encoder="tiny-encoder", layers=3)), "1 ... 2"),
+        (dict(preset="smollm2-135m", memory=CepeSection(encoder="tiny-encoder")), "260 tokens"),
+        (dict(preset="phi-2", memory=CepeSection()), "sequential|Phi-2|fewer"),
+        (dict(preset="tiny", memory=CepeSection(encoder="llama-1m")), "no encoder"),
+        (dict(preset="tiny", memory=CepeSection(encoder="nowhere")), "nowhere"),
+        (dict(preset="tiny", memory=CepeSection()), "1024 channels"),
+    ],
+)
+def test_bad_sections_are_refused_in_one_line(section, words):
+    with pytest.raises(InputError, match=words) as caught:
+        build(ModelSection(**section))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_memory_of_no_layers_is_refused():
+    with pytest.raises(InputError, match="layers=0 must be at least 1"):
+        CepeSection(layers=0)
