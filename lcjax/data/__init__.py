@@ -5,6 +5,7 @@ batch = next(loader)                      # tokens, targets, segments, positions
 state = loader.get_state()                # JSON-ready; set_state continues bit for bit
 """
 
+from lcjax.data.chunks import Chunks
 from lcjax.data.config import DataConfig, TextConfig
 from lcjax.data.device import DeviceLoader
 from lcjax.data.loader import Loader, make_loader
@@ -15,6 +16,7 @@ from lcjax.data.upsample import Share, Upsample
 
 __all__ = [
     "ChatSource",
+    "Chunks",
     "DataConfig",
     "DeviceLoader",
     "Loader",

@@ -23,10 +23,10 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "a
 
 
 class Plain(NamedTuple):
-    """A prompt and its answer, both as they stand."""
+    """A prompt and its answer, both as they stand: text, or token ids."""
 
-    prompt: str
-    answer: str
+    prompt: str | np.ndarray
+    answer: str | np.ndarray
 
 
 class ChatFiles(RecordFiles):
@@ -63,15 +63,17 @@ class ChatTokenise:
 
     def __init__(self, tokenizer: Any, source: ChatSource):
         self._tokenizer, self._every = tokenizer, source.learn == "all"
-        self._answers = not source.prompt
 
     def __call__(self, name: str, value: Any) -> tuple[np.ndarray, np.ndarray]:
         """int32 ids [n] and bool [n]."""
         if isinstance(value, Plain):
             parts = [(value.prompt, self._every), (value.answer, True)]
-            return self._join([(self._tokenizer.encode(text), how) for text, how in parts])
+            return self._join([(self._ids(text), how) for text, how in parts])
         pieces = turns(self._tokenizer.render_chat, value, name) if value else []
         return self._join([self._piece(text, answer) for text, answer in pieces])
+
+    def _ids(self, text: str | np.ndarray) -> list[int] | np.ndarray:
+        return self._tokenizer.encode(text) if isinstance(text, str) else text
 
     def _piece(self, text: str, answer: bool) -> tuple[list[int], Any]:
         ids = self._tokenizer.encode(text, allow_special=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lcjax.data.chunks import Chunks
 from lcjax.data.masking import Masking
 from lcjax.data.sources import INDEX, PACKINGS, PLAN, SeqioSource, Source, TextSource, TokenSource
 from lcjax.errors import InputError
@@ -57,7 +58,7 @@ class TextConfig:
 class DataConfig(TextConfig):
     """Text in, rows of exactly `length` tokens out."""
 
-    length: int = 1024  # tokens in a row
+    length: int = 1024  # tokens in a row, those of chunks counted
     # concat (cut anywhere, no padding), first_fit or best_fit (whole documents), windows (rows that
     # lie in one document; what does not fill a row is left out)
     pack: str = "concat"
@@ -71,6 +72,8 @@ class DataConfig(TextConfig):
     shuffle_rows: int = 0  # also shuffle rows among this many (parts of a book lie side by side)
     seed: int = 0  # of every random choice in the data
     masking: Masking | None = None  # masked language modelling in place of the next token
+    # The beginning of a row as context for an encoder (model.memory); the decoder has the rest
+    chunks: Chunks | None = None
     repeat: int | None = None  # epochs; null: for ever; a mixture ends with its first source
     threads: int = 2  # that read and tokenise
     prefetch: int = 2  # batches made ahead
@@ -91,6 +94,36 @@ class DataConfig(TextConfig):
             raise InputError(f"data.seed={self.seed} must lie in 0 ... 4294967295")
         for i, source in enumerate(self.sources):
             self._check_stride(i, source)
+            self._check_converter(i, source)
+        if self.chunks is not None:
+            self._check_chunks(self.chunks)
+
+    @property
+    def decoder_length(self) -> int:
+        """Tokens of a row that the decoder reads."""
+        return self.length if self.chunks is None else self.chunks.decoder_length(self.length)
+
+    def _check_chunks(self, chunks: Chunks) -> None:
+        chunks.decoder_length(self.length)
+        if self.masking is not None:
+            raise InputError(
+                "data.chunks give the decoder its context and data.masking trains an encoder: keep"
+                " one of them"
+            )
+        rows = [s for s in self.sources if not (isinstance(s, SeqioSource) and s.converter)]
+        packings = {s.pack or self.pack for s in rows} if self.sources else {self.pack}
+        if self.document_mask and packings - {"windows"}:
+            raise InputError(
+                "data.document_mask=true cannot hold with data.chunks, which all documents of a row"
+                " read: set it to false, or pack: windows, where a row has one document"
+            )
+
+    def _check_converter(self, i: int, source: Source) -> None:
+        if isinstance(source, SeqioSource) and source.converter and self.chunks is None:
+            raise InputError(
+                f"data.sources.{i}.converter={source.converter} needs data.chunks, which say how"
+                " many there are and how long"
+            )
 
     def _check_stride(self, i: int, source: Source) -> None:
         if source.stride is None:

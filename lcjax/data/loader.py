@@ -13,7 +13,7 @@ import grain
 from lcjax.data.config import DataConfig
 from lcjax.data.masking import Mask
 from lcjax.data.opening import Documents, all_empty, identity_of, open_split
-from lcjax.data.rows import Batch, Fields, PadBatch, Tokenise, mixed_rows, rows_in_order
+from lcjax.data.rows import Batch, PadBatch, Tokenise, finish, mixed_rows, rows_in_order
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks, insert
 
@@ -32,6 +32,8 @@ def make_loader(
 ) -> "Loader":
     """Batches of this process as dicts of arrays [B, T], B = the number of its rows.
 
+    T is `config.decoder_length`.
+
     - `tokens` int32: the text; 0 where there is padding.
     - `targets` int32: the token after `tokens[t]` in the same document. It was attached before
       the document was cut, so the last place of a row has its target in the next row: no
@@ -41,6 +43,11 @@ def make_loader(
     - `positions` int32: from 0 in every segment; a document that goes on in the next row starts
       there at 0 again, because that row cannot see the part before.
     - `weights` float32: 1 where there is a target, 0 at ends of documents and on padding.
+
+    With `config.chunks`, of K chunks of Tc tokens, which come before those of `tokens`:
+
+    - `chunks` int32 [B, K, Tc]: the context; 0 where there is padding.
+    - `chunk_mask` bool [B, K, Tc]: true where there is text.
 
     Every process builds the same global batch of `batch_size` rows and keeps its own: `rows`, from
     `lcjax.sharding.process_rows`, or all. So the global batches do not depend on the number of
@@ -62,7 +69,7 @@ def make_loader(
     needed = batch_size * config.length if split == "train" else 1
     _require_tokens(corpora, tokenises, needed=needed, repeat=repeat)
     build = mixed_rows if split == "train" else rows_in_order
-    packed = build(corpora, config, tokenises).map(Fields(config.document_mask))
+    packed = build(corpora, config, tokenises).map(finish(config))
     if config.masking is not None:
         if landmarks is not None:
             raise InputError("data.masking hides tokens that landmarks look at: leave it out")
@@ -70,6 +77,8 @@ def make_loader(
     batches = packed.batch(batch_size, batch_fn=PadBatch(batch_size))
     batches = batches.map(lambda batch: {key: value[own] for key, value in batch.items()})
     if landmarks is not None:
+        if config.chunks is not None:
+            raise InputError("data.chunks are no context of a model with landmarks: leave them out")
         landmarks.row_length(config.length)  # refuses lengths that cannot be, before any batch
         ends = tuple(tokenizer.eos_ids)
         batches = batches.map(lambda batch: insert(batch, landmarks, ends))
@@ -143,8 +152,8 @@ def _require_tokens(
     epochs, total = repeat or 1, 0
     for corpus, tokenise in zip(corpora, tokenises, strict=True):
         found = 0
-        for document in corpus:
-            found += tokenise.used(tokenise(document))
+        for tokens in tokenise.counts(corpus):
+            found += tokens
             if found and (total + found) * epochs >= needed:
                 break
         if found == 0:

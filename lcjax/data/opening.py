@@ -98,7 +98,7 @@ def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[st
 
 
 def _way_out(source: Source) -> str:
-    if isinstance(source, SeqioSource):
+    if isinstance(source, SeqioSource) and source.tokens and not source.prompt:
         return "but token ids, and text is needed here: set data.sources.0.tokens=false"
     return "and text is needed here: name the source it was made from, with type: text"
 

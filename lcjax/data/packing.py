@@ -5,6 +5,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from lcjax.data.chunks import positions_in
 from lcjax.data.config import DataConfig
 from lcjax.data.sources import Source
 
@@ -87,10 +88,7 @@ def join(parts: list[Element]) -> Element:
         segments.append(ids)
         last = max(last, int(ids.max()))
     segments = np.concatenate(segments).astype(np.int32)
-    at = np.arange(len(segments), dtype=np.int32)
-    begins = np.append(True, segments[1:] != segments[:-1])
-    positions = at - np.maximum.accumulate(np.where(begins, at, 0))
-    positions = np.where(segments > 0, positions, 0).astype(np.int32)
+    positions = positions_in(segments)
     return {"pair": pair, "pair_segment_ids": segments, "pair_positions": positions}
 
 

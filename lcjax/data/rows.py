@@ -4,19 +4,23 @@ A row travels as one array `pair` [T, 2], each token beside its target, so that 
 together and the target of a token never depends on where a row was cut.
 """
 
+import functools
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
 import numpy as np
 
 from lcjax.data.chat_files import ChatTokenise
+from lcjax.data.chunks import Cut
 from lcjax.data.config import DataConfig
 from lcjax.data.corpus import Corpus
 from lcjax.data.fixed_rows import FixedRows
 from lcjax.data.opening import Documents
 from lcjax.data.packing import Windows, pack
-from lcjax.data.sources import ChatSource, Source, TokenSource
+from lcjax.data.seqio_chunks import context_chunks
+from lcjax.data.sources import ChatSource, SeqioSource, Source, TokenSource
 from lcjax.data.stream import derived_seed
 from lcjax.errors import InputError
 
@@ -46,14 +50,26 @@ class Tokenise:
         stride = source.stride or config.length
         self._windows = Windows(config.length, stride) if how == "windows" else None
         self._length = config.length
-        chat = isinstance(source, ChatSource)
+        chat = isinstance(source, ChatSource) or (isinstance(source, SeqioSource) and source.prompt)
         self._chat = ChatTokenise(tokenizer, source) if chat else None
         self._marks_chat = chat and bool(source.prompt)  # else the template has its own
+        self._convert = None
+        if isinstance(source, SeqioSource) and source.converter:
+            # The task has put marks where it wants them.
+            marks = {
+                "bos_id": self.bos if config.add_bos else None,
+                "eos_id": self.eos if config.add_eos else None,
+            }
+            self._convert = functools.partial(
+                context_chunks, config.chunks, config.decoder_length, **marks
+            )
 
     def __call__(self, document: tuple[str, Any]) -> dict[str, np.ndarray] | None:
         name, value = document
         if self._chat is not None:
-            return self._conversation(*self._chat(name, value))
+            ids, learned = self._chat(name, value)
+            self._check(name, ids)
+            return self._conversation(ids, learned)
         if isinstance(value, str):
             ids = np.array(self._tokenizer.encode(value) if value.strip() else [], np.int32)
         else:
@@ -67,10 +83,10 @@ class Tokenise:
         """As for text, but targets that are not learned are -2 - target."""
         if len(ids) < self.least or not learned.any():
             return None
-        if self._marks_chat:
-            ids = np.concatenate([[] if self.bos is None else [self.bos], ids]).astype(np.int32)
-            learned = np.append(np.zeros(len(ids) - len(learned), bool), learned)
-            if self.eos is not None:
+        if self._marks_chat:  # ids of a seqio task may have these already
+            if self.bos is not None and ids[0] != self.bos:
+                ids, learned = np.append(np.int32(self.bos), ids), np.append(False, learned)
+            if self.eos is not None and ids[-1] != self.eos:
                 ids, learned = np.append(ids, np.int32(self.eos)), np.append(learned, True)
         return self._fitting(ids, learned)
 
@@ -87,15 +103,18 @@ class Tokenise:
 
     def _checked(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Ids less the BOS and EOS that are added here."""
+        self._check(name, ids)
+        first = self.bos is not None and len(ids) > 0 and ids[0] == self.bos
+        last = self.eos is not None and len(ids) > int(first) and ids[-1] == self.eos
+        return ids[int(first) : len(ids) - int(last)]
+
+    def _check(self, name: str, ids: np.ndarray) -> None:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._tokenizer.vocab_size:
             raise InputError(
                 f"{name} has the token {int(ids.max())}, and the tokenizer only"
                 f" {self._tokenizer.vocab_size}: these are ids of another tokenizer, or dtype is"
                 " wrong"
             )
-        first = self.bos is not None and len(ids) > 0 and ids[0] == self.bos
-        last = self.eos is not None and len(ids) > int(first) and ids[-1] == self.eos
-        return ids[int(first) : len(ids) - int(last)]
 
     @property
     def why_none(self) -> str:
@@ -103,6 +122,16 @@ class Tokenise:
         if self._windows is not None:
             return f"pack=windows needs documents of data.length={self._length} tokens"
         return f"empty, skipped, or below data.min_document_tokens={self.least}"
+
+    def converted(self, corpus: Documents, **order: Any) -> grain.IterDataset | None:
+        """The rows that the converter of a seqio source makes; None for all other sources."""
+        return self._convert and corpus.rows(self._convert, **order)
+
+    def counts(self, corpus: Documents) -> Iterator[int]:
+        """Tokens of every document, or row of a converter, that come into rows."""
+        if (rows := self.converted(corpus)) is not None:
+            return (self._length for _ in rows)
+        return (self.used(self(document)) for document in corpus)
 
     def used(self, element: dict[str, np.ndarray] | None) -> int:
         """Tokens of a document that come into rows."""
@@ -134,6 +163,17 @@ class Fields:
         }
 
 
+def finish(config: DataConfig) -> Callable[[dict[str, np.ndarray]], Batch]:
+    """What makes a row of any source a row of the training batch."""
+    fields = Fields(config.document_mask)
+    cut = Cut(config.chunks, config.length) if config.chunks else lambda row: row
+
+    def finished(row: dict[str, np.ndarray]) -> Batch:
+        return cut(fields(row)) if "pair" in row else row  # else a converter has made it
+
+    return finished
+
+
 class PadBatch:
     """Stacks rows; missing ones of the last batch become rows of padding."""
 
@@ -154,6 +194,10 @@ def mixed_rows(
     streams = []
     for i, (corpus, tokenise) in enumerate(zip(corpora, tokenises, strict=True)):
         seed = derived_seed(config.seed, i)
+        order = {"shuffle": config.shuffle, "seed": seed, "repeat": config.repeat}
+        if (rows := tokenise.converted(corpus, **order)) is not None:
+            streams.append(rows)
+            continue
         if _cut_once(corpus):
             rows = _fixed_rows(corpus, config, tokenise)
             rows = rows.shuffle(seed=seed) if config.shuffle else rows
@@ -164,9 +208,7 @@ def mixed_rows(
             docs = docs.shuffle(seed=seed) if config.shuffle else docs
             pieces = read_ahead(docs.repeat(config.repeat).map(tokenise), config)
         else:
-            pieces = corpus.elements(
-                tokenise, shuffle=config.shuffle, seed=seed, repeat=config.repeat
-            )
+            pieces = corpus.elements(tokenise, **order)
         streams.append(pack(pieces, config, corpus.source, shuffle=config.shuffle))
     rows = streams[0]
     if len(streams) > 1:
@@ -186,11 +228,17 @@ def rows_in_order(
 
     def alike(pair):
         source = pair[0].source
-        return _cut_once(pair[0]), source.pack, source.stride
+        converter = isinstance(source, SeqioSource) and source.converter
+        return _cut_once(pair[0]), source.pack, source.stride, converter
 
     parts = []
-    for (cut_once, *_), group in itertools.groupby(zip(corpora, tokenises, strict=True), alike):
+    for (cut_once, *_, converter), group in itertools.groupby(
+        zip(corpora, tokenises, strict=True), alike
+    ):
         pairs = list(group)
+        if converter:
+            parts += [t.converted(c) for c, t in pairs]
+            continue
         if cut_once:
             parts += [read_ahead(_fixed_rows(c, config, t), config) for c, t in pairs]
             continue

@@ -6,19 +6,19 @@ resume, the pipeline is built again and that many examples are skipped, which co
 again. seqio and TensorFlow are imported only where a source of this type is opened.
 """
 
-import contextlib
 import copy
 import difflib
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
 import numpy as np
 
+from lcjax.data.chat_files import Plain
 from lcjax.data.config import SeqioSource
 from lcjax.data.readers import decode, unit_hash
+from lcjax.data.seqio_chunks import import_seqio
 from lcjax.errors import InputError
 
 # Tokenizers that give the same ids here, words, digits, spaces, scripts and code, are the same.
@@ -27,6 +27,9 @@ _PROBES = (
     "Naïve café, Straße, Привет мир, 日本語のテキスト, 🙂 and \t two  spaces.",
     "def f(x, *y):\n    return x ** 2 != {'a': [1, 22, 333]}  # --- end",
 )
+
+
+Value = str | np.ndarray | Plain  # text, int32 ids, or what is read beside what is learned
 
 
 class SeqioCorpus:
@@ -42,8 +45,11 @@ class SeqioCorpus:
         self.source, self._on_bad_text = source, on_bad_text
         self._holdout, self._side = 0.0, "train"
         self._provider = _provider(source)
-        self.mixes = isinstance(self._provider, _seqio().Mixture)
-        self._key = self._find_key()
+        self.mixes = isinstance(self._provider, import_seqio()[0].Mixture)
+        self._tokens = source.tokens or bool(source.converter)
+        self._features = [f for f in (source.prompt, source.context, source.feature) if f]
+        specs = self._pipeline(shuffle=False, seed=0, repeat=1).element_spec
+        self._keys = [self._find_key(name, specs) for name in self._features]
 
     def split(self, holdout: float, which: str) -> "SeqioCorpus":
         """The documents held out for validation, or the others."""
@@ -51,65 +57,61 @@ class SeqioCorpus:
         side._holdout, side._side = holdout, which
         return side
 
-    def __iter__(self) -> Iterator[tuple[str, str | np.ndarray]]:
-        """(name, text or int32 ids) of every document once, in the order of the task's source."""
+    def __iter__(self) -> Iterator[tuple[str, Value]]:
+        """(name, value) of every document once, in the order of the task's source."""
         return (document for document in self.read() if document is not None)
 
-    def read(
-        self, *, shuffle: bool = False, seed: int = 0, repeat: int | None = 1, skip: int = 0
-    ) -> Iterator[tuple[str, str | np.ndarray] | None]:
+    def read(self, *, skip: int = 0, **order: Any) -> Iterator[tuple[str, Value] | None]:
         """The examples after the first `skip`; None for one of the other side of the split."""
-        import tensorflow as tf
+        examples = self._pipeline(**order)
+        keys = self._keys
+        examples = examples.map(lambda example: tuple(example[key] for key in keys)).skip(skip)
+        for number, found in enumerate(self._numpy(examples), start=skip + 1):
+            where = f"{self._label}:{number}"
+            values = [self._value(value, where) for value in found]
+            document = Plain(*values) if self.source.prompt else values[-1]
+            yield (where, document) if self._belongs(values[-1]) else None
 
-        # Built anew each time: a pipeline that is read twice has another order the second time.
-        examples = self._pipeline(shuffle=shuffle, seed=seed, repeat=repeat)
-        examples = examples.map(lambda example: example[self._key]).skip(skip)
-        options = tf.data.Options()
-        options.deterministic = True
-        iterator = examples.with_options(options).as_numpy_iterator()
-        name = f"{self.source.name}[{self.source.split}]"
-        while True:
-            try:
-                value = next(iterator, None)
-            except tf.errors.OpError as error:
-                raise InputError(f"{name}: {_line(error)}") from error
-            if value is None:
-                return
-            skip += 1
-            where = f"{name}:{skip}"
-            if isinstance(value, bytes):
-                value = decode(value, where=where, on_bad_text=self._on_bad_text)
-            else:
-                value = value.astype(np.int32)
-            yield (where, value) if self._belongs(value) else None
+    def rows(self, convert: Callable[..., Any], **order: Any) -> grain.IterDataset:
+        """The rows that the feature converter `convert(context=, targets=)` makes of examples."""
+        context, targets = self.source.context or None, self.source.feature
+        converter = convert(context=context, targets=targets)
+        self._pipeline(**order)  # refused here, not in a thread
 
-    def elements(
-        self, tokenise, *, shuffle: bool = False, seed: int = 0, repeat: int | None = 1
-    ) -> grain.IterDataset:
+        def read(skip: int) -> Iterator[dict[str, np.ndarray]]:
+            examples = self._held(self._pipeline(**order)).map(self._ids)
+            rows = converter(examples, dict.fromkeys(converter.TASK_FEATURES, None))
+            return self._numpy(rows.skip(skip))
+
+        return _Elements(read, lambda row: row)
+
+    def elements(self, tokenise: Callable, **order: Any) -> grain.IterDataset:
         """What `tokenise` makes of the documents, as a grain dataset."""
-        self._pipeline(shuffle=shuffle, seed=seed, repeat=repeat)  # refused here, not in a thread
-        return _Elements(
-            lambda skip: self.read(shuffle=shuffle, seed=seed, repeat=repeat, skip=skip), tokenise
-        )
+        self._pipeline(**order)  # refused here, not in a thread
+        return _Elements(lambda skip: self.read(skip=skip, **order), tokenise)
 
     def check_vocabulary(self, tokenizer) -> None:
         """Token ids can only be taken over when the task and the model agree about them."""
-        if not self.source.tokens:
-            return
-        seqio = _seqio()
-        vocabulary = self._provider.output_features[self.source.feature].vocabulary
-        if isinstance(vocabulary, seqio.PassThroughVocabulary):  # ids of an unnamed tokenizer
-            agree = vocabulary.vocab_size == tokenizer.vocab_size
-        else:
-            agree = vocabulary.vocab_size <= tokenizer.vocab_size and all(
-                list(vocabulary.encode(text)) == tokenizer.encode(text) for text in _PROBES
-            )
-        if not agree:
-            raise InputError(
-                f"{self.source.name}: feature {self.source.feature} has the vocabulary"
-                f" {type(vocabulary).__name__} of {vocabulary.vocab_size} ids, which is not the"
-                f" model's of {tokenizer.vocab_size}: set tokens: false to read its text instead"
-            )
+        for feature in self._features if self._tokens else ():
+            vocabulary = self._provider.output_features[feature].vocabulary
+            if not _agree(vocabulary, tokenizer):
+                way_out = "give a task of the model's own"
+                if not self.source.converter:
+                    way_out = "set tokens: false to read its text instead"
+                raise InputError(
+                    f"{self.source.name}: feature {feature} has the vocabulary"
+                    f" {type(vocabulary).__name__} of {vocabulary.vocab_size} ids, which is not the"
+                    f" model's of {tokenizer.vocab_size}: {way_out}"
+                )
+
+    @property
+    def _label(self) -> str:
+        return f"{self.source.name}[{self.source.split}]"
+
+    def _value(self, value: bytes | np.ndarray, where: str) -> str | np.ndarray:
+        if isinstance(value, bytes):
+            return decode(value, where=where, on_bad_text=self._on_bad_text)
+        return value.astype(np.int32)
 
     def _belongs(self, document: str | np.ndarray) -> bool:
         if self._holdout == 0.0:
@@ -117,8 +119,48 @@ class SeqioCorpus:
         data = document.encode() if isinstance(document, str) else document.tobytes()
         return (unit_hash(data) < self._holdout) == (self._side == "validation")
 
-    def _pipeline(self, *, shuffle: bool, seed: int, repeat: int | None) -> Any:
-        """The task's `tf.data.Dataset`."""
+    def _held(self, examples: Any) -> Any:
+        """The examples of this side of the split, as a `tf.data.Dataset`."""
+        import tensorflow as tf
+
+        def belongs(ids: np.ndarray) -> np.bool_:
+            return np.bool_(self._belongs(ids.astype(np.int32)))
+
+        if self._holdout == 0.0:
+            return examples
+        key = self._keys[-1]
+        return examples.filter(
+            lambda e: tf.ensure_shape(tf.numpy_function(belongs, [e[key]], tf.bool), [])
+        )
+
+    def _ids(self, example: dict) -> dict:
+        """The features of a converter, and their dtype."""
+        import tensorflow as tf
+
+        named = zip(self._features, self._keys, strict=True)
+        return {name: tf.cast(example[key], tf.int32) for name, key in named}
+
+    def _numpy(self, examples: Any) -> Iterator[Any]:
+        """The elements as NumPy arrays, in an order that the seed alone decides."""
+        import tensorflow as tf
+
+        options = tf.data.Options()
+        options.deterministic = True
+        iterator = examples.with_options(options).as_numpy_iterator()
+        while True:
+            try:
+                found = next(iterator, None)
+            except tf.errors.OpError as error:
+                raise InputError(f"{self._label}: {_line(error)}") from error
+            if found is None:
+                return
+            yield found
+
+    def _pipeline(self, *, shuffle: bool = False, seed: int = 0, repeat: int | None = 1) -> Any:
+        """The task's `tf.data.Dataset`.
+
+        Built anew for each reading: one that is read twice has another order the second time.
+        """
         features, length = self._provider.output_features, self.source.task_length
         # Mixtures drop the text behind the ids unless asked not to.
         more = {"copy_pretokenized": True} if self.mixes else {}
@@ -136,10 +178,9 @@ class SeqioCorpus:
         except (ValueError, TypeError, AssertionError) as error:
             raise InputError(f"{self.source.name}: seqio refuses it: {_line(error)}") from error
 
-    def _find_key(self) -> str:
-        """The feature to read: ids, or the text that they were made from."""
-        specs = self._pipeline(shuffle=False, seed=0, repeat=1).element_spec
-        name, tokens = self.source.feature, self.source.tokens
+    def _find_key(self, name: str, specs: dict[str, Any]) -> str:
+        """Where a feature is read: ids, or the text that they were made from."""
+        tokens = self._tokens
         wanted = [name] if tokens else [f"{name}_pretokenized", name]
         for key in wanted:
             spec = specs.get(key)
@@ -151,9 +192,10 @@ class SeqioCorpus:
                     )
                 return key
         known = ", ".join(f"{key} ({spec.dtype.name})" for key, spec in sorted(specs.items()))
+        other = "" if self.source.converter else f", or tokens: {str(not tokens).lower()}"
         raise InputError(
             f"{self.source.name} has no {'ids' if tokens else 'text'} in {' or '.join(wanted)};"
-            f" it has {known}: set feature to another, or tokens: {str(not tokens).lower()}"
+            f" it has {known}: name another feature{other}"
         )
 
 
@@ -191,25 +233,18 @@ class _ElementsIterator(grain.DatasetIterator):
         self._examples, self._stream = int(state["examples"]), None
 
 
-def _seqio() -> Any:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # pages about missing GPU libraries
-    try:
-        import seqio
-        import tensorflow as tf
-    except ImportError as error:
-        raise InputError(
-            "data.sources of type seqio need `pip install 'lcjax[seqio]'`, which brings TensorFlow"
-            f" (2.4 GB): {error}"
-        ) from None
-    # TensorFlow would take all memory of the GPUs; once in use, it is the caller who decided.
-    with contextlib.suppress(RuntimeError):
-        tf.config.set_visible_devices([], "GPU")
-    return seqio
+def _agree(vocabulary: Any, tokenizer: Any) -> bool:
+    """Whether a task's vocabulary gives the ids of the tokenizer."""
+    if isinstance(vocabulary, import_seqio()[0].PassThroughVocabulary):  # of an unnamed tokenizer
+        return vocabulary.vocab_size == tokenizer.vocab_size
+    return vocabulary.vocab_size <= tokenizer.vocab_size and all(
+        list(vocabulary.encode(text)) == tokenizer.encode(text) for text in _PROBES
+    )
 
 
 def _provider(source: SeqioSource) -> Any:
     """The Task or Mixture that the source names."""
-    seqio = _seqio()
+    seqio, _ = import_seqio()
     if source.module:
         try:
             importlib.import_module(source.module)

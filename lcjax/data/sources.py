@@ -136,9 +136,28 @@ class SeqioSource(Source):
     weight: float = 1.0  # share of the rows, relative to the other sources
     split: str = "train"  # one of the task's splits; data.holdout cuts validation from it
     feature: str = "targets"  # output feature that holds the document
+    prompt: str = ""  # feature that is read before it and not learned, such as inputs
     tokens: bool = False  # take the task's token ids (same vocabulary needed), else its text
+    # null: documents, which become rows as pack says. chunks: the task's token ids become rows as
+    # data.chunks says, every example for itself, with BOS or EOS of the task's own (and those of
+    # data.add_bos and data.add_eos where they are true)
+    converter: str | None = None
+    context: str = ""  # of the converter: feature whose text comes before that of `feature`
     task_length: int | None = None  # tokens of each feature that preprocessors are told; null: none
     cached: bool = False  # read what seqio_cache_tasks wrote
+    learn: ClassVar[str] = "answers"  # with prompt, as of type chat
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.converter not in (None, "chunks"):
+            raise InputError(f"converter={self.converter} is not one of null, chunks")
+        if self.context and not self.converter:
+            raise InputError(
+                f"context={self.context} is for converter=chunks: set it, or leave out"
+            )
+        for key in ("prompt", "pack", "stride", "min_document_tokens"):
+            if self.converter and getattr(self, key):
+                raise InputError(f"converter={self.converter} makes the rows: leave {key} out")
 
     @property
     def name(self) -> str:

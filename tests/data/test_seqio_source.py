@@ -11,7 +11,7 @@ from data_support import Bytes, assert_same, make_texts, split_documents, write_
 from lcjax.data import DataConfig, SeqioSource, TextSource, documents, make_loader
 from lcjax.errors import InputError
 
-seqio = pytest.importorskip("seqio")
+seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install 'lcjax[seqio]'")
 tf = pytest.importorskip("tensorflow")
 
 TEXTS = make_texts(40)
@@ -115,7 +115,7 @@ def test_resuming_anywhere_continues_bit_for_bit(task, pack):
 
 def test_a_position_of_another_split_or_feature_is_refused():
     state = make_loader(config_for(), Bytes(), 2).get_state()
-    with pytest.raises(InputError, match="data text fields was .*lcjax_bytes train"):
+    with pytest.raises(InputError, match=r"text fields was .*lcjax_bytes.* is .*lcjax_other"):
         make_loader(config_for("lcjax_other"), Bytes(), 2).set_state(state)
 
 
@@ -178,7 +178,7 @@ def test_token_ids_of_another_vocabulary_are_refused():
 
     with pytest.raises(InputError, match="tokens: false to read its text"):
         make_loader(config_for(tokens=True), Shifted(), 4)
-    with pytest.raises(InputError, match="is token ids, and text is needed here"):
+    with pytest.raises(InputError, match="no text, but token ids, .* set data.sources.0.tokens="):
         list(documents(config_for(tokens=True)))
 
 

@@ -1,0 +1,111 @@
+"""Long rows as chunks of context for an encoder, and the tokens behind them for the decoder.
+
+CEPE (Yen et al. 2024, arXiv 2402.16617, sec. 3.1) reads consecutive tokens in two parts: the last
+ones go to the decoder, which learns them; those before are cut into chunks of one length, which
+the encoder reads side by side. Chunks are the raw tokens: nothing is put at their beginnings, BOS
+and EOS stand where documents begin and end.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lcjax.errors import InputError, whole_numbers
+
+TEXTS = ("before", "same")
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """`data.chunks`: of a row of `data.length` tokens the first count x length are context."""
+
+    count: int = 16  # chunks of a row
+    length: int = 256  # tokens of a chunk
+    # What the chunks hold: before, the tokens before those of the decoder; same, the decoder's own
+    # tokens, which it then learns to copy (the warm-up of CEPE)
+    text: str = "before"
+
+    def __post_init__(self):
+        whole_numbers("chunks", self, 1, "count", "length")
+        if self.text not in TEXTS:
+            raise InputError(f"chunks.text={self.text} is not one of {', '.join(TEXTS)}")
+
+    @property
+    def tokens(self) -> int:
+        """Of all chunks of a row."""
+        return self.count * self.length
+
+    def decoder_length(self, length: int) -> int:
+        """Tokens that the decoder reads of a row of `length`."""
+        shape = f"data.chunks of {self.count} x {self.length} = {self.tokens} tokens"
+        if self.text == "same":
+            if length != self.tokens:
+                raise InputError(
+                    f"data.length={length} must equal {shape} with chunks.text=same, which hold"
+                    f" the whole row; set it to {self.tokens}"
+                )
+            return length
+        if length < self.tokens + 2:
+            raise InputError(
+                f"data.length={length} leaves the decoder nothing to learn behind {shape}: a row"
+                f" holds both; set it to, say, {2 * self.tokens}"
+            )
+        return length - self.tokens
+
+
+def split(
+    tokens: np.ndarray, chunks: int, chunk_length: int, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Consecutive `tokens` [n] as context and what follows it.
+
+    The last `length` tokens are the decoder's, or all if there are fewer; the context is what
+    stands right before them, as much as `chunks` of `chunk_length` hold. It ends where the last
+    chunk ends: where text is missing, the first chunks are padding, and one begins with it.
+
+    Returns:
+      chunks: int32 [chunks, chunk_length]; 0 is padding.
+      mask: bool, the same shape; true where there is text.
+      rest: the decoder's tokens [min(n, length)].
+    """
+    start = max(len(tokens) - length, 0)
+    context = tokens[max(start - chunks * chunk_length, 0) : start]
+    missing = chunks * chunk_length - len(context)
+    flat = np.concatenate([np.zeros(missing, np.int32), context]).astype(np.int32)
+    mask = np.arange(len(flat)) >= missing
+    shape = chunks, chunk_length
+    return flat.reshape(shape), mask.reshape(shape), tokens[start:]
+
+
+class Cut:
+    """A row of `length` tokens -> the decoder's part of all its fields, `chunks` and `chunk_mask`.
+
+    Targets, attached before any cut, stay: the last place of a row has one in the next row.
+    """
+
+    def __init__(self, config: Chunks, length: int):
+        self._config, self._same = config, config.text == "same"
+        self._length = config.decoder_length(length)
+
+    def __call__(self, row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        config, text = self._config, int((row["segments"] > 0).sum())
+        behind = 0 if self._same else self._length
+        chunks, mask, rest = split(row["tokens"][:text], config.count, config.length, behind)
+        if not self._same:
+            row = self._decoders(row, text - len(rest), text)
+        return row | {"chunks": chunks, "chunk_mask": mask}
+
+    def _decoders(self, row: dict[str, np.ndarray], start: int, end: int) -> dict[str, np.ndarray]:
+        """The places `start` ... `end` alone, padded to the decoder's length."""
+        missing = self._length - (end - start)
+        row = {name: np.pad(value[start:end], (0, missing)) for name, value in row.items()}
+        segments = row["segments"]
+        segments = np.where(segments > 0, segments - segments[0] + 1, 0).astype(np.int32)
+        return row | {"segments": segments, "positions": positions_in(segments)}
+
+
+def positions_in(segments: np.ndarray) -> np.ndarray:
+    """From 0 in every stretch of equal `segments`, int32; 0 on padding."""
+    at = np.arange(len(segments), dtype=np.int32)
+    begins = np.append(True, segments[1:] != segments[:-1])
+    positions = at - np.maximum.accumulate(np.where(begins, at, 0))
+    return np.where(segments > 0, positions, 0).astype(np.int32)
