@@ -11,9 +11,10 @@ import jax
 from lcjax import convert
 from lcjax.attention import Bidirectional, Pattern
 from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
+from lcjax.convert.memory import add_memory
 from lcjax.errors import InputError
-from lcjax.memory import Cepe, CepeSection, MemorySection, with_memory
-from lcjax.models import PRESETS, Decoder, ModelConfig, preset, unstack_layers
+from lcjax.memory import Cepe, CepeSection, MemorySection
+from lcjax.models import PRESETS, Decoder, ModelConfig, preset
 from lcjax.models.config import check_choice
 from lcjax.models.initial import random_params, with_learned_rope
 from lcjax.rope import Rope
@@ -118,25 +119,6 @@ def _memory(section: CepeSection, config: ModelConfig) -> dict[str, Any]:
         "memory": memory,
         "scan_layers": config.scan_layers and all(memory.reading(config.num_layers)),
     }
-
-
-def add_memory(
-    params: dict,
-    config: ModelConfig,
-    section: CepeSection,
-    seed: int,
-    mesh: jax.sharding.Mesh | None = None,
-) -> dict:
-    """The parameters of a decoder, and those of the memory that `resolve` gave its config."""
-    encoder = config.memory.states.replace(param_dtype=config.param_dtype)
-    if section.encoder in PRESETS:
-        weights = random_params(encoder, seed + 1, mesh)
-    else:
-        weights, _, _ = convert.load(section.encoder, mesh=mesh, param_dtype=config.param_dtype)
-    weights = {name: branch for name, branch in weights.items() if name != "mlm"}
-    if not config.scan_layers and "layers" in params:
-        params = unstack_layers(params, config)
-    return with_memory(params, config, weights, out=section.out, mesh=mesh)
 
 
 def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:

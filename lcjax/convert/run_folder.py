@@ -18,6 +18,7 @@ from lcjax.checkpoint import load_state
 from lcjax.convert.tokenizer import Tokenizer
 from lcjax.errors import InputError
 from lcjax.files import write_whole
+from lcjax.memory import CepeSection
 from lcjax.models.config import ModelConfig
 from lcjax.models.initial import abstract_params, random_params, with_learned_rope
 from lcjax.sharding import Mesh, make_mesh
@@ -37,6 +38,7 @@ class Base:
     average: bool  # whether they hold a running average of the weights too
     frozen: str | None = None  # fingerprint of all other parameters; none: there are none
     base: str | None = None  # the checkpoint under `path`, where that holds adapters
+    memory: dict | None = None  # the section model.memory, where the run added one
 
     @classmethod
     def read(cls, folder: Path) -> "Base":
@@ -101,10 +103,15 @@ def _frozen(folder: Path, base: Base, config: ModelConfig, mesh: jax.sharding.Me
     from lcjax.convert.load import load
 
     if base.path is None:
-        params = random_params(config.replace(lora=None), base.seed, mesh)
+        bare = config if base.memory is None else config.replace(memory=None)
+        params = random_params(bare.replace(lora=None), base.seed, mesh)
     else:
         params, _, _ = load(base.path, base=base.base, mesh=mesh, param_dtype=base.param_dtype)
         params = with_learned_rope(params, config, base.seed)
+    if base.memory is not None:
+        from lcjax.convert.memory import add_memory
+
+        params = add_memory(params, config, CepeSection(**base.memory), base.seed, mesh)
     frozen = split(params, set(base.trained).__contains__)[1]
     check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))
     return frozen

@@ -175,7 +175,8 @@ def _per_token(config: ModelConfig, *, layers: int | None = None) -> float:
         # All layers are alike, and two are enough to see what one costs.
         one, two = (_per_token(config, layers=count) for count in (1, 2))
         return one + (config.num_layers - 1) * (two - one)
-    config = config.replace(num_layers=layers, scan_layers=True)
+    # What reading a context keeps is small beside the layers and left out.
+    config = config.replace(num_layers=layers, scan_layers=True, memory=None)
     return (_residuals(config, _LONG) - _residuals(config, _SHORT)) / (_LONG - _SHORT)
 
 

@@ -57,6 +57,7 @@ def _architecture(section: ModelSection) -> ModelConfig:
 def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     """The step for the devices of `mesh`, which need not be here."""
     batches.check_batch(config, mesh)
+    batches.check_context(config, model)
     train = config.train
     params = abstract_params(model, mesh)
     trained, frozen = split(params, trainable(flatten(params), train.rules()))
@@ -78,7 +79,9 @@ def _batch(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> 
     shape = config.train.batch_size, batches.row_length(config, model)
     kinds = dict.fromkeys(("tokens", "targets", "segments", "positions"), jnp.int32)
     kinds["weights"] = jnp.float32
+    shapes = {name: (shape, dtype) for name, dtype in kinds.items()}
+    if (chunks := config.data.chunks) is not None:
+        context = shape[0], chunks.count, chunks.length
+        shapes |= {"chunks": (context, jnp.int32), "chunk_mask": (context, jnp.bool_)}
     where = batch_sharding(mesh)
-    return {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for name, dtype in kinds.items()
-    }
+    return {name: jax.ShapeDtypeStruct(*kind, sharding=where) for name, kind in shapes.items()}

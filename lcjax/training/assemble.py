@@ -1,7 +1,7 @@
 """From a config to what a step needs: the model, trained and frozen parameters, the tokenizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from lcjax.convert.run_folder import Base, fingerprint
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
 from lcjax.sharding import param_shardings, replicated
+from lcjax.training.batches import check_context
 from lcjax.training.config import TrainConfig
 from lcjax.training.objective import language_model
 from lcjax.training.optim import optimizer, schedule, wide
@@ -36,6 +37,7 @@ class Assembly:
 def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
     """Reads or makes the model of `config.model`, adds adapters, and splits off what is trained."""
     model, params, tokenizer = build(config.model, mesh)
+    check_context(config, model.config)
     params, model_config, tokenizer = with_landmark(params, model.config, tokenizer, mesh)
     grown = model_config.vocab_size > model.config.vocab_size
     if config.train.lora is not None:
@@ -124,4 +126,5 @@ def base_of(config: TrainConfig, assembly: Assembly) -> Base:
         average=config.train.ema is not None,
         frozen=fingerprint(assembly.frozen),
         base=config.model.base,
+        memory=config.model.memory and asdict(config.model.memory),
     )
