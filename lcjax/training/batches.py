@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from lcjax import convert
+from lcjax.build import resolve
 from lcjax.data import Loader, make_loader
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
-from lcjax.models import ModelConfig
+from lcjax.models import ModelConfig, preset
 from lcjax.sharding import LENGTH, batch_sharding, process_rows
 from lcjax.training.config import TrainConfig
 
@@ -18,6 +20,8 @@ def open_loader(
     config: TrainConfig, model: ModelConfig, tokenizer: Any, split: str, mesh: jax.sharding.Mesh
 ) -> Loader:
     """Batches of the rows of this process' devices, with the landmarks that `model` reads."""
+    check_context(config, model)
+    check_mask(config, model, tokenizer)
     return make_loader(
         config.data,
         tokenizer,
@@ -29,9 +33,57 @@ def open_loader(
 
 
 def row_length(config: TrainConfig, model: ModelConfig) -> int:
-    """Tokens in a row of a batch: data.length, and landmarks among them."""
-    landmarks = Landmarks.read_by(model.pattern)
-    return landmarks.row_length(config.data.length) if landmarks else config.data.length
+    """Tokens in a row of a batch: of data.length the decoder's, and landmarks among them."""
+    landmarks, length = Landmarks.read_by(model.pattern), config.data.decoder_length
+    return landmarks.row_length(length) if landmarks else length
+
+
+def check_context(config: TrainConfig, model: ModelConfig) -> None:
+    """A model that reads a context needs chunks of it, and no other model has a use for them."""
+    chunks, memory = config.data.chunks, model.memory
+    if memory is None and chunks is not None:
+        raise InputError(
+            "data.chunks are read by a memory, and this model has none; set model.memory.type=cepe,"
+            " or leave data.chunks out"
+        )
+    if memory is None:
+        return
+    if chunks is None:
+        raise InputError(
+            "data.chunks=null: model.memory reads chunks of text; set data.chunks.count and"
+            " data.chunks.length"
+        )
+    if chunks.length > (limit := memory.states.max_length):
+        raise InputError(
+            f"data.chunks.length={chunks.length} is more than the {limit} tokens that the encoder"
+            f" of model.memory was trained to read; set it to {limit} or less"
+        )
+
+
+def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -> None:
+    """The model must have a row for the token that hides others."""
+    if (masking := config.data.masking) is None:
+        return
+    token, way_out = masking.token, "name one that the model has"
+    if token is None and tokenizer is not None:
+        token, way_out = tokenizer.vocab_size, "set data.masking.token to one that the model has"
+    if token is not None and token >= model.vocab_size:
+        raise InputError(
+            f"data.masking.token={token} is beyond the {model.vocab_size} tokens of the model;"
+            f" {way_out}"
+        )
+
+
+def check_text(config: TrainConfig) -> None:
+    """What can be said of rows and model before the weights are read."""
+    section = config.model
+    try:
+        known = preset(section.preset) if section.preset else convert.load_config(section.path)
+    except InputError:
+        return  # adapters, or what reading the model will say
+    model = resolve(section, known)
+    check_context(config, model)
+    check_mask(config, model)
 
 
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
@@ -49,11 +101,13 @@ def check_rows(config: TrainConfig, sizes: Mapping[str, int]) -> None:
             f"train.accumulation = {unit}; nearest: {max(1, round(rows / unit)) * unit}"
         )
     # Twice as many pieces as devices: one from each end of a text makes their work equal.
-    pieces, length = 2 * sizes[LENGTH], config.data.length
+    pieces, length = 2 * sizes[LENGTH], config.data.decoder_length
     if pieces > 2 and length % pieces:
+        context = config.data.length - length
+        behind = f" less the {context} of its chunks" if context else ""
         raise InputError(
-            f"data.length={length} must be a multiple of 2 x mesh.context = {pieces}; nearest: "
-            f"{max(1, round(length / pieces)) * pieces}"
+            f"data.length={config.data.length}{behind} must be a multiple of 2 x mesh.context ="
+            f" {pieces}; nearest: {max(1, round(length / pieces)) * pieces + context}"
         )
 
 

@@ -61,6 +61,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     # A wrong path must not cost the minutes that a large model takes to read.
     check_source(config.model)
     check_sources(config.data)
+    batches.check_text(config)
     announce(f"loading {config.model.path or config.model.preset}")
     assembly = assemble(config, mesh)
     announce(
