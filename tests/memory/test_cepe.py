@@ -230,6 +230,7 @@ def test_what_is_trained_is_encoder_and_cross_attention_and_all_of_it_has_a_grad
     assert all(np.abs(leaf).max() > 0 for leaf in flat.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4)], ids=lambda sizes: "x".join(map(str, sizes))
 )

@@ -195,6 +195,7 @@ def test_merged_adapters_give_the_same_logits(name):
     assert {"lora_a", "lora_b"} == set(adapters["layers"]["attention"]["query"])
 
 
+@pytest.mark.slow
 def test_rematerialised_layers_give_the_same_gradients():
     tokens = _tokens(7, 2, 11)
 

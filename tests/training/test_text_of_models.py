@@ -54,6 +54,7 @@ def test_text_that_a_model_cannot_read_is_refused_before_it_is_loaded(
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_first_token_behind_the_vocabulary_needs_a_row_of_its_own(corpus, tmp_path):
     config = tiny(tmp_path / "run", corpus, data={"masking": Masking()}, steps=3)
     with pytest.raises(
@@ -84,6 +85,7 @@ def test_chunks_lie_over_the_mesh_like_the_rows_that_they_belong_to(corpus, tmp_
     np.testing.assert_array_equal(jax.device_get(put["chunks"]), local["chunks"])
 
 
+@pytest.mark.slow
 def test_a_run_with_chunks_resumes_with_the_losses_of_one_that_was_not_stopped(corpus, tmp_path):
     def config(folder, **train):
         return tiny(tmp_path / folder, corpus, data=CHUNKS, model=WITH_MEMORY, steps=6, **train)
