@@ -30,7 +30,7 @@ from lcjax.data.token_files import FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
 
-_TOKENIZER = "tokenizer"
+TOKENIZER = "tokenizer"  # folder beside the shards
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _finish(
             f"no document is left (empty, below min_document_tokens={settings.least}, or not taken"
             " by upsample): nothing was prepared"
         )
-    tokenizer.save(settings.out / _TOKENIZER)
+    tokenizer.save(settings.out / TOKENIZER)
     report.plot(index, settings.out / "lengths.png")
     (settings.out / "report.md").write_text(report.table(index) + "\n", encoding="utf-8")
     write_json(settings.out / INDEX, index)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from lcjax import config as configs
-from lcjax.data import DataConfig
+from lcjax.data import DataConfig, corpora
 from lcjax.data.prepare import PrepareConfig
+from lcjax.training.config import TrainConfig
 
 FOLDER = Path(__file__).parents[2] / "configs" / "data"
 
@@ -39,3 +40,20 @@ def test_cepes_rows_are_mixed_two_to_one_by_the_papers_shares(tmp_path):
     assert weights[0] / weights[1] == pytest.approx(2.0)
     assert all(2 * source.stride == data.length == 8192 for source in data.sources)
     assert sorted(s.labels[0] for s in inside) == ["arxiv", "book"] and len(across) == 7
+    assert data.decoder_length == data.chunks.tokens == 4096 and not data.document_mask
+    assert data == corpora.cepe()
+
+
+def test_the_mixture_in_python_is_the_part_of_the_one_in_the_file():
+    whole, inside, across = corpora.cepe(), corpora.cepe_filter(), corpora.cepe_cat()
+    assert whole.sources == inside.sources + across.sources
+    assert sum(source.weight for source in across.sources) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("recipe", ["ntk_7b_32k", "pi_7b_32k", "yarn_7b_32k"])
+def test_recipes_read_the_rows_that_seqio_is_given_of_the_upsampled_corpus(recipe):
+    data = configs.parse(TrainConfig, ["--config", str(FOLDER.parent / f"{recipe}.yaml")]).data
+    ours = corpora.slimpajama_upsampled()
+    assert data.path == ours.sources[0].path
+    for key in ("length", "document_mask", "add_bos", "add_eos"):
+        assert getattr(data, key) == getattr(ours, key)
