@@ -7,7 +7,6 @@ state = loader.get_state()                # JSON-ready; set_state continues bit 
 
 from lcjax.data.chunks import Chunks
 from lcjax.data.config import DataConfig, TextConfig
-from lcjax.data.device import DeviceLoader
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.masking import Masking
 from lcjax.data.opening import check_sources, documents
@@ -18,7 +17,6 @@ __all__ = [
     "ChatSource",
     "Chunks",
     "DataConfig",
-    "DeviceLoader",
     "Loader",
     "Masking",
     "SeqioSource",
