@@ -5,7 +5,7 @@ batch = next(loader)                      # tokens, targets, segments, positions
 state = loader.get_state()                # JSON-ready; set_state continues bit for bit
 """
 
-from lcjax.data.chunks import Chunks
+from lcjax.data.chunks import Chunks, Noise
 from lcjax.data.config import DataConfig, TextConfig
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.masking import Masking
@@ -19,6 +19,7 @@ __all__ = [
     "DataConfig",
     "Loader",
     "Masking",
+    "Noise",
     "SeqioSource",
     "Share",
     "Source",

@@ -16,6 +16,27 @@ TEXTS = ("before", "same")
 
 
 @dataclass(frozen=True)
+class Noise:
+    """`data.chunks.noise`: context that is hidden in training (CEPE, sec. 3.2).
+
+    A chunk is touched with probability `rate`. Of these a share `whole` is hidden altogether, of
+    the others the last tokens: a number drawn from 1 ... P - `leave`, P the length of a chunk.
+    """
+
+    rate: float = 0.3
+    whole: float = 0.1
+    leave: int = 0  # tokens that are left of a suffix; the released code leaves 1
+
+    def __post_init__(self):
+        for name in ("rate", "whole"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(
+                    f"chunks.noise.{name}={getattr(self, name)} must lie in 0 ... 1, such as 0.3"
+                )
+        whole_numbers("chunks.noise", self, 0, "leave")
+
+
+@dataclass(frozen=True)
 class Chunks:
     """`data.chunks`: of a row of `data.length` tokens the first count x length are context."""
 
@@ -24,11 +45,17 @@ class Chunks:
     # What the chunks hold: before, the tokens before those of the decoder; same, the decoder's own
     # tokens, which it then learns to copy (the warm-up of CEPE)
     text: str = "before"
+    noise: Noise | None = None  # hides some of the context in training, never in validation
 
     def __post_init__(self):
         whole_numbers("chunks", self, 1, "count", "length")
         if self.text not in TEXTS:
             raise InputError(f"chunks.text={self.text} is not one of {', '.join(TEXTS)}")
+        if self.noise is not None and self.noise.leave >= self.length:
+            raise InputError(
+                f"chunks.noise.leave={self.noise.leave} leaves nothing to hide in chunks.length="
+                f"{self.length}; set it to 0 or 1"
+            )
 
     @property
     def tokens(self) -> int:
@@ -101,6 +128,31 @@ class Cut:
         segments = row["segments"]
         segments = np.where(segments > 0, segments - segments[0] + 1, 0).astype(np.int32)
         return row | {"segments": segments, "positions": positions_in(segments)}
+
+
+class Hide:
+    """A row with `chunk_mask` false also where `Noise` hides its context."""
+
+    def __init__(self, config: Noise):
+        self._config = config
+
+    def __call__(
+        self, row: dict[str, np.ndarray], random: np.random.Generator
+    ) -> dict[str, np.ndarray]:
+        kept = self._kept(*row["chunk_mask"].shape, random)
+        there = np.arange(row["chunk_mask"].shape[1]) < kept[:, None]
+        return row | {"chunk_mask": row["chunk_mask"] & there}
+
+    def _kept(self, count: int, length: int, random: np.random.Generator) -> np.ndarray:
+        """How many places of each chunk may be seen, int [count].
+
+        One number per chunk decides between nothing, all and a part, as in the released code.
+        """
+        rate, whole = self._config.rate, self._config.whole
+        drawn = random.random(count)
+        hidden = random.integers(1, length - self._config.leave, count, endpoint=True)
+        kept = np.where(drawn < rate, length - hidden, length)
+        return np.where(drawn < rate * whole, 0, kept)
 
 
 def positions_in(segments: np.ndarray) -> np.ndarray:

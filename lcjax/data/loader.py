@@ -10,6 +10,7 @@ from typing import Any
 
 import grain
 
+from lcjax.data.chunks import Hide
 from lcjax.data.config import DataConfig
 from lcjax.data.masking import Mask
 from lcjax.data.opening import Documents, all_empty, identity_of, open_split
@@ -47,7 +48,7 @@ def make_loader(
     With `config.chunks`, of K chunks of Tc tokens, which come before those of `tokens`:
 
     - `chunks` int32 [B, K, Tc]: the context; 0 where there is padding.
-    - `chunk_mask` bool [B, K, Tc]: true where there is text.
+    - `chunk_mask` bool [B, K, Tc]: true where there is text that `chunks.noise` does not hide.
 
     Every process builds the same global batch of `batch_size` rows and keeps its own: `rows`, from
     `lcjax.sharding.process_rows`, or all. So the global batches do not depend on the number of
@@ -74,6 +75,8 @@ def make_loader(
         if landmarks is not None:
             raise InputError("data.masking hides tokens that landmarks look at: leave it out")
         packed = packed.random_map(Mask(config.masking, tokenizer), seed=config.seed)
+    if config.chunks is not None and config.chunks.noise is not None and split == "train":
+        packed = packed.random_map(Hide(config.chunks.noise), seed=config.seed)
     batches = packed.batch(batch_size, batch_fn=PadBatch(batch_size))
     batches = batches.map(lambda batch: {key: value[own] for key, value in batch.items()})
     if landmarks is not None:
