@@ -26,7 +26,8 @@ def _encoder(vocab, width, mlp_width, layers, heads, length):
 PRESETS = {
     # A model for tests and dry runs: every part of a Llama, trained in seconds on a laptop.
     "tiny": ModelConfig(259, 64, 160, 2, 4, 2, 16, 128),
-    # A Llama that learns to read code byte by byte in minutes on a laptop, for small studies.
+    # Llamas that learn to read code byte by byte in minutes on a laptop, for small studies.
+    "llama-400k": ModelConfig(259, 96, 256, 3, 3, 3, 32, 128),
     "llama-1m": ModelConfig(259, 128, 352, 4, 4, 4, 32, 128),
     "smollm2-135m": ModelConfig(
         *(49_152, 576, 1_536, 30, 9, 3, 64, 8_192),

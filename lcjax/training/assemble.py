@@ -45,6 +45,7 @@ def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
         params = union(params, new_adapters(model_config, mesh, seed=config.train.seed))
     trained, frozen = split(params, trainable(flatten(params), config.train.rules()))
     del params
+    trainable(flatten(trained), [rate.rule for rate in config.train.rates], "train.rates")
     _check_adapters(frozen, config)
     if grown:
         _check_new_rows(frozen, config)

@@ -27,6 +27,22 @@ class Profile:
         whole_numbers("train.profile", self, 1, "start", "steps")
 
 
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate of its own for some parameters."""
+
+    rule: str  # as in train.trainable
+    factor: float  # times train.lr
+
+    def __post_init__(self):
+        matcher((self.rule,), "train.rates")
+        if not self.factor > 0:
+            raise InputError(
+                f"train.rates: factor={self.factor} of rule {self.rule!r} must be above 0; what is"
+                " not to be trained is left out of train.trainable"
+            )
+
+
 _USUAL = {"betas": "[0.9, 0.999]", "ema": "0.999"}
 
 
@@ -46,6 +62,8 @@ class TrainSection:
     weight_decay: float = 0.0
     # Rules for parameters without decay: Hugging Face's and LLaMA's practice, norms and biases.
     no_decay: tuple[str, ...] = ("norms", r"(^|/)bias$", "rope")
+    # Learning rates of their own, such as {rule: rope, factor: 0.01}; the first that holds decides
+    rates: tuple[Rate, ...] = ()
     clip: float | None = 1.0  # largest global norm of the gradient; null: none
     ema: float | None = None  # decay of a running average of the weights, such as 0.999; below 1
     # What is trained: rules out of all, lora, embeddings (of the input; where tied, the head, too),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.training.config import TrainSection
+from lcjax.training.config import Rate, TrainSection
 from lcjax.training.partition import matcher
 from lcjax.tree import flatten, nest
 
@@ -56,7 +56,8 @@ def _log_warmup_linear_decay(lr: float, warmup: int, rest: int) -> Schedule:
 
 def optimizer(train: TrainSection) -> optax.GradientTransformation:
     """Clipping by global norm, Adam (Kingma & Ba 2015), decoupled weight decay (Loshchilov &
-    Hutter 2019); the update still has to be multiplied by minus the learning rate.
+    Hutter 2019), and the multiples of the learning rate in `train.rates`; the update still has to
+    be multiplied by minus the learning rate.
     """
     skipped = matcher(train.no_decay, "train.no_decay")
 
@@ -69,7 +70,22 @@ def optimizer(train: TrainSection) -> optax.GradientTransformation:
         optax.add_decayed_weights(train.weight_decay, mask=decayed)
         if train.weight_decay
         else optax.identity(),
+        *([_rates(train.rates)] if train.rates else []),  # no state, and none in older checkpoints
     )
+
+
+def _rates(rates: tuple[Rate, ...]) -> optax.GradientTransformation:
+    """Multiplies each leaf by the factor of the first rule that holds for its path."""
+    tests = [(matcher((rate.rule,), "train.rates"), rate.factor) for rate in rates]
+
+    def factor(path: str) -> float:
+        return next((factor for holds, factor in tests if holds(path)), 1.0)
+
+    def update(updates: dict, params: dict | None) -> dict:
+        del params
+        return nest({path: leaf * factor(path) for path, leaf in flatten(updates).items()})
+
+    return optax.stateless(update)
 
 
 def apply(params: Any, updates: Any, lr: jax.Array) -> Any:

@@ -42,9 +42,11 @@ def matcher(rules: Iterable[str], key: str) -> Callable[[str], bool]:
     return lambda path: any(pattern.search(path) for pattern in patterns)
 
 
-def trainable(paths: Iterable[str], rules: tuple[str, ...]) -> Callable[[str], bool]:
+def trainable(
+    paths: Iterable[str], rules: Iterable[str], key: str = "train.trainable"
+) -> Callable[[str], bool]:
     """The test for trained parameters; a rule that holds for no path is an error."""
-    paths, key = list(paths), "train.trainable"
+    paths, rules = list(paths), tuple(rules)
     for rule in rules:
         if not any(map(matcher((rule,), key), paths)):
             near = difflib.get_close_matches(rule, [*NAMED_RULES, *paths], n=3, cutoff=0.3)

@@ -11,7 +11,7 @@ import pytest
 from lcjax.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.training import optim
-from lcjax.training.config import RunSection, TrainConfig, TrainSection
+from lcjax.training.config import Rate, RunSection, TrainConfig, TrainSection
 
 
 def rates(*steps, **settings):
@@ -71,6 +71,22 @@ def test_a_gradient_above_the_clip_norm_is_scaled_to_it():
     np.testing.assert_allclose(first_moment, 0.1 * np.array([0.6, 0.8]), rtol=1e-5)
 
 
+def test_rates_multiply_the_finished_update_of_what_their_first_rule_names():
+    params = {"rope": {"up": jnp.ones(2)}, "head": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}}
+    grads = jax.tree.map(lambda p: 3.0 * p, params)
+    settings = {"weight_decay": 0.5, "clip": None}
+    plain, own = (
+        optim.optimizer(TrainSection(**settings, rates=rates)).update(
+            grads, optim.optimizer(TrainSection(**settings, rates=rates)).init(params), params
+        )[0]
+        for rates in ((), (Rate("rope", 0.25), Rate("bias", 2.0), Rate("head", 3.0)))
+    )
+    np.testing.assert_allclose(own["rope"]["up"], 0.25 * plain["rope"]["up"])
+    np.testing.assert_allclose(own["head"]["bias"], 2 * plain["head"]["bias"])
+    # 1 from Adam, 0.5 from the decay: a rate is of both
+    np.testing.assert_allclose(own["head"]["kernel"], 3 * 1.5, rtol=1e-5)
+
+
 def test_norms_and_biases_are_not_decayed():
     train = TrainSection(weight_decay=0.5, clip=None)
     params = {
@@ -112,6 +128,15 @@ def test_average_follows_its_formula_also_for_bfloat16_weights():
 def test_impossible_settings_name_key_and_value(settings, named):
     with pytest.raises(InputError, match=named):
         TrainSection(**settings)
+
+
+@pytest.mark.parametrize(
+    ("rate", "named"),
+    [(("rope", 0.0), "factor=0.0 of rule 'rope' must be above 0"), (("(", 1.0), r"rule '\('")],
+)
+def test_an_impossible_rate_is_refused(rate, named):
+    with pytest.raises(InputError, match=rf"^train.rates: {named}"):
+        Rate(*rate)
 
 
 @pytest.mark.parametrize("key", ["dtype", "param_dtype"])
