@@ -8,6 +8,8 @@ two backward, none repeated (the idea of fused linear cross-entropy, Hsu et al. 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,11 @@ class Projection:
         return logits if self.bias is None else logits + self.bias.astype(jnp.float32)
 
 
+# (float32 logits [B, c, V], their log-sum-exp [B, c, 1], what is known of each token) -> (loss
+# [B, c] of every token, what it is made of by name, its derivative by the logits)
+Criterion = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict, jax.Array]]
+
+
 def cross_entropy(
     hidden: jax.Array,
     projection: Projection,
@@ -68,9 +75,32 @@ def cross_entropy(
       mesh: whose devices share rows and tokens: each goes through its own, and the kernel's
         gradient crosses the machine once instead of once per chunk.
     """
+    options = {"chunk": chunk, "mesh": mesh}
+    total, count, _ = weighted_loss(
+        hidden, projection, targets, weights, criterion=negative_log_likelihood, **options
+    )
+    return total, count
+
+
+def weighted_loss(
+    hidden: jax.Array,
+    projection: Projection,
+    known: Any,
+    weights: jax.Array,
+    *,
+    criterion: Criterion,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(sum of weighted losses, sum of weights, weighted sums of the losses' parts), float32.
+
+    As `cross_entropy` with any function of a token's logits: `criterion` (hashable) is given what
+    is `known` of the tokens, a tree of arrays [B, T, ...]. The parts have no gradient.
+    """
     weights = weights.astype(jnp.float32)
     chunk = _chunk_size(hidden, projection, chunk, mesh)
-    return _weighted_sum(hidden, projection, targets, weights, chunk, mesh), weights.sum()
+    total, parts = _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh)
+    return total, weights.sum(), parts
 
 
 def token_nll(
@@ -86,7 +116,8 @@ def token_nll(
 
     def score(hidden, projection, targets):
         def one(_, xs):
-            return None, _nll(xs[0], projection, xs[1])[0]
+            logits, lse = _logits(xs[0], projection)
+            return None, negative_log_likelihood(logits, lse, xs[1])[0]
 
         _, nll = jax.lax.scan(one, None, (_chunked(hidden, chunk), _chunked(targets, chunk)))
         return _joined(nll, hidden.shape[1])
@@ -147,82 +178,89 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _nll(hidden, projection, targets):
-    """-log p(target) [B, c], the logits [B, c, V] and their log-sum-exp [B, c, 1], float32."""
+def _logits(hidden, projection):
+    """Logits [B, c, V] and their log-sum-exp [B, c, 1], float32."""
     logits = projection(hidden)
-    lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return (
-        (lse - jnp.take_along_axis(logits, targets[..., None], -1, mode="clip"))[..., 0],
-        logits,
-        lse,
-    )
+    return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _weighted_sum(hidden, projection, targets, weights, chunk, mesh):
-    tokens, everywhere = tokens_spec(mesh, *targets.shape), PartitionSpec()
+def negative_log_likelihood(
+    logits: jax.Array, lse: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, dict, jax.Array]:
+    """The criterion of `cross_entropy`: -log p(target)."""
+    nll = (lse - jnp.take_along_axis(logits, targets[..., None], -1, mode="clip"))[..., 0]
+    is_target = targets[..., None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)
+    return nll, {}, jnp.exp(logits - lse) - is_target
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh):
+    tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
     axes = _axes(tokens)
 
-    def run(hidden, projection, targets, weights):
-        def one(total, xs):
-            hidden, targets, weights = xs
-            return total + (weights * _nll(hidden, projection, targets)[0]).sum(), None
+    def run(hidden, projection, known, weights):
+        def one(_, xs):
+            hidden, known, weights = xs
+            loss, parts, _ = criterion(*_logits(hidden, projection), known)
+            return None, jax.tree.map(lambda x: (weights * x).sum(), (loss, parts))
 
-        chunks = [_chunked(x, chunk) for x in (hidden, targets, weights)]
-        total = jax.lax.scan(one, jnp.float32(0), chunks)[0]
-        return jax.lax.psum(total, axes) if axes else total
+        chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, known, weights))
+        sums = jax.tree.map(jnp.sum, jax.lax.scan(one, None, chunks)[1])
+        return jax.lax.psum(sums, axes) if axes else sums
 
     run = _on_mesh(run, mesh, tokens, (tokens, everywhere, tokens, tokens), everywhere)
-    return run(hidden, projection, targets, weights)
+    return run(hidden, projection, known, weights)
 
 
-def _forward(hidden, projection, targets, weights, chunk, mesh):
+def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
     """The loss and, chunk by chunk, the gradients for a cotangent of one."""
-    tokens, everywhere = tokens_spec(mesh, *targets.shape), PartitionSpec()
-    run = functools.partial(_with_gradients, chunk=chunk, axes=_axes(tokens))
+    tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
+    run = functools.partial(_with_gradients, criterion=criterion, chunk=chunk, axes=_axes(tokens))
     inputs, sums = (tokens, everywhere, tokens, tokens), (everywhere, everywhere)
     run = _on_mesh(run, mesh, tokens, inputs, (sums, (tokens, tokens)))
-    (total, d_projection), by_token = run(hidden, projection, targets, weights)
+    (sums, d_projection), by_token = run(hidden, projection, known, weights)
     d_projection = jax.tree.map(lambda d, x: d.astype(x.dtype), d_projection, projection)
-    return total, (d_projection, *by_token)
+    return sums, (d_projection, *by_token)
 
 
-def _with_gradients(hidden, projection, targets, weights, *, chunk, axes=()):
-    """(loss and its gradient for the projection, of all tokens), (d_hidden, nll) by token."""
+def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axes=()):
+    """((loss, its parts) and the gradient for the projection, of all tokens), (d_hidden, loss)."""
 
     def one(sums, xs):
-        hidden, targets, weights = xs
-        nll, logits, lse = _nll(hidden, projection, targets)
-        is_target = targets[..., None] == jnp.arange(projection.vocabulary, dtype=targets.dtype)
-        d_logits = weights[..., None] * (jnp.exp(logits - lse) - is_target)
+        hidden, known, weights = xs
+        loss, parts, slope = criterion(*_logits(hidden, projection), known)
+        d_logits = weights[..., None] * slope
         low = d_logits.astype(hidden.dtype)
         d_hidden = _einsum(f"BTV,{projection.axes}->BTD", low, projection.kernel)
         # Also of a tied kernel [D, V], turned over once at the end: [V, D] would turn over the
         # chunk's large d_logits instead.
         d_kernel = _einsum("BTD,BTV->DV", hidden, low)
         d_bias = None if projection.bias is None else d_logits.sum((0, 1))
-        added = (weights * nll).sum(), d_kernel, d_bias
-        return jax.tree.map(jnp.add, sums, added), (d_hidden.astype(hidden.dtype), nll)
+        losses = jax.tree.map(lambda x: (weights * x).sum(), (loss, parts))
+        sums = jax.tree.map(jnp.add, sums, (d_kernel, d_bias))
+        return sums, (losses, d_hidden.astype(hidden.dtype), loss)
 
-    shapes = (), (hidden.shape[-1], projection.vocabulary), (projection.vocabulary,)
+    shapes = (hidden.shape[-1], projection.vocabulary), (projection.vocabulary,)
     start = [jnp.zeros(shape, jnp.float32) for shape in shapes]
     if projection.bias is None:
-        start[2] = None
-    chunks = [_chunked(x, chunk) for x in (hidden, targets, weights)]
-    sums, by_row = jax.lax.scan(one, tuple(start), chunks)
-    loss, d_kernel, d_bias = jax.lax.psum(sums, axes) if axes else sums
+        start[1] = None
+    chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, known, weights))
+    sums, (losses, *by_token) = jax.lax.scan(one, tuple(start), chunks)
+    sums = jax.tree.map(jnp.sum, losses), sums
+    losses, (d_kernel, d_bias) = jax.lax.psum(sums, axes) if axes else sums
     d_kernel = d_kernel.T if projection.tied else d_kernel
-    by_row = tuple(_joined(x, hidden.shape[1]) for x in by_row)
-    return (loss, Projection(d_kernel, d_bias, projection.tied)), by_row
+    by_token = tuple(_joined(x, hidden.shape[1]) for x in by_token)
+    return (losses, Projection(d_kernel, d_bias, projection.tied)), by_token
 
 
-def _backward(chunk, mesh, residuals, cotangent):
-    d_projection, d_hidden, nll = residuals
+def _backward(criterion, chunk, mesh, residuals, cotangents):
+    d_projection, d_hidden, loss = residuals
+    cotangent, _ = cotangents
 
     def scaled(x):
         return (x.astype(jnp.float32) * cotangent).astype(x.dtype)
 
-    return scaled(d_hidden), jax.tree.map(scaled, d_projection), None, nll * cotangent
+    return scaled(d_hidden), jax.tree.map(scaled, d_projection), None, loss * cotangent
 
 
 _weighted_sum.defvjp(_forward, _backward)
