@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import draccus
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig
@@ -30,6 +31,24 @@ class Encoded:
             return self
         return dataclasses.replace(self, layers=(self.layers[number],))
 
+    def packed(self) -> "Encoded":
+        """What is there before what is not, row by row; tokens keep their order otherwise.
+
+        Attention skips blocks of keys that nobody sees. Padding at the end of every chunk leaves
+        something to see in all of them; behind all text it fills blocks of its own.
+        """
+        order = jnp.argsort(~self.mask, axis=1, stable=True)
+
+        def moved(x, *, axis):
+            index = order.reshape(order.shape[0], *[1] * (axis - 1), -1, *[1] * (x.ndim - axis - 1))
+            return jnp.take_along_axis(x, index, axis)
+
+        layers = self.layers and tuple(
+            tuple(moved(part, axis=2) for part in layer) for layer in self.layers
+        )
+        states = None if self.states is None else moved(self.states, axis=1)
+        return Encoded(moved(self.mask, axis=1), states, layers)
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory(draccus.ChoiceRegistry):
@@ -51,3 +70,17 @@ class Memory(draccus.ChoiceRegistry):
     ) -> nn.Module:
         """A module of a layer: (x [B, T, D], `Encoded`) -> what is added to x."""
         raise NotImplementedError(f"{type(self).__name__} has to define `reader`")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest chunk that can be encoded."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `longest`")
+
+    @property
+    def usual(self) -> int:
+        """Tokens of the chunks that a long text is cut into where nobody says otherwise."""
+        return self.longest
+
+    def projected(self, params: dict, config: "ModelConfig", encoded: Encoded) -> Encoded:
+        """`encoded` with the keys and values of the reading layers in place of its states."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `projected`")

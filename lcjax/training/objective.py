@@ -8,6 +8,7 @@ from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.rope.positions import PlainPositions, Positions
+from lcjax.sharding import LENGTH
 from lcjax.tree import union
 
 Batch = dict[str, jax.Array]
@@ -50,6 +51,8 @@ def language_model(
         if config.memory is not None:
             context = batch["chunks"], batch["chunk_mask"]
             memory = model.apply({"params": params}, *context, method="encode")
+            if mesh is None or mesh.shape[LENGTH] == 1:  # else all text would go to one device
+                memory = memory.packed()
         hidden, _ = model.apply(
             {"params": params},
             batch["tokens"],

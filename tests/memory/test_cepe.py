@@ -165,6 +165,23 @@ def test_a_masked_suffix_is_a_shorter_chunk_and_a_masked_chunk_is_none():
     close(run(model, params, tokens, chunks, mask), run(model, params, tokens, chunks[:, [0, 2]]))
 
 
+@pytest.mark.parametrize("form", ["states", "projected"])
+def test_packing_the_context_changes_nothing(form):
+    model, params = golden.model("padded")
+    tokens = golden.arrays("padded")["input_ids"].astype(np.int32)
+    encoded = model.apply({"params": params}, *golden.context("padded"), method="encode")
+    if form == "projected":
+        params, config = unstack_layers(params, model.config), model.config
+        model = Decoder(config.replace(scan_layers=False))
+        encoded = projected(params, model.config, encoded)
+    packed = jax.jit(lambda encoded: encoded.packed())(encoded)
+    count = np.asarray(encoded.mask).sum(1)
+    assert not np.array_equal(packed.mask, encoded.mask)
+    np.testing.assert_array_equal(packed.mask, np.arange(packed.mask.shape[1]) < count[:, None])
+    apply = jax.jit(lambda memory: model.apply({"params": params}, tokens, memory=memory)[0])
+    close(apply(packed), apply(encoded))
+
+
 def test_padding_may_hold_any_token():
     model, params = small()
     tokens, chunks = text(0, 1, 9), text(1, 1, 3, 8)
