@@ -303,7 +303,7 @@ def test_every_method_of_the_small_study_has_the_same_steps_data_and_start():
     base, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
     assert len(trained) == 14
     tokens = {t.train.steps * t.train.batch_size * t.data.length for t in trained.values()}
-    assert tokens == {60 * 4 * 512}
+    assert tokens == {400 * 4 * 512}
     same = {
         (t.train.lr, t.train.schedule, t.train.seed, t.data.seed, t.data.path, t.data.holdout)
         for t in trained.values()
@@ -314,6 +314,17 @@ def test_every_method_of_the_small_study_has_the_same_steps_data_and_start():
     evaluation = read(ROOT / "configs" / "study_tiny.yaml")
     assert evaluation.data.holdout == base.data.holdout and evaluation.data.path == base.data.path
     assert evaluation.lengths == (128, 256, 512, 1024)
+
+
+def test_the_network_of_clex_alone_has_a_rate_of_its_own_in_the_small_study_the_published_one():
+    _, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
+    assert [name for name, t in trained.items() if t.train.rates] == ["CLEX"]
+    (rate,) = trained["CLEX"].train.rates
+    published = read(ROOT / "configs" / "clex_7b_32k.yaml").train
+    assert rate.rule == "rope" and trained["CLEX"].train.lr * rate.factor == published.lr
+    assert published.rates == (), "there everything has one rate"
+    # One norm over all would let that network's gradient decide how much the model learns.
+    assert {t.train.clip for t in trained.values()} == {None}
 
 
 def test_the_small_study_trains_pi_and_yarn_with_whole_and_with_rounded_positions():
