@@ -112,19 +112,40 @@ def token_nll(
     mesh: jax.sharding.Mesh | None = None,
 ) -> jax.Array:
     """-log p(target) of every position, float32 [B, T]. For evaluation: no gradient is stored."""
+
+    def one(hidden, projection, targets):
+        return negative_log_likelihood(*_logits(hidden, projection), targets)[0]
+
+    return over_chunks(one, hidden, projection, targets, chunk=chunk, mesh=mesh)
+
+
+def over_chunks(
+    function: Callable[..., Any],
+    hidden: jax.Array,
+    projection: Projection,
+    *more: jax.Array,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Any:
+    """`function(hidden, projection, *more)`, a tree of [B, T, ...], a chunk of positions at a time.
+
+    For what needs logits and is not trained. Arrays are [B, T, ...]; `chunk` and `mesh` as in
+    `cross_entropy`.
+    """
     chunk = _chunk_size(hidden, projection, chunk, mesh)
 
-    def score(hidden, projection, targets):
+    def run(hidden, projection, more):
         def one(_, xs):
-            logits, lse = _logits(xs[0], projection)
-            return None, negative_log_likelihood(logits, lse, xs[1])[0]
+            return None, function(xs[0], projection, *xs[1])
 
-        _, nll = jax.lax.scan(one, None, (_chunked(hidden, chunk), _chunked(targets, chunk)))
-        return _joined(nll, hidden.shape[1])
+        chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, more))
+        return jax.tree.map(
+            lambda x: _joined(x, hidden.shape[1]), jax.lax.scan(one, None, chunks)[1]
+        )
 
-    tokens, everywhere = tokens_spec(mesh, *targets.shape), PartitionSpec()
-    by_device = _on_mesh(score, mesh, tokens, (tokens, everywhere, tokens), tokens)
-    return by_device(hidden, projection, targets)
+    tokens, everywhere = tokens_spec(mesh, *hidden.shape[:2]), PartitionSpec()
+    by_device = _on_mesh(run, mesh, tokens, (tokens, everywhere, tokens), tokens)
+    return by_device(hidden, projection, more)
 
 
 def _on_mesh(run, mesh, tokens: PartitionSpec, inputs, outputs):
