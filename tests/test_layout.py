@@ -18,14 +18,15 @@ CODE += sorted((ROOT / "benchmarks").rglob("*.py"))
 ORDER = [
     {"errors", "files", "config", "tree"},
     {"rope", "attention"},
-    {"landmarks", "lora", "sharding", "loss", "models", "cache"},
+    {"landmarks", "lora", "sharding", "loss", "distill", "models", "cache"},
     {"memory", "rendezvous", "distributed"},
     {"cost", "checkpoint"},
     {"convert"},
     {"build"},
     {"data"},
     {"training"},
-    {"sampling", "generate", "landmark_nll", "lm"},
+    {"sampling", "mixture", "contexts", "generate", "landmark_nll", "lm"},
+    {"replug", "conversation"},
     {"evaluation"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
