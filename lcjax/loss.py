@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lcjax.sharding import tokens_spec
+from lcjax.sharding import gradient_sums, spread_over, tokens_spec
 
 # The float32 logits of one chunk on one device stay below this many bytes: what a CPU's caches
 # still help with, and what keeps an accelerator's matrix unit busy.
@@ -150,7 +150,7 @@ def over_chunks(
 
 def _on_mesh(run, mesh, tokens: PartitionSpec, inputs, outputs):
     """`run` on the tokens of each device; how the kernel is split is left to the compiler."""
-    axes = _axes(tokens)
+    axes = spread_over(tokens)
     if not axes:
         return run
     return jax.shard_map(
@@ -158,16 +158,10 @@ def _on_mesh(run, mesh, tokens: PartitionSpec, inputs, outputs):
     )
 
 
-def _axes(tokens: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes of a partition."""
-    each = (axis if isinstance(axis, tuple) else (axis,) for axis in tokens if axis is not None)
-    return tuple(name for axis in each for name in axis)
-
-
 def _chunk_size(hidden, projection, chunk: int | None, mesh) -> int:
     spec = tokens_spec(mesh, *hidden.shape[:2])
     batch, length = (
-        size // math.prod(mesh.shape[axis] for axis in _axes(PartitionSpec(over)))
+        size // math.prod(mesh.shape[axis] for axis in spread_over(PartitionSpec(over)))
         for size, over in zip(hidden.shape, spec)
     )
     if chunk is None:
@@ -217,7 +211,7 @@ def negative_log_likelihood(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh):
     tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
-    axes = _axes(tokens)
+    axes = spread_over(tokens)
 
     def run(hidden, projection, known, weights):
         def one(_, xs):
@@ -236,16 +230,26 @@ def _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh):
 def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
     """The loss and, chunk by chunk, the gradients for a cotangent of one."""
     tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
-    run = functools.partial(_with_gradients, criterion=criterion, chunk=chunk, axes=_axes(tokens))
-    inputs, sums = (tokens, everywhere, tokens, tokens), (everywhere, everywhere)
-    run = _on_mesh(run, mesh, tokens, inputs, (sums, (tokens, tokens)))
+    path = "embed/embedding" if projection.tied else "head/kernel"
+    adding = gradient_sums(mesh, path, projection.kernel.shape, *weights.shape)
+    run = functools.partial(
+        _with_gradients, criterion=criterion, chunk=chunk, axes=spread_over(tokens), adding=adding
+    )
+    kernel = everywhere if adding is None else adding.kept
+    bias = None if projection.bias is None else everywhere
+    inputs = tokens, everywhere, tokens, tokens
+    found = everywhere, Projection(kernel, bias, projection.tied)
+    run = _on_mesh(run, mesh, tokens, inputs, (found, (tokens, tokens)))
     (sums, d_projection), by_token = run(hidden, projection, known, weights)
     d_projection = jax.tree.map(lambda d, x: d.astype(x.dtype), d_projection, projection)
     return sums, (d_projection, *by_token)
 
 
-def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axes=()):
-    """((loss, its parts) and the gradient for the projection, of all tokens), (d_hidden, loss)."""
+def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axes=(), adding=None):
+    """((loss, its parts) and the gradient for the projection, of all tokens), (d_hidden, loss).
+
+    On the tokens of one device; `adding` says which part it keeps of the kernel's gradient.
+    """
 
     def one(sums, xs):
         hidden, known, weights = xs
@@ -267,9 +271,11 @@ def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axe
         start[1] = None
     chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, known, weights))
     sums, (losses, *by_token) = jax.lax.scan(one, tuple(start), chunks)
-    sums = jax.tree.map(jnp.sum, losses), sums
-    losses, (d_kernel, d_bias) = jax.lax.psum(sums, axes) if axes else sums
+    losses, (d_kernel, d_bias) = jax.tree.map(jnp.sum, losses), sums
     d_kernel = d_kernel.T if projection.tied else d_kernel
+    if axes:
+        losses, d_bias = jax.lax.psum((losses, d_bias), axes)
+        d_kernel = jax.lax.psum(d_kernel, axes) if adding is None else adding.of(d_kernel)
     by_token = tuple(_joined(x, hidden.shape[1]) for x in by_token)
     return (losses, Projection(d_kernel, d_bias, projection.tied)), by_token
 

@@ -56,7 +56,7 @@ def loop(mesh, trips):
 def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
     mesh = make_mesh(Mesh(fsdp=8))
     found = collectives(loop(mesh, 5).compile().as_text())
-    assert found == {"all-gather": Traffic(5, 5 * 64 * 64 * 4)}
+    assert found == {"all-gather": Traffic(5, 5 * 64 * 64 * 4 * 7 // 8)}
 
 
 def test_a_verdict_compares_what_a_program_needs_with_what_a_chip_has():
@@ -65,6 +65,9 @@ def test_a_verdict_compares_what_a_program_needs_with_what_a_chip_has():
     assert found.arguments == 64 * 64 * 4 / 8
     tight = type(found)(**{**vars(found), "needed": found.chip.usable + 1})
     assert not tight.fits and "DOES NOT FIT" in str(tight)
+
+
+HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8\n"
 
 
 def test_a_part_of_a_fusion_repeats_no_collective():
@@ -83,8 +86,60 @@ ENTRY %main (p: bf16[8]) -> bf16[64] {
   %r = (f32[4]{0}, s32[2]{0}) all-reduce(%x, %y), channel_id=8, to_apply=%sum
 }
 """
-    found = collectives(text)
-    assert found == {"all-gather": Traffic(1, 128), "all-reduce": Traffic(1, 24)}
+    found = collectives(HEADER + text)
+    assert found == {"all-gather": Traffic(1, 112), "all-reduce": Traffic(1, 2 * 21)}
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "received"),
+    [
+        ("f32[64]{0} all-gather(%x), replica_groups={{0,1},{2,3}}", "all-gather", 128),
+        ("f32[64]{0} all-reduce(%x), replica_groups=[2,4]<=[8]", "all-reduce", 2 * 192),
+        ("f32[8]{0} reduce-scatter(%x), replica_groups={}", "reduce-scatter", 8 * 4 * 7),
+        (
+            "f32[64]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add",
+            "all-reduce",
+            2 * 192,
+        ),
+        ("f32[64]{0} all-to-all(%x), replica_groups=mesh['a'=8] {'a':(1)4}", "all-to-all", 192),
+        (
+            "(f32[8]{0}, f32[64]{0}) all-gather-start(%x), replica_groups={{0,1,2,3,4,5,6,7}}",
+            "all-gather",
+            224,
+        ),
+        (
+            "(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), pairs={{0,1}}",
+            "collective-permute",
+            32,
+        ),
+    ],
+)
+def test_bytes_are_what_a_device_receives(operation, kind, received):
+    text = f"{HEADER}\nENTRY %main (x: f32[8]) -> f32[8] {{\n  %r = {operation}\n}}\n"
+    assert collectives(text) == {kind: Traffic(1, received)}
+
+
+def test_a_sum_of_which_each_device_keeps_its_part_is_told_from_one_that_all_keep():
+    text = """
+%all-reduce-scatter.3 (x: f32[64]) -> f32[8] {
+  %r = f32[64]{0} all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %s = f32[8]{0} dynamic-slice(%r, %at), dynamic_slice_sizes={8}
+}
+
+ENTRY %main (x: f32[64]) -> f32[8] {
+  %f = f32[8]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+    assert collectives(HEADER + text) == {"reduce-scatter": Traffic(1, 224)}
+
+
+def test_a_group_of_one_device_receives_nothing():
+    text = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %r = f32[8]{0} all-reduce(%x), replica_groups={{0},{1}}
+}
+"""
+    assert collectives(HEADER + text) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Accelerators by name: memory and speed of one device, and how many a topology has.
 
-Memory and dense bfloat16 peaks are the vendors': cloud.google.com/tpu/docs (pages "TPU v4", "TPU
-v5e", "TPU v5p", "TPU v6e") and NVIDIA's data sheets of A100, H100 SXM and H200. What a program may
-use is less: libtpu keeps some, a GPU's context and allocator keep some.
+Figures are the vendors'. TPUs: docs.cloud.google.com/tpu/docs, pages v4, v5e, v5p and v6e, read in
+2026 (v6e: the page of 2025 has 1,640 GB/s where an older one has 1,600). GPUs: NVIDIA's data sheets
+of A100 (SXM), H100 (SXM) and H200 (SXM); their bfloat16 figures are with sparsity for Hopper, half
+of which is dense. What a program may use is less than a chip has: libtpu keeps some, and so do a
+GPU's context and allocator.
 """
 
 import math
@@ -22,22 +24,24 @@ class Chip:
     memory: float  # bytes, as sold
     usable: float  # bytes, what one program may have
     peak: float  # FLOP/s, dense, bfloat16 with float32 sums
+    bandwidth: float  # of memory, bytes/s
     dimensions: int = 0  # of a TPU's torus; 0: a GPU
 
 
-# libtpu's own limit of HBM, as its compiler states it when a program needs more.
+# libtpu's own limit of HBM, as its compiler states it when a program needs more; of a v5p it is
+# above the 95 GB of the data sheet, whose 96 are counted here.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 32 * GIB, 30.75 * GIB, 275e12, 3),
-        Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 2),
-        Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 3),
-        Chip("v6e", 32 * GIB, 31.25 * GIB, 918e12, 2),
+        Chip("v4", 32 * GIB, 30.75 * GIB, 275e12, 1_228e9, 3),
+        Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 819e9, 2),
+        Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 2_765e9, 3),
+        Chip("v6e", 32 * GIB, 31.25 * GIB, 918e12, 1_640e9, 2),
         # 95 %: the context, the libraries' workspaces, fragments.
-        Chip("a100-40", 40 * GIB, 0.95 * 40 * GIB, 312e12),
-        Chip("a100-80", 80 * GIB, 0.95 * 80 * GIB, 312e12),
-        Chip("h100", 80 * GIB, 0.95 * 80 * GIB, 989e12),
-        Chip("h200", 141e9, 0.95 * 141e9, 989e12),
+        Chip("a100-40", 40 * GIB, 0.95 * 40 * GIB, 312e12, 1_555e9),
+        Chip("a100-80", 80 * GIB, 0.95 * 80 * GIB, 312e12, 2_039e9),
+        Chip("h100", 80 * GIB, 0.95 * 80 * GIB, 989e12, 3_350e9),
+        Chip("h200", 141e9, 0.95 * 141e9, 989e12, 4_800e9),
     )
 }
 
@@ -62,6 +66,10 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
+        if not text:
+            raise InputError(
+                "topology is missing: name the devices, as --topology v5e:8x8 or h200:8"
+            )
         name, _, shape = text.partition(":")
         chip = CHIPS.get(name.lower())
         if chip is None:

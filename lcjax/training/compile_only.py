@@ -7,15 +7,15 @@ import jax
 
 from lcjax import config as config_lib
 from lcjax import cost
+from lcjax.cost import gpu_compiler, tpu_compiler
 from lcjax.cost.chips import Topology
-from lcjax.cost.tpu_compiler import devices
 from lcjax.cost.verdict import Verdict, verdict
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.sharding import AXES, make_mesh
 from lcjax.training import ahead, batches
 from lcjax.training.config import TrainConfig
-from lcjax.training.estimate import options_of
+from lcjax.training.estimate import options_of, undivided
 from lcjax.training.partition import matcher
 
 FLAG = "--compile_only"
@@ -55,13 +55,15 @@ def report(config: TrainConfig, topology: Topology) -> Verdict:
         f" {flops / topology.chip.peak:.2f} s at the peak of {topology.chip.name}"
     )
     print(found)
+    print(*(f"{line}\n" for line in undivided(model, mesh)), sep="", end="")
     return found
 
 
 def compile_step(
     config: TrainConfig, topology: Topology
 ) -> tuple[Verdict, ModelConfig, jax.sharding.Mesh]:
-    mesh = make_mesh(config.mesh, devices(topology))
+    compiler = tpu_compiler if topology.tpu else gpu_compiler
+    mesh = make_mesh(config.mesh, compiler.devices(topology))
     model = ahead.model_of(config)
     return verdict(ahead.lower(config, model, mesh), topology.chip), model, mesh
 

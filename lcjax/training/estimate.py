@@ -3,11 +3,12 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import jax
 
 from lcjax import config as config_lib
-from lcjax import cost
+from lcjax import cost, sharding
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
@@ -63,6 +64,7 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     for name, size in (parts | {"cache": cached}).items():
         note = " (of one text of this length being generated; not in training)" * (name == "cache")
         print(f"  {name:16} {size / 1e9:8.2f} GB{note}")
+    print(*(f"  {line}\n" for line in undivided(model, mesh)), sep="", end="")
     fits = memory.total <= chip.usable
     print(
         f"  training         {memory.total / 1e9:8.2f} GB of {chip.usable / 1e9:.2f} GB that"
@@ -97,7 +99,7 @@ def of_run(
     `limit`: bytes of a device; None asks the device, which a CPU does not answer.
     """
     memory = training_memory(config, model, mesh)
-    said = [f"memory, estimated: {memory}"]
+    said = [f"memory, estimated: {memory}", *undivided(model, mesh)]
     limit = limit or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
     if limit and memory.total > limit:
         said.append(
@@ -105,6 +107,24 @@ def of_run(
             " train.accumulation or mesh.context, set model.remat=full, or take more devices"
         )
     return said
+
+
+def undivided(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> list[str]:
+    """A line about the parameters that a mesh does not split as far as it goes; none if it does."""
+    sizes = SimpleNamespace(shape=dataclasses.asdict(mesh)) if isinstance(mesh, Mesh) else mesh
+    shapes = cost.parameter_shapes(model)
+    found = sharding.undivided(sizes, shapes)
+    if not found:
+        return []
+    first = sorted(found, key=found.get, reverse=True)[:3]
+    named = ", ".join(f"{path} {list(shapes[path].shape)}" for path in first)
+    more = f" and {len(found) - len(first)} more" if len(found) > len(first) else ""
+    each = " ".join(f"{axis}={size}" for axis, size in sizes.shape.items() if size > 1)
+    return [
+        f"not split as the mesh ({each}) asks, since it does not divide them: {named}{more};"
+        f" {sum(found.values()) / 1e6:,.1f} MB more of weights on each device, and what is trained"
+        " has its gradient and moments beside it"
+    ]
 
 
 def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str | None]]:

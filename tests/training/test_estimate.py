@@ -1,8 +1,11 @@
 """What a config would cost on devices that are not here, by arithmetic."""
 
+import math
+
 import pytest
 
 from lcjax import config as config_lib
+from lcjax import cost
 from lcjax.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, ahead, estimate
 
@@ -42,7 +45,7 @@ def test_the_length_given_is_that_of_the_rows(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "topology=: unknown chip"),
+        ([], "topology is missing: name the devices"),
         (["--topology=h200:8", "--mfu=40"], "mfu=40 must be a share"),
         (["--topology=h200:8", "--mesh.fsdp=3"], "must divide"),
         (["--topology=h200:8", "--train.batch_size=12"], "nearest: 16"),
@@ -61,3 +64,24 @@ def test_a_run_is_told_its_memory_and_warned_where_a_device_has_less(limit, line
     said = estimate.of_run(config, ahead.model_of(config), make_mesh(Mesh()), limit)
     assert len(said) == lines and "GB per device" in said[0]
     assert lines == 1 or said[1].startswith("warning: a device has 0.0 GB")
+
+
+def test_what_a_mesh_does_not_divide_is_named_with_its_bytes(capsys):
+    words = ["--model.preset=tiny", "--train.batch_size=6", "--data.length=64", "--mesh.fsdp=6"]
+    model = ahead.model_of(config_lib.parse(TrainConfig, words))
+    assert estimate.undivided(model, Mesh(fsdp=8)) == []
+    (line,) = estimate.undivided(model, Mesh(fsdp=6))
+    assert "the mesh (fsdp=6) asks" in line and "mlp/down/kernel [2, 160, 64], " in line
+    # All matrices, float32, which a sixth of would lie on a device; norms are always whole.
+    matrices = sum(
+        math.prod(leaf.shape)
+        for path, leaf in cost.parameter_shapes(model).items()
+        if path.endswith(("kernel", "embedding"))
+    )
+    assert f"{4 * matrices * 5 / 6 / 1e6:,.1f} MB more" in line
+    estimate.main([*words, "--topology=h200:6"])
+    assert line in capsys.readouterr().out
+    assert line in estimate.of_run(config_lib.parse(TrainConfig, words), model, Mesh(fsdp=6), 1)
+    # Over fsdp alone, where fsdp and context together do not divide a width of 64.
+    (line,) = estimate.undivided(model, Mesh(fsdp=2, context=3))
+    assert "(fsdp=2 context=3)" in line

@@ -1,0 +1,83 @@
+"""The devices of GPUs that are not there: jax's CUDA plugin compiles for a description of one.
+
+The plugin (extra `cuda`) is all it takes, no GPU and no driver. Products are not measured against
+each other, as they are on a GPU, so a running program may take other kernels and their workspaces.
+"""
+
+import importlib.util
+import os
+
+import jax
+
+from lcjax.cost.chips import Chip, Topology
+from lcjax.errors import InputError
+
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_FLAGS = "--xla_gpu_autotune_level=0"  # there is no GPU to time anything on
+
+# Of the tuning guides (docs.nvidia.com/cuda) and data sheets: multiprocessors, float32 units of
+# one, clock in GHz, shared memory of one (a block may have 1 KiB less), level 2 cache.
+_AMPERE = (8, 108, 64, 1.41, 164 * 2**10, 40 * 2**20)
+_HOPPER = (9, 132, 128, 1.98, 228 * 2**10, 50 * 2**20)
+_MODELS = {
+    "a100-40": (_AMPERE, "NVIDIA A100-SXM4-40GB"),
+    "a100-80": (_AMPERE, "NVIDIA A100-SXM4-80GB"),
+    "h100": (_HOPPER, "NVIDIA H100 80GB HBM3"),
+    "h200": (_HOPPER, "NVIDIA H200"),
+}
+
+
+def devices(topology: Topology) -> list[jax.Device]:
+    """Descriptions of the devices, for meshes and for `lower(...).compile()`; they hold no data."""
+    if not any(importlib.util.find_spec(name) for name in PLUGINS):
+        raise InputError(
+            f"topology={topology}: jax's CUDA plugin is not installed; pip install lcjax[cuda]"
+        )
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries and a driver
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=f"1x1x{topology.devices}",
+            topology=f"1x1x{topology.devices}",
+            target_config=target(topology.chip),
+        )
+    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise InputError(f"topology={topology}: the CUDA plugin cannot ({why})") from error
+    return list(found.devices)
+
+
+def target(chip: Chip) -> str:
+    """XLA's description of a GPU (`GpuTargetConfigProto` as text)."""
+    (major, cores, units, clock, shared, cache), name = _MODELS[chip.name]
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: {48 * 2**10}
+  shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {shared - 2**10}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: {units}
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: {2**16 - 1}
+  block_dim_limit_z: {2**16 - 1}
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: {2**16}
+  registers_per_block_limit: {2**16}
+  memory_bandwidth: {chip.bandwidth:.0f}
+  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}
+  device_memory_size: {chip.memory:.0f}
+  cuda_compute_capability {{ major: {major} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{name}"
+"""
