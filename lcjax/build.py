@@ -35,7 +35,8 @@ class ModelSection:
     dtype: str | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
     param_dtype: str | None = None  # of weights; null: the checkpoint's own
     # What a training step computes again instead of keeping it: none, full (all but the inputs of
-    # layers) or dots (all but the results of products and attention: nearly free).
+    # layers), attention (as full, but not attention) or dots (all but the results of products and
+    # attention: nearly free).
     remat: str = "dots"
     context_parallel: str = "ring"  # attention over mesh.context: ring, or all_to_all over heads
     tokenizer: str | None = None  # path of another tokenizer; null: the checkpoint's own

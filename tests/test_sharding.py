@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lcjax import sharding
 from lcjax.models import Decoder, preset
 from lcjax.rope.positions import PlainPositions
 from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
@@ -36,9 +37,9 @@ def batch():
     }
 
 
-def _step(mesh, **settings):
+def _step(mesh, config=CONFIG, **settings):
     """Loss and gradients of the sum over all rows."""
-    objective = language_model(CONFIG, PlainPositions(), mesh=mesh, **settings)
+    objective = language_model(config, PlainPositions(), mesh=mesh, **settings)
 
     def loss(params, batch):
         return objective(params, {}, batch, jax.random.key(0))[0] / (ROWS * LENGTH)
@@ -46,9 +47,9 @@ def _step(mesh, **settings):
     return jax.value_and_grad(loss)
 
 
-def _sharded(mesh, params, batch, **settings):
+def _sharded(mesh, params, batch, config=CONFIG, **settings):
     layout = param_shardings(mesh, params)
-    step = jax.jit(_step(mesh, **settings), out_shardings=(None, layout))
+    step = jax.jit(_step(mesh, config, **settings), out_shardings=(None, layout))
     return step, jax.device_put(params, layout), jax.device_put(batch, batch_sharding(mesh))
 
 
@@ -68,6 +69,43 @@ def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape, params, bat
     step, *arguments = _sharded(make_mesh(shape), params, batch)
     got = step(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tied"),
+    [
+        (Mesh(1, 2, 1, 4), False),
+        pytest.param(Mesh(1, 2, 1, 4), True, marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 8), False, marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 8), True, marks=pytest.mark.slow),
+        pytest.param(Mesh(2, 2, 2, 1), False, marks=pytest.mark.slow),
+        pytest.param(Mesh(2, 2, 2, 1), True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_that_are_added_up_part_by_part_are_those_of_one_device(
+    shape, tied, params, batch, monkeypatch
+):
+    monkeypatch.setattr(sharding, "_HIDDEN", 1)
+    config = CONFIG.replace(tie_embeddings=tied)
+    params = {name: child for name, child in params.items() if not tied or name != "head"}
+    want = jax.jit(_step(None, config))(params, batch)
+    step, *arguments = _sharded(make_mesh(shape), params, batch, config)
+    got = step(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+    found = _collectives(step.lower(*arguments).compile().as_text())
+    assert "reduce-scatter" in {name for name, _ in found}
+    if shape.data == shape.tensor == 1:  # elsewhere parts are summed, and activations
+        # No matrix of weights is summed as a whole, the embedding and the head included.
+        summed = [size for name, sizes in found if name == "all-reduce" for size in sizes]
+        key = CONFIG.width * CONFIG.num_kv_heads * CONFIG.head_dim  # the smallest
+        assert max(map(math.prod, summed)) < key
+
+
+def test_few_devices_leave_the_sums_to_the_compiler():
+    asked = "layers/mlp/up/kernel", (2, 64, 96), ROWS, LENGTH
+    assert sharding.gradient_sums(make_mesh(Mesh(1, 8)), *asked) is None
+    assert sharding.gradient_sums(None, *asked) is None
 
 
 def test_no_collective_moves_the_hidden_states_of_all_rows(params, batch):

@@ -19,7 +19,7 @@ _CHOICES = {
     "position": POSITIONS,
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16", "float16"),
-    "remat": ("none", "full", "dots"),
+    "remat": ("none", "full", "attention", "dots"),
     "context_parallel": METHODS,
 }
 
@@ -60,7 +60,9 @@ class ModelConfig:
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: str = "float32"
-    remat: str = "none"  # what a training step recomputes: nothing, whole layers, all but matmuls
+    # What a training step recomputes: nothing, whole layers, these without attention, or what is
+    # neither attention nor a product with weights.
+    remat: str = "none"
     # How attention over the mesh axis `context` is put together: keys go round a ring, or heads are
     # exchanged for tokens (which needs as many heads on a device as parts of the text).
     context_parallel: str = "ring"

@@ -14,17 +14,20 @@ from lcjax.errors import InputError
 from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Norm
+from lcjax.models.lookup import look_up
 from lcjax.models.memory import Encoded
 from lcjax.models.mlm import MaskedHead
 from lcjax.models.position import Position, no_rotation
 from lcjax.rope import Rotation
-from lcjax.sharding import LENGTH, keep_tokens
+from lcjax.sharding import LENGTH, gradient_sums, keep_tokens
 from pallas_kernels import zigzag
 
-# "dots" keeps the results of products and of attention, and computes everything elementwise again:
-# that is cheaper than writing it to memory and reading it back.
+# "attention" keeps what a long text makes dearest to find again: in time and, where devices share
+# the text, in what they send each other. "dots" keeps the results of products, too, and computes
+# everything elementwise again: cheaper than writing it to memory and reading it back.
 _REMAT_POLICIES = {
     "full": None,
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names("attention"),
@@ -50,7 +53,7 @@ class SequentialBlock(nn.Module):
         x = keep_tokens(x + attended, self.mesh)
         if self.reads and context.memory is not None:
             x = keep_tokens(x + self._read(x, context.memory), self.mesh)
-        x = x + MLP(c, name="mlp")(Norm(c, name="mlp_norm")(x))
+        x = x + MLP(c, self.mesh, name="mlp")(Norm(c, name="mlp_norm")(x))
         return keep_tokens(x, self.mesh), layer
 
     def _read(self, x: jax.Array, memory: Encoded) -> jax.Array:
@@ -69,7 +72,7 @@ class ParallelBlock(nn.Module):
         c, x = self.config, keep_tokens(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
         attended, layer = Attention(c, self.mesh, name="attention")(normed, context, layer)
-        x = x + attended + MLP(c, name="mlp")(normed)
+        x = x + attended + MLP(c, self.mesh, name="mlp")(normed)
         return keep_tokens(x, self.mesh), layer
 
 
@@ -168,7 +171,7 @@ class Decoder(nn.Module):
             )
         bias = self.position.logit_bias()
         context = Context(positions, segments, rotation, index, view, bias, order, memory)
-        x = keep_tokens(self.embed.embedding[tokens].astype(c.compute_dtype()), self.mesh)
+        x = keep_tokens(self._embedded(tokens), self.mesh)
         if given is None:  # absolute embeddings count in the document
             index = view.q_index if cache is not None else index
             positions = positions if index is None else index
@@ -189,6 +192,13 @@ class Decoder(nn.Module):
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
         return self.final_norm(x), cache
+
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        table, dtype = self.embed.embedding, self.config.compute_dtype()
+        if self.mesh is None or self.is_initializing():
+            return table[tokens].astype(dtype)
+        sums = gradient_sums(self.mesh, "embed/embedding", table.shape, *tokens.shape)
+        return look_up(table, tokens, dtype, sums)
 
     def before_head(self, hidden: jax.Array) -> jax.Array:
         """What `head` projects, of hidden states [..., D]: themselves, but for masked models."""

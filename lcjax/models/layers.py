@@ -1,11 +1,13 @@
 """The layers of a decoder. Modules hold parameters and wiring; the maths is in plain functions."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from lcjax import cache as cache_lib
 from lcjax.attention import Causal, attend
@@ -14,7 +16,7 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
 from lcjax.models.memory import Encoded
 from lcjax.rope import Rotation
-from lcjax.sharding import attention_layout
+from lcjax.sharding import Sums, attention_layout, gradient_sums
 from pallas_kernels import Bias
 
 
@@ -38,6 +40,7 @@ class Linear(nn.Module):
     outputs: tuple[int, ...]  # sizes of the new axes
     config: ModelConfig
     bias: bool = False
+    mesh: jax.sharding.Mesh | None = None  # whose devices share the tokens of x [B, T, ...]
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -48,7 +51,8 @@ class Linear(nn.Module):
             value = self.param(name, init, shape, jnp.dtype(config.param_dtype))
             return value.astype(config.compute_dtype())
 
-        y = _matmul(x, weight("kernel", spread, (*self.inputs, *self.outputs)), count)
+        kernel = weight("kernel", spread, (*self.inputs, *self.outputs))
+        y = _matmul(x, kernel, count, self._sums(x, kernel))
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.outputs)
         if config.lora is not None and self.name in config.lora.targets:
@@ -57,6 +61,15 @@ class Linear(nn.Module):
             b = weight("lora_b", nn.initializers.zeros, (rank, *self.outputs))
             y = y + config.lora.scale * _matmul(_matmul(x, a, count), b, 1)
         return y
+
+    def _sums(self, x: jax.Array, kernel: jax.Array) -> Sums | None:
+        """For the gradient of the kernel as one flat matrix, of whose axes the outer ones count."""
+        path = "/".join((*self.path, "kernel"))
+        sums = gradient_sums(self.mesh, path, kernel.shape, *x.shape[:2])
+        if sums is None:
+            return None
+        flat = PartitionSpec(sums.kept[0], sums.kept[len(self.inputs)])
+        return dataclasses.replace(sums, kept=flat)
 
 
 class Head(nn.Module):
@@ -74,14 +87,16 @@ class Head(nn.Module):
         return Projection(kernel.astype(c.compute_dtype()), bias)(hidden)
 
 
-def _matmul(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
+def _matmul(
+    x: jax.Array, kernel: jax.Array, contracted: int, sums: Sums | None = None
+) -> jax.Array:
     """Sums the last axes of `x` against the first ones of `kernel`, as one flat product.
 
     Several axes at once would let XLA choose an order in which it copies the kernel first.
     """
     outer, kept = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     size = math.prod(kernel.shape[:contracted])
-    y = matmul(x.reshape(*outer, size), kernel.reshape(size, -1))
+    y = matmul(x.reshape(*outer, size), kernel.reshape(size, -1), sums)
     return y.reshape(*outer, *kept)
 
 
@@ -119,7 +134,7 @@ class Attention(nn.Module):
         mesh = None if self.is_initializing() else self.mesh
 
         def project(name, count):
-            return Linear((c.width,), (count, size), c, c.qkv_bias, name=name)(x)
+            return Linear((c.width,), (count, size), c, c.qkv_bias, mesh, name=name)(x)
 
         with jax.named_scope("qkv"):
             q, k, v = project("query", heads), project("key", kv_heads), project("value", kv_heads)
@@ -147,23 +162,24 @@ class Attention(nn.Module):
                     layout=attention_layout(mesh),
                 )  # fmt: skip
         with jax.named_scope("out"):
-            return Linear((heads, size), (c.width,), c, c.out_bias, name="out")(y), layer
+            return Linear((heads, size), (c.width,), c, c.out_bias, mesh, name="out")(y), layer
 
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020) when gated, else two matrices with the activation between."""
 
     config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
+        c, mesh = self.config, None if self.is_initializing() else self.mesh
         activate = {"silu": nn.silu, "gelu_tanh": lambda h: nn.gelu(h, approximate=True)}[
             c.activation
         ]
 
         def widen(name):
-            return Linear((c.width,), (c.mlp_width,), c, c.mlp_bias, name=name)(x)
+            return Linear((c.width,), (c.mlp_width,), c, c.mlp_bias, mesh, name=name)(x)
 
         hidden = activate(widen("gate")) * widen("up") if c.gated_mlp else activate(widen("up"))
-        return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, name="down")(hidden)
+        return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, mesh, name="down")(hidden)
