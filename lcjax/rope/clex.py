@@ -32,10 +32,11 @@ class Clex(Rope):
     part d ln xi / dt is integrated in closed form and only the network's part by the rule: the same
     limit, without the published code's 2e-5 of rounding over 3,100 float32 steps.
 
-    The published trainings have one rate, 2e-5, and one clip for everything. Every distance moves
-    with a frequency, so the gradients of U and D are long, 20 to 240 in the small study where the
-    model's are 0.4. Beside a larger rate, give them one of their own (`train.rates`: rule rope) and
-    leave `train.clip` out: one norm over all would hardly let the model learn.
+    The published trainings have one rate, 2e-5, and one clip for everything. A frequency moves
+    every distance, so the gradients of U and D are long: at the start of the small study 55 at
+    t = 2 and 5,100 at t = 8, where the model's are 1, and one norm over all keeps the model from
+    learning at any t > 1. So leave `train.clip` out, and beside a larger rate give U and D one of
+    their own (`train.rates`: rule rope).
     """
 
     original_length: int | None = None  # P; null: the checkpoint's trained length
