@@ -1,6 +1,6 @@
 """Generation: chunked prefill, then one token at a time, streamed as text.
 
-Two compiled functions do the work: `_prefill` reads a chunk of the prompts into the cache, and
+Two compiled functions do the work: `prefill` reads a chunk of the prompts into the cache, and
 `_step` picks a token and reads it. The next step is always under way before the last one's tokens
 are looked at, so the accelerator does not wait for Python.
 """
@@ -19,7 +19,9 @@ from lcjax.attention import Landmark
 from lcjax.convert.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks, aligned, in_prompt
+from lcjax.mixture import Mixture
 from lcjax.models import Decoder
+from lcjax.models.memory import Encoded
 from lcjax.rope import Rotation
 from lcjax.sampling import Sampling, pick, whole
 from lcjax.sharding import keep_rows, padding_rows
@@ -51,6 +53,8 @@ def stream(
     follows_length: bool = True,
     exact: bool = False,
     prefill_chunk: int | None = None,
+    memory: Encoded | None = None,
+    mixture: Mixture | None = None,
 ) -> Iterator[Piece]:
     """Pieces of text for every prompt (lists of token ids) until all have finished.
 
@@ -64,7 +68,9 @@ def stream(
     Long prompts are read `prefill_chunk` tokens at a time, which bounds the memory; shorter ones
     are read at once. A model with landmarks reads them among the tokens, and at most
     `pattern.chunk` tokens at a time; none is ever picked. On the mesh of `model` every device gets
-    equally many rows: those that are lacking repeat the first prompt, and nobody sees them.
+    equally many rows: those that are lacking repeat the first prompt, and nobody sees them; in
+    `memory`, which the rows read beside their prompts, they are there already. Under a `mixture`
+    several prompts are one text: their probabilities are mixed, and all read the token picked.
     """
     prompts = _checked(prompts, model.config.vocab_size)
     # The last token that is picked is not read.
@@ -73,13 +79,18 @@ def stream(
     if Landmarks.read_by(model.config.pattern) is not None:
         _check_not_exact(exact)
         chunk = _whole_chunk(chunk, model.config.pattern)
-    return _read_and_write(model, params, tokenizer, prompts, sampling, rotation, exact, chunk)
+    return _read_and_write(
+        model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory,
+        mixture or Mixture.of_itself(len(prompts)),
+    )  # fmt: skip
 
 
-def _read_and_write(model, params, tokenizer, prompts, sampling, rotation, exact, chunk):
+def _read_and_write(
+    model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory, mixture
+):
     """`stream` of checked arguments."""
-    shown, mesh = len(prompts), model.mesh
-    prompts = [*prompts, *[prompts[0]] * padding_rows(mesh, shown)]
+    mesh = model.mesh
+    prompts = [*prompts, *[prompts[0]] * padding_rows(mesh, len(prompts))]
     lengths, new = np.array([len(prompt) for prompt in prompts]), sampling.max_new_tokens
     marks = Landmarks.read_by(model.config.pattern)
     closing = 0  # places of landmarks among the new tokens of a row
@@ -98,7 +109,7 @@ def _read_and_write(model, params, tokenizer, prompts, sampling, rotation, exact
     positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
     for start in _starts(tokens.shape[1], chunk):
         part = slice(*start)
-        logits, cache = _prefill(
+        logits, cache = prefill(
             model,
             params,
             cache,
@@ -107,21 +118,27 @@ def _read_and_write(model, params, tokenizer, prompts, sampling, rotation, exact
             positions[:, part],
             rotations.at(0),
             ends,
+            memory,
         )
-    rows = [_Row(index, tokenizer, sampling) for index in range(shown)]
-    yield from _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, sampling)
+
+    def step(cache, token, count):
+        place = _place(lengths + count, marks)
+        token, turned = mixture.read_by(token, len(prompts)), rotations.at(count + 1)
+        return _step(model, params, cache, token, *place, turned, memory)
+
+    yield from _decode(step, tokenizer, logits, cache, sampling, mixture)
 
 
-def _decode(model, params, tokenizer, logits, cache, lengths, rotations, rows, sampling):
+def _decode(step, tokenizer, logits, cache, sampling, mixture):
     key = jax.random.key(sampling.seed)
     eos = jnp.array(tokenizer.eos_ids, jnp.int32)
-    token = pick(logits, key, 0, eos, sampling)
+    rows = [Row(index, tokenizer, sampling) for index in range(mixture.texts)]
+    token = pick(mixture.logits(logits), key, 0, eos, sampling)
     for count in range(sampling.max_new_tokens):
         current = token
         if count + 1 < sampling.max_new_tokens:
-            place = _place(lengths + count, Landmarks.read_by(model.config.pattern))
-            logits, cache = _step(model, params, cache, token, *place, rotations.at(count + 1))
-            token = pick(logits, key, count + 1, eos, sampling)
+            logits, cache = step(cache, token, count)
+            token = pick(mixture.logits(logits), key, count + 1, eos, sampling)
         for row, picked in zip(rows, distributed.gather(current)[: len(rows)], strict=True):
             if row.finish is None:
                 piece = row.add(int(picked))
@@ -205,7 +222,7 @@ class _Rotations:
         )
 
 
-class _Row:
+class Row:
     """Tokens of one row turned into text that ends before a stop string."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, sampling: Sampling):
@@ -294,25 +311,29 @@ def _starts(length: int, chunk: int) -> list[tuple[int, int]]:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(model, params, cache, tokens, segments, positions, rotation, ends=None):
-    return _read(model, params, cache, tokens, segments, positions, rotation, ends)
+def prefill(model, params, cache, tokens, segments, positions, rotation, ends=None, memory=None):
+    """The logits [B, V] after `tokens` [B, T], and the cache, which is given up, with them in it.
+
+    Arguments as of `Decoder.__call__`; `ends` as `_place` gives it.
+    """
+    return _read(model, params, cache, tokens, segments, positions, rotation, ends, memory)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _step(model, params, cache, token, segments, positions, ends, rotation):
+def _step(model, params, cache, token, segments, positions, ends, rotation, memory):
     tokens = token[:, None]
     if segments is not None:
         mark = jnp.full_like(tokens, model.config.pattern.token)
         tokens = jnp.concatenate([tokens, mark], 1)
-    return _read(model, params, cache, tokens, segments, positions, rotation, ends)
+    return _read(model, params, cache, tokens, segments, positions, rotation, ends, memory)
 
 
-def _read(model, params, cache, tokens, segments, positions, rotation, ends=None):
+def _read(model, params, cache, tokens, segments, positions, rotation, ends, memory):
     """The logits [B, V] after the last of `tokens` [B, T], and the cache with them in it.
 
     `ends` [B] says which token of each row is asked, counted from the end: 1 is the last.
     """
-    hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation)
+    hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation, memory)
     asked = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
     logits = model.apply({"params": params}, asked, method="logits")
     if (marks := Landmarks.read_by(model.config.pattern)) is not None:
@@ -320,7 +341,7 @@ def _read(model, params, cache, tokens, segments, positions, rotation, ends=None
     return keep_rows(logits, model.mesh), cache
 
 
-def read_on(model, params, cache, tokens, segments, positions, rotation):
+def read_on(model, params, cache, tokens, segments, positions, rotation, memory=None):
     """The hidden states [B, T, D] of `tokens` [B, T], and the cache with them in it."""
     hidden, cache = model.apply(
         {"params": params},
@@ -329,5 +350,6 @@ def read_on(model, params, cache, tokens, segments, positions, rotation):
         segments=segments,
         rotation=rotation,
         cache=cache,
+        memory=memory,
     )
     return hidden, cache_lib.keep_layout(cache, model.mesh)

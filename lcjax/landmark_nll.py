@@ -12,6 +12,7 @@ from lcjax.generate import read_on
 from lcjax.landmarks import Landmarks
 from lcjax.loss import token_nll
 from lcjax.models import Decoder, head
+from lcjax.models.memory import Encoded
 from lcjax.rope import Rotation
 
 
@@ -21,12 +22,14 @@ def landmark_nll(
     tokens: np.ndarray,
     rotation: Callable[[int], Rotation],
     first: int,
+    memory: Encoded | None = None,
 ) -> np.ndarray:
     """-log p(tokens[t] | tokens[:t]) for t >= first, float32 [B, T - first].
 
     The ordinary tokens int [B, T] are read with landmarks after full blocks, `pattern.chunk` at a
-    time: what was read before is retrieved. Each is predicted where the model learned to: from the
-    landmark before it if landmarks are predicted, else from the last ordinary token.
+    time: what was read before is retrieved, and `memory` is read beside. Each is predicted where
+    the model learned to: from the landmark before it if landmarks are predicted, else from the last
+    ordinary token.
     """
     pattern = model.config.pattern
     landmarks = Landmarks.of(pattern)
@@ -47,13 +50,13 @@ def landmark_nll(
     turned, nll = rotation(length), []
     for start in range(0, padded, chunk):
         part = (x[:, start : start + chunk] for x in (text, targets, segments, positions))
-        scores, cache = _read(model, params, cache, *part, turned)
+        scores, cache = _read(model, params, cache, *part, turned, memory)
         nll.append(scores)
     return np.concatenate([distributed.gather(scores) for scores in nll], 1)[:, asked]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read(model, params, cache, tokens, targets, segments, positions, rotation):
+def _read(model, params, cache, tokens, targets, segments, positions, rotation, memory):
     """The scores [B, T] of `targets`, and the cache with `tokens` [B, T] in it."""
-    hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation)
+    hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation, memory)
     return token_nll(hidden, head(params, model.config), targets), cache

@@ -17,12 +17,16 @@ from lcjax import distributed
 from lcjax import generate as generation
 from lcjax.attention import Landmark, Pattern
 from lcjax.build import ModelSection, Settings, build, resolve_rope
+from lcjax.contexts import Contexts, Row, bucketed, check_memory, cut, passages
+from lcjax.contexts import encode as encode_chunks
 from lcjax.convert import Tokenizer
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.generate import Piece, Sampling
 from lcjax.landmark_nll import landmark_nll
 from lcjax.loss import token_nll
+from lcjax.mixture import Mixture
 from lcjax.models import Decoder, head, unstack_layers, unstack_layers_in_place
+from lcjax.models.memory import Encoded, Memory
 from lcjax.rope import Default, Rope, Rotation
 from lcjax.sharding import Mesh, keep_rows, make_mesh, padding_rows
 
@@ -87,9 +91,13 @@ class LanguageModel:
         *,
         rope: Rope | None = None,
         pattern: Pattern | None = None,
+        memory: Memory | None = None,
         length: int | None = None,
     ) -> "LanguageModel":
-        """The same weights under another position method or pattern, set up for `length`."""
+        """The same weights under another position method or pattern, set up for `length`.
+
+        `memory` is that of `config` with other settings, such as CEPE's `trained_context`.
+        """
         other = copy.copy(self)
         other.length, other._rotations = length, {}
         changes: dict[str, Any] = {}
@@ -97,6 +105,9 @@ class LanguageModel:
             changes["rope"] = resolve_rope(rope, self.config)
         if pattern is not None:
             changes["pattern"] = pattern.for_inference()
+        if memory is not None:
+            check_memory(self.config.memory)
+            changes["memory"] = memory
         other.config = self.config.replace(**changes)
         if other.config.rope.learned and "rope" not in self.params:
             raise InputError(
@@ -104,7 +115,8 @@ class LanguageModel:
                 " weights for it; train it first, or load a checkpoint that has them"
             )
         model = self._model
-        other._model = Decoder(model.config.replace(pattern=other.config.pattern), model.mesh)
+        kept = {name: getattr(other.config, name) for name in ("pattern", "memory")}
+        other._model = Decoder(model.config.replace(**kept), model.mesh)
         return other
 
     def rotation(self, length: int) -> Rotation:
@@ -117,8 +129,65 @@ class LanguageModel:
             self._rotations[length] = self.config.pattern.at_length(rotation, length)
         return self._rotations[length]
 
+    def encode_contexts(
+        self,
+        contexts: Sequence[Row],
+        *,
+        chunk: int | None = None,
+        batch_tokens: int | None = None,
+        projected: bool = False,
+        after: Contexts | None = None,
+    ) -> Contexts:
+        """What lies beside the window of every row, encoded once, for any number of calls.
+
+        Args:
+          contexts: for each row a document, or a list of passages (each a text, or token ids);
+            every passage begins a chunk, and long ones are cut into several.
+          chunk: tokens of the chunks that long texts are cut into; None: what the model's memory
+            was trained with (CEPE: 256).
+          batch_tokens: tokens that are encoded at once, which bounds the memory; None: what suits
+            the platform.
+          projected: keep the keys and values of every layer that reads contexts: faster to read,
+            many times larger.
+          after: contexts to which these chunks are added; what it holds is not encoded again.
+        """
+        if isinstance(contexts, str):
+            raise InputError(f"context={contexts[:20]!r} must be a list with one entry per row")
+        memory = self.config.memory
+        if memory is None and not any(len(row) for row in contexts):
+            return Contexts(None, *[(0,) * len(contexts)] * 2, self.params)
+        check_memory(memory)
+        size = memory.usual if chunk is None else chunk
+        whole_number("chunk", size, 1, f"leave it out for {memory.usual}")
+        if size > memory.longest:
+            raise InputError(
+                f"chunk={size} is more than the {memory.longest} tokens that the encoder was made"
+                f" for; leave it out for {memory.usual}"
+            )
+        encode, vocab = self.tokenizer.encode, self.config.vocab_size
+        texts = [passages(row, encode, vocab) for row in contexts]
+        rows = [[chunk for text in row for chunk in cut(text, size)] for row in texts]
+        return encode_chunks(
+            self._model, self.params, rows,
+            batch_tokens=batch_tokens, projected=projected, after=after,
+        )  # fmt: skip
+
+    def _memory(self, context: Contexts | Sequence[Row] | None, rows: int) -> Encoded | None:
+        """What `rows` texts read, those that fill up the mesh included; None without a context."""
+        if context is None or (isinstance(context, list | tuple) and not context):
+            return None
+        if not isinstance(context, Contexts):
+            context = self.encode_contexts(context)
+        context.check_weights(self.params)
+        return context.rows(rows, padding_rows(self.mesh, rows))
+
     def nll(
-        self, tokens: np.ndarray, *, first: int = 1, lengths: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        *,
+        first: int = 1,
+        lengths: np.ndarray | None = None,
+        context: Contexts | Sequence[Row] | None = None,
     ) -> np.ndarray:
         """-log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first and past `lengths`.
 
@@ -129,6 +198,7 @@ class LanguageModel:
           tokens: int [B, T], padded on the right.
           first: the first scored position, at least 1; only from there logits are computed.
           lengths: int [B], tokens of each row that count; all if None.
+          context: what every row reads beside its tokens, as `encode_contexts` takes or gives it.
         """
         if self.config.pattern.prefill_only:
             kind = Pattern.get_choice_name(type(self.config.pattern))
@@ -143,31 +213,32 @@ class LanguageModel:
         # Every device needs equally many rows; those that are lacking repeat the first one.
         filled = np.pad(tokens, [(0, padding_rows(self.mesh, rows)), (0, 0)])
         filled[rows:] = tokens[:1]
+        memory = self._memory(context, rows)
         if isinstance(self.config.pattern, Landmark):
-            scored = landmark_nll(self._model, self.params, filled, self.rotation, first)
+            scored = landmark_nll(self._model, self.params, filled, self.rotation, first, memory)
             scored = distributed.gather(scored)
         else:
-            scored = self._scored(filled, first)
+            scored = self._scored(filled, first, memory)
         nll = np.zeros((rows, length), np.float32)
         nll[:, first:] = scored[:rows]
         if lengths is not None:
             nll[np.arange(length)[None] >= np.asarray(lengths)[:, None]] = 0
         return nll
 
-    def _scored(self, tokens: np.ndarray, first: int) -> np.ndarray:
+    def _scored(self, tokens: np.ndarray, first: int, memory: Encoded | None) -> np.ndarray:
         """float32 [B, T - first] by a program that serves texts and starts of about this length."""
         length, config = tokens.shape[1], self._model.config
         wide = length
         if config.pattern.any_order:  # others may weigh what follows a text, before they hide it
-            wide = _bucketed(length)
+            wide = bucketed(length)
         if config.position == "learned":
             wide = min(wide, max(config.max_length, length))
-        count = min(_bucketed(length - first), wide - 1)
+        count = min(bucketed(length - first), wide - 1)
         start = min(first, wide - count)
         filled = np.pad(tokens, [(0, 0), (0, wide - length)])
         # What a rotation follows is the length of the text itself.
         rotation = self.rotation(length)
-        scored = _score(self._model, self.params, filled, rotation, np.int32(start), count)
+        scored = _score(self._model, self.params, filled, rotation, np.int32(start), count, memory)
         return distributed.gather(scored)[:, first - start : length - start]
 
     def generate(
@@ -175,6 +246,7 @@ class LanguageModel:
         prompts: Sequence[str | Sequence[int]],
         sampling: Sampling = Sampling(),
         *,
+        context: Contexts | Sequence[Row] | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
     ) -> list[str]:
@@ -183,12 +255,15 @@ class LanguageModel:
         Args:
           prompts: a list, also for a single prompt.
           sampling: how tokens are picked and when to stop.
+          context: what every row reads beside its prompt, as `encode_contexts` takes or gives it.
           exact: a rotation that depends on the length follows it while the text grows: all keys are
             rotated anew for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
           prefill_chunk: tokens of a prompt that are read at a time, which bounds the memory; None:
             what suits the platform.
         """
-        pieces = self.stream(prompts, sampling, exact=exact, prefill_chunk=prefill_chunk)
+        pieces = self.stream(
+            prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
+        )
         texts = [""] * len(prompts)
         for piece in pieces:
             texts[piece.row] += piece.text
@@ -199,10 +274,15 @@ class LanguageModel:
         prompts: Sequence[str | Sequence[int]],
         sampling: Sampling = Sampling(),
         *,
+        context: Contexts | Sequence[Row] | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
+        mixture: Mixture | None = None,
     ) -> Iterator[Piece]:
-        """`generate` piece by piece as the text appears; the arguments are checked at once."""
+        """`generate` piece by piece as the text appears; the arguments are checked at once.
+
+        Under a `mixture` several prompts are one text (`lcjax.replug`).
+        """
         if isinstance(prompts, str):
             raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
         ids = [self.encode(p) if isinstance(p, str) else p for p in prompts]
@@ -210,6 +290,7 @@ class LanguageModel:
         return generation.stream(
             self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
             follows_length=follows, exact=exact, prefill_chunk=prefill_chunk,
+            memory=self._memory(context, len(ids)), mixture=mixture,
         )  # fmt: skip
 
     def chat(
@@ -217,12 +298,14 @@ class LanguageModel:
         messages: str | list[dict[str, str]],
         sampling: Sampling = Sampling(),
         *,
+        context: Contexts | Row | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
     ) -> str:
         """The model's answer to a conversation (or one question) in its own chat format.
 
-        Options as in `generate`.
+        `context` is a document or a list of passages that it reads beside; options as in
+        `generate`.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -233,7 +316,11 @@ class LanguageModel:
             )
         text = self.tokenizer.render_chat(messages)
         ids = self.tokenizer.encode(text, allow_special=True)
-        return self.generate([ids], sampling, exact=exact, prefill_chunk=prefill_chunk)[0]
+        if context is not None and not isinstance(context, Contexts):
+            context = [context]
+        return self.generate(
+            [ids], sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
+        )[0]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, after the BOS token if the model expects one."""
@@ -241,17 +328,11 @@ class LanguageModel:
         return [self.tokenizer.bos_id, *ids] if self.tokenizer.add_bos else ids
 
 
-def _bucketed(length: int) -> int:
-    """The next of eight sizes an octave, at least 64: at most an eighth of it is padding."""
-    step = max(1 << (length - 1).bit_length() >> 4, 8)
-    return max(-(-length // step) * step, 64)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 5))
-def _score(model: Decoder, params: dict, tokens: jax.Array, rotation: Rotation, start, count: int):
+def _score(model: Decoder, params, tokens, rotation: Rotation, start, count: int, memory=None):
     """float32 [B, count] of the tokens from `start` on; only these are projected to logits."""
     tokens = keep_rows(tokens, model.mesh)
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation, memory=memory)
     hidden = jax.lax.dynamic_slice_in_dim(hidden, start - 1, count, 1)
     targets = jax.lax.dynamic_slice_in_dim(tokens, start, count, 1)
     return token_nll(hidden, head(params, model.config), targets)

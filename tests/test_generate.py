@@ -189,7 +189,7 @@ def test_nucleus_keeps_the_smallest_set_that_reaches_top_p():
 
 
 class _Scripted:
-    """A tokenizer over single letters; `_Row` sees ids as letters."""
+    """A tokenizer over single letters; `Row` sees ids as letters."""
 
     eos_ids = (0,)
 
@@ -198,9 +198,9 @@ class _Scripted:
 
 
 def _row(text, **sampling):
-    from lcjax.generate import _Row
+    from lcjax.generate import Row
 
-    row = _Row(0, _Scripted(), Sampling(**sampling))
+    row = Row(0, _Scripted(), Sampling(**sampling))
     pieces = []
     for letter in text:
         pieces.append(row.add(0 if letter == "." else ord(letter) - 96))
@@ -283,14 +283,14 @@ def test_prompts_of_all_lengths_are_read_in_a_few_compiled_shapes(chunk):
 
 
 def test_prompts_of_near_lengths_share_one_compiled_prefill(params):
-    from lcjax.generate import _prefill
+    from lcjax.generate import prefill
 
     lm = _model(params)
     _generated(lm, [_ids(11, 270)], Sampling(max_new_tokens=1))
-    before = _prefill._cache_size()
+    before = prefill._cache_size()
     for length in (330, 384):
         _generated(lm, [_ids(11, length)], Sampling(max_new_tokens=1))
-    assert _prefill._cache_size() == before
+    assert prefill._cache_size() == before
 
 
 def test_a_chunk_longer_than_the_prompt_and_its_cache_reads_it_at_once(params):

@@ -174,7 +174,7 @@ def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
 def test_sizes_of_programs_are_few_and_near_the_length():
     sizes = set()
     for length in range(1, 9000):
-        wide = lm_lib._bucketed(length)
+        wide = lm_lib.bucketed(length)
         sizes.add(wide)
         assert length <= wide <= max(64, length * 9 / 8)
     assert len(sizes) <= 60

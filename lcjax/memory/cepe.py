@@ -32,11 +32,31 @@ class Cepe(Memory):
 
     states: ModelConfig  # the encoder; its width is E
     layers: int
+    # Contexts of more tokens than this are attended to more sharply: with m tokens, logits are
+    # multiplied by (0.1 ln(m / trained_context) + 1)^2, as YaRN does for longer texts. The paper
+    # says so of its needle test, without a formula; the released code has none. None: never.
+    trained_context: int | None = None
 
     def reading(self, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
 
+    @property
+    def longest(self) -> int:
+        return self.states.max_length
+
+    @property
+    def usual(self) -> int:
+        return min(256, self.longest)  # what the paper trains with
+
+    def projected(self, params: dict, config: ModelConfig, encoded: Encoded) -> Encoded:
+        return projected(params, config, encoded)
+
     def check(self, config: ModelConfig) -> None:
+        if self.trained_context is not None and self.trained_context < 1:
+            raise InputError(
+                f"model.memory.trained_context={self.trained_context} must be at least 1 token;"
+                " null leaves attention to long contexts as it is"
+            )
         if not 1 <= self.layers <= config.num_layers:
             raise InputError(
                 f"model.memory.layers={self.layers} must lie in 1 ... {config.num_layers}, the"
@@ -103,6 +123,10 @@ class CrossAttention(nn.Module):
             else:
                 k, v = (part.swapaxes(1, 2) for part in encoded.layers[0])
             there = encoded.mask.astype(jnp.int32)
+            if c.memory.trained_context is not None:
+                more = jnp.maximum(there.sum(1) / c.memory.trained_context, 1.0)
+                sharper = jnp.square(0.1 * jnp.log(more) + 1)[:, None, None, None]
+                q = (q * sharper).astype(q.dtype)
             y, _ = flash(
                 q,
                 k,

@@ -1,0 +1,285 @@
+"""A language model with contexts: encoded once, read by scores, prompts and conversations."""
+
+import dataclasses
+import functools
+
+import cepe_golden as golden
+import jax
+import numpy as np
+import pytest
+
+from lcjax import contexts as contexts_lib
+from lcjax.build import ModelSection
+from lcjax.convert import ByteTokenizer
+from lcjax.errors import InputError
+from lcjax.generate import Sampling
+from lcjax.lm import LanguageModel
+from lcjax.memory import CepeSection
+from lcjax.models import Decoder
+from lcjax.sharding import Mesh
+
+SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
+GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
+
+
+def sharper(lm):
+    """Far enough apart for a greedy choice, and with a context that is heard."""
+    lm.params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, lm.params)
+    return lm
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return sharper(LanguageModel.load(SECTION))
+
+
+def ids(seed, length):
+    return np.random.default_rng(seed).integers(3, 250, length).tolist()
+
+
+TOKENS = np.array([ids(1, 20), ids(2, 20), ids(3, 20)])
+CONTEXT = [[ids(4, 150), ids(5, 9)], [], [ids(6, 70)]]
+CHUNKS = [  # of 64 tokens, the odd one first
+    [ids(4, 150)[:22], ids(4, 150)[22:86], ids(4, 150)[86:], ids(5, 9)],
+    [],
+    [ids(6, 70)[:6], ids(6, 70)[6:]],
+]
+
+
+def picked(lm, prompts, sampling=GREEDY, **options):
+    """The tokens of every row."""
+    rows = [[] for _ in prompts]
+    for piece in lm.stream(prompts, sampling, **options):
+        rows[piece.row] += piece.ids
+    return rows
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(model, params, tokens, chunks, mask):
+    """float32 [B, T, V], everything encoded and read at once; chunks int32 [B, C, P]."""
+    memory = model.apply({"params": params}, chunks, mask, method="encode")
+    hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+    return model.apply({"params": params}, hidden, method="logits")
+
+
+def by_hand(lm, tokens):
+    """Logits of rows of tokens, every row beside its CONTEXT."""
+    chunks, mask = np.zeros((3, 4, 64), np.int32), np.zeros((3, 4, 64), bool)
+    for row, own in enumerate(CHUNKS):
+        for i, chunk in enumerate(own):
+            chunks[row, i, : len(chunk)], mask[row, i, : len(chunk)] = chunk, True
+    model = Decoder(lm.config.replace(remat="none"))
+    return np.array(logits_of(model, lm.params, np.asarray(tokens), chunks, mask))
+
+
+def test_contexts_of_any_number_and_length_are_read_as_the_model_reads_their_chunks(lm):
+    found, plain = lm.nll(TOKENS, context=CONTEXT), lm.nll(TOKENS)
+    log_p = jax.nn.log_softmax(by_hand(lm, TOKENS)[:, :-1])
+    wanted = -np.take_along_axis(np.asarray(log_p), TOKENS[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(found[:, 1:], wanted, atol=5e-5)
+    np.testing.assert_array_equal(found[1], plain[1])  # the row without a context
+    assert np.abs(found - plain).max(1)[[0, 2]].min() > 0.05, "it does listen"
+
+
+@pytest.mark.parametrize("context", [[], [[], [], []], [[""], [[]], []]], ids=str)
+def test_an_empty_context_is_the_plain_decoder_bit_for_bit(lm, context):
+    np.testing.assert_array_equal(lm.nll(TOKENS, context=context), lm.nll(TOKENS))
+    assert lm.encode_contexts(context).encoded is None
+
+
+def test_a_text_is_read_as_its_tokens_without_bos(lm):
+    text = "The harbour was quiet that morning." * 3
+    whole = lm.encode_contexts([text, [text], lm.tokenizer.encode(text)])
+    assert whole.tokens == (105,) * 3 and whole.chunks == (2, 2, 2)
+    states = np.asarray(whole.encoded.states)
+    np.testing.assert_allclose(states[1:], states[:1].repeat(2, 0), atol=1e-4)
+
+
+def test_chunks_are_encoded_a_few_at_a_time_by_few_programs(lm, monkeypatch):
+    shapes, encode = [], contexts_lib._encode
+
+    def noted(model, params, tokens, mask, projected):
+        shapes.append(tokens.shape)
+        return encode(model, params, tokens, mask, projected)
+
+    monkeypatch.setattr(contexts_lib, "_encode", noted)
+    document = [ids(7, 64 * 11), *(ids(8 + i, 20 + i) for i in range(5))]
+    few = lm.encode_contexts([document, []], batch_tokens=256)
+    assert shapes == [(8, 32)] + [(4, 64)] * 3 and few.tokens[0] == 64 * 11 + 5 * 20 + 10
+    whole = lm.encode_contexts([document, []])
+    used = np.asarray(few.encoded.mask)
+    assert used[0, : few.tokens[0]].all() and used.sum() == few.tokens[0], "without gaps"
+    where = used[0]
+    np.testing.assert_allclose(
+        few.encoded.states[0, where], whole.encoded.states[0, where], atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("projected", [False, True], ids=["states", "projected"])
+def test_what_is_added_later_equals_what_is_encoded_at_once(lm, projected):
+    first = lm.encode_contexts([[], ids(1, 64)], projected=projected)
+    before = jax.tree.map(np.array, first.encoded)
+    second = lm.encode_contexts([ids(2, 64), []], after=first)
+    third = lm.encode_contexts([[], ids(3, 64)], after=second)
+    assert (first.tokens, second.tokens, third.tokens) == ((0, 64), (64, 64), (64, 128))
+    whole = lm.encode_contexts(
+        [ids(2, 64), [ids(1, 64), ids(3, 64)]], projected=projected, batch_tokens=64
+    )
+    assert (whole.tokens, whole.chunks) == (third.tokens, third.chunks) == ((64, 128), (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, third.encoded, whole.encoded)
+    jax.tree.map(np.testing.assert_array_equal, before, first.encoded)  # still of use
+
+
+def test_kept_keys_and_values_give_the_same_and_are_larger(lm):
+    states, keys = lm.encode_contexts(CONTEXT), lm.encode_contexts(CONTEXT, projected=True)
+    assert keys.nbytes > 2 * states.nbytes
+    wanted = lm.nll(TOKENS, context=states)
+    np.testing.assert_allclose(lm.nll(TOKENS, context=keys), wanted, atol=5e-5)
+
+
+def test_one_context_serves_many_texts(lm):
+    found = lm.nll(TOKENS[[0, 0, 0]], context=lm.encode_contexts(CONTEXT[:1]))
+    wanted = lm.nll(TOKENS, context=CONTEXT)[[0, 0, 0]]
+    np.testing.assert_allclose(found, wanted, atol=5e-5)
+
+
+class Endless(ByteTokenizer):
+    eos_ids = ()
+
+
+def test_text_with_a_cache_equals_the_released_code():
+    with jax.default_matmul_precision("highest"):
+        model, params = golden.model("decode_cache")
+        io = golden.arrays("decode_cache")
+        lm = LanguageModel(model, params, Endless())
+        prompts, text = io["input_ids"], io["generated"]
+        chunks, mask = golden.context("decode_cache")
+        context = [
+            [c[m] for c, m in zip(*row, strict=True)] for row in zip(chunks, mask, strict=True)
+        ]
+        sampling = Sampling(max_new_tokens=text.shape[1] - prompts.shape[1])
+        found = picked(lm, prompts.tolist(), sampling, context=context)
+        assert found == text[:, prompts.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "projected",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["states", "projected"],
+)
+def test_text_with_a_cache_equals_text_without_for_unequal_prompts_and_contexts(lm, projected):
+    prompts = [ids(1, 50), ids(2, 5), ids(3, 33)]
+    context = lm.encode_contexts(CONTEXT, projected=projected)
+    found = picked(lm, prompts, context=context, prefill_chunk=32)
+    tokens = np.zeros((3, 64), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt) + 6] = prompt + found[row]
+    logits = by_hand(lm, tokens)
+    logits[..., list(lm.tokenizer.eos_ids)] = -np.inf
+    for row, prompt in enumerate(prompts):
+        best = logits[row, len(prompt) - 1 : len(prompt) + 5].argmax(-1)
+        assert found[row] == best.tolist()
+
+
+def test_a_chat_reads_documents_beside_its_turns(lm, monkeypatch):
+    given = []
+
+    def generate(self, prompts, sampling, *, context, **options):
+        given.append(context)
+        return [""]
+
+    monkeypatch.setattr(LanguageModel, "generate", generate)
+    encoded = lm.encode_contexts(CONTEXT[2:])
+    for context in (None, "a text", ["passage", ids(4, 80)], encoded):
+        lm.chat("What?", GREEDY, context=context)
+    assert given == [None, ["a text"], [["passage", ids(4, 80)]], encoded]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (1, 2, 1, 4)], ids=str)
+def test_contexts_on_a_mesh_equal_those_of_one_device(lm, sizes):
+    spread = sharper(LanguageModel.load(SECTION, mesh=Mesh(*sizes)))
+    prompts = [ids(1, 70), ids(2, 5), ids(3, 33)]
+    for projected in (False, True):
+        context = spread.encode_contexts(CONTEXT, projected=projected)
+        wanted = lm.nll(TOKENS, context=CONTEXT)
+        np.testing.assert_allclose(spread.nll(TOKENS, context=context), wanted, atol=2e-4)
+        assert picked(spread, prompts, context=context) == picked(lm, prompts, context=CONTEXT)
+
+
+@pytest.mark.slow
+def test_contexts_in_bfloat16_are_near_those_in_float32(lm):
+    half = LanguageModel.load(dataclasses.replace(SECTION, dtype="bfloat16"))
+    half.params = lm.params
+    context = half.encode_contexts(CONTEXT)
+    assert context.encoded.states.dtype == "bfloat16"
+    found, wanted = half.nll(TOKENS, context=context), lm.nll(TOKENS, context=CONTEXT)
+    assert np.abs(found - wanted).mean() < 0.1 < np.abs(lm.nll(TOKENS) - wanted).mean()
+
+
+def test_attention_to_long_contexts_can_be_sharpened(lm):
+    memory = dataclasses.replace(lm.config.memory, trained_context=100)
+    context = lm.encode_contexts(CONTEXT)  # 159, 0 and 70 tokens
+    found = lm.with_method(memory=memory).nll(TOKENS, context=context)
+    wanted = lm.nll(TOKENS, context=context)
+    np.testing.assert_allclose(found[1:], wanted[1:], atol=5e-5)
+    assert np.abs(found[0] - wanted[0]).max() > 1e-3
+    other = lm.with_method()  # by hand: queries that are longer
+    other.params = {**lm.params}
+    for name in ("layers_0", "layers_1"):
+        branch = dict(other.params[name]["memory"])
+        branch["query"] = {"kernel": branch["query"]["kernel"] * (0.1 * np.log(1.59) + 1) ** 2}
+        other.params[name] = other.params[name] | {"memory": branch}
+    np.testing.assert_allclose(found[0], other.nll(TOKENS, context=CONTEXT)[0], atol=5e-5)
+
+
+def another(lm):
+    other = lm.with_method()
+    other.params = {**lm.params}
+    return other
+
+
+def without_memory(lm):
+    return LanguageModel(Decoder(lm.config.replace(memory=None)), lm.params, lm.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda lm: lm.encode_contexts([["a"]], chunk=65), "chunk=65 is more than the 64 tokens"),
+        (lambda lm: lm.encode_contexts([["a"]], chunk=0), "chunk=0 must be a whole number"),
+        (lambda lm: lm.encode_contexts("a"), "one entry per row"),
+        (lambda lm: lm.encode_contexts([[[3, 260]]]), "token=260 must lie between 0 and 258"),
+        (lambda lm: lm.encode_contexts([[[3, 0.5]]]), "a text or a list of token ids"),
+        (lambda lm: lm.encode_contexts([["a"]], batch_tokens=0), "batch_tokens=0"),
+        (lambda lm: lm.nll(TOKENS, context=[["a"], ["b"]]), "2 rows for 3 texts"),
+        (
+            lambda lm: lm.encode_contexts([["a"]], after=lm.encode_contexts([["a"], []])),
+            "2 rows can be extended by as many, and 1",
+        ),
+        (
+            lambda lm: another(lm).nll(TOKENS, context=lm.encode_contexts(CONTEXT)),
+            "by another model",
+        ),
+        (
+            lambda lm: without_memory(lm).nll(TOKENS, context=[["a"]] * 3),
+            "no memory to read it with",
+        ),
+        (
+            lambda lm: lm.with_method(
+                memory=dataclasses.replace(lm.config.memory, trained_context=0)
+            ),
+            "trained_context=0 must be at least 1",
+        ),
+    ],
+)
+def test_contexts_that_cannot_be_read_are_refused_in_one_line(lm, call, words):
+    with pytest.raises(InputError, match=words) as caught:
+        call(lm)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_a_memory_takes_an_empty_context(lm):
+    plain = without_memory(lm)
+    found = plain.nll(TOKENS, context=[[], [], []])
+    np.testing.assert_array_equal(found, lm.nll(TOKENS))
