@@ -10,7 +10,14 @@ from lcjax.data.config import DataConfig, TextConfig
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.masking import Masking
 from lcjax.data.opening import check_sources, documents
-from lcjax.data.sources import ChatSource, SeqioSource, Source, TextSource, TokenSource
+from lcjax.data.sources import (
+    ChatSource,
+    SeqioSource,
+    Source,
+    TeacherSource,
+    TextSource,
+    TokenSource,
+)
 from lcjax.data.upsample import Share, Upsample
 
 __all__ = [
@@ -23,6 +30,7 @@ __all__ = [
     "SeqioSource",
     "Share",
     "Source",
+    "TeacherSource",
     "TextConfig",
     "TextSource",
     "TokenSource",

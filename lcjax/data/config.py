@@ -5,7 +5,18 @@ from pathlib import Path
 
 from lcjax.data.chunks import Chunks
 from lcjax.data.masking import Masking
-from lcjax.data.sources import INDEX, PACKINGS, PLAN, SeqioSource, Source, TextSource, TokenSource
+from lcjax.data.sources import (
+    INDEX,
+    PACKINGS,
+    PLAN,
+    TEACHER_INDEX,
+    TEACHER_PLAN,
+    SeqioSource,
+    Source,
+    TeacherSource,
+    TextSource,
+    TokenSource,
+)
 from lcjax.errors import InputError
 
 OVERLONG = ("split", "truncate", "drop")
@@ -95,6 +106,12 @@ class DataConfig(TextConfig):
         for i, source in enumerate(self.sources):
             self._check_stride(i, source)
             self._check_converter(i, source)
+        taught = [isinstance(source, TeacherSource) for source in self.sources]
+        if any(taught) and not all(taught):
+            raise InputError(
+                f"data.sources.{taught.index(False)} has no teacher and others are of type teacher:"
+                " rows of both cannot be in one batch; keep one kind"
+            )
         if self.chunks is not None:
             self._check_chunks(self.chunks)
 
@@ -110,7 +127,8 @@ class DataConfig(TextConfig):
                 "data.chunks give the decoder its context and data.masking trains an encoder: keep"
                 " one of them"
             )
-        rows = [s for s in self.sources if not (isinstance(s, SeqioSource) and s.converter)]
+        made = [s for s in self.sources if isinstance(s, TeacherSource) or _converts(s)]
+        rows = [s for s in self.sources if s not in made]
         packings = {s.pack or self.pack for s in rows} if self.sources else {self.pack}
         if self.document_mask and packings - {"windows"}:
             raise InputError(
@@ -119,7 +137,7 @@ class DataConfig(TextConfig):
             )
 
     def _check_converter(self, i: int, source: Source) -> None:
-        if isinstance(source, SeqioSource) and source.converter and self.chunks is None:
+        if _converts(source) and self.chunks is None:
             raise InputError(
                 f"data.sources.{i}.converter={source.converter} needs data.chunks, which say how"
                 " many there are and how long"
@@ -136,9 +154,15 @@ class DataConfig(TextConfig):
             raise InputError(f"{key} must {rule} data.length={self.length}")
 
 
+def _converts(source: Source) -> bool:
+    return isinstance(source, SeqioSource) and source.converter is not None
+
+
 def _in_short(path: str) -> Source:
     """The source that a path alone stands for: what `prepare` wrote holds tokens, the rest text."""
     folder = Path(path).expanduser()
+    if any((folder / name).is_file() for name in (TEACHER_INDEX, TEACHER_PLAN)):
+        return TeacherSource(path)
     prepared = any((folder / name).is_file() for name in (INDEX, PLAN))
     return TokenSource(path) if prepared or folder.suffix == ".bin" else TextSource(path)
 

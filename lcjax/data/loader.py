@@ -55,6 +55,10 @@ def make_loader(
     processes, all processes end together, and a position saved with one number of processes resumes
     with another.
 
+    Rows of a source of type teacher have, of the K most probable next tokens of every place,
+    `teacher_ids` int32 [B, T, K], `teacher_probabilities` float16 [B, T, K], and `teacher_rest`
+    float16 [B, T], the probability of all others.
+
     `split="validation"` reads the held-out documents once, in order; its last batch is filled up
     with padding, as is the last of a finite training run.
 

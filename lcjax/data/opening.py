@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from lcjax.data.chat_files import ChatFiles
-from lcjax.data.config import TextConfig
+from lcjax.data.config import DataConfig, TextConfig
 from lcjax.data.corpus import Corpus, SourceFiles
 from lcjax.data.seqio_source import SeqioCorpus
-from lcjax.data.sources import ChatSource, SeqioSource, Source, TokenSource
+from lcjax.data.sources import ChatSource, SeqioSource, Source, TeacherSource, TokenSource
 from lcjax.data.stream import Stream
+from lcjax.data.teacher_files import TeacherFiles
 from lcjax.data.text_files import TextFiles
 from lcjax.data.token_files import TokenFiles
 from lcjax.errors import InputError
@@ -21,6 +22,8 @@ def source_files(source: Source, on_bad_text: str = "error", tokenizer: Any = No
     match source:
         case TokenSource():
             files = TokenFiles(source, tokenizer)
+        case TeacherSource():
+            files = TeacherFiles(source, tokenizer)
         case ChatSource():
             files = ChatFiles(source, on_bad_text)
         case _:
@@ -34,7 +37,13 @@ def check_sources(config: TextConfig) -> None:
     """Refuses sources without files; opens none, so it takes no time before a model is read."""
     for source in config.resolved_sources():
         if not isinstance(source, SeqioSource):  # its files are known once TensorFlow is imported
-            source_files(source, config.on_bad_text)
+            _check_rows(source_files(source, config.on_bad_text), config)
+
+
+def _check_rows(files: SourceFiles, config: TextConfig) -> None:
+    """Rows that are stored must be those that the settings speak of."""
+    if isinstance(files, TeacherFiles) and isinstance(config, DataConfig):
+        files.check_rows(config)
 
 
 def open_corpus(source: Source, *, on_bad_text: str = "error", tokenizer: Any = None) -> Documents:
@@ -64,6 +73,9 @@ def open_split(config: TextConfig, split: str = "train", tokenizer: Any = None) 
         open_corpus(source, on_bad_text=config.on_bad_text, tokenizer=tokenizer)
         for source in sources
     ]
+    for corpus in found:
+        if isinstance(corpus, Corpus):
+            _check_rows(corpus.files, config)
     corpora = [corpus.split(config.holdout, split) for corpus in found]
     if split == "validation":
         corpora = [corpus for corpus in corpora if corpus.count != 0]

@@ -82,7 +82,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     )
     found = [source_files(s, config.on_bad_text).found for s in settings.sources]
     asked = _asked(config, settings, tokenizer.fingerprint, [f.fingerprint for f in found])
-    if (index := _begin(out, asked)) is None:
+    if (index := begin(out, asked)) is None:
         jobs = plan(found, settings)
         _run(config, settings, tokenizer, jobs)
         index = _finish(config, settings, tokenizer, asked, len(jobs))
@@ -122,9 +122,14 @@ def _asked(
     return json.loads(json.dumps(fields))
 
 
-def _begin(out: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The index of a folder that is finished; else makes it, or checks that it is the same."""
-    for file in (INDEX, PLAN):
+def begin(
+    out: Path, asked: dict[str, Any], index: str = INDEX, plan: str = PLAN
+) -> dict[str, Any] | None:
+    """The index of a folder that is finished; else makes it, or checks that it is the same.
+
+    `index` and `plan` are files in it; `asked` is what its content depends on.
+    """
+    for file in (index, plan):
         if (out / file).is_file():
             there = json.loads((out / file).read_text(encoding="utf-8"))
             before = there.get("asked", {})
@@ -134,11 +139,11 @@ def _begin(out: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
                         f"out={out} was made with {key} {before.get(key)}, which is {value} now:"
                         " name another folder, or delete this one"
                     )
-            return there if file == INDEX else None
+            return there if file == index else None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out={out} exists and is not empty: name another folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / PLAN, {"asked": asked})
+    write_json(out / plan, {"asked": asked})
     return None
 
 

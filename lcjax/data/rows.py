@@ -20,7 +20,7 @@ from lcjax.data.fixed_rows import FixedRows
 from lcjax.data.opening import Documents
 from lcjax.data.packing import Windows, pack
 from lcjax.data.seqio_chunks import context_chunks
-from lcjax.data.sources import ChatSource, SeqioSource, Source, TokenSource
+from lcjax.data.sources import ChatSource, SeqioSource, Source, TeacherSource, TokenSource
 from lcjax.data.stream import derived_seed
 from lcjax.errors import InputError
 
@@ -129,6 +129,8 @@ class Tokenise:
 
     def counts(self, corpus: Documents) -> Iterator[int]:
         """Tokens of every document, or row of a converter, that come into rows."""
+        if isinstance(corpus.source, TeacherSource):
+            return itertools.repeat(self._length, corpus.count)
         if (rows := self.converted(corpus)) is not None:
             return (self._length for _ in rows)
         return (self.used(self(document)) for document in corpus)
@@ -169,7 +171,7 @@ def finish(config: DataConfig) -> Callable[[dict[str, np.ndarray]], Batch]:
     cut = Cut(config.chunks, config.length) if config.chunks else lambda row: row
 
     def finished(row: dict[str, np.ndarray]) -> Batch:
-        return cut(fields(row)) if "pair" in row else row  # else a converter has made it
+        return cut(fields(row)) if "pair" in row else row  # else it was made so before
 
     return finished
 
@@ -260,10 +262,13 @@ def _in_turn(parts: list[grain.IterDataset]) -> grain.IterDataset:
 
 
 def _cut_once(corpus: Documents) -> bool:
-    return isinstance(corpus.source, TokenSource) and corpus.source.rows
+    source = corpus.source
+    return isinstance(source, TeacherSource) or (isinstance(source, TokenSource) and source.rows)
 
 
 def _fixed_rows(corpus: Corpus, config: DataConfig, tokenise: Tokenise) -> grain.MapDataset:
+    if isinstance(corpus.source, TeacherSource):
+        return grain.MapDataset.source(corpus).map(lambda named: named[1])
     stride = corpus.source.stride or config.length
     return grain.MapDataset.source(FixedRows(corpus, tokenise, config.length, stride))
 

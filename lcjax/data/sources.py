@@ -11,6 +11,7 @@ from lcjax.errors import InputError
 
 PACKINGS = ("concat", "first_fit", "best_fit", "windows")
 INDEX, PLAN = "index.json", "plan.json"  # of a token folder that is finished, and that is not
+TEACHER_INDEX, TEACHER_PLAN = "teacher.json", "teacher_plan.json"  # of a folder of a teacher's rows
 _PLACE = ("path", "weight")  # where the text lies and how much of it is wanted, not what it is
 
 
@@ -124,6 +125,23 @@ class TokenSource(Source):
         for key in ("stream", "upsample", "pack"):
             if self.rows and getattr(self, key):
                 raise InputError(f"rows=true cuts rows as the ids lie: leave {key} out")
+
+
+@Source.register_subclass("teacher")
+@dataclass(frozen=True)
+class TeacherSource(Source):
+    """Rows that a teacher has read: a folder of `python -m lcjax.data teacher`."""
+
+    path: str = ""  # the folder
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    stream: ClassVar[bool] = False
+    upsample: ClassVar[None] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for key in ("pack", "stride", "min_document_tokens"):
+            if getattr(self, key):
+                raise InputError(f"type teacher: its rows are made already; leave {key} out")
 
 
 @Source.register_subclass("seqio")

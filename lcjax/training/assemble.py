@@ -104,7 +104,9 @@ def jitted_step(
     """The step of `lcjax.training.step` for a state of these shapes, which it takes over."""
     train = config.train
     step = make_train_step(
-        language_model(model, train.positions, chunk=train.loss_chunk, mesh=mesh),
+        language_model(
+            *(model, train.positions), chunk=train.loss_chunk, mesh=mesh, distill=train.distill
+        ),
         optimizer(train),
         schedule(train),
         accumulation=train.accumulation,

@@ -8,7 +8,9 @@ import numpy as np
 
 from lcjax import convert
 from lcjax.build import resolve
-from lcjax.data import Loader, make_loader
+from lcjax.data import Loader, TeacherSource, make_loader
+from lcjax.data.teacher_files import TeacherFiles
+from lcjax.distill import check_top
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
 from lcjax.models import ModelConfig, preset
@@ -74,8 +76,28 @@ def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -
         )
 
 
+def check_teacher(config: TrainConfig) -> None:
+    """Rows with a teacher's probabilities, and what learns from them, go together."""
+    distill, key = config.train.distill, "data.sources"
+    sources = config.data.resolved_sources()
+    taught = [source for source in sources if isinstance(source, TeacherSource)]
+    if taught and distill is None:
+        raise InputError(
+            f"train.distill=null does not read the probabilities in the rows of {taught[0].path};"
+            " set train.distill.kl, as 2, or train on the text itself"
+        )
+    if distill is not None and not taught:
+        raise InputError(
+            f"train.distill needs a teacher's rows, and {key} are none; make them with `python -m"
+            " lcjax.data teacher` and name them as {type: teacher, path: FOLDER}"
+        )
+    for source in taught:
+        check_top(distill, TeacherFiles(source).index["top"], source.path)
+
+
 def check_text(config: TrainConfig) -> None:
     """What can be said of rows and model before the weights are read."""
+    check_teacher(config)
     section = config.model
     try:
         known = preset(section.preset) if section.preset else convert.load_config(section.path)

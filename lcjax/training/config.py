@@ -8,6 +8,7 @@ from lcjax.attention import Pattern
 from lcjax.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import DataConfig
+from lcjax.distill import Distill
 from lcjax.distributed import Distributed
 from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.lora import LoRA
@@ -72,6 +73,7 @@ class TrainSection:
     # that LoRA+, a name that another method has, too.
     trainable: tuple[str, ...] = ()
     lora: LoRA | None = None  # adapters beside the kernels
+    distill: Distill | None = None  # learns from a teacher, too: data.sources of type teacher
     positions: Positions = field(default_factory=PlainPositions)  # where training tokens stand
     on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
     # Updates whose gradient is so many times as long as usual are left out, such as 5; null: none

@@ -14,13 +14,14 @@ class Meter:
         self._clear()
 
     def _clear(self) -> None:
-        self._losses: list[float] = []
+        self._losses: list[dict[str, float]] = []  # of each step: the whole, and its parts
         self._last: dict = {}
 
     def add(self, info: dict) -> None:
         """Adds one step, whose results have arrived on the host."""
         if info["finite"]:
-            self._losses.append(float(info["loss"]))
+            losses = {"loss": info["loss"]} | info["parts"]
+            self._losses.append({name: float(value) for name, value in losses.items()})
         self._last = info
         if self._clock is None:
             self._clock = time.perf_counter()
@@ -33,8 +34,10 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """Mean loss, last gradient norm and rate, tokens per second and utilisation."""
+        count, names = len(self._losses), self._losses[-1] if self._losses else ()
         metrics = {
-            "loss": sum(self._losses) / len(self._losses) if self._losses else math.nan,
+            "loss": math.nan,
+            **{name: sum(losses[name] for losses in self._losses) / count for name in names},
             "grad_norm": float(self._last["grad_norm"]),
             "lr": float(self._last["lr"]),
             "tokens": float(self._last["tokens"]),

@@ -1,9 +1,10 @@
-"""The training objective: the next token's negative log-likelihood, at trained positions."""
+"""The training objective: the next token's negative log-likelihood, and what a teacher says."""
 
 from collections.abc import Callable
 
 import jax
 
+from lcjax.distill import Distill, Teacher, distillation
 from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
@@ -12,8 +13,12 @@ from lcjax.sharding import LENGTH
 from lcjax.tree import union
 
 Batch = dict[str, jax.Array]
-# (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights)
-Objective = Callable[[dict, dict, Batch, jax.Array], tuple[jax.Array, jax.Array]]
+# (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights), and where
+# the losses have parts that a log should tell apart, their sums by name
+Objective = Callable[[dict, dict, Batch, jax.Array], tuple]
+
+# What a teacher's rows hold beside the text (`lcjax.data.teacher_files`).
+TEACHER = ("teacher_ids", "teacher_probabilities", "teacher_rest")
 
 
 def language_model(
@@ -22,8 +27,12 @@ def language_model(
     *,
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    distill: Distill | None = None,
 ) -> Objective:
     """Cross-entropy of `targets`, weighted by `weights`, summed over the batch.
+
+    With `distill` also the divergence from the teacher whose probabilities are in the batch; its
+    parts `ce` and `kl` are told apart.
 
     `positions` (`lcjax.rope.positions`) places the tokens: where they stand, or somewhere in a
     longer context, drawn anew for every batch. Rows are spread over the devices of `mesh`.
@@ -63,16 +72,13 @@ def language_model(
             memory=memory,
         )
         hidden = model.apply({"params": params}, hidden, method="before_head")
+        teacher = () if distill is None else tuple(batch[name] for name in TEACHER)
         if order is not None:
-            targets, weights = targets[:, order], weights[:, order]
+            targets, weights, *teacher = (x[:, order] for x in (targets, weights, *teacher))
+        known = hidden, head(params, config), targets, weights
         with jax.named_scope("loss"):
-            return cross_entropy(
-                hidden,
-                head(params, config),
-                targets,
-                weights,
-                chunk=chunk,
-                mesh=mesh,
-            )
+            if distill is None:
+                return cross_entropy(*known, chunk=chunk, mesh=mesh)
+            return distillation(*known, Teacher(*teacher), distill, chunk=chunk, mesh=mesh)
 
     return objective

@@ -47,7 +47,9 @@ def make_train_step(
         state: TrainState, frozen: dict, batch: Batch, bad: jax.typing.ArrayLike = 0
     ) -> tuple[TrainState, Info]:
         key = jax.random.fold_in(state.rng, state.step)
-        loss, tokens, grads = accumulate(objective, state.params, frozen, batch, key, accumulation)
+        loss, tokens, grads, parts = accumulate(
+            objective, state.params, frozen, batch, key, accumulation
+        )
         norm, lr = optax.tree.norm(grads), schedule(state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         with jax.named_scope("update"):
@@ -83,6 +85,7 @@ def make_train_step(
             "usual_norm": state.usual,
             "skipped": skipped,
             "bad": bad,
+            "parts": parts,
         }
         return TrainState(state.step + counts, skipped, usual, *kept, state.rng), info
 
@@ -108,26 +111,31 @@ def _usual(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array
 
 def accumulate(
     objective: Objective, params: dict, frozen: dict, batch: Batch, key: jax.Array, count: int
-) -> tuple[jax.Array, jax.Array, dict]:
-    """(mean loss per weight, sum of weights, float32 gradients of the mean) of a whole batch."""
+) -> tuple[jax.Array, jax.Array, dict, dict]:
+    """Of a whole batch: mean loss per weight, sum of weights, float32 gradients of the mean, and
+    the means of the loss's parts by name.
+    """
     total = batch["weights"].astype(jnp.float32).sum()
     # A batch of padding only has no loss rather than 0 / 0.
     inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
 
     def mean_share(params, micro, key):
-        return objective(params, frozen, micro, key)[0] * inverse
+        loss, _, *parts = objective(params, frozen, micro, key)
+        return loss * inverse, {name: x * inverse for part in parts for name, x in part.items()}
 
     def one(carry, xs):
-        loss, grads = jax.value_and_grad(mean_share)(params, *xs)
-        return jax.tree.map(lambda sum, x: sum + x.astype(jnp.float32), carry, (loss, grads)), None
+        (loss, parts), grads = jax.value_and_grad(mean_share, has_aux=True)(params, *xs)
+        added = jax.tree.map(lambda sum, x: sum + x.astype(jnp.float32), carry, (loss, grads))
+        return added, parts
 
     start = (jnp.float32(0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     if count == 1:
-        (loss, grads), _ = one(start, (batch, key))
+        (loss, grads), parts = one(start, (batch, key))
     else:
         keys = jax.random.split(key, count)
-        (loss, grads), _ = jax.lax.scan(one, start, (microbatches(batch, count), keys))
-    return loss, total, grads
+        (loss, grads), parts = jax.lax.scan(one, start, (microbatches(batch, count), keys))
+        parts = jax.tree.map(lambda x: x.sum(0), parts)
+    return loss, total, grads, parts
 
 
 def microbatches(batch: Batch, count: int) -> Batch:
@@ -153,7 +161,7 @@ def make_eval_step(
 
     def eval_step(params, frozen, batch):
         def one(carry, micro):
-            nll, tokens = objective(params, frozen, micro, jax.random.key(0))
+            nll, tokens, *_ = objective(params, frozen, micro, jax.random.key(0))
             return {"nll": carry["nll"] + nll, "tokens": carry["tokens"] + tokens}, None
 
         start = {"nll": jnp.float32(0), "tokens": jnp.float32(0)}

@@ -259,8 +259,12 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
         assert command.main(words) == 2
         error = capsys.readouterr().err
         assert match in error and error.count("\n") == 1
+    assert (
+        command.main(["--help"]) == 0
+        and "lcjax.data prepare, or teacher" in capsys.readouterr().out
+    )
     with pytest.raises(SystemExit):
-        command.main(["--help"])
+        command.main(["prepare", "--help"])
     assert "--sources.0.upsample.ratio" in capsys.readouterr().out
 
 

@@ -159,10 +159,10 @@ def assert_close(found, wanted, **tolerance):
 def test_accumulation_equals_one_large_batch():
     count = 2
     batch, key = random_batch(0), jax.random.key(0)
-    loss, tokens, grads = sums(PLAIN, random_params(), {}, batch, key, 1)
+    loss, tokens, grads, _ = sums(PLAIN, random_params(), {}, batch, key, 1)
     shares = batch["weights"].reshape(8 // count, count, -1).sum((0, 2))
     assert len(set(shares.tolist())) > 1  # microbatches of unequal weight, the hard case
-    loss_parts, tokens_parts, grads_parts = sums(PLAIN, random_params(), {}, batch, key, count)
+    loss_parts, tokens_parts, grads_parts, _ = sums(PLAIN, random_params(), {}, batch, key, count)
     np.testing.assert_allclose(loss_parts, loss, rtol=1e-6)
     assert tokens_parts == tokens == batch["weights"].sum()
     assert_close(grads_parts, grads, rtol=2e-4, atol=1e-7)
@@ -171,7 +171,7 @@ def test_accumulation_equals_one_large_batch():
 def test_the_loss_is_the_mean_over_all_weights_of_the_batch():
     batch = random_batch(1)
     nll, weights = total(random_params(), batch)
-    loss, tokens, _ = sums(PLAIN, random_params(), {}, batch, jax.random.key(0), 2)
+    loss, tokens, *_ = sums(PLAIN, random_params(), {}, batch, jax.random.key(0), 2)
     np.testing.assert_allclose(loss, nll / weights, rtol=1e-6)
     assert tokens == weights
 
@@ -355,7 +355,7 @@ def test_sampled_positions_reach_the_gradient(rope, positions):
         jax.random.key(0),
     )
     objective = language_model(config, positions)
-    loss, _, grads = jax.eval_shape(
+    loss, _, grads, _ = jax.eval_shape(
         lambda *args: accumulate(objective, *args, 2),
         params,
         {},

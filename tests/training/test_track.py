@@ -172,7 +172,8 @@ def test_a_run_that_is_resumed_within_its_trace_begins_none(tmp_path, monkeypatc
 
 def info(loss, tokens=100.0, finite=True):
     return {
-        "loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": tokens, "finite": finite, "skipped": 0
+        "loss": loss, "parts": {"ce": loss / 2}, "finite": finite,
+        "grad_norm": 1.0, "lr": 0.1, "tokens": tokens, "skipped": 0,
     }  # fmt: skip
 
 

@@ -1,0 +1,152 @@
+"""Sources of type teacher: rows of text with the largest probabilities that a model gave in them.
+
+What `python -m lcjax.data teacher` writes is a folder: `teacher.json`, and shards `.bin` of rows of
+equal size (`row_type`), one after the other. A row is complete: the decoder's tokens with their
+targets, its chunks of context, and for every token the teacher's distribution of the one after it.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lcjax.data.chunks import positions_in
+from lcjax.data.corpus import Document, FoundFiles
+from lcjax.data.files import Files
+from lcjax.data.readers import Reader
+from lcjax.data.sources import TEACHER_INDEX, TEACHER_PLAN, TeacherSource
+from lcjax.data.token_files import DTYPES
+from lcjax.errors import InputError
+
+if TYPE_CHECKING:
+    from lcjax.data.config import DataConfig
+
+FORMAT = 1
+Row = dict[str, np.ndarray]
+
+
+def row_type(count: int, length: int, decoder: int, top: int, ids: str) -> np.dtype:
+    """A row on disk: `count` chunks of `length` tokens, `decoder` tokens, `top` probabilities.
+
+    `ids` is the type of token ids, as in `lcjax.data.token_files`. Behind the `top` probabilities
+    stands the mass of all other tokens.
+    """
+    token = DTYPES[ids]
+    return np.dtype(
+        [
+            ("chunks", token, (count, length)),
+            ("chunk_mask", "?", (count, length)),
+            ("tokens", token, (decoder,)),
+            ("targets", token, (decoder,)),
+            ("segments", "<i4", (decoder,)),
+            ("weights", "?", (decoder,)),
+            ("teacher_ids", token, (decoder, top)),
+            ("teacher_probabilities", "<f2", (decoder, top + 1)),
+        ]
+    )
+
+
+class TeacherFiles:
+    """The shards of a folder."""
+
+    def __init__(self, source: TeacherSource, tokenizer: Any = None):
+        self.source, folder = source, Path(source.path).expanduser()
+        self.index = _read_index(folder)
+        asked = {key: self.index[key] for key in ("count", "length", "decoder", "top", "ids")}
+        self._type = row_type(**asked)
+        shards = self.index["shards"]
+        for shard in shards:
+            _check_shard(folder / f"{shard['name']}.bin", shard["rows"], self._type.itemsize)
+        self.found = FoundFiles([(s["name"], folder / f"{s['name']}.bin") for s in shards])
+        if tokenizer is not None and self.index["tokenizer"] != tokenizer.fingerprint:
+            raise InputError(
+                f"{source.path} was made with the tokenizer of {self.index['teacher']}"
+                f" ({self.index['tokenizer']}), the model's is another ({tokenizer.fingerprint}):"
+                " a student needs its teacher's; make the rows again with one that has it"
+            )
+
+    def check_rows(self, config: "DataConfig") -> None:
+        """Refuses settings under which rows would have another shape."""
+        stored, chunks = self.index, config.chunks
+        shape = f"{{count: {stored['count']}, length: {stored['length']}}}"
+        if chunks is None:
+            raise InputError(
+                f"data.chunks=null, and the rows of {self.source.path} have chunks; set it to"
+                f" {shape}"
+            )
+        if (chunks.count, chunks.length, chunks.text) != (
+            *(stored["count"], stored["length"], "before"),
+        ):
+            raise InputError(
+                f"data.chunks of {chunks.count} x {chunks.length}, text={chunks.text}, are not"
+                f" those of {self.source.path}; set data.chunks to {shape}"
+            )
+        if (length := chunks.tokens + stored["decoder"]) != config.length:
+            raise InputError(
+                f"data.length={config.length} is not that of the rows of {self.source.path}; set"
+                f" it to {length}"
+            )
+
+    def open(self, index: int, files: Files) -> "TeacherShard":
+        return TeacherShard(*self.found[index], self._type, files)
+
+    def document(self, reader: "TeacherShard", index: int) -> Document:
+        return Document(reader.name(index), reader.record(index), "", 0)
+
+
+class TeacherShard(Reader):
+    """Rows that a teacher has read."""
+
+    def __init__(self, name: str, path: Path, kind: np.dtype, files: Files):
+        super().__init__(name, path)
+        self._type, self._files = kind, files
+        self._count = path.stat().st_size // kind.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def record(self, index: int) -> Row:
+        """The fields of a training batch, without the axis of rows."""
+        start, size = index * self._type.itemsize, self._type.itemsize
+        row = np.frombuffer(self._files.map(self._path)[start : start + size], self._type)[0]
+        whole = ("chunks", "tokens", "targets", "segments", "teacher_ids")
+        return {name: row[name].astype(np.int32) for name in whole} | {
+            "chunk_mask": row["chunk_mask"].copy(),
+            "positions": positions_in(row["segments"]),
+            "weights": row["weights"].astype(np.float32),
+            "teacher_probabilities": row["teacher_probabilities"][:, :-1].copy(),
+            "teacher_rest": row["teacher_probabilities"][:, -1].copy(),
+        }
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    file = folder / TEACHER_INDEX
+    if not file.is_file():
+        if (folder / TEACHER_PLAN).is_file():
+            raise InputError(
+                f"data.sources: {folder} is not finished; run the same `python -m lcjax.data"
+                " teacher` once more, it goes on from where it was"
+            )
+        raise InputError(
+            f"data.sources: {folder} has no {TEACHER_INDEX}; name a folder that `python -m"
+            " lcjax.data teacher` wrote"
+        )
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}; make the rows again") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise InputError(f"{file} is no index of format {FORMAT}; make the rows again")
+    return index
+
+
+def _check_shard(path: Path, rows: int, size: int) -> None:
+    found = path.stat().st_size if path.is_file() else -1
+    if found == rows * size:
+        return
+    what = "is missing" if found < 0 else f"has {found:,} bytes, and {rows:,} rows of {size:,} take"
+    more = "" if found < 0 else f" {rows * size:,}"
+    raise InputError(
+        f"{path} {what}{more}: it was cut or moved; copy it again, or make the rows anew"
+    )

@@ -1,0 +1,281 @@
+"""A teacher's rows: what is stored, that a kill costs nothing, and what reading them gives."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from data_support import Bytes, assert_same, make_texts, write_jsonl
+
+from lcjax import config as configs
+from lcjax.build import ModelSection, build
+from lcjax.convert import ByteTokenizer
+from lcjax.data import Chunks, DataConfig, Noise, TeacherSource, TextSource, make_loader, teacher
+from lcjax.data import __main__ as command
+from lcjax.data.teacher import TeacherConfig, teach
+from lcjax.errors import InputError
+from lcjax.models import Decoder, preset
+from lcjax.sharding import Mesh, make_mesh
+
+CHUNKS = Chunks(count=3, length=6)
+MODEL = ModelSection(preset="tiny")
+ROWS = 21  # the last batch of 8 is cut
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_jsonl(tmp_path_factory.mktemp("data") / "text.jsonl", make_texts(30, high=150))
+
+
+def text_config(path, **more):
+    plain = {"length": 28, "document_mask": False, "chunks": CHUNKS, "threads": 0, "prefetch": 0}
+    return DataConfig(**{"sources": [TextSource(path, stride=14)]} | plain | more)
+
+
+def config_for(path, out, **more):
+    fields = {"rows": ROWS, "batch_size": 8, "save_every": 1, "top": 7, "mesh": Mesh(2, 2, 2)}
+    data = more.pop("data", text_config(path))
+    return TeacherConfig(model=MODEL, data=data, out=str(out), **fields | more)
+
+
+@pytest.fixture(scope="module")
+def made(path, tmp_path_factory):
+    out = tmp_path_factory.mktemp("made") / "rows"
+    return out, teach(config_for(path, out))
+
+
+def student_config(out, **more):
+    plain = {"length": 28, "chunks": CHUNKS, "threads": 0, "prefetch": 0, "repeat": 1}
+    return DataConfig(**plain | {"sources": [TeacherSource(str(out))], "shuffle": False} | more)
+
+
+def rows_of(config, tokenizer=None, size=1):
+    batches = list(make_loader(config, tokenizer or ByteTokenizer(), size))
+    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def test_rows_are_those_of_the_text_in_their_order(path, made):
+    out, index = made
+    assert index["rows"] == ROWS and [s["rows"] for s in index["shards"]] == [8, 8, 5]
+    assert {file.name for file in out.iterdir()} == {
+        *("000000.bin", "000001.bin", "000002.bin", "teacher.json")
+    }
+    found = rows_of(student_config(out))
+    loader, wanted = make_loader(text_config(path), ByteTokenizer(), ROWS), None
+    wanted = next(loader)
+    loader.close()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        assert found[name].dtype == value.dtype
+    assert found["teacher_ids"].shape == found["teacher_probabilities"].shape == (ROWS, 10, 7)
+    assert found["teacher_probabilities"].dtype == np.float16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@jax.jit
+def _probabilities(params, tokens):
+    model = Decoder(preset("tiny"))
+    hidden, _ = model.apply({"params": params}, tokens)
+    return jax.nn.softmax(model.apply({"params": params}, hidden, method="logits"))
+
+
+def probabilities(texts):
+    """Of the next token after every one of up to ROWS texts of up to 28 tokens."""
+    filled = np.zeros((ROWS, 28), np.int32)
+    for row, text in zip(filled, texts):
+        row[: len(text)] = text
+    return np.asarray(_probabilities(build(MODEL)[1], filled))
+
+
+def check(found, p):
+    """`found`, what is stored of rows, against the whole distributions."""
+    ids, stored, rest = (found[f"teacher_{name}"] for name in ("ids", "probabilities", "rest"))
+    close = {"rtol": 2e-3, "atol": 1e-6}  # half precision
+    np.testing.assert_allclose(stored, -np.sort(-p, -1)[..., : stored.shape[-1]], **close)
+    np.testing.assert_allclose(np.take_along_axis(p, ids, -1), stored, **close)
+    np.testing.assert_allclose(rest, 1 - stored.astype(np.float32).sum(-1), atol=2e-3)
+
+
+def test_probabilities_are_the_models_own_over_context_and_text_as_one(made):
+    found = rows_of(student_config(made[0]))
+    assert found["chunk_mask"].all()  # one text without padding
+    tokens = np.concatenate([found["chunks"].reshape(ROWS, -1), found["tokens"]], 1)
+    check(found, probabilities(tokens)[:, 18:])
+
+
+def test_a_context_that_is_not_full_is_read_without_its_padding(path):
+    mesh = make_mesh(Mesh(2, 2, 2))
+    model, params, _ = build(MODEL, mesh)
+    config = config_for(path, "rows")
+    loader = make_loader(config.data, ByteTokenizer(), 8)
+    batch = next(loader)
+    loader.close()
+    missing = np.arange(8) * 18 // 7
+    batch["chunk_mask"] = (np.arange(18) >= missing[:, None]).reshape(8, 3, 6)
+    batch["segments"][:4, 7:] = 0  # and the text ends within the row
+    found = teacher._ask(model, params, config, list(range(8)), batch)
+    contexts = (row.ravel()[gap:] for row, gap in zip(batch["chunks"], missing))
+    p = probabilities([np.append(c, t) for c, t in zip(contexts, batch["tokens"])])
+    stored = found["teacher_probabilities"]
+    found |= {"teacher_probabilities": stored[..., :-1], "teacher_rest": stored[..., -1]}
+    for row, gap in enumerate(missing):
+        places = int((batch["segments"][row] > 0).sum())
+        said = {name: value[row, :places] for name, value in found.items()}
+        check(said, p[row, 18 - gap : 18 - gap + places])
+
+
+def content(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_after_a_kill_the_same_command_makes_the_same_folder(path, made, tmp_path, monkeypatch):
+    asked = []
+
+    def killed(*args, ask=teacher._ask):
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return ask(*args)
+
+    config = config_for(path, tmp_path / "rows")
+    with monkeypatch.context() as patch:
+        patch.setattr(teacher, "_ask", killed)
+        with pytest.raises(KeyboardInterrupt, match="16 rows are in .*; the same command goes on"):
+            teach(config)
+    with pytest.raises(InputError, match=r"rows is not finished; run the same .* once more"):
+        make_loader(student_config(tmp_path / "rows"), ByteTokenizer(), 1)
+    (tmp_path / "rows" / "000002.bin.tmp").write_bytes(b"half")
+    teach(config)
+    assert content(tmp_path / "rows") == content(made[0])
+    monkeypatch.setattr(teacher, "_ask", None)
+    assert teach(config)["rows"] == ROWS, "what is finished is not made again"
+
+
+def test_another_text_teacher_or_size_does_not_go_on_in_the_same_folder(path, made):
+    for more, what in [
+        ({"top": 6}, "top 7, which is 6 now"),
+        ({"rows": 30}, "rows 21, which is 30 now"),
+        ({"data": text_config(path, seed=1)}, "data.seed 0, which is 1 now"),
+    ]:
+        with pytest.raises(InputError, match=f"was made with {what}: name another folder"):
+            teach(config_for(path, made[0], **more))
+    config = replace(config_for(path, made[0]), model=ModelSection(preset="tiny", seed=1))
+    with pytest.raises(InputError, match=r"was made with weights of the teacher .* now"):
+        teach(config)
+
+
+def test_rows_resume_anywhere_are_shuffled_and_may_lose_context_to_noise(made):
+    config = student_config(made[0], repeat=None, shuffle=True, holdout=0.2)
+    loader = make_loader(config, ByteTokenizer(), 4)
+    states, batches = [loader.get_state()], []
+    for _ in range(9):
+        batches.append(next(loader))
+        states.append(json.loads(json.dumps(loader.get_state())))
+    for step in (0, 3, 7):
+        for rows in ([0, 1, 2, 3], [3]):
+            resumed = make_loader(config, ByteTokenizer(), 4, rows=rows)
+            resumed.set_state(states[step])
+            assert_same([{k: v[rows] for k, v in batches[step].items()}], [next(resumed)])
+            resumed.close()
+    held = rows_of(replace(config, repeat=1), size=1), None
+    validation = list(make_loader(config, ByteTokenizer(), 1, split="validation"))
+    assert len(held[0]["tokens"]) + len(validation) == ROWS and validation
+    noisy = replace(config, repeat=1, chunks=replace(CHUNKS, noise=Noise(rate=1.0)))
+    assert rows_of(noisy)["chunk_mask"].mean() < 0.7
+
+
+def test_a_path_alone_may_be_such_a_folder(made):
+    config = DataConfig(path=str(made[0]), length=28, chunks=CHUNKS, document_mask=False)
+    assert config.resolved_sources() == [TeacherSource(str(made[0]))]
+
+
+class Other(Bytes):
+    fingerprint = "other"
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"length": 29}, r"data.length=29 is not that of the rows of .*; set it to 28"),
+        ({"chunks": None}, r"data.chunks=null, .* have chunks; set it to {count: 3, length: 6}"),
+        ({"chunks": Chunks(2, 9)}, r"data.chunks of 2 x 9, text=before, are not those of"),
+    ],
+)
+def test_rows_of_another_shape_are_refused(fields, match, made):
+    with pytest.raises(InputError, match=match) as caught:
+        make_loader(student_config(made[0], **fields), ByteTokenizer(), 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_another_tokenizer_are_refused(made):
+    with pytest.raises(InputError, match=r"with the tokenizer of random weights of tiny .*\(other"):
+        make_loader(student_config(made[0]), Other(), 1)
+
+
+def test_a_shard_that_was_cut_or_moved_is_refused(path, made, tmp_path):
+    for name, data in content(made[0]).items():
+        (tmp_path / name).write_bytes(data)
+    config = student_config(tmp_path)
+    shard = tmp_path / "000001.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"000001.bin has [\d,]+ bytes, and 8 rows of .* take"):
+        make_loader(config, ByteTokenizer(), 1)
+    shard.unlink()
+    with pytest.raises(InputError, match=r"000001.bin is missing: .*; copy it again"):
+        make_loader(config, ByteTokenizer(), 1)
+    (tmp_path / "teacher.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no index of format 1; make the rows again"):
+        make_loader(config, ByteTokenizer(), 1)
+    with pytest.raises(InputError, match=r"nowhere has no teacher.json; name a folder that"):
+        make_loader(student_config(tmp_path / "nowhere"), ByteTokenizer(), 1)
+    with pytest.raises(InputError, match=r"type teacher: its rows are made already; leave pack"):
+        TeacherSource("a", pack="concat")
+    with pytest.raises(InputError, match=r"data.sources.1 has no teacher and others are of type"):
+        student_config("a", sources=[TeacherSource("a"), TextSource(path)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"out": ""}, r"out is empty: give --out=FOLDER"),
+        ({"rows": None}, r"rows=null with data.repeat=null has no end: give --rows, or"),
+        ({"rows": 0}, r"rows=0 must be a whole number of at least 1"),
+        ({"data": {"chunks": None}}, r"data.chunks: the teacher reads a context"),
+        ({"data": {"chunks": Chunks(3, 6, noise=Noise())}}, r"data.chunks.noise hides context"),
+        ({"data": {"sources": [TeacherSource("a")]}}, r"rows of type teacher have been read"),
+        ({"top": 300}, r"top=300 is more than the 259 tokens of the model"),
+        ({"batch_size": 6}, r"batch size 6 must be a positive multiple of .* = 4"),
+        ({"rows": 10**12}, r"rows=1000000000000: those that are missing take .* GB free; ask"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(fields, match, path, tmp_path):
+    data = text_config(path, **fields.pop("data", {}))
+    with pytest.raises(InputError, match=match) as caught:
+        teach(config_for(path, **{"out": tmp_path / "out", "data": data} | fields))
+    assert "\n" not in str(caught.value)
+
+
+def test_encoders_do_not_teach(path, tmp_path):
+    config = replace(config_for(path, tmp_path / "out"), model=ModelSection(preset="tiny-encoder"))
+    with pytest.raises(InputError, match=r"model.path=tiny-encoder gives no probabilities of the"):
+        teach(config)
+
+
+def test_the_command_reads_a_file_and_says_what_is_wrong(path, tmp_path, capsys):
+    file = tmp_path / "teacher.yaml"
+    file.write_text(
+        f"model: {{preset: tiny}}\ndata: {{path: {path}, length: 28, document_mask: false,"
+        f" chunks: {{count: 3, length: 6}}}}\nout: {tmp_path / 'rows'}\nrows: 8\n"
+    )
+    config = configs.parse(TeacherConfig, ["--config", str(file), "--top=9"])
+    assert (config.top, config.rows, config.data.chunks) == (9, 8, CHUNKS)
+    assert command.main(["teacher", "--config", str(file), "--data.chunks.count=9"]) == 2
+    assert "error: data.length=28 leaves the decoder nothing" in capsys.readouterr().err
