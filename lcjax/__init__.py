@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
     from lcjax import attention, convert, data, evaluation, models, rope, training
     from lcjax.build import ModelSection
+    from lcjax.conversation import Conversation
     from lcjax.errors import InputError
     from lcjax.lm import LanguageModel
+    from lcjax.replug import Replug
     from lcjax.sampling import Sampling
     from lcjax.sharding import Mesh
 
@@ -25,18 +27,22 @@ if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
 
 _MODULES = ("attention", "convert", "data", "evaluation", "models", "rope", "training")
 _NAMES = {
+    "Conversation": "lcjax.conversation",
     "InputError": "lcjax.errors",
     "LanguageModel": "lcjax.lm",
     "Mesh": "lcjax.sharding",
     "ModelSection": "lcjax.build",
+    "Replug": "lcjax.replug",
     "Sampling": "lcjax.sampling",
 }
 
 __all__ = [
+    "Conversation",
     "InputError",
     "LanguageModel",
     "Mesh",
     "ModelSection",
+    "Replug",
     "Sampling",
     "__version__",
     "attention",

@@ -75,7 +75,7 @@ def stream(
     prompts = _checked(prompts, model.config.vocab_size)
     # The last token that is picked is not read.
     model.config.check_length(max(map(len, prompts)) + sampling.max_new_tokens - 1)
-    chunk, exact = _chunk_size(prefill_chunk), exact and follows_length
+    chunk, exact = chunk_size(prefill_chunk), exact and follows_length
     if Landmarks.read_by(model.config.pattern) is not None:
         _check_not_exact(exact)
         chunk = _whole_chunk(chunk, model.config.pattern)
@@ -278,7 +278,7 @@ def _pad_left(prompts, chunk):
     return tokens, segments, padding
 
 
-def _chunk_size(wanted: int | None) -> int:
+def chunk_size(wanted: int | None) -> int:
     """Tokens read at once; None: what keeps a matrix unit busy, or what a CPU's caches can hold."""
     if wanted is None:
         return 1024 if jax.default_backend() == "cpu" else 4096

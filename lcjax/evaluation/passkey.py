@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from lcjax.conversation import inside
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import Corpus, start_token
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
@@ -114,7 +115,7 @@ class Passkey(Task):
         """Token ids of a prompt of `length - max_new_tokens` tokens, and where its key line is."""
         pieces = self._pieces(tokenizer, key)
         room = length - self.max_new_tokens - pieces.fixed
-        sentences = [_inner(tokenizer, " " + text) for text in _FILLER]
+        sentences = [inside(tokenizer, " " + text) for text in _FILLER]
         if room < 2 * max(map(len, sentences)):
             least = length - room + 2 * max(map(len, sentences))
             raise InputError(
@@ -145,10 +146,10 @@ class Passkey(Task):
             head = [bos, *head[written:]]
         needle = _NEEDLE + _REPEAT * (self.repeat - 1)
         return Pieces(
-            head=head + _inner(tokenizer, "\n\n"),
-            needle=_inner(tokenizer, needle.format(key=key)),
-            resume=_inner(tokenizer, _RESUME),
-            tail=_inner(tokenizer, _QUESTION + after + _ANSWER, **special),
+            head=head + inside(tokenizer, "\n\n"),
+            needle=inside(tokenizer, needle.format(key=key)),
+            resume=inside(tokenizer, _RESUME),
+            tail=inside(tokenizer, _QUESTION + after + _ANSWER, **special),
         )
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
@@ -195,22 +196,9 @@ class Passkey(Task):
 def judge(answer: str, key: str, tokenizer) -> dict[str, bool]:
     """Whether an answer counts as right, by each of the published rules."""
     digits = re.search(r"\d+", answer)
-    expected = _inner(tokenizer, " " + key)
+    expected = inside(tokenizer, " " + key)
     return {
         "first_integer": digits is not None and int(digits.group()) == int(key),
         "first_digits": digits is not None and digits.group() == key,
-        "token_ids": _inner(tokenizer, " " + answer.strip())[: len(expected)] == expected,
+        "token_ids": inside(tokenizer, " " + answer.strip())[: len(expected)] == expected,
     }
-
-
-def _inner(tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
-    """Ids of `text` as they are inside a longer text.
-
-    Encoded behind a letter, which is then taken off, because sentencepiece puts a blank in front
-    of whatever it is given.
-    """
-    anchor = list(tokenizer.encode("a"))
-    ids = list(tokenizer.encode("a" + text, allow_special=allow_special))
-    if ids[: len(anchor)] == anchor:
-        return ids[len(anchor) :]
-    return list(tokenizer.encode(text, allow_special=allow_special))

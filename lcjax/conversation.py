@@ -1,0 +1,190 @@
+"""A running exchange: what was read stays read, and contexts may come in between turns.
+
+talk = Conversation(lm, context=["a long document ..."])
+print(talk.say("Who is the harbour master?"))
+talk.add_context(["a passage that was found later"])
+print(talk.say("And since when?"))
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax import cache as cache_lib
+from lcjax import distributed
+from lcjax.contexts import Contexts, Row
+from lcjax.convert import Tokenizer
+from lcjax.errors import InputError, whole_number
+from lcjax.generate import Piece, Sampling, chunk_size, prefill
+from lcjax.generate import Row as _Text
+from lcjax.landmarks import Landmarks
+from lcjax.lm import LanguageModel
+from lcjax.sampling import pick
+from lcjax.sharding import padding_rows
+
+
+class Conversation:
+    """One text that a model and others write in turns, with a cache that lives as long as it.
+
+    Turns are read when an answer is asked for, beside the context that there is by then: what was
+    read earlier is not read again when a context is added. So a conversation equals reading all of
+    it at once as long as its context stays the same.
+
+    `say` follows the model's chat format; `read` and `write` leave the format to the caller.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        context: Row | Contexts = (),
+        length: int | None = None,
+        projected: bool = False,
+        prefill_chunk: int | None = None,
+    ):
+        """`context` and `projected` are those of `LanguageModel.encode_contexts`, for one row.
+
+        `length` is the most tokens that the text may have, for which rotations are made and room is
+        kept; None: what the model was trained with. `prefill_chunk` as in `generate`.
+        """
+        if Landmarks.read_by(lm.config.pattern) is not None:
+            raise InputError(
+                "model.pattern.type=landmark closes blocks with landmarks, which a conversation"
+                " does not place between its turns; use LanguageModel.chat"
+            )
+        self.lm = lm
+        self.length = lm.length or lm.config.max_length if length is None else length
+        whole_number("length", self.length, 1)
+        self.context: Contexts = context
+        if not isinstance(context, Contexts):
+            self.context = lm.encode_contexts([context], projected=projected)
+        self.messages: list[dict[str, str]] = []  # what `say` has sent and got
+        self._chunk = chunk_size(prefill_chunk)
+        self._start_over()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole text so far."""
+        return self._ids.copy()
+
+    def add_context(self, context: Row) -> None:
+        """More to read beside the text, from the next turn on; only this is encoded."""
+        self.context = self.lm.encode_contexts([context], after=self.context)
+
+    def read(self, text: str | Sequence[int]) -> None:
+        """Goes on with a text or token ids; the first text gets BOS if the model expects one."""
+        if isinstance(text, str):
+            text = inside(self.lm.tokenizer, text) if self._ids else self.lm.encode(text)
+        self._ids += [int(token) for token in text]
+
+    def write(self, sampling: Sampling = Sampling()) -> str:
+        """What the model goes on with."""
+        return "".join(piece.text for piece in self.stream(sampling))
+
+    def stream(self, sampling: Sampling = Sampling()) -> Iterator[Piece]:
+        """`write` piece by piece; all of it is part of the text, a stop string included."""
+        self._check(len(self._ids), sampling.max_new_tokens)
+        return self._stream(sampling)
+
+    def say(self, message: str, sampling: Sampling = Sampling()) -> str:
+        """The model's answer to the next message of a chat.
+
+        Where a chat template changes what was written before, all of it is read anew.
+        """
+        messages = [*self.messages, {"role": "user", "content": message}]
+        text, tokenizer = self.lm.tokenizer.render_chat(messages), self.lm.tokenizer
+        anew = self._shown is None or not text.startswith(self._shown)
+        if anew:
+            ids = list(tokenizer.encode(text, allow_special=True))
+        else:  # the template writes its own end of a turn
+            ids = self._ids[:-1] if self._ids[-1] in tokenizer.eos_ids else self._ids
+            ids = ids + inside(tokenizer, text[len(self._shown) :], allow_special=True)
+        self._check(len(ids), sampling.max_new_tokens)
+        if anew:
+            self._start_over()
+        self._ids = ids
+        answer = self.write(sampling)
+        # A stop string stands in the text, but not in the chat.
+        self._shown = None if self._cut else text + answer
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+    def _check(self, tokens: int, new: int) -> None:
+        if not tokens:
+            raise InputError("the conversation is empty; give it a text to go on with: read(text)")
+        if tokens + new > self.length:
+            raise InputError(
+                f"length={self.length}: the conversation has {tokens} tokens and may get {new}"
+                f" more; begin one with length={tokens + new} or more"
+            )
+
+    def _start_over(self) -> None:
+        self._ids: list[int] = []
+        self._read = 0  # of _ids, tokens in the cache; the last one never is
+        self._shown: str | None = None  # the chat so far as text, where the template goes on
+        self._cut = False  # whether a stop string ended the last turn
+        lm, slots = self.lm, cache_lib.whole_blocks(self.length)
+        self._rotation = lm.rotation(self.length)
+        self._rows = 1 + padding_rows(lm.mesh, 1)
+        self._cache = cache_lib.create(
+            lm._model.config, self._rows, slots, chunk=self._chunk, mesh=lm.mesh
+        )
+
+    def _stream(self, sampling: Sampling) -> Iterator[Piece]:
+        tokenizer = self.lm.tokenizer
+        key, eos = jax.random.key(sampling.seed), jnp.array(tokenizer.eos_ids, jnp.int32)
+        text = _Text(0, tokenizer, sampling)
+        for count in range(sampling.max_new_tokens):
+            picked = pick(self._read_on(), key, count, eos, sampling)
+            token = int(distributed.gather(picked)[0])
+            self._ids.append(token)
+            piece = text.add(token)
+            self._cut = text.finish == "stop" and token not in tokenizer.eos_ids
+            if piece is not None:
+                yield piece
+            if text.finish:
+                return
+
+    def _read_on(self) -> jax.Array:
+        """The logits after all of the text, of which the cache gets what it lacks.
+
+        In pieces of few sizes and without padding, which would stand between turns for ever.
+        """
+        lm, memory = self.lm, self.context.rows(1, self._rows - 1)
+        for size in _sizes(len(self._ids) - self._read, self._chunk):
+            places = np.arange(self._read, self._read + size)
+            tokens = np.array(self._ids[self._read : self._read + size], np.int32)
+            tokens, places = (np.tile(x, (self._rows, 1)) for x in (tokens, places))
+            logits, self._cache = prefill(
+                lm._model, lm.params, self._cache, tokens, None, places, self._rotation,
+                memory=memory,
+            )  # fmt: skip
+            self._read += size
+        return logits
+
+
+def _sizes(count: int, chunk: int) -> list[int]:
+    """`count` as whole chunks and powers of four: at most three of each."""
+    sizes, size = [chunk] * (count // chunk), 1
+    rest = count % chunk
+    while 4 * size <= rest:
+        size *= 4
+    while rest:
+        sizes += [size] * (rest // size)
+        rest, size = rest % size, size // 4
+    return sizes
+
+
+def inside(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
+    """Ids of `text` as they are inside a longer text.
+
+    Encoded behind a letter, which is then taken off, because sentencepiece puts a blank in front
+    of whatever it is given.
+    """
+    anchor = list(tokenizer.encode("a"))
+    ids = list(tokenizer.encode("a" + text, allow_special=allow_special))
+    if ids[: len(anchor)] == anchor:
+        return ids[len(anchor) :]
+    return list(tokenizer.encode(text, allow_special=allow_special))

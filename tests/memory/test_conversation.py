@@ -1,0 +1,144 @@
+"""A conversation reads every turn once, and equals reading all of it at once where it can."""
+
+import jax
+import numpy as np
+import pytest
+
+from lcjax import contexts as contexts_lib
+from lcjax import conversation as conversation_lib
+from lcjax.attention import Landmark
+from lcjax.build import ModelSection
+from lcjax.conversation import Conversation
+from lcjax.convert import ByteTokenizer
+from lcjax.errors import InputError
+from lcjax.generate import Sampling
+from lcjax.lm import LanguageModel
+from lcjax.memory import CepeSection
+from lcjax.sharding import Mesh
+
+GREEDY = Sampling(max_new_tokens=5, min_new_tokens=5)
+PASSAGES = ["The harbour was quiet that morning.", "A gull walked along the wall."]
+
+
+class Letters(ByteTokenizer):
+    """Whatever a model writes is a text, and reads as that text."""
+
+    def decode(self, ids, *, skip_special=True):
+        return "".join(chr(i) if 32 <= i < 127 else "~" for i in ids)
+
+
+def load(layers=None, **options):
+    section = CepeSection(encoder="tiny-encoder", out="copy", layers=layers)
+    lm = LanguageModel.load(ModelSection(preset="tiny", memory=section), **options)
+    lm.params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, lm.params)
+    lm.tokenizer = Letters()
+    return lm
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """Only the last layer reads the context, so what a cache keeps does not depend on it."""
+    return load(layers=1)
+
+
+def picked(lm, prompt, context):
+    pieces = lm.stream([prompt], GREEDY, context=context)
+    return [token for piece in pieces for token in piece.ids]
+
+
+def test_turns_with_a_cache_equal_the_whole_text_read_at_once(lm):
+    talk, rest = Conversation(lm, context=PASSAGES), [PASSAGES]
+    text = []
+    for turn in (list(range(40, 57)), [70], [80]):
+        talk.read(turn)
+        text += turn
+        talk.write(GREEDY)
+        text += picked(lm, text, rest)
+        assert talk.tokens == text
+    assert picked(lm, text[:17], rest) != picked(lm, text[:17], None), "it does listen"
+
+
+def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch):
+    talk = Conversation(lm, context=PASSAGES[:1])
+    talk.read(list(range(40, 57)))
+    talk.write(GREEDY)
+    assert talk.tokens[17:] == picked(lm, talk.tokens[:17], [PASSAGES[:1]])
+    encoded, encode = [], contexts_lib.encode
+
+    def noted(model, params, rows, **options):
+        encoded.extend(len(chunk) for row in rows for chunk in row)
+        return encode(model, params, rows, **options)
+
+    monkeypatch.setattr("lcjax.lm.encode_chunks", noted)
+    talk.add_context(PASSAGES[1:])
+    assert encoded == [len(PASSAGES[1])], "the old chunks are not encoded again"
+    talk.read([70])
+    talk.write(GREEDY)
+    assert talk.tokens[23:] == picked(lm, talk.tokens[:23], [PASSAGES])
+
+
+def test_a_chat_goes_on_where_it_was_without_reading_anything_twice(lm, monkeypatch):
+    read, prefill = [], conversation_lib.prefill
+
+    def noted(model, params, cache, tokens, *rest, **options):
+        read.extend(tokens[0].tolist())
+        return prefill(model, params, cache, tokens, *rest, **options)
+
+    monkeypatch.setattr(conversation_lib, "prefill", noted)
+    talk = Conversation(lm, context=PASSAGES)
+    answers = [talk.say(message, GREEDY) for message in ("Who?", "When?")]
+    assert talk.messages[1::2] == [{"role": "assistant", "content": a} for a in answers]
+    text = f"user: Who?\nassistant: {answers[0]}\nuser: When?\nassistant: "
+    assert Letters().decode(talk.tokens).replace("~", "\n") == (text + answers[1]).replace(
+        "~", "\n"
+    )
+    assert read == talk.tokens[:-1]
+
+
+def test_a_chat_whose_turns_are_written_anew_or_cut_is_read_again(lm):
+    talk = Conversation(lm)
+    first = talk.say("Who?", GREEDY)
+    talk.messages[1]["content"] = "Somebody."
+    talk.say("When?", GREEDY)
+    assert "Somebody." in Letters().decode(talk.tokens) and first not in Letters().decode(
+        talk.tokens
+    )
+    other = Conversation(lm)
+    cut = other.say("Who?", Sampling(max_new_tokens=5, min_new_tokens=5, stop=(first[1:3],)))
+    assert cut == first[:1]
+    other.say("When?", GREEDY)
+    assert f"assistant: {cut}~user" in Letters().decode(other.tokens)
+
+
+@pytest.mark.slow
+def test_a_conversation_on_a_mesh_equals_that_of_one_device():
+    found = []
+    for model in (load(), load(mesh=Mesh(2, 2, 2, 1))):
+        talk = Conversation(model, context=PASSAGES, projected=True)
+        found.append([talk.say("Who?", GREEDY), talk.say("When?", GREEDY)])
+    assert found[0] == found[1]
+
+
+def test_pieces_of_a_turn_are_few_and_of_few_sizes():
+    for count in range(1, 300):
+        sizes = conversation_lib._sizes(count, 100)
+        assert sum(sizes) == count and set(sizes) <= {100, 64, 16, 4, 1}
+        assert all(sizes.count(size) <= 3 for size in (64, 16, 4, 1))
+
+
+def test_conversations_that_cannot_go_on_are_refused_in_one_line(lm):
+    for call, words in (
+        (lambda: Conversation(lm).write(), "empty"),
+        (lambda: Conversation(lm, length=20).say("Who is it?", GREEDY), "length=20: .* or more"),
+        (lambda: Conversation(lm, length=0), "length=0"),
+        (lambda: Conversation(lm.with_method(pattern=Landmark(token=258))), "landmark"),
+    ):
+        with pytest.raises(InputError, match=words) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    talk = Conversation(lm, length=60)
+    talk.read(np.arange(40, 57))
+    talk.write(GREEDY)
+    with pytest.raises(InputError, match="length=60"):
+        talk.write(Sampling(max_new_tokens=39))
+    assert len(talk.tokens) == 22
