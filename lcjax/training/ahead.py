@@ -9,12 +9,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from lcjax import config as config_lib
 from lcjax import convert
 from lcjax.build import ModelSection, resolve
 from lcjax.convert.load import SMOLLM2
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
-from lcjax.models import ModelConfig, preset
+from lcjax.models import PRESETS, ModelConfig, preset
 from lcjax.models.initial import abstract_params
 from lcjax.models.presets import HUB
 from lcjax.sharding import batch_sharding, replicated
@@ -31,6 +32,11 @@ def model_of(config: TrainConfig) -> ModelConfig:
     section = config.model
     if section.dtype is None:
         section = dataclasses.replace(section, dtype="bfloat16")
+    if section.memory is not None:
+        encoder = _like(section.memory.encoder)
+        section = dataclasses.replace(
+            section, memory=dataclasses.replace(section.memory, encoder=encoder)
+        )
     model = resolve(section, _architecture(section))
     landmarks = Landmarks.read_by(model.pattern)
     if landmarks is not None and landmarks.token == model.vocab_size + 1:
@@ -44,14 +50,37 @@ def _architecture(section: ModelSection) -> ModelConfig:
         return preset(section.preset)
     if section.path is None:
         raise InputError("model.path=null: give a checkpoint, or model.preset")
-    if section.path == SMOLLM2 or Path(section.path).expanduser().exists():
+    if _is_here(section.path):
         return convert.load_config(section.path)
+    if (recipe := _made_by(section.path)) is not None:
+        return model_of(recipe)
     if section.path not in HUB:
         raise InputError(
             f"model.path={section.path} is not on this machine, and nothing is downloaded here;"
             " name its architecture: --model.path=null --model.preset=llama2-7b"
         )
     return preset(HUB[section.path])
+
+
+def _is_here(path: str) -> bool:
+    return path == SMOLLM2 or Path(path).expanduser().exists()
+
+
+def _like(encoder: str) -> str:
+    """The `encoder` of `model.memory` where it is here; else the preset that is its like."""
+    if encoder in PRESETS or _is_here(encoder):
+        return encoder
+    if (recipe := _made_by(encoder)) is not None and recipe.model.preset is not None:
+        return recipe.model.preset
+    return HUB.get(encoder, encoder)
+
+
+def _made_by(path: str) -> TrainConfig | None:
+    """The recipe `configs/NAME.yaml` for `runs/NAME/model`: recipes go on from one another."""
+    match Path(path).parts:
+        case ("runs", name, "model") if (file := Path("configs", f"{name}.yaml")).is_file():
+            return config_lib.parse(TrainConfig, ["--config", str(file)])
+    return None
 
 
 def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
