@@ -9,6 +9,10 @@ from lcjax.evaluation.passkey import Passkey
 from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.report import Report
 from lcjax.evaluation.run import run
+from lcjax.evaluation.split import ContextSplit, ReplugSplit
 from lcjax.evaluation.task import Task
 
-__all__ = ["EvalConfig", "Method", "Passkey", "Perplexity", "Report", "RunSection", "Task", "run"]
+__all__ = [
+    "ContextSplit", "EvalConfig", "Method", "Passkey", "Perplexity", "ReplugSplit", "Report",
+    "RunSection", "Task", "run",
+]  # fmt: skip

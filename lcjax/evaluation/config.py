@@ -7,8 +7,10 @@ from lcjax.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.distributed import Distributed
+from lcjax.errors import InputError
 from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
 from lcjax.evaluation.perplexity import Perplexity
+from lcjax.evaluation.split import ContextSplit, ReplugSplit
 from lcjax.evaluation.task import Task
 from lcjax.rope import Rope
 from lcjax.sharding import Mesh
@@ -22,9 +24,19 @@ class Method:
     rope: Rope | None = None  # null: the checkpoint's own
     pattern: Pattern | None = None  # null: the checkpoint's own
     path: str | None = None  # another checkpoint than model.path, such as a training run
+    # How windows are cut for a model with a memory; null: as CEPE's Table 1 has it.
+    context: ContextSplit | None = None
+    replug: ReplugSplit | None = None  # or read chunk by chunk by any model; null: not so
     # Instead of path, in a study: what is trained first, as keys over study.extend, such as
     # [model.rope.type=yarn, model.rope.factor=4]; null: nothing
     train: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        if self.context is not None and self.replug is not None:
+            raise InputError(
+                f"methods: {self.name} has context and replug, two ways to read what is beside the"
+                " decoder's text; give one"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

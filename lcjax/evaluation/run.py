@@ -19,6 +19,7 @@ from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.records import Key, Store
+from lcjax.evaluation.split import ContextSplit, SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.lm import LanguageModel
 from lcjax.sharding import Mesh, make_mesh, padding_rows
@@ -96,7 +97,20 @@ def check(config: EvalConfig) -> Limits:
     )
     for index, task in enumerate(config.tasks):
         task.check(limits, f"tasks.{index}")
+        for method in config.methods:
+            _check_split(method, task, f"tasks.{index}", limits)
     return limits
+
+
+def _check_split(method: Method, task: Task, key: str, limits: Limits) -> None:
+    """Refuses to score what the decoder does not read."""
+    split, protocol = method.context or method.replug, getattr(task, "protocol", "last_k")
+    if split is None or protocol == "last_k" or (split.decoder or 0) >= limits.lengths[-1]:
+        return
+    raise InputError(
+        f"{key}.protocol={protocol} scores tokens that the method {method.name} reads beside its"
+        " decoder's; use last_k"
+    )
 
 
 def _labels(config: EvalConfig) -> list[str]:
@@ -105,13 +119,27 @@ def _labels(config: EvalConfig) -> list[str]:
 
 def sections(config: EvalConfig) -> list[ModelSection]:
     """What is loaded for each method: of another checkpoint, its own position method counts."""
-    own = {"base": None, "preset": None, "rope": None, "pattern": None, "tokenizer": None}
+    own = dict.fromkeys(("base", "preset", "rope", "pattern", "memory", "tokenizer"))
     return [
         config.model
         if method.path is None
         else dataclasses.replace(config.model, path=method.path, **own)
         for method in config.methods
     ]
+
+
+def _split(method: Method, model) -> ContextSplit | None:
+    """How windows are cut, where not all of a window is the decoder's."""
+    memory = getattr(model.config, "memory", None)
+    return method.context or method.replug or (None if memory is None else ContextSplit())
+
+
+def _subject(model, method: Method, changes: dict, length: int):
+    """`model` as `method` has it, for windows of `length` tokens."""
+    split = _split(method, model)
+    if split is None:
+        return model.with_method(**changes, length=length)
+    return split.of(model.with_method(**changes), length)
 
 
 class _Runner:
@@ -145,7 +173,7 @@ class _Runner:
         """All methods of one checkpoint, which is read once and given up before the next one."""
         model = self._load(section)
         if isinstance(model, LanguageModel) and distributed.first():
-            bar.write(self._needs(section, model), file=sys.stderr)
+            bar.write(self._needs(section, methods, model), file=sys.stderr)
         # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
         # to have as many.
         bar.total = bar.n + left * sum(map(len, self._plan(model.tokenizer).values()))
@@ -155,9 +183,11 @@ class _Runner:
         del model
         gc.collect()
 
-    def _needs(self, section: ModelSection, model: LanguageModel) -> str:
+    def _needs(self, section: ModelSection, methods: Sequence[Method], model: LanguageModel) -> str:
         """What the largest batch needs of each device, and whether it keeps them all busy."""
-        batch, longest = self._config.batch_size, self._limits.lengths[-1]
+        batch, length = self._config.batch_size, self._limits.lengths[-1]
+        splits = [_split(method, model) for method in methods]
+        longest = max(length if s is None else s.tokens(model, length) for s in splits)
         mesh = model.mesh or Mesh(fsdp=1)
         memory = cost.generation_memory(model.config, longest, batch, mesh, chunk=longest)
         if not any(task.generates for task in self._config.tasks):
@@ -212,9 +242,10 @@ class _Runner:
             for task in self._config.tasks:
                 left = self._left(task, method.name, plan[task.label, length], bar)
                 if left and subject is None:
-                    subject = model.with_method(**changes, length=length)
+                    subject = _subject(model, method, changes, length)
                 bar.set_description(f"{method.name} {length:,} {task.label}")
-                for records in self._score(task, subject, left, facts):
+                units = plan[task.label, length]
+                for records in self._score(task, subject, left, facts, units):
                     self._store.append(task.label, records)
                     self._kept[task] += records
                     bar.update(len(records))
@@ -239,18 +270,23 @@ class _Runner:
         return left
 
     def _score(
-        self, task: Task, model, units: Sequence[Unit], facts: Record
+        self, task: Task, model, units: Sequence[Unit], facts: Record, every: Sequence[Unit]
     ) -> Iterator[list[Record]]:
-        """Records of one batch after another; units of one shape share a compiled function."""
+        """Records of one batch after another; units of one shape share a compiled function.
+
+        `every` unit of the task and length may lend its context to another.
+        """
         shapes: dict[tuple, list[Unit]] = {}
         for unit in units:
             shapes.setdefault(unit.shape, []).append(unit)
         floor, size = measure.reset_peak(), self._config.batch_size
         for group in shapes.values():
             for start in range(0, len(group), size):
-                chunk = group[start : start + size]
+                chunk = fed = group[start : start + size]
+                if isinstance(model, SplitModel):
+                    fed = [model.fed(unit, every, self._limits.seed) for unit in chunk]
                 with measure.Stopwatch() as watch:
-                    scores = task.score(model, chunk, size)
+                    scores = task.score(model, fed, size)
                 cost = {
                     "seconds": (watch.seconds - watch.compiling) / len(chunk),
                     "compile_seconds": watch.compiling / len(chunk),

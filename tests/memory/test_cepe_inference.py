@@ -28,6 +28,15 @@ def sharper(lm):
     return lm
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """Nothing here depends on how fast the compiled code is."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def lm():
     return sharper(LanguageModel.load(SECTION))

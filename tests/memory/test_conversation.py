@@ -35,6 +35,15 @@ def load(layers=None, **options):
     return lm
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """Nothing here depends on how fast the compiled code is."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def lm():
     """Only the last layer reads the context, so what a cache keeps does not depend on it."""

@@ -1,0 +1,162 @@
+"""Windows whose beginning a method reads beside its decoder: in chunks, or passage by passage.
+
+CEPE's Table 1 (arXiv 2402.16617): of 8,192 tokens the last 4,096 are the decoder's, the 16 chunks
+of 256 before them the encoder's; 4,096 are 2,048 and 8 chunks, longer ones 4,096 and the rest.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from lcjax.contexts import check_memory
+from lcjax.contexts import cut as chunks_of
+from lcjax.errors import InputError, whole_numbers
+from lcjax.evaluation.task import Unit
+from lcjax.replug import Replug
+
+SOURCES = ("own", "foreign")
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextSplit:
+    """What of a window is read by the memory of a model."""
+
+    # Tokens at the end of a window that the decoder reads; null: half of the window, and no more
+    # than the model was trained for.
+    decoder: int | None = None
+    chunk: int | None = None  # tokens of a chunk; null: what the memory was trained with
+    chunks: int | None = None  # only the last so many before the decoder's text; null: all
+    # own, or foreign as a control: each chunk is one of another document.
+    source: str = "own"
+    # Contexts of more tokens are attended to more sharply (Cepe.trained_context); null: never.
+    trained_context: int | None = None
+
+    def __post_init__(self):
+        whole_numbers("context", self, 1, "decoder", "chunk", "trained_context")
+        whole_numbers("context", self, 0, "chunks")
+        if self.source not in SOURCES:
+            raise InputError(f"context.source={self.source!r} is none of {', '.join(SOURCES)}")
+
+    def of(self, model, length: int) -> "SplitModel":
+        """`model` for windows of `length` tokens."""
+        memory, decoder = model.config.memory, self.tokens(model, length)
+        check_memory(memory)
+        if self.trained_context is not None:
+            memory = dataclasses.replace(memory, trained_context=self.trained_context)
+        chunk = memory.usual if self.chunk is None else self.chunk
+        subject = model.with_method(memory=memory, length=decoder)
+        return SplitModel(subject, self, decoder, chunk)
+
+    def tokens(self, model, length: int) -> int:
+        """What the decoder reads of windows of `length` tokens."""
+        usual = min(length // 2, model.config.max_length)
+        return min(usual if self.decoder is None else self.decoder, length)
+
+    def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
+        """The chunks of what stands before the decoder's text; the odd one is the first."""
+        chunks = chunks_of(context, chunk)
+        return chunks if self.chunks is None else chunks[len(chunks) - self.chunks :]
+
+    def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
+        return model.nll(tokens, context=self._encoded(model, passages, chunk), **options)
+
+    def generate(self, model, prompts: list, sampling, passages: list, chunk: int) -> list[str]:
+        return model.generate(prompts, sampling, context=self._encoded(model, passages, chunk))
+
+    def _encoded(self, model, passages: list, chunk: int):
+        return model.encode_contexts(passages, chunk=chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplugSplit(ContextSplit):
+    """What of a window is read by REPLUG: each chunk in front of the decoder's text, in turn.
+
+    All chunks count alike. `decoder` leaves room for a chunk where it is null.
+    """
+
+    chunk: int = 256
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.trained_context is not None:
+            raise InputError("replug.trained_context is for a memory; leave it out")
+
+    def of(self, model, length: int) -> "SplitModel":
+        decoder = self.tokens(model, length)
+        subject = model.with_method(length=decoder + self.chunk)
+        return SplitModel(subject, self, decoder, self.chunk)
+
+    def tokens(self, model, length: int) -> int:
+        if self.decoder is not None:
+            return min(self.decoder, length)
+        usual = min(length // 2, model.config.max_length) - self.chunk
+        if usual < 1:
+            raise InputError(
+                f"replug.chunk={self.chunk} leaves the decoder no text in windows of {length}"
+                f" tokens; at most {usual + self.chunk - 1}, or set replug.decoder"
+            )
+        return usual
+
+    def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
+        return Replug(model, batch=len(tokens)).nll(tokens, context=passages, **options)
+
+    def generate(self, model, prompts: list, sampling, passages: list, chunk: int) -> list[str]:
+        return Replug(model).generate(prompts, sampling, context=passages)
+
+
+class SplitModel:
+    """A model that reads the last `decoder` tokens of a window, and the rest beside them."""
+
+    def __init__(self, model, split: ContextSplit, decoder: int, chunk: int):
+        self.tokenizer, self.config = model.tokenizer, model.config
+        self.decoder, self._model, self._split, self._chunk = decoder, model, split, chunk
+
+    def nll(self, tokens: np.ndarray, first: int, lengths: np.ndarray) -> np.ndarray:
+        """As `LanguageModel.nll`, of what the decoder reads."""
+        start = tokens.shape[1] - self.decoder
+        if first <= start or (np.asarray(lengths) <= start + 1).any():
+            raise InputError(
+                f"context: this protocol scores tokens from {first} on, and the decoder reads from"
+                f" {start} on; use protocol=last_k, with last below {self.decoder}"
+            )
+        read, found = tokens[:, start:], np.zeros(tokens.shape, np.float32)
+        found[:, start:] = self._split.nll(
+            self._model, read, [self._passages(row[:start]) for row in tokens], self._chunk,
+            first=first - start, lengths=np.asarray(lengths) - start,
+        )  # fmt: skip
+        return found
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling) -> list[str]:
+        """As `LanguageModel.generate`; new tokens count as the decoder's."""
+        cuts = [max(len(p) + sampling.max_new_tokens - self.decoder, 0) for p in prompts]
+        if any(cut >= len(p) for cut, p in zip(cuts, prompts, strict=True)):
+            raise InputError(
+                f"context.decoder={self.decoder} leaves no room for a prompt beside"
+                f" max_new_tokens={sampling.max_new_tokens}; raise it"
+            )
+        pairs = list(zip(prompts, cuts, strict=True))
+        beside = [self._passages(np.asarray(p[:cut], np.int32)) for p, cut in pairs]
+        read = [list(p[cut:]) for p, cut in pairs]
+        return self._split.generate(self._model, read, sampling, beside, self._chunk)
+
+    def _passages(self, context: np.ndarray) -> list[np.ndarray]:
+        return self._split.passages(context, self._chunk)
+
+    def fed(self, unit: Unit, units: Sequence[Unit], seed: int) -> Unit:
+        """What is read in place of `unit`: itself, or with chunks of other documents beside."""
+        start = len(unit.tokens) - self.decoder
+        if self._split.source == "own" or start <= 0:
+            return unit
+        others = [u for u in units if u.facts.get("document") != unit.facts.get("document")]
+        others = [u for u in others if len(u.tokens) >= start]
+        if not others:
+            raise InputError(
+                "context.source=foreign takes chunks of other documents, and all windows are of"
+                " one; give more text, or raise max_windows"
+            )
+        tokens, rng = unit.tokens.copy(), np.random.default_rng([seed, unit.index])
+        for stop in range(start, 0, -self._chunk):
+            part = slice(max(stop - self._chunk, 0), stop)
+            tokens[part] = others[rng.integers(len(others))].tokens[part]
+        return dataclasses.replace(unit, tokens=tokens)

@@ -1,0 +1,217 @@
+"""Windows whose beginning is read beside the decoder: who reads what, and what is refused."""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+from evaluation_support import ByteTokenizer, texts
+
+from lcjax.build import ModelSection
+from lcjax.data import TextConfig
+from lcjax.errors import InputError
+from lcjax.evaluation import (
+    ContextSplit,
+    EvalConfig,
+    Method,
+    Passkey,
+    Perplexity,
+    ReplugSplit,
+    RunSection,
+    run,
+)
+from lcjax.evaluation.task import Unit
+from lcjax.generate import Sampling
+from lcjax.lm import LanguageModel
+from lcjax.memory import CepeSection
+from lcjax.replug import Replug
+
+TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """Nothing here depends on how fast the compiled code is."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+class Noting:
+    """A model that notes what it is given."""
+
+    def __init__(self, trained=4096):
+        memory = types.SimpleNamespace(usual=256)
+        self.config = types.SimpleNamespace(max_length=trained, memory=memory)
+        self.tokenizer, self.given = ByteTokenizer(), []
+
+    def with_method(self, **changes):
+        self.length = changes["length"]
+        return self
+
+    def encode_contexts(self, contexts, chunk):
+        return contexts, chunk
+
+    def nll(self, tokens, *, context, **options):
+        self.given.append((tokens, context, options))
+        return np.ones(tokens.shape, np.float32)
+
+    def generate(self, prompts, sampling, *, context):
+        self.given.append((prompts, context, {}))
+        return [""] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("length", "decoder", "chunks"),
+    [(4096, 2048, 8), (8192, 4096, 16), (32_768, 4096, 112), (131_072, 4096, 496)],
+)
+def test_windows_are_cut_as_in_the_papers_table(length, decoder, chunks):
+    model, tokens = Noting(), np.arange(length)[None]
+    split = ContextSplit().of(model, length)
+    nll = split.nll(tokens, first=length - 256, lengths=np.array([length]))
+    ((read, (context, chunk), options),) = model.given
+    np.testing.assert_array_equal(read, tokens[:, -decoder:])
+    np.testing.assert_array_equal(np.concatenate(context[0]), tokens[0, :-decoder])
+    assert (len(context[0]), {len(c) for c in context[0]}, chunk) == (chunks, {256}, 256)
+    assert options["first"] == decoder - 256 and options["lengths"].tolist() == [decoder]
+    assert model.length == decoder and nll.shape == tokens.shape and not nll[:, :-decoder].any()
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(0, []), (1, [16]), (2, [16, 16]), (9, [4, 16, 16])])
+def test_only_the_last_chunks_before_the_text_are_read(count, sizes):
+    model, tokens = Noting(), np.arange(50)[None]
+    split = ContextSplit(decoder=14, chunk=16, chunks=count).of(model, 50)
+    split.nll(tokens, first=40, lengths=[50])
+    ((_, (context, _), _),) = model.given
+    assert [len(chunk) for chunk in context[0]] == sizes
+    wanted = tokens[0, 36 - sum(sizes) : 36]
+    np.testing.assert_array_equal(np.concatenate([[], *context[0]]), wanted)
+
+
+def test_a_decoder_that_reads_the_whole_window_has_no_context():
+    model = Noting()
+    ContextSplit(decoder=10**6).of(model, 50).nll(np.arange(50)[None], first=1, lengths=[50])
+    ((tokens, (context, _), options),) = model.given
+    assert tokens.shape == (1, 50) and context == [[]] and options["first"] == 1
+
+
+def test_prompts_leave_room_for_new_tokens_in_the_decoder():
+    model = Noting()
+    split = ContextSplit(decoder=20, chunk=16).of(model, 60)
+    split.generate([list(range(50)), list(range(8))], Sampling(max_new_tokens=10))
+    ((prompts, (context, _), _),) = model.given
+    assert prompts == [list(range(40, 50)), list(range(8))]
+    assert [[len(c) for c in row] for row in context] == [[8, 16, 16], []]
+    with pytest.raises(InputError, match="decoder=20 leaves no room"):
+        split.generate([list(range(50))], Sampling(max_new_tokens=20))
+
+
+def unit(index, document):
+    tokens = np.arange(64, dtype=np.int32) + 1000 * document
+    return Unit(index, (64,), tokens, {"document": document})
+
+
+def test_foreign_chunks_are_those_of_other_documents_and_the_text_stays():
+    units = [unit(i, i // 2) for i in range(8)]
+    split = ContextSplit(decoder=32, chunk=8, source="foreign").of(Noting(), 64)
+    seen = set()
+    for own in units:
+        fed = split.fed(own, units, seed=0)
+        np.testing.assert_array_equal(fed.tokens[32:], own.tokens[32:])
+        documents = fed.tokens[:32] // 1000
+        assert own.facts["document"] not in documents
+        np.testing.assert_array_equal(fed.tokens[:32] % 1000, np.arange(32))
+        assert all(len(set(documents[i : i + 8])) == 1 for i in range(0, 32, 8))
+        np.testing.assert_array_equal(split.fed(own, units, seed=0).tokens, fed.tokens)
+        seen |= set(documents.tolist())
+    assert seen == {0, 1, 2, 3}
+    assert ContextSplit(decoder=32).of(Noting(), 64).fed(units[0], units, seed=0) is units[0]
+    with pytest.raises(InputError, match="all windows are of one"):
+        split.fed(units[0], units[:2], seed=0)
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name, text in texts((140, 120, 150)):
+        (tmp_path / "text" / f"{name}.txt").write_text(text)
+    return EvalConfig(
+        model=TINY,
+        tasks=(Perplexity(protocol="last_k", last=16, windows_per_document=1),),
+        lengths=(96,),
+        stride=48,
+        data=TextConfig(path=str(tmp_path / "text")),
+        batch_size=3,
+        run=RunSection(str(tmp_path / "out")),
+    )
+
+
+def test_methods_are_compared_by_what_they_read_beside_the_same_text(config):
+    methods = (
+        Method("usual"),
+        Method("none", context=ContextSplit(chunks=0)),
+        Method("foreign", context=ContextSplit(source="foreign")),
+        Method("sharper", context=ContextSplit(trained_context=8)),
+        Method("replug", replug=ReplugSplit(chunk=24)),
+    )
+    report = run(dataclasses.replace(config, methods=methods))
+    cells = {cell["method"]: cell["loss"] for cell in report.cells}
+    lm = LanguageModel.load(TINY)
+    ids = [
+        [lm.tokenizer.bos_id, *lm.tokenizer.encode(text)][:96] for _, text in texts((140, 120, 150))
+    ]
+    tokens = np.array(ids)
+
+    def loss(nll):
+        return pytest.approx(float(nll.mean(dtype=np.float64)), abs=1e-5)
+
+    context = [[row[:48]] for row in tokens]
+    assert cells["usual"] == loss(lm.nll(tokens[:, 48:], first=32, context=context)[:, 32:])
+    assert cells["none"] == loss(lm.nll(tokens[:, 48:], first=32)[:, 32:])
+    passages = [[row[:24], row[24:48], row[48:72]] for row in tokens]
+    mixed = Replug(lm).nll(tokens[:, 72:], context=passages, first=8)
+    assert cells["replug"] == loss(mixed[:, 8:])
+    assert len(set(cells.values())) == 5
+    assert len({cell["tokens_scored"] for cell in report.cells}) == 1
+
+
+@pytest.mark.slow
+def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config):
+    methods = (Method("usual"), Method("replug", replug=ReplugSplit(chunk=200)))
+    task = Passkey(depths=2, max_new_tokens=3)
+    report = run(dataclasses.replace(config, methods=methods, tasks=(task,), lengths=(900,)))
+    assert [cell["windows"] for cell in report.cells] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            lambda: {"methods": (Method("a", context=ContextSplit(), replug=ReplugSplit()),)},
+            "both|two",
+        ),
+        (lambda: {"methods": (Method("a", context=ContextSplit(source="mine")),)}, "source='mine'"),
+        (lambda: {"methods": (Method("a", context=ContextSplit(decoder=0)),)}, "decoder=0"),
+        (lambda: {"methods": (Method("a", replug=ReplugSplit(trained_context=9)),)}, "memory"),
+        (
+            lambda: {"methods": (Method("a", context=ContextSplit()),), "tasks": (Perplexity(),)},
+            "protocol=slide_press scores tokens that the method a reads beside",
+        ),
+        (
+            lambda: {
+                "methods": (Method("a", context=ContextSplit()),),
+                "model": ModelSection(preset="tiny"),
+            },
+            "no memory",
+        ),
+        (lambda: {"tasks": (Perplexity(),)}, "use protocol=last_k"),
+        (lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=48)),)}, "at most 47"),
+        (lambda: {"methods": (Method("a", context=ContextSplit(chunk=65)),)}, "chunk=65"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(config, changes, words):
+    with pytest.raises(InputError, match=words) as caught:
+        run(dataclasses.replace(config, **changes()))
+    assert "\n" not in str(caught.value)
