@@ -177,6 +177,11 @@ class Writing:
         shards = finished(out)
         self._shards, self._rows = len(shards), sum(shard["rows"] for shard in shards)
         self._ended = bool(shards) and shards[-1]["ended"]
+        if not distributed.same(str(self._rows)):
+            raise InputError(
+                f"out={out} is not the same folder for all processes; name one on storage that all"
+                " machines share"
+            )
         if shards:
             loader.set_state(shards[-1]["position"])
 
