@@ -137,8 +137,11 @@ def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolli
     return (slots, rolling) if slots < length else (length, None)
 
 
-def keep_layout(cache: Cache, mesh: jax.sharding.Mesh | None) -> Cache:
-    """Under jit: the cache laid out as `create` lays it, so that it is written where it lies."""
+def keep_layout(cache: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """Under jit: a cache, or some of its arrays, laid out as `create` lays it.
+
+    So it is written where it lies.
+    """
     if mesh is None:
         return cache
 

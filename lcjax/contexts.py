@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lcjax import cache as cache_lib
 from lcjax.errors import InputError, whole_number
 from lcjax.models import Decoder
-from lcjax.models.memory import Encoded, Memory
+from lcjax.models.memory import Encoded
 from lcjax.sharding import keep_rows, keep_tokens, padding_rows
 
 # The context of one row: a document or passages, each a text or token ids.
@@ -60,18 +61,9 @@ class Contexts:
         return jax.tree.map(lambda x: x[np.array(wanted)], self.encoded)
 
 
-def check_memory(memory: Memory | None) -> None:
-    """Refuses to read a context with a model that cannot."""
-    if memory is None:
-        raise InputError(
-            "context: this model has no memory to read it with; put it in front of the text, or"
-            " load a model with one (model.memory.type=cepe)"
-        )
-
-
 def passages(row: Row, encode: Callable[[str], Sequence[int]], vocab_size: int) -> list[np.ndarray]:
     """Token ids int32 of every passage of a row."""
-    if isinstance(row, str) or (len(row) and not isinstance(row[0], str | Sequence | np.ndarray)):
+    if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and not np.ndim(row[0])):
         row = [row]  # one document
     return [_checked(encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
 
@@ -83,7 +75,10 @@ def cut(ids: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def _checked(ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    ids = np.asarray(ids)
+    try:
+        ids = np.asarray(ids)
+    except ValueError:  # lists of unequal lengths
+        ids = np.zeros((1, 1))
     if not ids.size:
         return np.zeros(0, np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -236,4 +231,5 @@ def _axis(x: jax.Array) -> int:
 
 
 def _laid_out(x: jax.Array, mesh) -> jax.Array:
-    return keep_tokens(x, mesh) if _axis(x) == 1 else keep_rows(x, mesh)
+    """Rows as those of texts, heads over `tensor`, where these divide."""
+    return keep_tokens(x, mesh) if _axis(x) == 1 else cache_lib.keep_layout(x, mesh)

@@ -17,7 +17,7 @@ from lcjax import distributed
 from lcjax import generate as generation
 from lcjax.attention import Landmark, Pattern
 from lcjax.build import ModelSection, Settings, build, resolve_rope
-from lcjax.contexts import Contexts, Row, bucketed, check_memory, cut, passages
+from lcjax.contexts import Contexts, Row, bucketed, cut, passages
 from lcjax.contexts import encode as encode_chunks
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError, whole_number
@@ -26,7 +26,7 @@ from lcjax.landmark_nll import landmark_nll
 from lcjax.loss import token_nll
 from lcjax.mixture import Mixture
 from lcjax.models import Decoder, head, unstack_layers, unstack_layers_in_place
-from lcjax.models.memory import Encoded, Memory
+from lcjax.models.memory import Encoded, Memory, check_memory
 from lcjax.rope import Default, Rope, Rotation
 from lcjax.sharding import Mesh, keep_rows, make_mesh, padding_rows
 

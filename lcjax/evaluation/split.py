@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lcjax.contexts import check_memory
 from lcjax.contexts import cut as chunks_of
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.task import Unit
+from lcjax.models.memory import check_memory
 from lcjax.replug import Replug
 
 SOURCES = ("own", "foreign")

@@ -20,7 +20,7 @@ from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.models.layers import Linear, Norm
-from lcjax.models.memory import Encoded, Memory
+from lcjax.models.memory import Encoded, Memory, check_chunks
 from lcjax.sharding import LENGTH, attention_layout, keep_tokens
 from pallas_kernels import flash
 
@@ -94,6 +94,7 @@ class ChunkEncoder(nn.Module):
 
     def __call__(self, chunks: jax.Array, mask: jax.Array) -> Encoded:
         """Phi [B, C P, E] of chunks int32 [B, C, P]; `mask` is true where there is text."""
+        check_chunks(chunks, mask, self.config.max_length)
         rows, count, length = chunks.shape
         tokens, seen = (x.reshape(rows * count, length) for x in (chunks, mask))
         # Padding has an id that the table may not hold, and a place like any other.

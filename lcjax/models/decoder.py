@@ -15,7 +15,7 @@ from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Norm
 from lcjax.models.lookup import look_up
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import Encoded, check_memory
 from lcjax.models.mlm import MaskedHead
 from lcjax.models.position import Position, no_rotation
 from lcjax.rope import Rotation
@@ -150,8 +150,11 @@ class Decoder(nn.Module):
             decoder that it was made from.
         """
         c = self.config
+        if memory is not None:
+            check_memory(c.memory)
         if self.is_initializing() and c.memory is not None:
-            memory = self.encode(tokens[:, None], jnp.ones_like(tokens[:, None], bool))
+            chunk = tokens[:, None, :1]
+            memory = self.encode(chunk, jnp.ones_like(chunk, bool))
         start, given = 0 if cache is None else cache.filled, positions
         if positions is None:
             positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
@@ -206,6 +209,7 @@ class Decoder(nn.Module):
 
     def encode(self, chunks: jax.Array, mask: jax.Array) -> Encoded:
         """The context of chunks int32 [B, C, P], with bool `mask` true where text is."""
+        check_memory(self.config.memory)
         return self.encoder(chunks, mask)
 
     def token_order(self, length: int) -> np.ndarray | None:

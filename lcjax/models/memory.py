@@ -84,3 +84,26 @@ class Memory(draccus.ChoiceRegistry):
     def projected(self, params: dict, config: "ModelConfig", encoded: Encoded) -> Encoded:
         """`encoded` with the keys and values of the reading layers in place of its states."""
         raise NotImplementedError(f"{type(self).__name__} has to define `projected`")
+
+
+def check_memory(memory: Memory | None) -> None:
+    """Refuses to read a context with a model that cannot."""
+    if memory is None:
+        raise InputError(
+            "context: this model has no memory to read it with; put it in front of the text, or"
+            " load a model with one (model.memory.type=cepe)"
+        )
+
+
+def check_chunks(chunks: jax.Array, mask: jax.Array, longest: int) -> None:
+    """Refuses chunks [B, C, P] that an encoder of so many tokens was not made for."""
+    if chunks.ndim != 3 or mask.shape != chunks.shape:
+        raise InputError(
+            f"chunks of shape {chunks.shape} with a mask of shape {mask.shape}: both must be [rows,"
+            " chunks, tokens of a chunk]"
+        )
+    if chunks.shape[2] > longest:
+        raise InputError(
+            f"chunks of {chunks.shape[2]} tokens are longer than the {longest} that the encoder was"
+            " made for; cut them into shorter ones"
+        )

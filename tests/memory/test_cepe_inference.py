@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lcjax import contexts as contexts_lib
+from lcjax.attention import Landmark
 from lcjax.build import ModelSection
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
@@ -260,6 +261,7 @@ def without_memory(lm):
         (lambda lm: lm.encode_contexts("a"), "one entry per row"),
         (lambda lm: lm.encode_contexts([[[3, 260]]]), "token=260 must lie between 0 and 258"),
         (lambda lm: lm.encode_contexts([[[3, 0.5]]]), "a text or a list of token ids"),
+        (lambda lm: lm.encode_contexts([[[[3], [4, 5]]]]), "a text or a list of token ids"),
         (lambda lm: lm.encode_contexts([["a"]], batch_tokens=0), "batch_tokens=0"),
         (lambda lm: lm.nll(TOKENS, context=[["a"], ["b"]]), "2 rows for 3 texts"),
         (
@@ -292,3 +294,31 @@ def test_a_model_without_a_memory_takes_an_empty_context(lm):
     plain = without_memory(lm)
     found = plain.nll(TOKENS, context=[[], [], []])
     np.testing.assert_array_equal(found, lm.nll(TOKENS))
+
+
+def test_chunks_and_masks_that_do_not_fit_are_refused_in_one_line(lm):
+    def encode(lm, chunks, mask):
+        shapes = (np.zeros(chunks, np.int32), np.ones(mask, bool))
+        apply = functools.partial(lm._model.apply, method="encode")
+        return jax.eval_shape(apply, {"params": lm.params}, *shapes)
+
+    good = encode(lm, (1, 2, 64), (1, 2, 64))
+    assert good.states.shape == (1, 128, 32)
+    for model, chunks, mask, words in (
+        (lm, (1, 2, 64), (1, 128), r"\(1, 2, 64\) with a mask of shape \(1, 128\)"),
+        (lm, (2, 64), (2, 64), "must be .rows"),
+        (lm, (1, 1, 65), (1, 1, 65), "65 tokens are longer than the 64"),
+        (without_memory(lm), (1, 2, 64), (1, 2, 64), "no memory"),
+    ):
+        with pytest.raises(InputError, match=words) as caught:
+            encode(model, chunks, mask)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_model_with_landmarks_reads_contexts_as_well(lm):
+    marked = lm.with_method(pattern=Landmark(block=8, top_k=1, train_length=16, token=258))
+    found, plain = marked.nll(TOKENS, context=CONTEXT), marked.nll(TOKENS)
+    np.testing.assert_array_equal(found[1], plain[1])
+    assert np.abs(found - plain).max(1)[[0, 2]].min() > 0.05
+    assert picked(marked, TOKENS.tolist(), context=CONTEXT)[1] == picked(marked, TOKENS.tolist())[1]
