@@ -63,7 +63,7 @@ class Contexts:
 
 def passages(row: Row, encode: Callable[[str], Sequence[int]], vocab_size: int) -> list[np.ndarray]:
     """Token ids int32 of every passage of a row."""
-    if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and not np.ndim(row[0])):
+    if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and np.isscalar(row[0])):
         row = [row]  # one document
     return [_checked(encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
 

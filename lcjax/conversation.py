@@ -57,7 +57,7 @@ class Conversation:
         self.lm = lm
         self.length = lm.length or lm.config.max_length if length is None else length
         whole_number("length", self.length, 1)
-        self.context: Contexts = context
+        self._projected, self.context = projected, context
         if not isinstance(context, Contexts):
             self.context = lm.encode_contexts([context], projected=projected)
         self.messages: list[dict[str, str]] = []  # what `say` has sent and got
@@ -71,7 +71,9 @@ class Conversation:
 
     def add_context(self, context: Row) -> None:
         """More to read beside the text, from the next turn on; only this is encoded."""
-        self.context = self.lm.encode_contexts([context], after=self.context)
+        self.context = self.lm.encode_contexts(
+            [context], projected=self._projected, after=self.context
+        )
 
     def read(self, text: str | Sequence[int]) -> None:
         """Goes on with a text or token ids; the first text gets BOS if the model expects one."""

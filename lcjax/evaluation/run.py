@@ -243,6 +243,8 @@ class _Runner:
                 left = self._left(task, method.name, plan[task.label, length], bar)
                 if left and subject is None:
                     subject = _subject(model, method, changes, length)
+                    if isinstance(subject, SplitModel):
+                        facts["decoder"] = subject.decoder
                 bar.set_description(f"{method.name} {length:,} {task.label}")
                 units = plan[task.label, length]
                 for records in self._score(task, subject, left, facts, units):

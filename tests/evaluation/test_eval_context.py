@@ -6,7 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from evaluation_support import ByteTokenizer, texts
+from evaluation_support import ByteTokenizer, records, texts
 
 from lcjax.build import ModelSection
 from lcjax.data import TextConfig
@@ -175,6 +175,8 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config):
     assert cells["replug"] == loss(mixed[:, 8:])
     assert len(set(cells.values())) == 5
     assert len({cell["tokens_scored"] for cell in report.cells}) == 1
+    read = {record["method"]: record["decoder"] for record in records(config, "perplexity_last_k")}
+    assert read == {"usual": 48, "none": 48, "foreign": 48, "sharper": 48, "replug": 24}
 
 
 @pytest.mark.slow
