@@ -8,6 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lcjax.errors import InputError
+
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig
 
