@@ -306,7 +306,7 @@ def study_of(file: Path):
 
 def test_every_method_of_the_small_study_has_the_same_steps_data_and_start():
     base, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
-    assert len(trained) == 14
+    assert len(trained) == 12
     tokens = {t.train.steps * t.train.batch_size * t.data.length for t in trained.values()}
     assert tokens == {400 * 4 * 512}
     same = {
@@ -321,6 +321,15 @@ def test_every_method_of_the_small_study_has_the_same_steps_data_and_start():
     assert evaluation.lengths == (128, 256, 512, 1024)
 
 
+def test_the_small_study_trains_pi_and_yarn_with_whole_and_with_rounded_positions():
+    _, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
+    for method in ("PI", "YaRN"):
+        whole, rounded = trained[method], trained[f"{method}, positions of 4 bits"]
+        assert whole.train.positions == PlainPositions()
+        assert rounded.replace(run=whole.run, train=whole.train) == whole
+        assert rounded.train.positions == Bf16Positions(bits=4, frequencies=False)
+
+
 def test_the_network_of_clex_alone_has_a_rate_of_its_own_in_the_small_study_the_published_one():
     _, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
     assert [name for name, t in trained.items() if t.train.rates] == ["CLEX"]
@@ -330,16 +339,6 @@ def test_the_network_of_clex_alone_has_a_rate_of_its_own_in_the_small_study_the_
     assert published.rates == (), "there everything has one rate"
     # One norm over all would let that network's gradient decide how much the model learns.
     assert [name for name, t in trained.items() if t.train.clip is None] == ["CLEX"]
-
-
-def test_the_small_study_trains_pi_and_yarn_with_whole_and_with_rounded_positions():
-    _, trained = study_of(ROOT / "configs" / "study_tiny.yaml")
-    for method in ("PI", "YaRN"):
-        whole, rounded = trained[method], trained[f"{method}, bf16 positions"]
-        assert whole.train.positions == PlainPositions()
-        assert rounded.replace(run=whole.run, train=whole.train) == whole
-        # PI's code rounds its frequencies, too; YaRN's table is made from whole ones.
-        assert rounded.train.positions == Bf16Positions(frequencies=method == "PI")
 
 
 def test_the_small_study_covers_every_rope_type():
