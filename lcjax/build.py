@@ -139,10 +139,16 @@ def check_source(section: ModelSection) -> None:
         preset(section.preset)
     for key in ("path", "base", "tokenizer"):
         if (name := getattr(section, key)) is not None:
-            try:
-                convert.resolve(name, weights=False)
-            except InputError as error:
-                raise InputError(f"model.{key}={error}") from None
+            _check_there(f"model.{key}", name)
+    if section.memory is not None and section.memory.encoder not in PRESETS:
+        _check_there("model.memory.encoder", section.memory.encoder)
+
+
+def _check_there(key: str, name: str) -> None:
+    try:
+        convert.resolve(name, weights=False)
+    except InputError as error:
+        raise InputError(f"{key}={error}") from None
 
 
 def build(

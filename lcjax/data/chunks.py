@@ -31,9 +31,9 @@ class Noise:
         for name in ("rate", "whole"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(
-                    f"chunks.noise.{name}={getattr(self, name)} must lie in 0 ... 1, such as 0.3"
+                    f"noise.{name}={getattr(self, name)} must lie in 0 ... 1, such as 0.3"
                 )
-        whole_numbers("chunks.noise", self, 0, "leave")
+        whole_numbers("noise", self, 0, "leave")
 
 
 @dataclass(frozen=True)
