@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lcjax import sharding
+from lcjax.cost.collectives import collectives
 from lcjax.models import Decoder, preset
 from lcjax.rope.positions import PlainPositions
 from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
@@ -93,13 +94,12 @@ def test_gradients_that_are_added_up_part_by_part_are_those_of_one_device(
     step, *arguments = _sharded(make_mesh(shape), params, batch, config)
     got = step(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
-    found = _collectives(step.lower(*arguments).compile().as_text())
-    assert "reduce-scatter" in {name for name, _ in found}
+    found = collectives(step.lower(*arguments).compile().as_text())
+    assert {"reduce-scatter", "all-to-all"} <= set(found)
     if shape.data == shape.tensor == 1:  # elsewhere parts are summed, and activations
         # No matrix of weights is summed as a whole, the embedding and the head included.
-        summed = [size for name, sizes in found if name == "all-reduce" for size in sizes]
-        key = CONFIG.width * CONFIG.num_kv_heads * CONFIG.head_dim  # the smallest
-        assert max(map(math.prod, summed)) < key
+        smallest = CONFIG.width * CONFIG.num_kv_heads * CONFIG.head_dim
+        assert found["all-reduce"].bytes < 4 * smallest
 
 
 def test_few_devices_leave_the_sums_to_the_compiler():
@@ -110,12 +110,12 @@ def test_few_devices_leave_the_sums_to_the_compiler():
 
 def test_no_collective_moves_the_hidden_states_of_all_rows(params, batch):
     step, *arguments = _sharded(make_mesh(Mesh(1, 8, 1)), params, batch)
-    collectives = _collectives(step.lower(*arguments).compile().as_text())
-    assert {name for name, _ in collectives} >= {"all-gather", "all-reduce"}
+    sent = _collectives(step.lower(*arguments).compile().as_text())
+    assert {name for name, _ in sent} >= {"all-gather", "all-reduce"}
     hidden = ROWS * LENGTH * CONFIG.width
     everyone = [
         (name, shape)
-        for name, shapes in collectives
+        for name, shapes in sent
         for shape in shapes
         if math.prod(shape) % hidden == 0 and LENGTH in shape
     ]

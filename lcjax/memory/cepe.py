@@ -115,10 +115,10 @@ class CrossAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, encoded: Encoded) -> jax.Array:
-        c = self.config
+        c, mesh = self.config, None if self.is_initializing() else self.mesh
         with jax.named_scope("memory"):
             normed = Norm(c, name="norm")(x)
-            q = Linear((c.width,), (c.num_heads, c.head_dim), c, name="query")(normed)
+            q = Linear((c.width,), (c.num_heads, c.head_dim), c, mesh=mesh, name="query")(normed)
             if encoded.layers is None:
                 k, v = self.keys(encoded.states)
             else:
@@ -136,13 +136,14 @@ class CrossAttention(nn.Module):
                 k_segments=there,
                 layout=self._layout(x, there),
             )
-            return Linear((c.num_heads, c.head_dim), (c.width,), c, name="out")(y)
+            return Linear((c.num_heads, c.head_dim), (c.width,), c, mesh=mesh, name="out")(y)
 
     def keys(self, states: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, M, K, H] of the encoder's states [B, M, E]."""
         c, states = self.config, states.astype(self.config.compute_dtype())
+        mesh = None if self.is_initializing() else self.mesh
         return tuple(
-            Linear((self.width,), (c.num_kv_heads, c.head_dim), c, name=name)(states)
+            Linear((self.width,), (c.num_kv_heads, c.head_dim), c, mesh=mesh, name=name)(states)
             for name in ("key", "value")
         )
 

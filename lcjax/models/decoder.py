@@ -19,7 +19,7 @@ from lcjax.models.memory import Encoded, check_memory
 from lcjax.models.mlm import MaskedHead
 from lcjax.models.position import Position, no_rotation
 from lcjax.rope import Rotation
-from lcjax.sharding import LENGTH, gradient_sums, keep_tokens
+from lcjax.sharding import LENGTH, keep_tokens
 from pallas_kernels import zigzag
 
 # "attention" keeps what a long text makes dearest to find again: in time and, where devices share
@@ -197,11 +197,8 @@ class Decoder(nn.Module):
         return self.final_norm(x), cache
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
-        table, dtype = self.embed.embedding, self.config.compute_dtype()
-        if self.mesh is None or self.is_initializing():
-            return table[tokens].astype(dtype)
-        sums = gradient_sums(self.mesh, "embed/embedding", table.shape, *tokens.shape)
-        return look_up(table, tokens, dtype, sums)
+        mesh = None if self.is_initializing() else self.mesh
+        return look_up(self.embed.embedding, tokens, self.config.compute_dtype(), mesh)
 
     def before_head(self, hidden: jax.Array) -> jax.Array:
         """What `head` projects, of hidden states [..., D]: themselves, but for masked models."""

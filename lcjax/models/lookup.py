@@ -1,39 +1,38 @@
-"""Rows of the embedding, with a gradient that many devices add up without anyone keeping it all."""
-
-import functools
+"""Rows of an embedding whose columns lie on many devices, of which nobody ever holds all."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.dtypes import float0
+from jax.sharding import PartitionSpec
 
-from lcjax.sharding import Sums
+from lcjax.sharding import spec_of, spread_over, tokens_spec
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def look_up(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, sums: Sums | None) -> jax.Array:
+def look_up(
+    table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None
+) -> jax.Array:
     """Rows of `table` [V, D] for tokens int32 [B, T]: [B, T, D] in `dtype`.
 
-    A table that is split over devices is gathered as `dtype`. Its gradient is added up in the
-    table's own precision, by `sums` or, if None, as the compiler sees fit.
+    A device reads its columns for the tokens of all devices that share the table, and they exchange
+    tokens for columns. What moves is the size of the result, forward and backward, and the gradient
+    is added up where it stays, in the table's own precision. XLA, left alone, gathers the table or
+    the hidden states of all rows, and adds up whole gradients.
     """
-    return table.astype(dtype)[tokens]
+    if mesh is None:
+        return table[tokens].astype(dtype)
+    where = tokens_spec(mesh, *tokens.shape)
+    columns = spread_over(PartitionSpec(spec_of("embed/embedding", table.shape, mesh)[1]))
+    if not columns or not set(columns) <= set(spread_over(where)):
+        return table[tokens].astype(dtype)
 
+    def exchange(table, tokens):
+        found = table[jax.lax.all_gather(tokens, columns)].astype(dtype)  # [devices, b, t, d]
+        return jax.lax.all_to_all(found, columns, split_axis=0, concat_axis=3, tiled=True)[0]
 
-def _forward(table, tokens, dtype, sums):
-    # Of the table the gradient needs rows and type: what an empty part of it says.
-    return look_up(table, tokens, dtype, sums), (tokens, table[:, :0])
-
-
-def _backward(dtype, sums, saved, dy):
-    tokens, like = saved
-
-    def added(tokens, dy):
-        zeros = jnp.zeros((like.shape[0], dy.shape[-1]), like.dtype)
-        return zeros.at[tokens].add(dy.astype(like.dtype))
-
-    d_table = added(tokens, dy) if sums is None else sums(added, tokens, dy)
-    return d_table, np.zeros(tokens.shape, float0)
-
-
-look_up.defvjp(_forward, _backward)
+    return jax.shard_map(
+        exchange,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, columns), where),
+        out_specs=where,
+        axis_names=set(spread_over(where)),
+        check_vma=False,
+    )(table, tokens)
