@@ -6,10 +6,11 @@ import pytest
 
 from lcjax import cache as cache_lib
 from lcjax import cost
-from lcjax.attention import Sliding
+from lcjax.attention import Bidirectional, Sliding
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
 from lcjax.loss import cross_entropy
+from lcjax.memory.cepe import Cepe
 from lcjax.models import Decoder, ModelConfig, head, preset
 from lcjax.models.initial import random_params
 from lcjax.sharding import Mesh, make_mesh
@@ -70,6 +71,38 @@ def test_tied_embeddings_are_counted_once_and_used_twice():
     free = cost.estimate(config, 8)
     assert free.parameters - tied.parameters == 1600
     assert free.forward_flops == tied.forward_flops
+
+
+ENCODER = ModelConfig(100, 8, 24, 2, 2, 2, 4, 64, pattern=Bidirectional())
+READER = ModelConfig(100, 16, 32, 3, 4, 2, 8, 64, memory=Cepe(ENCODER, 3))
+CONTEXT = 4, 8  # for 16 tokens of text: two of context for each
+
+
+def test_a_context_costs_its_encoder_its_projections_and_attention_to_all_of_it():
+    alone, plain = cost.estimate(READER, 16), cost.estimate(READER.replace(memory=None), 16)
+    assert alone.forward_flops == plain.forward_flops
+    found = cost.estimate(READER, 16, context=CONTEXT)
+    encoder = 2 * (4 * 8 * 2 * 4 + 3 * 8 * 24)
+    keys, around = 3 * 2 * 8 * 2 * 8, 3 * 2 * 16 * 4 * 8
+    assert found.matmul_flops - plain.matmul_flops == 2 * (2 * (encoder + keys) + around)
+    within, across = 2 * 2 * 4 * 2 * 4 * 8, 3 * 4 * 4 * 8 * 32
+    assert found.attention_flops - plain.attention_flops == within + across
+    assert found.training_flops == pytest.approx(3 * found.forward_flops)
+
+
+def test_a_frozen_encoder_has_no_backward_pass():
+    whole = matcher(("/memory/", "encoder/"), "")
+    found, frozen = (
+        cost.estimate(READER, 16, trained=rule, context=CONTEXT)
+        for rule in (whole, lambda path: "/memory/" in path)
+    )
+    assert frozen.forward_flops == found.forward_flops and found.idle_flops == 0
+    encoder = 2 * 2 * (4 * 8 * 2 * 4 + 3 * 8 * 24)
+    within, keys = 2 * 2 * 4 * 2 * 4 * 8, 3 * 2 * 8 * 2 * 8
+    assert frozen.idle_flops == 2 * (2 * encoder / 2 + 2 * keys) + 2 * within
+    less = found.weight_gradient_flops - frozen.weight_gradient_flops
+    assert less == 2 * encoder
+    assert found.training_flops - frozen.training_flops == less + frozen.idle_flops
 
 
 class Device:
@@ -147,7 +180,17 @@ def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing(
     assert activations("none", 5, spread) == 2 * none  # a row more is one more on every device
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_context_takes_memory_with_its_own_tokens_and_with_those_that_read_it():
+    def activations(context):
+        return cost.training_memory(READER, 16, 1, Mesh(fsdp=1), context=context).activations
+
+    once, twice = activations(CONTEXT), activations((8, 8))
+    # A layer keeps at least keys and values of the context, float32, and its states are kept once.
+    assert twice - once > 32 * 4 * (3 * 2 * 2 * 8 + 8)
+    assert once - activations(None) > twice - once  # the text keeps its queries of the context
+
+
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_activations_are_about_what_the_compiler_reserves(remat):
     config = preset("tiny").replace(num_layers=4, remat=remat)
     model = Decoder(config)

@@ -1,10 +1,10 @@
 """Accelerators by name: memory and speed of one device, and how many a topology has.
 
-Figures are the vendors'. TPUs: docs.cloud.google.com/tpu/docs, pages v4, v5e, v5p and v6e, read in
-2026 (v6e: the page of 2025 has 1,640 GB/s where an older one has 1,600). GPUs: NVIDIA's data sheets
-of A100 (SXM), H100 (SXM) and H200 (SXM); their bfloat16 figures are with sparsity for Hopper, half
-of which is dense. What a program may use is less than a chip has: libtpu keeps some, and so do a
-GPU's context and allocator.
+Figures are the vendors'. TPUs: docs.cloud.google.com/tpu/docs, pages v4, v5e, v5p and v6e, tables
+of key specifications (v6e: 1,640 GB/s; older versions of the page have 1,600). GPUs: NVIDIA's data
+sheets of A100, H100 and H200, each SXM; those of Hopper give bfloat16 with sparsity, of which half
+is dense. What a program may use is less than a chip has: libtpu keeps some, and so do a GPU's
+context and allocator.
 """
 
 import math
@@ -28,8 +28,10 @@ class Chip:
     dimensions: int = 0  # of a TPU's torus; 0: a GPU
 
 
-# libtpu's own limit of HBM, as its compiler states it when a program needs more; of a v5p it is
-# above the 95 GB of the data sheet, whose 96 are counted here.
+# Of a TPU usable is libtpu's own limit, as its compiler states it when a program needs more. That
+# of a v5p is above the 95 GB of its page, so its memory is taken to be 96 GiB. Of a GPU it is 95 %
+# (the context, libraries' workspaces, fragments), for which XLA_PYTHON_CLIENT_MEM_FRACTION=.95 has
+# to be set: jax takes 75 % by itself.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -37,11 +39,11 @@ CHIPS = {
         Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 819e9, 2),
         Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 2_765e9, 3),
         Chip("v6e", 32 * GIB, 31.25 * GIB, 918e12, 1_640e9, 2),
-        # 95 %: the context, the libraries' workspaces, fragments.
         Chip("a100-40", 40 * GIB, 0.95 * 40 * GIB, 312e12, 1_555e9),
         Chip("a100-80", 80 * GIB, 0.95 * 80 * GIB, 312e12, 2_039e9),
         Chip("h100", 80 * GIB, 0.95 * 80 * GIB, 989e12, 3_350e9),
-        Chip("h200", 141e9, 0.95 * 141e9, 989e12, 4_800e9),
+        # nvidia-smi counts 143,771 MiB.
+        Chip("h200", 140.4 * GIB, 0.95 * 140.4 * GIB, 989e12, 4_800e9),
     )
 }
 

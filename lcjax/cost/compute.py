@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ class Cost:
     matmul_flops: float  # forward, through weight matrices, the head included
     attention_flops: float  # forward, queries with keys and weights with values
     weight_gradient_flops: float  # backward, for the trained weights only
+    idle_flops: float  # backward, of activations before which nothing is trained: not needed
     kv_cache_bytes: int  # of one sequence of that length: what may still be seen, and notes of it
 
     @property
@@ -73,17 +75,26 @@ class Cost:
         Attention has two products forward and four backward. With every weight trained this is
         the familiar three times forward; with adapters on frozen weights it is nearer two.
         """
-        activations = self.matmul_flops + 2 * self.attention_flops
+        activations = self.matmul_flops + 2 * self.attention_flops - self.idle_flops
         return self.forward_flops + activations + self.weight_gradient_flops
 
 
-def estimate(config: ModelConfig, length: int, *, trained=lambda path: True) -> Cost:
+def estimate(
+    config: ModelConfig,
+    length: int,
+    *,
+    trained=lambda path: True,
+    context: tuple[int, int] | None = None,
+) -> Cost:
     """The cost of `config` on sequences of `length` tokens.
 
     `trained(path)` says which parameters are trained: `layers/attention/query/kernel`, ...
+    `context`: chunks, and tokens of each, that a model with a memory encodes for a sequence;
+    without, nothing is encoded or read.
     """
     shapes = parameter_shapes(config)
-    matmul = weight_gradients = 0.0
+    memory = _context_flops(config, length, context, trained)
+    matmul, weight_gradients = 0.0, 0.0
     parameters = trained_parameters = nbytes = 0
     for path, leaf in shapes.items():
         size = math.prod(leaf.shape)
@@ -94,8 +105,9 @@ def estimate(config: ModelConfig, length: int, *, trained=lambda path: True) -> 
             # Reading a row of the table is no product; a tied head is one.
             path == "embed/embedding" and config.tie_embeddings
         )
-        matmul += 2 * size if product else 0
-        weight_gradients += 2 * size if product and trained(path) else 0
+        flops = 2 * size * _share_of_tokens(path, length, context) if product else 0
+        matmul += flops
+        weight_gradients += flops if trained(path) else 0
     per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
     kept = config.pattern.for_inference().kept()
     cached = length if kept is None else min(length, sum(kept))
@@ -105,10 +117,51 @@ def estimate(config: ModelConfig, length: int, *, trained=lambda path: True) -> 
         trained_parameters=trained_parameters,
         parameter_bytes=nbytes,
         matmul_flops=matmul,
-        attention_flops=config.num_layers * per_pair * visible_keys(config, length),
+        attention_flops=config.num_layers * per_pair * visible_keys(config, length)
+        + memory.attention,
         weight_gradient_flops=weight_gradients,
+        idle_flops=memory.idle,
         kv_cache_bytes=config.num_layers * (cache_width * cached + note_bytes(config, cached)),
     )
+
+
+def _share_of_tokens(path: str, length: int, context: tuple[int, int] | None) -> float:
+    """How many tokens a weight multiplies for each token of the sequence."""
+    encoded = 0 if context is None else math.prod(context) / length
+    if path.startswith("encoder/head/"):
+        return 0.0  # its states are read, not its logits
+    if path.startswith("encoder/") or re.search(r"/memory/(key|value)/", path):
+        return encoded
+    return float(context is not None) if "/memory/" in path else 1.0
+
+
+class _Reading(NamedTuple):
+    """FLOPs per token of the sequence for which no weight stands."""
+
+    attention: float = 0.0  # within chunks, and of the decoder to all of them
+    idle: float = 0.0
+
+
+def _context_flops(
+    config: ModelConfig, length: int, context: tuple[int, int] | None, trained
+) -> _Reading:
+    """What the attention of a memory adds, and what its backward pass leaves out."""
+    if config.memory is None or context is None:
+        return _Reading()
+    states, encoded = config.memory.states, math.prod(context)
+    within = 4 * states.num_heads * states.head_dim * visible_keys(states, context[1])
+    within *= states.num_layers * encoded / length
+    across = 4 * config.num_heads * config.head_dim * encoded
+    across *= sum(config.memory.reading(config.num_layers))
+    shapes = parameter_shapes(config)
+    if any(trained(path) for path in shapes if path.startswith("encoder/")):
+        return _Reading(within + across)
+    before = sum(
+        2 * math.prod(leaf.shape) * _share_of_tokens(path, length, context)
+        for path, leaf in shapes.items()
+        if path.endswith("/kernel") and re.search(r"^encoder/|/memory/(key|value)/", path)
+    )
+    return _Reading(within + across, before + 2 * within)
 
 
 def note_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> int:

@@ -3,8 +3,8 @@
 Weights, gradients, optimizer state and cache follow from shapes and from the table of shardings.
 What the backward pass keeps is not modelled but asked of JAX: the residuals of the model's own
 gradient, traced for two short texts, grow by a fixed number of bytes per token. Buffers that a
-compiler adds or saves are not in it: on TPUs it was 21 % below to 45 % above (adapters, which need
-not keep as much) what libtpu allots, and an allocator needs room.
+compiler adds or saves are not in it: on TPUs it was 15 % below to 26 % above (adapters) what libtpu
+allots, and an allocator needs room.
 """
 
 import dataclasses
@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lcjax.cost.compute import note_bytes, parameter_shapes
 from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.sharding import AXES, Mesh, spec_of
+from lcjax.tree import split, union
 
 _LOGITS = 2**30  # bytes of float32 logits that the loss makes at once on accelerators
 _SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
@@ -52,8 +54,11 @@ def training_memory(
     *,
     trained: Callable[[str], bool] = lambda path: True,
     average: bool = False,
+    context: tuple[int, int] | None = None,
 ) -> Memory:
     """Of an update on `rows` texts of `length` tokens, the rows of one microbatch on all devices.
+
+    `context`: chunks, and tokens of each, that a model with a memory reads beside every text.
 
     `trained(path)` says which parameters are trained. Gradients and both moments of Adam are
     float32 and lie where their parameter lies; so does the running `average`, if one is kept.
@@ -65,7 +70,7 @@ def training_memory(
         weights=_bytes(counts),
         gradients=4 * own,
         optimizer=(12 if average else 8) * own,
-        activations=_backward(config, sizes, _rows(rows, sizes), length),
+        activations=_backward(config, sizes, _rows(rows, sizes), length, context, trained),
     )
 
 
@@ -142,6 +147,9 @@ def _bytes(counts: Mapping[str, tuple[int, int]]) -> int:
 def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     """The part of each layer that one device of the tensor axis computes."""
     tensor = sizes["tensor"]
+    if config.memory is not None:
+        states = _local(config.memory.states, sizes)
+        config = config.replace(memory=dataclasses.replace(config.memory, states=states))
     heads, shared = _share(config.num_heads, tensor), _share(config.num_kv_heads, tensor)
     if heads % shared:  # more devices than key heads: each computes all of those
         heads, shared = config.num_heads, config.num_kv_heads
@@ -150,48 +158,86 @@ def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     )
 
 
-def _backward(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
+def _backward(
+    config: ModelConfig,
+    sizes: Mapping[str, int],
+    rows: int,
+    length: int,
+    context: tuple[int, int] | None,
+    trained: Callable[[str], bool],
+) -> int:
     """What all layers keep, what one more needs while it is computed again, weights that fsdp
-    and context gather for it, and two chunks of logits."""
-    local, tokens = _local(config, sizes), -(-rows * length // sizes["context"])
-    kept = _per_token(local)
-    again = 0
+    and context gather for it, two chunks of logits, and the same of a context."""
+    local, numbers = _local(config, sizes), np.array([rows * length, 0])
+    chunk = None
+    if config.memory is not None and context is not None:
+        chunk, numbers[1] = context[1], rows * math.prod(context)
+    kept = _kept(local, chunk, trained)
     if config.remat != "none":
         bare = local.replace(remat="none")
-        again = _per_token(bare, layers=2) - _per_token(bare, layers=1)
+        two, one = (_kept(bare, chunk, trained, layers=count) for count in (2, 1))
+        kept = kept + two - one
+    tokens = -(-numbers // sizes["context"])
     gathered = 0
     if sizes["fsdp"] * sizes["context"] > 1:
         whole = _per_device(config, {**sizes, "fsdp": 1, "context": 1})
-        numbers = sum(count for path, (count, _) in whole.items() if path.startswith("layers"))
-        gathered = config.compute_dtype().itemsize * numbers // config.num_layers
+        weights = sum(count for path, (count, _) in whole.items() if path.startswith("layers"))
+        gathered = config.compute_dtype().itemsize * weights // config.num_layers
     vocabulary = _share(config.vocab_size, sizes["tensor"])
-    logits = 2 * min(_LOGITS, 4 * tokens * vocabulary)
-    return math.ceil(tokens * (kept + again)) + gathered + logits
+    logits = 2 * min(_LOGITS, 4 * int(tokens[0]) * vocabulary)
+    return math.ceil(tokens @ kept) + gathered + logits
 
 
-def _per_token(config: ModelConfig, *, layers: int | None = None) -> float:
-    """Bytes that the backward pass keeps for each token of a text."""
-    if layers is None:
-        # All layers are alike, and two are enough to see what one costs.
-        one, two = (_per_token(config, layers=count) for count in (1, 2))
-        return one + (config.num_layers - 1) * (two - one)
-    # What reading a context keeps is small beside the layers and left out.
-    config = config.replace(num_layers=layers, scan_layers=True, memory=None)
-    return (_residuals(config, _LONG) - _residuals(config, _SHORT)) / (_LONG - _SHORT)
+def _kept(
+    config: ModelConfig,
+    chunk: int | None,
+    trained: Callable[[str], bool],
+    *,
+    layers: int | None = None,
+) -> np.ndarray:
+    """Bytes that the backward pass keeps for each token of a text, and of a context that is read.
+
+    The context comes in chunks of `chunk` tokens; None: there is none. With `layers`, of so many,
+    which all read it.
+    """
+    count = config.num_layers if layers is None else layers
+    plain = config.replace(num_layers=count, scan_layers=True, memory=None)
+    if chunk is None:
+        return _slopes(plain, None, trained)
+    reading = count if layers is not None else sum(config.memory.reading(count))
+    memory = dataclasses.replace(config.memory, layers=reading)
+    found = _slopes(plain.replace(num_layers=reading, memory=memory), chunk, trained)
+    if reading < count:
+        fewer = plain.replace(num_layers=reading)
+        found = found + _slopes(plain, None, trained) - _slopes(fewer, None, trained)
+    return found
 
 
-def _residuals(config: ModelConfig, length: int) -> int:
-    """Bytes between the forward and the backward pass of one text; traced, not computed."""
+def _slopes(config: ModelConfig, chunk: int | None, trained: Callable[[str], bool]) -> np.ndarray:
+    """What `_kept` says, of all layers of `config`; traced for short texts, not computed."""
     model = Decoder(config)
+    one = jax.ShapeDtypeStruct((1, _SHORT), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), one)["params"]
+    own, frozen = split(params, trained)
 
-    def backward(params, tokens):
-        def loss(params):
-            hidden, _ = model.apply({"params": params}, tokens)
-            return cross_entropy(hidden, head(params, config), tokens, jnp.ones(tokens.shape))[0]
+    def residuals(length, chunks):
+        def backward(own, frozen, tokens):
+            def loss(own):
+                params, memory = union(own, frozen), None
+                if chunk is not None:
+                    context = jnp.ones((1, chunks, chunk), jnp.int32)
+                    parts = context, context > 0
+                    memory = model.apply({"params": params}, *parts, method="encode")
+                hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+                weights = jnp.ones(tokens.shape)
+                return cross_entropy(hidden, head(params, config), tokens, weights)[0]
 
-        return jax.vjp(loss, params)[1]
+            return jax.vjp(loss, own)[1]
 
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-    kept = jax.tree.leaves(jax.eval_shape(backward, params, tokens))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        kept = jax.tree.leaves(jax.eval_shape(backward, own, frozen, tokens))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+
+    first = residuals(_SHORT, 1)
+    each = (residuals(_LONG, 1) - first) / (_LONG - _SHORT)
+    return np.array([each, 0 if chunk is None else (residuals(_SHORT, 2) - first) / chunk])

@@ -28,7 +28,8 @@ class Verdict:
     in_place: int = 0  # outputs that take the place of arguments
     temporaries: int = 0
     program: int = 0
-    accessed: float = 0.0  # read and written, the body of a loop counted once
+    # Read and written, the body of a loop counted once; 0 where the compiler does not say.
+    accessed: float = 0.0
     traffic: dict[str, Traffic] = field(default_factory=dict)
     refused: bool = False  # by the compiler, for want of memory
 
@@ -51,7 +52,7 @@ class Verdict:
             f"peak               {self.needed / 1e9:9.2f} GB of {self.chip.usable / 1e9:.2f} GB"
             f" that {self.chip.name} leaves to a program: {word}"
         )
-        if not self.refused:
+        if self.accessed:
             lines.append(
                 f"bytes accessed     {self.accessed / 1e9:9.1f} GB, bodies of loops counted once"
             )
@@ -84,6 +85,6 @@ def verdict(lowered: jax.stages.Lowered, chip: Chip) -> Verdict:
         sum(sizes.values()) - 2 * sizes["in_place"],
         seconds,
         **sizes,
-        accessed=compiled.cost_analysis().get("bytes accessed", 0.0),
+        accessed=(compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
         traffic=collectives(compiled.as_text()),
     )

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 import jax
 
 from lcjax import config as config_lib
-from lcjax import cost
 from lcjax.cost import gpu_compiler, tpu_compiler
 from lcjax.cost.chips import Topology
 from lcjax.cost.verdict import Verdict, verdict
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.sharding import AXES, make_mesh
-from lcjax.training import ahead, batches
+from lcjax.training import ahead, batches, estimate
 from lcjax.training.config import TrainConfig
-from lcjax.training.estimate import options_of, undivided
-from lcjax.training.partition import matcher
 
 FLAG = "--compile_only"
 
@@ -30,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found.append(report(config, topology))
 
     try:
-        words, options = options_of([word for word in words if word != FLAG], "topology")
+        words, options = estimate.options_of([word for word in words if word != FLAG], "topology")
         if not options["topology"]:
             raise InputError(f"{FLAG} needs the devices to compile for: --topology v5e:4x4")
         topology = Topology.parse(options["topology"])
@@ -55,7 +52,7 @@ def report(config: TrainConfig, topology: Topology) -> Verdict:
         f" {flops / topology.chip.peak:.2f} s at the peak of {topology.chip.name}"
     )
     print(found)
-    print(*(f"{line}\n" for line in undivided(model, mesh)), sep="", end="")
+    print(*(f"{line}\n" for line in estimate.undivided(model, mesh)), sep="", end="")
     return found
 
 
@@ -70,7 +67,5 @@ def compile_step(
 
 def step_flops(config: TrainConfig, model: ModelConfig) -> float:
     """Of one update on all devices: products forward and backward, repeated ones counted once."""
-    length = batches.row_length(config, model)
-    trained = matcher(config.train.rules(), "train.trainable")
-    per_token = cost.estimate(model, length, trained=trained).training_flops
-    return per_token * length * config.train.batch_size
+    per_token = estimate.flops(config, model).training_flops
+    return per_token * batches.row_length(config, model) * config.train.batch_size

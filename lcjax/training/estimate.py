@@ -46,7 +46,7 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     mesh, model = mesh_sizes(config.mesh, topology.devices), ahead.model_of(config)
     batches.check_rows(config, dataclasses.asdict(mesh))
     length, train, chip = batches.row_length(config, model), config.train, topology.chip
-    found = cost.estimate(model, length, trained=matcher(train.rules(), "train.trainable"))
+    found = flops(config, model)
     memory = training_memory(config, model, mesh)
     cached = cost.generation_memory(model, length, 1, mesh).cache
     tokens = train.steps * train.batch_size * length
@@ -88,7 +88,23 @@ def training_memory(
         mesh,
         trained=matcher(train.rules(), "train.trainable"),
         average=train.ema is not None,
+        context=_context(config),
     )
+
+
+def flops(config: TrainConfig, model: ModelConfig) -> cost.Cost:
+    """`cost.estimate` of the rows that `config` trains on, and of the weights that it trains."""
+    return cost.estimate(
+        model,
+        batches.row_length(config, model),
+        trained=matcher(config.train.rules(), "train.trainable"),
+        context=_context(config),
+    )
+
+
+def _context(config: TrainConfig) -> tuple[int, int] | None:
+    chunks = config.data.chunks
+    return None if chunks is None else (chunks.count, chunks.length)
 
 
 def of_run(

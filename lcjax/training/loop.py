@@ -24,7 +24,6 @@ from lcjax.training import folder as folder_lib
 from lcjax.training.assemble import Assembly, assemble, base_of, jitted_step
 from lcjax.training.config import TrainConfig
 from lcjax.training.meter import Meter
-from lcjax.training.partition import matcher
 from lcjax.training.progress import Progress, announce
 from lcjax.training.state import TrainState, abstract_state, init_state
 from lcjax.training.stop import StopRequest
@@ -233,9 +232,7 @@ class Training:
         return self.state.params if self.state.ema is None else self.state.ema
 
     def _flops_per_token(self) -> float:
-        trained = matcher(self.config.train.rules(), "train.trainable")
-        length = batches.row_length(self.config, self.model)
-        return cost.estimate(self.model, length, trained=trained).training_flops
+        return estimate.flops(self.config, self.model).training_flops
 
     def _greet(self) -> None:
         def count(tree):

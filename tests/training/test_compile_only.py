@@ -113,7 +113,7 @@ def test_llama_2_7b_at_32768_tokens_fits_64_chips_as_its_recipe_says(monkeypatch
     found, model, mesh = compile_only.compile_step(recipe, Topology.parse("v5e:8x8"))
     assert found.fits and (model.num_layers, mesh.size) == (32, 64)
     estimated = estimate.training_memory(recipe, model, mesh).total
-    assert 0.7 < estimated / found.needed < 1.2
+    assert 0.75 < estimated / found.needed < 1.25
     assert set(found.traffic) >= {"all-gather", "reduce-scatter", "all-to-all"}
     # Every gradient is summed in parts: what all devices still sum is small.
     assert found.traffic["all-reduce"].bytes < 0.01 * sum(t.bytes for t in found.traffic.values())
