@@ -91,6 +91,13 @@ def test_a_recipe_says_what_it_promises(file):
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)
+def test_a_recipe_that_is_written_out_reads_the_same(file, tmp_path):
+    config.dump(read(file), tmp_path / "config.yaml")
+    again = config.parse(type(read(file)), ["--config", str(tmp_path / "config.yaml")])
+    assert again == read(file)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=stem)
 def test_the_command_of_a_recipe_runs_that_recipe(file):
     script = "eval.py" if file in EVALUATIONS else "train.py"
     name = file.relative_to(ROOT).as_posix()
@@ -254,8 +261,8 @@ def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memo
     mesh = mesh_sizes(recipe.mesh, topology.devices)
     batches.check_rows(recipe, dataclasses.asdict(mesh))
     memory = estimate.training_memory(recipe, ahead.model_of(recipe), mesh).total
-    # Adapters are overestimated: what frozen weights need not keep is counted.
-    assert 0.75 < memory / 1e9 / float(needed) < 1.5
+    # Adapters are the ones that are overestimated by more than a quarter.
+    assert 0.75 < memory / 1e9 / float(needed) < (1.3 if recipe.train.lora else 1.25)
 
 
 @pytest.mark.parametrize("file", [f for f in PUBLISHED if "GFLOP/s" not in f.read_text()], ids=stem)
