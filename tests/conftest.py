@@ -1,14 +1,18 @@
-"""Eight fake CPU devices, and programs compiled once per run, set before anything imports jax."""
+"""Eight fake CPU devices and programs that compile fast, set before anything imports jax."""
 
 import atexit
+import importlib.metadata
 import os
 import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # Of XLA's two ways to make code of fused operations for CPUs the newer one compiles twice as
+    # long, and compiling is most of the time of a test. Later versions have the newer one only.
+    flags.insert(0, "--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Tests build the same programs again and again, most of their time. The first process makes the

@@ -49,6 +49,11 @@ class Method:
 
 
 @dataclass(frozen=True)
+class Ropes:
+    ropes: tuple[Rope, ...] = ()
+
+
+@dataclass(frozen=True)
 class Best:
     loss: float
 
@@ -273,6 +278,12 @@ def test_what_dump_writes_parse_reads_back_equal(file, tmp_path):
     config.dump(job, tmp_path / "run" / "config.yaml")
     assert config.parse(Job, [f"--config={tmp_path / 'run' / 'config.yaml'}"]) == job
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_every_choice_of_a_tuple_keeps_its_type_when_it_is_dumped(tmp_path):
+    job = Ropes((Linear(scale=1.0), Linear(scale=3.0), Yarn(theta=3.0)))
+    config.dump(job, tmp_path / "config.yaml")
+    assert config.parse(Ropes, [f"--config={tmp_path / 'config.yaml'}"]) == job
 
 
 def help_of(cls, capsys) -> str:

@@ -92,6 +92,17 @@ def dump(config: typing.Any, path: str | os.PathLike) -> None:
     write_whole(path, draccus.dump(config, sort_keys=False))
 
 
+@draccus.encode.register(tuple)
+def _encode_tuple(values: tuple, declared: typing.Any = None) -> list:
+    """A list whose entries are all encoded as `declared` says: draccus forgets it of later ones."""
+    kinds = list(typing.get_args(declared))
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        kinds = kinds[:1] * len(values)
+    if len(kinds) != len(values):
+        kinds = [None] * len(values)
+    return [draccus.encode(value, kind) for value, kind in zip(values, kinds, strict=True)]
+
+
 def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = None) -> int:
     """Parses and runs. What the user can put right becomes one line and exit code 2.
 

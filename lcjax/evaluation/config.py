@@ -41,10 +41,13 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Trainings that come before the evaluation; they lie in its run folder and are done once."""
+    """Trainings that come before the evaluation, and are done once."""
 
     base: str | None = None  # config of train.py that makes the model; null: model.path is there
     extend: str | None = None  # config of train.py for every method with `train`, from that model
+    # Configs of train.py that come first, in this order, each in the run folder that it names:
+    # parts of the models, such as an encoder, which later ones and model.path find there
+    stages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """A study: what is compared and not trained yet is trained first, then the evaluation follows.
 
-One file so holds a whole experiment: a base model, every method trained from it in the same way,
-and the tables. Trainings lie in the run folder of the evaluation, `base` and `trained/NAME`. A
-finished one is not done again; one that was stopped goes on.
+One file so holds a whole experiment: the stages that make its parts, a base model, every method
+trained from it in the same way, and the tables. Trainings lie in the run folder of the evaluation,
+`base` and `trained/NAME`, stages in their own. A finished one is not done again; one that was
+stopped goes on.
 """
 
 import dataclasses
@@ -23,15 +24,19 @@ from lcjax.training.config import RunSection
 from lcjax.training.progress import announce
 from lcjax.training.track import read
 
-Trainings = Mapping[str, TrainConfig]  # in their order, by the name of the method; the base first
+# In their order: stages by the name of their file, the base model, methods by their name.
+Trainings = Mapping[str, TrainConfig]
 
 _BASE = "base"
+_STAGE = "stage "
 
 
 def trainings(config: EvalConfig) -> Trainings:
     """What has to be trained, checked as far as it can be before a model is there."""
     study = config.study or Study()
     found = {}
+    for index, file in enumerate(study.stages):
+        found[f"{_STAGE}{Path(file).stem}"] = _parsed(file, (), f"study.stages.{index}", None)
     if study.base is not None:
         if config.model.path is not None or config.model.preset is not None:
             raise InputError(
@@ -56,11 +61,13 @@ def trainings(config: EvalConfig) -> Trainings:
     return found
 
 
-def _parsed(file: str, words: tuple[str, ...], key: str, folder: Path) -> TrainConfig:
+def _parsed(file: str, words: tuple[str, ...], key: str, folder: Path | None) -> TrainConfig:
     try:
         parsed = config_lib.parse(TrainConfig, ["--config", file, *(f"--{word}" for word in words)])
     except InputError as error:
         raise InputError(f"{key}: {error}") from error
+    if folder is None:
+        return parsed
     return parsed.replace(run=dataclasses.replace(parsed.run, folder=str(folder)))
 
 
@@ -96,8 +103,8 @@ def _refuse_shared_folders(found: Trainings) -> None:
         other = owners.setdefault(training.run.folder, name)
         if other != name:
             raise InputError(
-                f"methods: {other!r} and {name!r} would both be trained in {training.run.folder};"
-                " give one another name"
+                f"study: {other!r} and {name!r} would both be trained in {training.run.folder};"
+                " give one another name, or a stage another run.folder"
             )
 
 
@@ -109,7 +116,9 @@ def settings(found: Trainings) -> dict[str, Any]:
 def with_trained(config: EvalConfig, found: Trainings) -> EvalConfig:
     """`config` with the folders of the trainings in place of the trainings."""
     methods = tuple(
-        dataclasses.replace(m, path=found[m.name].run.folder, train=None) if m.name in found else m
+        dataclasses.replace(m, path=found[m.name].run.folder, train=None)
+        if m.train is not None
+        else m
         for m in config.methods
     )
     model = config.model
@@ -120,7 +129,8 @@ def with_trained(config: EvalConfig, found: Trainings) -> EvalConfig:
 
 def check_paths(config: EvalConfig, found: Trainings) -> None:
     """Refuses trainings whose folders hold something else, before the first one starts."""
-    if found and "" not in found:
+    made = {training.run.folder for training in found.values()}
+    if found and "" not in found and config.model.path not in made:
         check_source(config.model)
     for training in _as_wanted(config, found).values():
         folder_lib.check(training)

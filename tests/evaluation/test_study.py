@@ -1,5 +1,6 @@
 """Studies: what is compared is trained first, once, and nothing of another training is mixed in."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -97,6 +98,23 @@ def test_one_command_trains_the_base_and_the_methods_and_writes_the_table(folder
     again = run(read(folder))
     assert [cell["value"] for cell in again.cells] == [cell["value"] for cell in report.cells]
     assert times == {file: file.stat().st_mtime_ns for file in times}, "trained once only"
+
+
+def test_stages_come_first_in_their_order_and_stay_in_their_own_folders(folder, monkeypatch):
+    for name, source in (("encoder", "preset: tiny"), ("main", f"path: {folder}/encoder_run")):
+        text = BASE.replace("TEXTS", f"{folder}/texts").replace("preset: tiny", source)
+        (folder / f"{name}.yaml").write_text(f"{text}run: {{folder: {folder}/{name}_run}}\n")
+    stages = f"study: {{stages: [{folder}/encoder.yaml, {folder}/main.yaml]}}"
+    config = read(folder, f"--model.path={folder}/main_run", old=STUDY.splitlines()[1].replace(
+        "FOLDER", str(folder)), new=stages)  # fmt: skip
+    config = dataclasses.replace(config, methods=config.methods[:1])
+    found = study.trainings(config)
+    assert list(found) == ["stage encoder", "stage main"]
+    study.check_paths(config, found)  # model.path will be there
+    done = stub(monkeypatch)
+    assert study.run(config, found) and done == ["encoder_run", "main_run"]
+    ready = study.with_trained(config, found)
+    assert ready.model.path == f"{folder}/main_run" and ready.methods == config.methods
 
 
 def test_a_study_that_was_stopped_goes_on_with_what_is_not_finished(folder, monkeypatch):
