@@ -181,7 +181,7 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config):
 
 @pytest.mark.slow
 def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config):
-    methods = (Method("usual"), Method("replug", replug=ReplugSplit(chunk=200)))
+    methods = (Method("usual"), Method("replug", replug=ReplugSplit(chunk=100)))
     task = Passkey(depths=2, max_new_tokens=3)
     report = run(dataclasses.replace(config, methods=methods, tasks=(task,), lengths=(900,)))
     assert [cell["windows"] for cell in report.cells] == [2, 2]

@@ -317,7 +317,7 @@ def test_chunks_and_masks_that_do_not_fit_are_refused_in_one_line(lm):
 
 @pytest.mark.slow
 def test_a_model_with_landmarks_reads_contexts_as_well(lm):
-    marked = lm.with_method(pattern=Landmark(block=8, top_k=1, train_length=16, token=258))
+    marked = lm.with_method(pattern=Landmark(block=8, top_k=1, train_length=32, token=258))
     found, plain = marked.nll(TOKENS, context=CONTEXT), marked.nll(TOKENS)
     np.testing.assert_array_equal(found[1], plain[1])
     assert np.abs(found - plain).max(1)[[0, 2]].min() > 0.05
