@@ -248,7 +248,15 @@ def hardware(said: str) -> tuple[int, float]:
     return topology.devices, topology.chip.peak / 1e12
 
 
-@pytest.mark.parametrize("file", COMPILED, ids=stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        # The others' layers are alike, and tracing them takes seconds.
+        pytest.param(file, marks=() if stem(file) == "pi_7b_32k" else pytest.mark.slow)
+        for file in COMPILED
+    ],
+    ids=stem,
+)
 def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memory(file):
     name, chips, needed, usable = re.match(
         r"(\S+) \((\d+) TPU chips\), ([\d.]+) of the ([\d.]+) GB of each as compiled",
@@ -261,8 +269,9 @@ def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memo
     mesh = mesh_sizes(recipe.mesh, topology.devices)
     batches.check_rows(recipe, dataclasses.asdict(mesh))
     memory = estimate.training_memory(recipe, ahead.model_of(recipe), mesh).total
-    # Adapters are the ones that are overestimated by more than a quarter.
-    assert 0.75 < memory / 1e9 / float(needed) < (1.3 if recipe.train.lora else 1.25)
+    # Where most weights are frozen a compiler saves more than is counted.
+    most = 1.25 if recipe.train.rules() == ("all",) else 1.3
+    assert 0.75 < memory / 1e9 / float(needed) < most
 
 
 @pytest.mark.parametrize("file", [f for f in PUBLISHED if "GFLOP/s" not in f.read_text()], ids=stem)
