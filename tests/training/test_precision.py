@@ -41,6 +41,16 @@ def base(tmp_path_factory):
     return save_hf(tmp_path_factory.mktemp("base") / "hf", params, config, ByteTokenizer())
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus, base):
+    """A run that nothing disturbed: (folder, the training object)."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        seen = watched(patch)
+        run(settings(folder, corpus, base, ema=0.5))
+    return folder, seen[0]
+
+
 def settings(folder, corpus, base, **train):
     model = {"path": str(base), "dtype": "float32"}
     return tiny(folder, corpus, model=model, mesh=Mesh(fsdp=8), **SMALL | train)
@@ -53,29 +63,29 @@ def watched(monkeypatch):
     return seen
 
 
-def test_every_trained_weight_of_a_bfloat16_checkpoint_moves(tmp_path, corpus, base, monkeypatch):
-    seen = watched(monkeypatch)
-    run(settings(tmp_path / "run", corpus, base))
+def test_every_trained_weight_of_a_bfloat16_checkpoint_moves(whole, base):
+    folder, state = whole[0], whole[1].state
     before = flatten(convert.load(base)[0])
-    assert before.keys() == flatten(seen[0].state.params).keys()
-    for path, leaf in flatten(seen[0].state.params).items():
+    assert before.keys() == flatten(state.params).keys()
+    for path, leaf in flatten(state.params).items():
         assert leaf.dtype == jnp.float32, path
         moved = np.asarray(leaf) != np.asarray(before[path], np.float32)
         # Rows of bytes that the text does not have are left alone.
         assert moved.mean() > (0.03 if path.startswith("embed") else 0.9), path
-    params, config, _ = convert.load(tmp_path / "run")
-    exported, _, _ = convert.load(tmp_path / "run" / "model")
+    params, config, _ = convert.load(folder)
+    exported, _, _ = convert.load(folder / "model")
     assert config.param_dtype == "bfloat16"
     for path, leaf in flatten(params).items():
         assert leaf.dtype == jnp.bfloat16, path
         np.testing.assert_array_equal(leaf, flatten(exported)[path], err_msg=path)
-    full = convert.load(tmp_path / "run", param_dtype="float32")[0]
-    jax.tree.map(np.testing.assert_array_equal, full, seen[0].state.params)
+    full = convert.load(folder, param_dtype="float32")[0]
+    jax.tree.map(np.testing.assert_array_equal, full, state.ema)
 
 
-def test_a_bfloat16_checkpoint_resumes_with_bit_equal_weights(tmp_path, corpus, base, monkeypatch):
+def test_a_bfloat16_checkpoint_resumes_with_bit_equal_weights(
+    tmp_path, corpus, base, whole, monkeypatch
+):
     seen = watched(monkeypatch)
-    run(settings(tmp_path / "whole", corpus, base, export=False, ema=0.5))
     report = loop.Progress.report
 
     def stop(self, step, metrics):
@@ -88,13 +98,12 @@ def test_a_bfloat16_checkpoint_resumes_with_bit_equal_weights(tmp_path, corpus, 
         with pytest.raises(ConnectionError):
             run(settings(tmp_path / "parts", corpus, base, export=False, ema=0.5))
     run(settings(tmp_path / "parts", corpus, base, export=False, ema=0.5))
-    assert seen[2].first == 2
-    losses = [
-        [row["loss"] for row in read(tmp_path / n / "metrics.jsonl")] for n in ("whole", "parts")
-    ]
+    assert seen[1].first == 2
+    folders = whole[0], tmp_path / "parts"
+    losses = [[row["loss"] for row in read(folder / "metrics.jsonl")] for folder in folders]
     assert losses[0] == losses[1]
     for name in ("params", "opt_state", "ema"):
-        one, other = (getattr(training.state, name) for training in (seen[0], seen[2]))
+        one, other = (getattr(training.state, name) for training in (whole[1], seen[1]))
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import random
 
 import jax
+from traced_once import traced_once
 
 from lcjax.build import ModelSection
 from lcjax.data import DataConfig
@@ -33,7 +34,8 @@ def compile_quickly(cache):
 @contextlib.contextmanager
 def quick_compilation(cache):
     before = compile_quickly(cache)
-    yield
+    with traced_once():
+        yield
     for name, value in before.items():
         jax.config.update(name, value)
 
