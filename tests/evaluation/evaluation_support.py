@@ -1,14 +1,19 @@
 """A model whose losses are known in closed form, and a tokenizer of single bytes."""
 
+import contextlib
 import dataclasses
+import gc
 import json
 import math
 import types
+from pathlib import Path
 
 import numpy as np
+import pytest
+from matplotlib.figure import Figure
 
 from lcjax.data import TextConfig
-from lcjax.evaluation import EvalConfig, Method, RunSection, run
+from lcjax.evaluation import EvalConfig, Method, RunSection, measure, run
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes
@@ -101,6 +106,18 @@ class BigramModel:
             digits = "".join(c if c.isdigit() else " " for c in text).split()
             answers.append(f" {digits[-1]}." if digits else " unknown")
         return answers
+
+
+@contextlib.contextmanager
+def only_the_run():
+    """Of a tiny run most time goes to collecting what other tests left, and to drawing figures."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_CLEAR", Path("not there"))
+        patch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())
+        yield
+    gc.unfreeze()
 
 
 def texts(sizes=(37, 24, 12, 51), seed=1):

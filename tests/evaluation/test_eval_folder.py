@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from evaluation_support import changed, config_in, fake, records
+from evaluation_support import changed, config_in, fake, only_the_run, records
 
 from lcjax.errors import InputError
-from lcjax.evaluation import Method, RunSection, measure, run
+from lcjax.evaluation import Method, RunSection, run
 from lcjax.rope import Linear
 
 
@@ -16,10 +16,10 @@ def config(tmp_path):
     return config_in(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def host_peaks_are_not_reset(monkeypatch):
-    """It collects garbage before every cell, which is most of the time of these tiny runs."""
-    monkeypatch.setattr(measure, "_CLEAR", Path("not there"))
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with only_the_run():
+        yield
 
 
 def test_a_folder_with_another_run_is_refused_and_names_the_difference(config):

@@ -18,10 +18,12 @@ from evaluation_support import (
     config_in,
     documents,
     fake,
+    only_the_run,
     records,
     slide_press,
     texts,
 )
+from matplotlib.figure import Figure
 
 import lcjax.data
 from lcjax.config import parse
@@ -37,10 +39,13 @@ def config(tmp_path):
     return config_in(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def host_peaks_are_not_reset(monkeypatch):
-    """It collects garbage before every cell, which is most of the time of these tiny runs."""
-    monkeypatch.setattr(measure, "_CLEAR", Path("not there"))
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with only_the_run():
+        yield
+
+
+DRAW = Figure.savefig
 
 
 def timeless(found):
@@ -96,7 +101,8 @@ def test_the_batch_and_the_mesh_may_change_when_a_run_continues(config):
     run(dataclasses.replace(config, batch_size=5, mesh=Mesh(tensor=2)), load=fake())
 
 
-def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config):
+def test_the_same_seed_gives_the_same_records_and_the_same_figure_bytes(config, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", DRAW)
     found = []
     for name in ("a", "b"):
         own = dataclasses.replace(

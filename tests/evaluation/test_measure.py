@@ -12,7 +12,7 @@ from lcjax.evaluation import measure
 def test_measure_gives_a_peak_that_rises_with_use_and_starts_again():
     measure.reset_peak()
     before = measure.peak_bytes()
-    block = np.ones(25_000_000)
+    block = np.ones(10_000_000)
     high = measure.peak_bytes()
     assert high - before > 0.7 * block.nbytes
     size = block.nbytes
