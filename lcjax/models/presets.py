@@ -38,7 +38,6 @@ PRESETS = {
     "cepe-encoder": _encoder(32_001, 1_024, 4_096, 24, 16, 512),
     # For SmolLM2-135M: a third of its size, two fifths of that embeddings.
     "smollm2-encoder": _encoder(49_153, 384, 1_536, 12, 6, 512),
-    "encoder-400k": _encoder(260, 96, 256, 3, 3, 128),
     "tiny-encoder": _encoder(260, 32, 80, 2, 2, 64),
     "llama2-7b": _llama2(4_096, 11_008, 32, 32),
     "llama2-13b": _llama2(5_120, 13_824, 40, 40),
