@@ -106,9 +106,13 @@ DAMAGE = {
     "no_files": lambda f: [shutil.rmtree(p) for p in f.iterdir() if p.is_dir()],
     "cut_position": lambda f: os.truncate(f / "data" / "position.json", 4),
 }
+MORE_DAMAGE = "cut_manifest", "empty_files", "no_manifest"
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(name, marks=pytest.mark.slow if name in MORE_DAMAGE else ()) for name in DAMAGE],
+)
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, damage):
     save(tmp_path, 1, 2)
     DAMAGE[damage](tmp_path / "checkpoints" / "2")
@@ -164,7 +168,7 @@ save(sys.argv[1], 2)
 """
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3])
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_kill_9_in_the_middle_of_a_save_leaves_the_last_good_checkpoint(tmp_path, seconds):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(seconds)]
