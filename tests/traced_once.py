@@ -11,7 +11,7 @@ from lcjax.cost import compute, memory
 
 @contextlib.contextmanager
 def traced_once():
-    """Shapes and residuals of a model are remembered: only the first run waits for the tracing."""
+    """Shapes, residuals and visible keys are remembered: only the first run waits for them."""
     shapes = functools.cache(cost.parameter_shapes)
     slopes, known = memory._slopes, {}
 
@@ -25,4 +25,5 @@ def traced_once():
         for module in (cost, compute, memory):
             patch.setattr(module, "parameter_shapes", lambda config: dict(shapes(config)))
         patch.setattr(memory, "_slopes", remembered)
+        patch.setattr(compute, "visible_keys", functools.cache(compute.visible_keys))
         yield
