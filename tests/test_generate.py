@@ -1,5 +1,7 @@
 """Generation: equal to the full forward pass, in batches, in chunks, for every rotation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,13 +35,22 @@ ROPES = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """Nothing here depends on how fast the compiled code is."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def params():
     config = preset("tiny").replace(rope=ROPES["clex"])
     model = Decoder(config)
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     # Sharper than at initialisation, so that the greedy choice does not hang on rounding.
-    return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, params)
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x) * (3 if x.ndim > 1 else 1)), params)
 
 
 def _model(params, rope=ROPES["default"]):
@@ -50,22 +61,29 @@ def _ids(seed, length):
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _hidden(model, params, tokens, options):
+    return model.apply({"params": params}, tokens, **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model, params, tokens, rotation):
+    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    return model.apply({"params": params}, hidden, method="logits")
+
+
 def _greedy_by_full_forward(lm, prompt, count, *, exact):
     """Reads everything anew for every token: slow, and right by construction."""
     ids, total = list(prompt), len(prompt) + count
     model = Decoder(lm.config.replace(scan_layers=False))
-
-    @jax.jit
-    def last(tokens, rotation, at):
-        hidden, _ = model.apply({"params": lm.params}, tokens, rotation=rotation)
-        return model.apply({"params": lm.params}, hidden[:, at], method="logits")
 
     for step in range(count):
         rotation = lm.rotation(len(prompt) + step if exact else total)
         tokens = np.zeros((1, total), np.int32)
         tokens[0, : len(ids)] = ids
         rotation = jax.tree.map(jnp.asarray, rotation)
-        ids.append(int(np.asarray(last(tokens, rotation, len(ids) - 1)).argmax()))
+        logits = np.asarray(_logits(model, lm.params, tokens, rotation))
+        ids.append(int(logits[0, len(ids) - 1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -304,8 +322,7 @@ def test_scores_are_those_of_the_full_logits_and_padding_counts_nothing(params):
     lm = _model(params, ROPES["yarn"])
     tokens = np.array([_ids(7, 40), _ids(8, 40)])
     model = Decoder(lm.config.replace(scan_layers=False))
-    hidden, _ = model.apply({"params": lm.params}, tokens)
-    logits = model.apply({"params": lm.params}, hidden, method="logits")
+    logits = _logits(model, lm.params, tokens, None)
     want = -np.take_along_axis(
         np.asarray(jax.nn.log_softmax(logits))[:, :-1], tokens[:, 1:, None], -1
     )[..., 0]
@@ -347,14 +364,10 @@ def test_fractional_positions_survive_in_a_cache_of_unrotated_keys(params):
     lm = _model(params, ROPES["yarn"])
     model, places = lm._model, np.arange(20, dtype=np.float32)[None] / 3
     tokens, rotation = np.array([_ids(10, 20)]), lm.rotation(64)
-    want, _ = model.apply({"params": lm.params}, tokens, positions=places, rotation=rotation)
+    options = {"positions": places, "rotation": rotation}
+    want, _ = _hidden(model, lm.params, tokens, options)
     cache = cache_lib.create(model.config, 1, 64, rotated=False)
-    for part in (slice(0, 12), slice(12, 20)):
-        got, cache = model.apply(
-            {"params": lm.params},
-            tokens[:, part],
-            positions=places[:, part],
-            rotation=rotation,
-            cache=cache,
-        )
-    np.testing.assert_allclose(got, want[:, 12:], atol=1e-4)
+    for part in (slice(0, 10), slice(10, 20)):
+        options = {"positions": places[:, part], "rotation": rotation, "cache": cache}
+        got, cache = _hidden(model, lm.params, tokens[:, part], options)
+    np.testing.assert_allclose(got, want[:, 10:], atol=1e-4)

@@ -18,10 +18,10 @@ from lcjax.tree import split
 
 
 def _params(config):
-    params = jax.jit(Decoder(config).init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    tokens, random = jnp.zeros((1, 2), jnp.int32), np.random.default_rng(0)
+    shapes = jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens)["params"]
     return jax.tree.map(
-        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
-        params["params"],
+        lambda leaf: jnp.asarray(0.2 * random.normal(size=leaf.shape), leaf.dtype), shapes
     )
 
 

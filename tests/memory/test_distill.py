@@ -15,6 +15,15 @@ from lcjax.sharding import Mesh, batch_sharding, make_mesh
 MODES = ("drop", "renormalise", "rest", "smooth")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    """Nothing here depends on how fast the compiled code is."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def student():
     """The student of the released code's case: its hidden states, and its head."""
@@ -103,7 +112,7 @@ def test_loss_and_gradients_equal_a_float64_oracle(mode, tied):
         def theirs(hidden, kernel, bias, weights):
             return oracle(hidden, kernel, bias, targets, weights, teacher, config) * 0.5
 
-        want = jax.value_and_grad(theirs, argnums=(0, 1, 2, 3))(*wide)
+        want = jax.jit(jax.value_and_grad(theirs, argnums=(0, 1, 2, 3)))(*wide)
         want = jax.tree.map(np.asarray, want)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-6), got, want)
 
@@ -133,7 +142,7 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient_to_leav
         return distillation(hidden, projection, targets, weights, exact, config)[0]
 
     for mode in ("drop", "renormalise"):
-        value, grad = jax.value_and_grad(loss)(hidden, mode)
+        value, grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)(hidden, mode)
         assert abs(value) < 2e-3 * weights.size and np.abs(grad).max() < 2e-3  # half precision
 
 
@@ -202,7 +211,9 @@ def test_on_a_mesh_every_device_goes_through_its_own_rows():
     given = hidden, targets, weights, teacher
     spread = jax.device_put(given, batch_sharding(mesh))
     found = jax.jit(lambda *x: grads(*x, mesh=mesh))(*spread)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, grads(*given))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, jax.jit(grads)(*given)
+    )
     whole = largest_probabilities(hidden, Projection(kernel, bias), 5)
     parts = jax.jit(
         lambda x: largest_probabilities(x, Projection(kernel, bias), 5, mesh=mesh, chunk=4)
