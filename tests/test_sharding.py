@@ -1,5 +1,6 @@
 """A training step over eight devices: the same numbers, and no device holds every row."""
 
+import functools
 import math
 import re
 
@@ -17,7 +18,7 @@ from lcjax.training.objective import language_model
 
 ROWS, LENGTH = 8, 24
 CONFIG = preset("tiny").replace(vocab_size=256, width=64, mlp_width=96)
-MESHES = [Mesh(8, 1, 1), Mesh(1, 8, 1), Mesh(2, 2, 2)]
+MESHES = [pytest.param(Mesh(8, 1, 1), marks=pytest.mark.slow), Mesh(1, 8, 1), Mesh(2, 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,11 @@ def _step(mesh, config=CONFIG, **settings):
     return jax.value_and_grad(loss)
 
 
+@functools.cache
+def _alone(config):
+    return jax.jit(_step(None, config))
+
+
 def _sharded(mesh, params, batch, config=CONFIG, **settings):
     layout = param_shardings(mesh, params)
     step = jax.jit(_step(mesh, config, **settings), out_shardings=(None, layout))
@@ -66,7 +72,7 @@ def _collectives(text):
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape, params, batch):
-    want = jax.jit(_step(None))(params, batch)
+    want = _alone(CONFIG)(params, batch)
     step, *arguments = _sharded(make_mesh(shape), params, batch)
     got = step(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
@@ -90,7 +96,7 @@ def test_gradients_that_are_added_up_part_by_part_are_those_of_one_device(
     monkeypatch.setattr(sharding, "_HIDDEN", 1)
     config = CONFIG.replace(tie_embeddings=tied)
     params = {name: child for name, child in params.items() if not tied or name != "head"}
-    want = jax.jit(_step(None, config))(params, batch)
+    want = _alone(config)(params, batch)
     step, *arguments = _sharded(make_mesh(shape), params, batch, config)
     got = step(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
