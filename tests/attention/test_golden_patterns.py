@@ -1,5 +1,7 @@
 """Patterns equal the authors' code on stored arrays, values and gradients."""
 
+import functools
+
 import attention_golden as golden
 import jax
 import jax.numpy as jnp
@@ -37,6 +39,7 @@ CASES = [
 ]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def run(case, pattern, q, k, v):
     """The last q.shape[1] queries of a text of k.shape[1] tokens."""
     places = jnp.arange(k.shape[1])[None]
@@ -62,11 +65,11 @@ def test_a_pattern_equals_the_code_of_its_authors(case, pattern, out):
 def test_gradients_equal_those_of_the_authors_code(case, pattern):
     x = golden.arrays(case)
 
-    @jax.jit
     def loss(q, k, v):
         return jnp.sum(run(case, pattern, q, k, v) * x["cotangent"])
 
-    for got, name in zip(jax.grad(loss, (0, 1, 2))(x["q"], x["k"], x["v"]), ("q", "k", "v")):
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(x["q"], x["k"], x["v"])
+    for got, name in zip(gradients, ("q", "k", "v"), strict=True):
         np.testing.assert_allclose(got, x[f"d{name}"], **golden.GRADIENTS, err_msg=name)
 
 
@@ -78,8 +81,13 @@ def test_both_passes_of_self_extend_and_its_last_step_equal_the_reference(case):
     np.testing.assert_allclose(last, x["out_decode_last"], **golden.TOLERANCE)
     where = jnp.arange(k.shape[1])[None]
     places = Places(where, where)
-    for step, name in zip(pattern.passes(places), ("neighbor", "group"), strict=True):
-        out, lse = partial_attention(q, k, v, step, golden.rotation(case), places)
+
+    @jax.jit
+    def parts(q, k, v):
+        steps = pattern.passes(places)
+        return [partial_attention(q, k, v, x, golden.rotation(case), places) for x in steps]
+
+    for (out, lse), name in zip(parts(q, k, v), ("neighbor", "group"), strict=True):
         np.testing.assert_allclose(out, x[f"{name}_out"], **golden.TOLERANCE)
         np.testing.assert_allclose(lse, x[f"{name}_lse"], **golden.TOLERANCE)
 
@@ -92,16 +100,20 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
     )
     cache = cache_lib.create(config, 1, 10_000, chunk=16, rotated=False)
     assert cache.rolling == cache_lib.Rolling(sinks=4, recent=28)
-    outs = []
-    for start in range(0, 64, 16):
-        positions = start + jnp.arange(16)[None]
+
+    @jax.jit
+    def read(cache, positions, q, k, v):
         cache, view = cache_lib.extend(cache, None, positions)
         context = Context(positions, None, rotation, view=view)
-        q, k, v = (jnp.asarray(x[name][:, start : start + 16]) for name in ("q", "k", "v"))
         out, layer = cache_lib.attend_cached(
             q, k, v, cache.layers[0], pattern=pattern, context=context
         )
-        cache = cache_lib.replace_layers(cache, (layer,))
+        return cache_lib.replace_layers(cache, (layer,)), out
+
+    outs = []
+    for start in range(0, 64, 16):
+        positions = start + jnp.arange(16)[None]
+        cache, out = read(cache, positions, *(x[n][:, start : start + 16] for n in "qkv"))
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs, 1), x["out"], **golden.TOLERANCE)
     kept = np.concatenate([np.arange(4), np.arange(52, 64)])  # what the authors' cache ends with
@@ -114,15 +126,12 @@ def test_rerope_equals_attention_with_every_distance_cut_off():
     rng, window = np.random.default_rng(3), 6
     q, k, v = (rng.normal(size=(1, 23, 2, 16)).astype(np.float32) for _ in range(3))
     rotation = golden.rotation("self_extend.g4_w16")
-    got = attend(
-        *map(jnp.asarray, (q, k, v)), pattern=ReRoPE(window=window), rotation=rotation,
-        q_positions=jnp.arange(23)[None], k_positions=jnp.arange(23)[None],
-    )  # fmt: skip
+    got = run("self_extend.g4_w16", ReRoPE(window=window), q, k, v)
     # Every query at its cut-off distance from every key, which stands at 0.
     distance = np.minimum(np.subtract.outer(np.arange(23), np.arange(23)), window)
     copies = jnp.broadcast_to(jnp.asarray(q)[0, :, None], (23, 23, 2, 16))
-    turned = np.asarray(rotate(copies, jnp.asarray(distance), *rotation[:2]), np.float64)
-    logits = np.einsum("tsnh,snh->nts", turned, k[0]) / 4
+    turned = jax.jit(rotate)(copies, jnp.asarray(distance), *rotation[:2])
+    logits = np.einsum("tsnh,snh->nts", np.asarray(turned, np.float64), k[0]) / 4
     p = np.exp(np.where(distance >= 0, logits, -np.inf))
     want = np.einsum("nts,snh->tnh", p / p.sum(-1, keepdims=True), v[0])
     np.testing.assert_allclose(got[0], want, **golden.TOLERANCE)

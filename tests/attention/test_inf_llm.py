@@ -343,10 +343,10 @@ def test_a_text_within_the_window_has_no_notes():
     assert BASE.notes(17, 8) == ((1, 17), (1, 8))
     q, k, v = (x[None] for x in qkv(12))
     at = jnp.arange(12)[None]
-    last = attend(
-        jnp.asarray(q[:, 9:]), k, v, pattern=BASE, rotation=ROTATION, q_positions=at[:, 9:],
-        k_positions=at, q_index=at[:, 9:], k_index=at,
-    )  # fmt: skip
+    last = jax.jit(lambda *x: attend(
+        *x, pattern=BASE, rotation=ROTATION, q_positions=at[:, 9:], k_positions=at,
+        q_index=at[:, 9:], k_index=at,
+    ))(q[:, 9:], k, v)  # fmt: skip
     np.testing.assert_allclose(last[0], alone(BASE, *qkv(12))[9:], rtol=1e-5, atol=2e-6)
 
 

@@ -57,7 +57,7 @@ def causal(x):
     return np.where(DISTANCE >= 0, x, -np.inf)
 
 
-@pytest.mark.parametrize("base", [9, 30, 1000])
+@pytest.mark.parametrize("base", [9, pytest.param(30, marks=pytest.mark.slow), 1000])
 def test_queries_of_self_extend_grow_with_the_logarithm_of_the_keys_they_see(base):
     q, k, v = arrays()
     window, group = 8, 3
@@ -81,10 +81,9 @@ def test_the_scale_of_queries_comes_beside_that_of_the_rotation_row_by_row():
     pattern = SelfExtend(window=8, group=3, scale_base=9)
     both = Rotation(jnp.stack([ROTATION.inv_freq] * 2), query_scale=scales)
     places = jnp.broadcast_to(jnp.arange(T), (2, T))
-    got = attend(
-        *map(jnp.asarray, (q, k, v)), pattern=pattern, rotation=both, q_positions=places,
-        k_positions=places,
-    )  # fmt: skip
+    got = jax.jit(lambda *x: attend(
+        *x, pattern=pattern, rotation=both, q_positions=places, k_positions=places
+    ))(q, k, v)  # fmt: skip
     for row, scale in enumerate((1.0, 1.5)):
         alone = run(q[:1] * np.float32(scale), k[:1], v[:1], pattern)
         np.testing.assert_allclose(got[row], alone[0], **TOLERANCE)
@@ -185,8 +184,11 @@ def test_what_lm_infinite_chooses_has_the_gradient_of_a_fixed_choice():
         return jnp.einsum("nts,snh->tnh", p, values, precision="highest")
 
     weights = jnp.asarray(np.random.default_rng(5).normal(size=(T, HEADS, SIZE)), jnp.float32)
-    got = jax.grad(lambda *x: jnp.sum(run(*x, CHOOSING)[0] * weights), (0, 1, 2))(q, k, v)
-    want = jax.grad(lambda *x: jnp.sum(dense(*x) * weights), (0, 1, 2))(q, k, v)
+    losses = (
+        lambda *x: jnp.sum(run(*x, CHOOSING)[0] * weights),
+        lambda *x: jnp.sum(dense(*x) * weights),
+    )
+    got, want = (jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v) for loss in losses)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
@@ -195,10 +197,10 @@ def test_chosen_keys_of_a_model_with_alibi_have_the_bias_of_their_distance():
     q, k, v = arrays()
     bias = Alibi(jnp.asarray(alibi_slopes(HEADS), jnp.float32))
     at = jnp.arange(T)[None]
-    got = attend(
-        *map(jnp.asarray, (q, k, v)), pattern=CHOOSING, rotation=Rotation(jnp.zeros(0)),
-        q_positions=at, k_positions=at, bias=bias,
-    )[0]  # fmt: skip
+    got = jax.jit(lambda *x: attend(
+        *x, pattern=CHOOSING, rotation=Rotation(jnp.zeros(0)), q_positions=at, k_positions=at,
+        bias=bias,
+    ))(q, k, v)[0]  # fmt: skip
     x = np.einsum("tnh,snh->nts", q[0], np.repeat(k[0], 2, 1).astype(np.float64)) / 4
     slopes = np.asarray(bias.slopes, np.float64)[:, None, None]
     near = x - slopes * np.minimum(DISTANCE, 9)

@@ -60,7 +60,8 @@ def test_gradients_of_frequencies_and_positions_are_right_at_large_positions():
     def total(frequencies, positions):
         return jnp.sum(jnp.sin(angles(positions, frequencies)))
 
-    of_frequencies, of_positions = jax.grad(total, (0, 1))(jnp.asarray(frequencies), positions)
+    gradient = jax.jit(jax.grad(total, (0, 1)))
+    of_frequencies, of_positions = gradient(jnp.asarray(frequencies), positions)
     wide, place = frequencies[:, None].astype(np.float64), positions[..., None].astype(np.float64)
     slope = np.cos(place * wide)
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
@@ -71,7 +72,7 @@ def test_gradients_of_frequencies_and_positions_are_right_at_large_positions():
 def test_bfloat16_features_are_rotated_by_float32_angles():
     x = jnp.asarray(features((1, 4, 1, HEAD)), jnp.bfloat16)
     positions = np.array([[257, 4097, 32767, 131071]])
-    out = rotate(x, jnp.asarray(positions), INV_FREQ)
+    out = jax.jit(rotate)(x, jnp.asarray(positions), INV_FREQ)
     assert out.dtype == jnp.bfloat16
     exact = rotate64(np.asarray(x, np.float32), positions, INV_FREQ)
     # rounding of the result alone
@@ -135,10 +136,11 @@ def test_rows_may_have_their_own_frequencies():
     x = jnp.asarray(features((2, 4, 1, HEAD)))
     positions = jnp.broadcast_to(jnp.arange(4), (2, 4))
     both = np.stack([INV_FREQ, INV_FREQ / 3])
-    out = rotate(x, positions, both)
+    turn = jax.jit(rotate)
+    out = turn(x, positions, both)
     for row in range(2):
         one = slice(row, row + 1)
-        np.testing.assert_allclose(out[one], rotate(x[one], positions[one], both[row]), atol=1e-6)
+        np.testing.assert_allclose(out[one], turn(x[one], positions[one], both[row]), atol=1e-6)
 
 
 def test_a_rotation_is_an_argument_of_a_compiled_function():
@@ -165,6 +167,7 @@ def test_a_rotation_is_an_argument_of_a_compiled_function():
 def test_gradients_of_features_are_the_inverse_rotation(length):
     x = jnp.asarray(features((1, length, 1, HEAD)))
     positions = jnp.arange(length)[None] + 5
-    back = jax.grad(lambda x: jnp.sum(rotate(x, positions, INV_FREQ) * x))(x)
-    expected = rotate(x, positions, INV_FREQ) + rotate(x, -positions, INV_FREQ)
+    turn = jax.jit(rotate)
+    back = jax.jit(jax.grad(lambda x: jnp.sum(rotate(x, positions, INV_FREQ) * x)))(x)
+    expected = turn(x, positions, INV_FREQ) + turn(x, -positions, INV_FREQ)
     np.testing.assert_allclose(back, expected, atol=1e-5)
