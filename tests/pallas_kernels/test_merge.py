@@ -109,11 +109,16 @@ def test_two_passes_of_self_extend_equal_one_dense_softmax():
 
 
 def test_merging_is_associative_and_one_partial_is_itself():
-    q, k, v = arrays()
-    a, b, c = (flash(q, k[:, s], v[:, s]) for s in (slice(0, 20), slice(20, 33), slice(33, None)))
-    for x, y in zip(merge([merge([a, b]), c]), merge([a, merge([b, c])])):
+    @jax.jit
+    def run(q, k, v):
+        parts = slice(0, 20), slice(20, 33), slice(33, None)
+        a, b, c = (flash(q, k[:, part], v[:, part]) for part in parts)
+        return merge([merge([a, b]), c]), merge([a, merge([b, c])]), merge([a]), a
+
+    left, right, single, alone = run(*arrays())
+    for x, y in zip(left, right, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
-    for x, y in zip(merge([a]), a):
+    for x, y in zip(single, alone, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
 
 
@@ -132,10 +137,14 @@ def test_rows_empty_in_every_partial_stay_empty_without_nan():
     def single(q, k, v):
         return flash(q, k, v, causal(), k_index=ahead)
 
-    out, lse = both(q, k, v)
+    @jax.jit
+    def run(q, k, v):
+        return both(q, k, v), *(values_and_gradients(f, q, k, v) for f in (both, single))
+
+    (out, lse), found, expected = run(q, k, v)
     assert np.all(np.isneginf(lse[:, :6])) and not np.any(out[:, :6])
     assert np.all(np.isfinite(lse[:, 6:]))
-    assert_same(*(values_and_gradients(f, q, k, v) for f in (both, single)))
+    assert_same(found, expected)
 
 
 def test_sinks_are_one_more_partial_without_values():
@@ -149,7 +158,11 @@ def test_sinks_are_one_more_partial_without_values():
     def single(q, k, v, sinks):
         return flash(q, k, v, causal(), sinks=sinks)
 
-    assert_same(*(values_and_gradients(f, q, k, v, sinks) for f in (single, merged)))
+    @jax.jit
+    def run(*inputs):
+        return [values_and_gradients(f, *inputs) for f in (single, merged)]
+
+    assert_same(*run(q, k, v, sinks))
 
 
 def test_merging_nothing_is_refused():
