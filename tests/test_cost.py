@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from traced_once import traced_once
 
 from lcjax import cache as cache_lib
 from lcjax import cost
@@ -17,6 +18,12 @@ from lcjax.sharding import Mesh, make_mesh
 from lcjax.training.partition import NAMED_RULES, matcher
 
 
+@pytest.fixture(scope="module", autouse=True)
+def once():
+    with traced_once():
+        yield
+
+
 def test_llama2_7b_has_its_published_size_and_cache():
     found = cost.estimate(preset("llama2-7b"), 4096)
     assert found.parameters == 6_738_415_616
@@ -25,7 +32,8 @@ def test_llama2_7b_has_its_published_size_and_cache():
 
 def test_parameters_equal_those_of_an_initialised_model():
     config = preset("tiny")
-    params = Decoder(config).init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    init = jax.jit(Decoder(config).init)
+    params = init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     found = cost.estimate(config, 64)
     assert found.parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
     assert found.parameter_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -183,8 +183,18 @@ def test_every_epoch_has_its_own_order(path, texts):
     assert (stream[:half] != stream[half : 2 * half]).any()
 
 
-@pytest.mark.parametrize("pack", PACKINGS)
-@pytest.mark.parametrize("extra", ["plain", "shuffled_rows", "mixture"])
+@pytest.mark.parametrize(
+    ("extra", "pack"),
+    [
+        pytest.param(extra, pack, marks=() if pack in quick else pytest.mark.slow)
+        for extra, quick in {
+            "plain": PACKINGS,
+            "shuffled_rows": ["concat"],
+            "mixture": ["first_fit"],
+        }.items()
+        for pack in PACKINGS
+    ],
+)
 def test_resuming_anywhere_continues_bit_for_bit(pack, extra, path, tmp_path):
     config = config_for(path, pack, repeat=2)
     if extra == "shuffled_rows":

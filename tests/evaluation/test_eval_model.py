@@ -35,7 +35,7 @@ def found(tmp_path_factory):
         model=ModelSection(preset="tiny"),
         methods=(Method("base"), Method("pi", rope=Linear(factor=4.0))),
         tasks=(Perplexity(protocol="prefix_yarn"),),
-        lengths=(64, 128),
+        lengths=(128,),
         stride=16,
         data=TextConfig(path=str(folder / "text")),
         mesh=Mesh(data=2, fsdp=2, tensor=2),
@@ -45,10 +45,14 @@ def found(tmp_path_factory):
     return config, run(config)
 
 
+@pytest.fixture(scope="module")
+def model(found):
+    return LanguageModel.load(found[0].model)
+
+
 @pytest.mark.parametrize("name", ["base", "pi"])
-def test_prefix_perplexity_on_a_mesh_equals_the_loss_of_the_model_on_one_device(found, name):
+def test_prefix_perplexity_on_a_mesh_equals_the_loss_of_the_model_on_one_device(found, model, name):
     config, report = found
-    model = LanguageModel.load(config.model)
     for length in config.lengths:
         means = []
         for _, text in texts((200, 120, 150)):
