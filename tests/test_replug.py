@@ -31,7 +31,9 @@ SCORES = [[0.3, -1.0, 1.2], [7.0]]
 
 
 def sharper(lm):
-    lm.params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, lm.params)
+    lm.params = jax.tree.map(
+        lambda x: jax.device_put(np.asarray(x) * (3 if x.ndim > 1 else 1), x.sharding), lm.params
+    )
     return lm
 
 

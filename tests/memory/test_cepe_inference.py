@@ -25,7 +25,9 @@ GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 
 def sharper(lm):
     """Far enough apart for a greedy choice, and with a context that is heard."""
-    lm.params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, lm.params)
+    lm.params = jax.tree.map(
+        lambda x: jax.device_put(np.asarray(x) * (3 if x.ndim > 1 else 1), x.sharding), lm.params
+    )
     return lm
 
 

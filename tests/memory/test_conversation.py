@@ -30,7 +30,9 @@ class Letters(ByteTokenizer):
 def load(layers=None, **options):
     section = CepeSection(encoder="tiny-encoder", out="copy", layers=layers)
     lm = LanguageModel.load(ModelSection(preset="tiny", memory=section), **options)
-    lm.params = jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim > 1 else leaf, lm.params)
+    lm.params = jax.tree.map(
+        lambda x: jax.device_put(np.asarray(x) * (3 if x.ndim > 1 else 1), x.sharding), lm.params
+    )
     lm.tokenizer = Letters()
     return lm
 
