@@ -171,7 +171,7 @@ def text(seed, *shape):
     return np.random.default_rng(seed).integers(3, 250, shape).astype(np.int32)
 
 
-@pytest.mark.parametrize("layers", [None, 1])
+@pytest.mark.parametrize("layers", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_chunks_have_no_order(layers):
     model, params = small(layers=layers)
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 8)
