@@ -14,6 +14,7 @@ from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.convert.memory import add_memory
 from lcjax.errors import InputError
 from lcjax.memory import Cepe, CepeSection, MemorySection
+from lcjax.memory.initial import check_width
 from lcjax.models import PRESETS, Decoder, ModelConfig, preset
 from lcjax.models.config import check_choice
 from lcjax.models.initial import random_params, with_learned_rope
@@ -114,6 +115,7 @@ def _memory(section: CepeSection, config: ModelConfig) -> dict[str, Any]:
             f"model.memory.encoder={section.encoder} is no encoder: its tokens do not see those"
             " after them; give a masked language model, such as hyen/LLaMA-MLM-Large"
         )
+    check_width(encoder, config)
     memory = Cepe(states=encoder, layers=section.layers or config.num_layers)
     # Layers are scanned where they are all alike.
     return {

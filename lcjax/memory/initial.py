@@ -8,6 +8,15 @@ from lcjax.models.config import ModelConfig
 from lcjax.sharding import param_shardings
 
 
+def check_width(encoder: ModelConfig, decoder: ModelConfig) -> None:
+    """Refuses an encoder whose states are wider than what cross-attention begins with."""
+    if encoder.width > decoder.width:
+        raise InputError(
+            f"model.memory.encoder has states of {encoder.width} channels, more than the decoder's"
+            f" {decoder.width}, whose first rows cross-attention begins with; give a narrower one"
+        )
+
+
 def with_memory(
     params: dict,
     config: ModelConfig,
@@ -22,12 +31,8 @@ def with_memory(
     width; the norm that of the MLP, which stands behind it in the same place (the released code;
     the paper is silent). `out`: zeros, so that nothing changes at first, or copy.
     """
+    check_width(config.memory.states, config)
     width = config.memory.states.width
-    if width > config.width:
-        raise InputError(
-            f"model.memory.encoder has states of {width} channels, more than the decoder's"
-            f" {config.width}, whose first rows cross-attention begins with; give a narrower one"
-        )
 
     def begin(layer):
         attention = layer["attention"]
