@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -23,3 +25,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly():
+    """For files in which nothing depends on how fast the compiled code is."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from traced_once import traced_once
 
 from lcjax import cache as cache_lib
 from lcjax import cost
@@ -16,12 +15,6 @@ from lcjax.models import Decoder, ModelConfig, head, preset
 from lcjax.models.initial import random_params
 from lcjax.sharding import Mesh, make_mesh
 from lcjax.training.partition import NAMED_RULES, matcher
-
-
-@pytest.fixture(scope="module", autouse=True)
-def once():
-    with traced_once():
-        yield
 
 
 def test_llama2_7b_has_its_published_size_and_cache():

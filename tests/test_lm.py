@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_lm import sharper
 
 from lcjax import cache as cache_lib
 from lcjax import lm as lm_lib
@@ -27,31 +28,17 @@ def _ids(seed, length):
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
-def _sharper(lm):
-    """The same values on one device and on several, far enough apart for a greedy choice."""
-    lm.params = jax.tree.map(
-        lambda x: jax.device_put(np.asarray(x) * (3 if x.ndim > 1 else 1), x.sharding), lm.params
-    )
-    return lm
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return _sharper(LanguageModel.load(SECTION))
+    return sharper(LanguageModel.load(SECTION))
 
 
 @pytest.fixture(scope="module")
 def spread():
-    return _sharper(LanguageModel.load(SECTION, mesh=Mesh(data=2, fsdp=2, tensor=2)))
+    return sharper(LanguageModel.load(SECTION, mesh=Mesh(data=2, fsdp=2, tensor=2)))
 
 
 def test_weights_and_caches_are_split_over_the_mesh(spread):

@@ -12,14 +12,7 @@ import pytest
 from lcjax.loss import Projection, cross_entropy, token_nll
 from lcjax.sharding import Mesh, batch_sharding, make_mesh
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def _inputs(batch, length, width, vocabulary, seed=0):

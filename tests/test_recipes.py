@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from traced_once import traced_once
 
 from lcjax import config, cost
 from lcjax.attention import Causal, Pattern, ShiftedSparse
@@ -42,12 +41,6 @@ def stem(file: Path) -> str:
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def once():
-    with traced_once():
-        yield
 
 
 def read(file: Path, *overrides: str):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_lm import ids, sharper
 
 from lcjax.build import ModelSection
 from lcjax.errors import InputError
@@ -21,29 +22,12 @@ GREEDY = Sampling(max_new_tokens=5, min_new_tokens=5)
 CASE = "replug.mix_temp1.0."
 
 
-def ids(seed, length):
-    return np.random.default_rng(seed).integers(3, 250, length).tolist()
-
-
 TOKENS = np.array([ids(1, 12), ids(2, 12)])
 PASSAGES = [[ids(3, 9), ids(4, 20), ids(5, 14)], [ids(6, 11)]]
 SCORES = [[0.3, -1.0, 1.2], [7.0]]
 
 
-def sharper(lm):
-    lm.params = jax.tree.map(
-        lambda x: jax.device_put(np.asarray(x) * (3 if x.ndim > 1 else 1), x.sharding), lm.params
-    )
-    return lm
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")

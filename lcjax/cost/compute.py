@@ -7,9 +7,12 @@ FLOPs / (time * peak) is the *model* FLOPs utilisation.
 """
 
 import dataclasses
+import functools
 import math
 import re
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -173,15 +176,18 @@ def note_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> 
     return 4 * (config.num_heads if heads is None else heads) * sum(a * b for a, b in notes)
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+@functools.lru_cache(maxsize=64)  # the start of a run asks for them several times
+def parameter_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter by path, without making any."""
     from lcjax.sharding import path_of
 
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     tree = jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens)["params"]
-    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return MappingProxyType({path_of(keys): leaf for keys, leaf in leaves})
 
 
+@functools.lru_cache(maxsize=64)
 def visible_keys(config: ModelConfig, length: int) -> float:
     """Keys that a query sees under the config's pattern, averaged over a sequence.
 

@@ -8,6 +8,7 @@ allots, and an allocator needs room.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -214,11 +215,17 @@ def _kept(
 
 
 def _slopes(config: ModelConfig, chunk: int | None, trained: Callable[[str], bool]) -> np.ndarray:
-    """What `_kept` says, of all layers of `config`; traced for short texts, not computed."""
+    """What `_kept` says, of all layers of `config`."""
+    return _residuals(config, chunk, frozenset(filter(trained, parameter_shapes(config))))
+
+
+@functools.lru_cache(maxsize=64)  # seconds, and runs of one model are often alike
+def _residuals(config: ModelConfig, chunk: int | None, trained: frozenset[str]) -> np.ndarray:
+    """`_slopes` by the paths that are trained; traced for short texts, not computed."""
     model = Decoder(config)
     one = jax.ShapeDtypeStruct((1, _SHORT), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), one)["params"]
-    own, frozen = split(params, trained)
+    own, frozen = split(params, trained.__contains__)
 
     def residuals(length, chunks):
         def backward(own, frozen, tokens):
@@ -240,4 +247,6 @@ def _slopes(config: ModelConfig, chunk: int | None, trained: Callable[[str], boo
 
     first = residuals(_SHORT, 1)
     each = (residuals(_LONG, 1) - first) / (_LONG - _SHORT)
-    return np.array([each, 0 if chunk is None else (residuals(_SHORT, 2) - first) / chunk])
+    slopes = np.array([each, 0 if chunk is None else (residuals(_SHORT, 2) - first) / chunk])
+    slopes.flags.writeable = False
+    return slopes

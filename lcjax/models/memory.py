@@ -1,5 +1,6 @@
 """What a decoder reads beside its window: how a context gets in, whatever method encoded it."""
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -53,39 +54,39 @@ class Encoded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory(draccus.ChoiceRegistry):
+class Memory(draccus.ChoiceRegistry, abc.ABC):
     """How a context is encoded and which layers read it: the `memory` of a `ModelConfig`."""
 
+    @abc.abstractmethod
     def reading(self, num_layers: int) -> tuple[bool, ...]:
         """Which of the layers read the context, the first one first."""
-        raise NotImplementedError(f"{type(self).__name__} has to define `reading`")
 
     def check(self, config: "ModelConfig") -> None:
         """Refuses a decoder that the method is not defined for."""
 
+    @abc.abstractmethod
     def encoder(self, config: "ModelConfig", mesh: jax.sharding.Mesh | None) -> nn.Module:
         """A module: (chunks int32 [B, C, P], mask bool [B, C, P]) -> `Encoded`."""
-        raise NotImplementedError(f"{type(self).__name__} has to define `encoder`")
 
+    @abc.abstractmethod
     def reader(
         self, config: "ModelConfig", mesh: jax.sharding.Mesh | None, **options: Any
     ) -> nn.Module:
         """A module of a layer: (x [B, T, D], `Encoded`) -> what is added to x."""
-        raise NotImplementedError(f"{type(self).__name__} has to define `reader`")
 
     @property
+    @abc.abstractmethod
     def longest(self) -> int:
         """Tokens of the longest chunk that can be encoded."""
-        raise NotImplementedError(f"{type(self).__name__} has to define `longest`")
 
     @property
     def usual(self) -> int:
         """Tokens of the chunks that a long text is cut into where nobody says otherwise."""
         return self.longest
 
+    @abc.abstractmethod
     def projected(self, params: dict, config: "ModelConfig", encoded: Encoded) -> Encoded:
         """`encoded` with the keys and values of the reading layers in place of its states."""
-        raise NotImplementedError(f"{type(self).__name__} has to define `projected`")
 
 
 def check_memory(memory: Memory | None) -> None:

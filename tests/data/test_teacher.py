@@ -72,12 +72,7 @@ def test_rows_are_those_of_the_text_in_their_order(path, made):
     assert found["teacher_probabilities"].dtype == np.float16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @jax.jit

@@ -3,7 +3,6 @@
 import dataclasses
 import types
 
-import jax
 import numpy as np
 import pytest
 from evaluation_support import ByteTokenizer, records, texts
@@ -30,13 +29,7 @@ from lcjax.replug import Replug
 TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")

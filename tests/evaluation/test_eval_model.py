@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from evaluation_support import texts
@@ -15,14 +14,7 @@ from lcjax.lm import LanguageModel
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")

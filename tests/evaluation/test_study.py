@@ -5,7 +5,6 @@ import json
 import random
 from pathlib import Path
 
-import jax
 import pytest
 
 from lcjax.config import parse
@@ -34,13 +33,7 @@ run: {folder: FOLDER/out}
 """
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Nothing here depends on how fast the code runs."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture

@@ -32,13 +32,7 @@ def exact_products():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 encode = functools.partial(jax.jit, static_argnums=0)(

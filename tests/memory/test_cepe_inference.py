@@ -7,6 +7,7 @@ import cepe_golden as golden
 import jax
 import numpy as np
 import pytest
+from tiny_lm import ids, sharper
 
 from lcjax import contexts as contexts_lib
 from lcjax.attention import Landmark
@@ -23,30 +24,12 @@ SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder",
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 
 
-def sharper(lm):
-    """Far enough apart for a greedy choice, and with a context that is heard."""
-    lm.params = jax.tree.map(
-        lambda x: jax.device_put(np.asarray(x) * (3 if x.ndim > 1 else 1), x.sharding), lm.params
-    )
-    return lm
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")
 def lm():
     return sharper(LanguageModel.load(SECTION))
-
-
-def ids(seed, length):
-    return np.random.default_rng(seed).integers(3, 250, length).tolist()
 
 
 TOKENS = np.array([ids(1, 20), ids(2, 20), ids(3, 20)])

@@ -30,12 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BOTH = ("encoder", "cross_attention")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture

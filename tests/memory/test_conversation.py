@@ -1,8 +1,8 @@
 """A conversation reads every turn once, and equals reading all of it at once where it can."""
 
-import jax
 import numpy as np
 import pytest
+from tiny_lm import sharper
 
 from lcjax import contexts as contexts_lib
 from lcjax import conversation as conversation_lib
@@ -30,20 +30,12 @@ class Letters(ByteTokenizer):
 def load(layers=None, **options):
     section = CepeSection(encoder="tiny-encoder", out="copy", layers=layers)
     lm = LanguageModel.load(ModelSection(preset="tiny", memory=section), **options)
-    lm.params = jax.tree.map(
-        lambda x: jax.device_put(np.asarray(x) * (3 if x.ndim > 1 else 1), x.sharding), lm.params
-    )
+    sharper(lm)
     lm.tokenizer = Letters()
     return lm
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")

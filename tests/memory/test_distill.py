@@ -15,13 +15,7 @@ from lcjax.sharding import Mesh, batch_sharding, make_mesh
 MODES = ("drop", "renormalise", "rest", "smooth")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Nothing here depends on how fast the compiled code is."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from traced_once import traced_once
 
 from lcjax import config as config_lib
 from lcjax import cost
@@ -11,12 +10,6 @@ from lcjax.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, ahead, estimate
 
 LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def once():
-    with traced_once():
-        yield
 
 
 def memory(mesh):

@@ -4,7 +4,6 @@ import contextlib
 import random
 
 import jax
-from traced_once import traced_once
 
 from lcjax.build import ModelSection
 from lcjax.data import DataConfig
@@ -34,8 +33,7 @@ def compile_quickly(cache):
 @contextlib.contextmanager
 def quick_compilation(cache):
     before = compile_quickly(cache)
-    with traced_once():
-        yield
+    yield
     for name, value in before.items():
         jax.config.update(name, value)
 
