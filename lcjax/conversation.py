@@ -15,7 +15,7 @@ import numpy as np
 from lcjax import cache as cache_lib
 from lcjax import distributed
 from lcjax.contexts import Contexts, Row
-from lcjax.convert import Tokenizer
+from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, whole_number
 from lcjax.generate import Piece, Sampling, chunk_size, prefill
 from lcjax.generate import Row as _Text
@@ -177,16 +177,3 @@ def _sizes(count: int, chunk: int) -> list[int]:
         sizes += [size] * (rest // size)
         rest, size = rest % size, size // 4
     return sizes
-
-
-def inside(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
-    """Ids of `text` as they are inside a longer text.
-
-    Encoded behind a letter, which is then taken off, because sentencepiece puts a blank in front
-    of whatever it is given.
-    """
-    anchor = list(tokenizer.encode("a"))
-    ids = list(tokenizer.encode("a" + text, allow_special=allow_special))
-    if ids[: len(anchor)] == anchor:
-        return ids[len(anchor) :]
-    return list(tokenizer.encode(text, allow_special=allow_special))

@@ -206,3 +206,16 @@ class TextStream:
                 yield piece
         if piece := self.finish():
             yield piece
+
+
+def inside(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
+    """Ids of `text` as they are inside a longer text.
+
+    Encoded behind a letter, which is then taken off, because sentencepiece puts a blank in front
+    of whatever it is given.
+    """
+    anchor = list(tokenizer.encode("a"))
+    ids = list(tokenizer.encode("a" + text, allow_special=allow_special))
+    if ids[: len(anchor)] == anchor:
+        return ids[len(anchor) :]
+    return list(tokenizer.encode(text, allow_special=allow_special))

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.conversation import inside
+from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import Corpus, start_token
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit

@@ -49,7 +49,20 @@ class Cepe(Memory):
         return min(256, self.longest)  # what the paper trains with
 
     def projected(self, params: dict, config: ModelConfig, encoded: Encoded) -> Encoded:
-        return projected(params, config, encoded)
+        """`encoded` with the keys and values of every reading layer in place of the states.
+
+        Costs 2 K H numbers for each token and layer instead of E for each token, and saves the
+        projections of every later step. For parameters of layers kept apart.
+        """
+        dtype = config.compute_dtype()
+        layers = []
+        for number, reads in enumerate(self.reading(config.num_layers)):
+            if reads:
+                branch = params[f"layers_{number}"]["memory"]
+                pair = (branch[name]["kernel"].astype(dtype) for name in ("key", "value"))
+                states = encoded.states.astype(dtype)
+                layers.append(tuple(jnp.einsum("BME,EKH->BKMH", states, kernel) for kernel in pair))
+        return Encoded(encoded.mask, layers=tuple(layers))
 
     def check(self, config: ModelConfig) -> None:
         if self.trained_context is not None and self.trained_context < 1:
@@ -115,7 +128,7 @@ class CrossAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, encoded: Encoded) -> jax.Array:
-        c, mesh = self.config, None if self.is_initializing() else self.mesh
+        c, mesh = self.config, self.mesh
         with jax.named_scope("memory"):
             normed = Norm(c, name="norm")(x)
             q = Linear((c.width,), (c.num_heads, c.head_dim), c, mesh=mesh, name="query")(normed)
@@ -141,9 +154,9 @@ class CrossAttention(nn.Module):
     def keys(self, states: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, M, K, H] of the encoder's states [B, M, E]."""
         c, states = self.config, states.astype(self.config.compute_dtype())
-        mesh = None if self.is_initializing() else self.mesh
+        sizes = c.num_kv_heads, c.head_dim
         return tuple(
-            Linear((self.width,), (c.num_kv_heads, c.head_dim), c, mesh=mesh, name=name)(states)
+            Linear((self.width,), sizes, c, mesh=self.mesh, name=name)(states)
             for name in ("key", "value")
         )
 
@@ -153,20 +166,3 @@ class CrossAttention(nn.Module):
             return None
         tokens = x.shape[1] if mask.shape[1] % self.mesh.shape[LENGTH] == 0 else None
         return attention_layout(self.mesh, self.config.context_parallel, tokens)
-
-
-def projected(params: dict, config: ModelConfig, encoded: Encoded) -> Encoded:
-    """`encoded` with the keys and values of every reading layer in place of the states.
-
-    Costs 2 K H numbers for each token and layer instead of E for each token, and saves the
-    projections of every later step. For parameters of layers kept apart.
-    """
-    dtype = config.compute_dtype()
-    layers = []
-    for number, reads in enumerate(config.memory.reading(config.num_layers)):
-        if reads:
-            branch = params[f"layers_{number}"]["memory"]
-            pair = (branch[name]["kernel"].astype(dtype) for name in ("key", "value"))
-            states = encoded.states.astype(dtype)
-            layers.append(tuple(jnp.einsum("BME,EKH->BKMH", states, kernel) for kernel in pair))
-    return Encoded(encoded.mask, layers=tuple(layers))

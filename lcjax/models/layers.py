@@ -64,6 +64,8 @@ class Linear(nn.Module):
 
     def _sums(self, x: jax.Array, kernel: jax.Array) -> Sums | None:
         """For the gradient of the kernel as one flat matrix, of whose axes the outer ones count."""
+        if self.is_initializing():
+            return None
         path = "/".join((*self.path, "kernel"))
         sums = gradient_sums(self.mesh, path, kernel.shape, *x.shape[:2])
         if sums is None:
@@ -173,13 +175,13 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c, mesh = self.config, None if self.is_initializing() else self.mesh
+        c = self.config
         activate = {"silu": nn.silu, "gelu_tanh": lambda h: nn.gelu(h, approximate=True)}[
             c.activation
         ]
 
         def widen(name):
-            return Linear((c.width,), (c.mlp_width,), c, c.mlp_bias, mesh, name=name)(x)
+            return Linear((c.width,), (c.mlp_width,), c, c.mlp_bias, self.mesh, name=name)(x)
 
         hidden = activate(widen("gate")) * widen("up") if c.gated_mlp else activate(widen("up"))
-        return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, mesh, name="down")(hidden)
+        return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, self.mesh, name="down")(hidden)

@@ -15,7 +15,7 @@ from lcjax.convert.safetensors_io import SafetensorsFolder
 from lcjax.convert.weights import read_params, spread_layers
 from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
-from lcjax.memory import CepeSection, projected, with_memory
+from lcjax.memory import CepeSection, with_memory
 from lcjax.models import Decoder, head, preset, unstack_layers
 from lcjax.rope.positions import PlainPositions
 from lcjax.sharding import Mesh, make_mesh
@@ -132,7 +132,7 @@ def test_decoding_with_a_cache_equals_the_released_code(keys):
     memory = encode(model, params, *context)
     close(run(model, params, text, *context), io["full_logits"])
     if keys == "projected":
-        memory = projected(params, config, memory)
+        memory = config.memory.projected(params, config, memory)
     cache = cache_lib.create(config, len(text), text.shape[1])
     start = 0
     for step, stop in enumerate(range(prompt.shape[1], text.shape[1] + 1)):
@@ -194,7 +194,7 @@ def test_packing_the_context_changes_nothing(form):
     if form == "projected":
         params, config = unstack_layers(params, model.config), model.config
         model = Decoder(config.replace(scan_layers=False))
-        encoded = projected(params, model.config, encoded)
+        encoded = model.config.memory.projected(params, model.config, encoded)
     packed = jax.jit(lambda encoded: encoded.packed())(encoded)
     count = np.asarray(encoded.mask).sum(1)
     assert not np.array_equal(packed.mask, encoded.mask)
