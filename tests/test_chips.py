@@ -133,6 +133,26 @@ ENTRY %main (x: f32[64]) -> f32[8] {
     assert collectives(HEADER + text) == {"reduce-scatter": Traffic(1, 224)}
 
 
+def test_the_compiler_knows_the_trips_of_a_loop_whose_condition_is_a_fusion():
+    text = """
+%body (x: f32[8]) -> f32[8] {
+  %r = f32[64]{0} all-gather(%x), dimensions={0}
+}
+
+%condition (x: f32[8]) -> pred[] {
+  %r = pred[] fusion(%x), kind=kLoop, calls=%compare
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %w = f32[8]{0} while(%x), condition=%condition, body=%body, TRIPS
+}
+"""
+    for trips in (1, 5):
+        known = f'backend_config={{"known_trip_count":{{"n":"{trips}"}},"dynamic_variables":[]}}'
+        found = collectives(HEADER + text.replace("TRIPS", known))
+        assert found == {"all-gather": Traffic(trips, trips * 224)}
+
+
 def test_a_group_of_one_device_receives_nothing():
     text = """
 ENTRY %main (x: f32[8]) -> f32[8] {

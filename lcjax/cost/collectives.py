@@ -1,7 +1,8 @@
 """What the devices of a compiled program send each other, read from the program's text.
 
 XLA's own counts take the body of a loop once. Here each collective counts as often as it runs:
-loops whose condition compares with a constant are multiplied out, branches count as if all ran.
+loops are multiplied out where the compiler knows how often they run or their condition compares
+with a constant, branches count as if all ran.
 Bytes are those that a device receives where n devices pass parts round a ring, which is the least
 that they can: of a result of r bytes r (n - 1) / n for an all-gather, twice that for an all-reduce,
 and r (n - 1) for a reduce-scatter, whose result is a part.
@@ -27,6 +28,7 @@ _GROUPS = re.compile(
 _AXIS = re.compile(r"'(\w+)'(?:(?:=|:\(\d+\))(\d+))?")
 _SCATTER = "all-reduce-scatter"  # libtpu's fusions that leave each device its part of a sum
 _CALLS = re.compile(r" (?:fusion|call|async-start)\(.*(?:calls|to_apply)=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _LIMIT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 
 
@@ -60,7 +62,9 @@ def collectives(text: str) -> dict[str, Traffic]:
                     found[kind][0] += times
                     found[kind][1] += times * received
             elif match := _WHILE.search(line):
-                walk(match[2], times * _trips(bodies.get(match[1], ())), None)
+                known = _TRIPS.search(line)
+                trips = int(known[1]) if known else _trips(bodies.get(match[1], ()))
+                walk(match[2], times * trips, None)
             elif match := _BRANCHES.search(line):
                 for branch in match[1].split(","):
                     walk(branch.strip().lstrip("%"), times, None)
