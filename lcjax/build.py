@@ -13,7 +13,7 @@ from lcjax.attention import Bidirectional, Pattern
 from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.convert.memory import add_memory
 from lcjax.errors import InputError
-from lcjax.memory import Cepe, CepeSection, MemorySection
+from lcjax.memory import Cepe, CepeSection, MemorySection, SharedLlmSection
 from lcjax.memory.initial import check_width
 from lcjax.models import PRESETS, Decoder, ModelConfig, preset
 from lcjax.models.config import check_choice
@@ -100,12 +100,23 @@ def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
     return config.replace(**changes)
 
 
-def _memory(section: CepeSection, config: ModelConfig) -> dict[str, Any]:
+def _memory(section: MemorySection, config: ModelConfig) -> dict[str, Any]:
     """What a decoder's config gets with this section."""
     if config.memory is not None:
         raise InputError(
             "model.memory: this checkpoint has a memory already; leave the section out"
         )
+    shared = isinstance(section, SharedLlmSection)
+    memory = section.memory(config) if shared else _cepe(section, config)
+    # Layers are scanned where they are all alike.
+    return {
+        "memory": memory,
+        "scan_layers": config.scan_layers and all(memory.reading(config.num_layers)),
+    }
+
+
+def _cepe(section: CepeSection, config: ModelConfig) -> Cepe:
+    """With the architecture of the encoder that `section` names."""
     if section.encoder in PRESETS:
         encoder = preset(section.encoder)
     else:
@@ -116,12 +127,7 @@ def _memory(section: CepeSection, config: ModelConfig) -> dict[str, Any]:
             " after them; give a masked language model, such as hyen/LLaMA-MLM-Large"
         )
     check_width(encoder, config)
-    memory = Cepe(states=encoder, layers=section.layers or config.num_layers)
-    # Layers are scanned where they are all alike.
-    return {
-        "memory": memory,
-        "scan_layers": config.scan_layers and all(memory.reading(config.num_layers)),
-    }
+    return Cepe(states=encoder, layers=section.layers or config.num_layers)
 
 
 def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
@@ -142,7 +148,7 @@ def check_source(section: ModelSection) -> None:
     for key in ("path", "base", "tokenizer"):
         if (name := getattr(section, key)) is not None:
             _check_there(f"model.{key}", name)
-    if section.memory is not None and section.memory.encoder not in PRESETS:
+    if isinstance(section.memory, CepeSection) and section.memory.encoder not in PRESETS:
         _check_there("model.memory.encoder", section.memory.encoder)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lcjax.memory import SharedLlm
 from lcjax.models.config import ModelConfig
 
 _LLAMA = (
@@ -79,13 +80,26 @@ _CLEX = (
     ("model.clex_layer.inv_freq", "P", "rope/inv_freq", "P", ""),
 )
 
-# Cross-attention of CEPE, and the head with which its encoder was trained (released classes
-# LlamaForCausalContextLM and LlamaForMLM).
-_CEPE = (
+# Cross-attention of CEPE, of which SharedLLM has no keys and values, and the head with which CEPE's
+# encoder was trained (released classes LlamaForCausalContextLM and LlamaForMLM).
+_READING = (
     ("model.layers.{}.cross_attn.layernorm.weight", "D", "layers/memory/norm/scale", "D", ""),
     ("model.layers.{}.cross_attn.q_proj.weight", "NH,D", "layers/memory/query/kernel", "DNH", ""),
-    ("model.layers.{}.cross_attn.k_proj.weight", "KH,E", "layers/memory/key/kernel", "EKH", ""),
-    ("model.layers.{}.cross_attn.v_proj.weight", "KH,E", "layers/memory/value/kernel", "EKH", ""),
+    (
+        "model.layers.{}.cross_attn.k_proj.weight",
+        "KH,E",
+        "layers/memory/key/kernel",
+        "EKH",
+        "states",
+    ),
+    (
+        "model.layers.{}.cross_attn.v_proj.weight",
+        "KH,E",
+        "layers/memory/value/kernel",
+        "EKH",
+        "states",
+    ),
+    ("model.layers.{}.cross_attn.q_proj.bias", "NH", "layers/memory/query/bias", "NH", "bias"),
     ("model.layers.{}.cross_attn.o_proj.weight", "D,NH", "layers/memory/out/kernel", "NHD", ""),
 )
 _MASKED = (
@@ -137,13 +151,16 @@ def _reading(config: ModelConfig) -> list[Entry]:
     """Cross-attention: stacked like the layers where all have it, else a leaf for each."""
     reading = config.memory.reading(config.num_layers)
     sizes = _sizes(config) | {"E": config.memory.states.width}
+    shared = isinstance(config.memory, SharedLlm)
+    flags = {"": True, "states": not shared, "bias": shared and config.qkv_bias}
+    rows = [row for row in _READING if flags[row[4]]]
     if all(reading):
-        return [_entry(row[:4], sizes, config.num_layers) for row in _CEPE]
+        return [_entry(row[:4], sizes, config.num_layers) for row in rows]
     return [
         _entry((name.format(i), axes, path.replace("layers/", f"layers_{i}/"), ours), sizes, 1)
         for i, reads in enumerate(reading)
         if reads
-        for name, axes, path, ours, _ in _CEPE
+        for name, axes, path, ours, _ in rows
     ]
 
 

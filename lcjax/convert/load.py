@@ -9,11 +9,11 @@ import jax
 
 from lcjax.convert.adapted import Adapted, adapted_config, adapted_rope, with_context
 from lcjax.convert.adapter_folder import CONFIG, base_named_by, is_adapter_folder, read_adapters
-from lcjax.convert.cepe import config_from_hf
 from lcjax.convert.gguf_io import GGUFFile
 from lcjax.convert.hf_config import stated_dtype
 from lcjax.convert.hub import download, is_hub_id
 from lcjax.convert.safetensors_io import SafetensorsFolder, has_weights
+from lcjax.convert.shared_llm import config_from_hf
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_gguf import gguf_tokenizer
 from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json

@@ -18,7 +18,7 @@ from lcjax.checkpoint import load_state
 from lcjax.convert.tokenizer import Tokenizer
 from lcjax.errors import InputError
 from lcjax.files import write_whole
-from lcjax.memory import CepeSection
+from lcjax.memory.section import from_note
 from lcjax.models.config import ModelConfig
 from lcjax.models.initial import abstract_params, random_params, with_learned_rope
 from lcjax.sharding import Mesh, make_mesh
@@ -111,7 +111,7 @@ def _frozen(folder: Path, base: Base, config: ModelConfig, mesh: jax.sharding.Me
     if base.memory is not None:
         from lcjax.convert.memory import add_memory
 
-        params = add_memory(params, config, CepeSection(**base.memory), base.seed, mesh)
+        params = add_memory(params, config, from_note(base.memory), base.seed, mesh)
     frozen = split(params, set(base.trained).__contains__)[1]
     check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))
     return frozen

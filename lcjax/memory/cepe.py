@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from lcjax.errors import InputError
+from lcjax.memory.cross_attention import CrossAttention
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
-from lcjax.models.layers import Linear, Norm
+from lcjax.models.layers import Linear
 from lcjax.models.memory import Encoded, Memory, check_chunks
-from lcjax.sharding import LENGTH, attention_layout, keep_tokens
-from pallas_kernels import flash
+from lcjax.sharding import keep_tokens
 
 
 @Memory.register_subclass("cepe")
@@ -92,7 +92,7 @@ class Cepe(Memory):
         return ChunkEncoder(self.states.replace(**changes), mesh)
 
     def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
-        return CrossAttention(config.replace(lora=None), self.states.width, mesh, **options)
+        return StatesAttention(config.replace(lora=None), mesh, **options)
 
 
 class ChunkEncoder(nn.Module):
@@ -119,50 +119,22 @@ class ChunkEncoder(nn.Module):
         return Encoded(mask.reshape(rows, -1), keep_tokens(states, self.mesh))
 
 
-class CrossAttention(nn.Module):
-    """What a layer reads of the context: [B, T, D], 0 in rows whose context is all padding."""
+class StatesAttention(CrossAttention):
+    """Cross-attention to the encoder's states, which every layer projects for itself."""
 
-    config: ModelConfig
-    width: int  # E, of the encoder's states
-    mesh: jax.sharding.Mesh | None = None
+    def queries(self, q: jax.Array, encoded: Encoded) -> jax.Array:
+        trained = self.config.memory.trained_context
+        if trained is None:
+            return q
+        more = jnp.maximum(encoded.mask.astype(jnp.int32).sum(1) / trained, 1.0)
+        sharper = jnp.square(0.1 * jnp.log(more) + 1)[:, None, None, None]
+        return (q * sharper).astype(q.dtype)
 
-    @nn.compact
-    def __call__(self, x: jax.Array, encoded: Encoded) -> jax.Array:
-        c, mesh = self.config, self.mesh
-        with jax.named_scope("memory"):
-            normed = Norm(c, name="norm")(x)
-            q = Linear((c.width,), (c.num_heads, c.head_dim), c, mesh=mesh, name="query")(normed)
-            if encoded.layers is None:
-                k, v = self.keys(encoded.states)
-            else:
-                k, v = (part.swapaxes(1, 2) for part in encoded.layers[0])
-            there = encoded.mask.astype(jnp.int32)
-            if c.memory.trained_context is not None:
-                more = jnp.maximum(there.sum(1) / c.memory.trained_context, 1.0)
-                sharper = jnp.square(0.1 * jnp.log(more) + 1)[:, None, None, None]
-                q = (q * sharper).astype(q.dtype)
-            y, _ = flash(
-                q,
-                k,
-                v,
-                q_segments=jnp.ones(x.shape[:2], jnp.int32),
-                k_segments=there,
-                layout=self._layout(x, there),
-            )
-            return Linear((c.num_heads, c.head_dim), (c.width,), c, mesh=mesh, name="out")(y)
-
-    def keys(self, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, M, K, H] of the encoder's states [B, M, E]."""
-        c, states = self.config, states.astype(self.config.compute_dtype())
-        sizes = c.num_kv_heads, c.head_dim
+    def keys(self, encoded: Encoded) -> tuple[jax.Array, jax.Array]:
+        if encoded.layers is not None:
+            return tuple(part.swapaxes(1, 2) for part in encoded.layers[0])
+        c, states = self.config, encoded.states.astype(self.config.compute_dtype())
+        inputs, sizes = (c.memory.states.width,), (c.num_kv_heads, c.head_dim)
         return tuple(
-            Linear((self.width,), sizes, c, mesh=self.mesh, name=name)(states)
-            for name in ("key", "value")
+            Linear(inputs, sizes, c, mesh=self.mesh, name=name)(states) for name in ("key", "value")
         )
-
-    def _layout(self, x: jax.Array, mask: jax.Array):
-        """Tokens and context are cut over the devices of a text, where these divide both."""
-        if self.mesh is None or self.is_initializing():
-            return None
-        tokens = x.shape[1] if mask.shape[1] % self.mesh.shape[LENGTH] == 0 else None
-        return attention_layout(self.mesh, self.config.context_parallel, tokens)

@@ -1,4 +1,6 @@
-"""How cross-attention begins: from the self-attention beside it (CEPE, sec. 2.2)."""
+"""How a memory begins: cross-attention from the self-attention beside it, and a lower model."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,55 @@ def with_memory(
             "out": {"kernel": jnp.zeros_like(kernel) if out == "zeros" else kernel},
         }
 
+    return _grown(params, config, begin, mesh) | {"encoder": encoder}
+
+
+def with_lower_model(
+    params: dict,
+    config: ModelConfig,
+    *,
+    out: str = "zeros",
+    mesh: jax.sharding.Mesh | None = None,
+) -> dict:
+    """`params` with SharedLLM's lower model, and a new cross-attention in every reading layer.
+
+    The lower model is a copy of the embedding, the first M layers and the final norm (sec. 3.1; the
+    released code forgets to load it). Queries and the norm before them are those of self-attention,
+    whose keys they are to meet. `out`: zeros, so that nothing changes at first, or copy.
+    """
+    count = config.memory.states.num_layers
+
+    def begin(layer):
+        attention = layer["attention"]
+        kernel = attention["out"]["kernel"]
+        return {
+            "norm": layer["attention_norm"],
+            "query": attention["query"],
+            "out": {"kernel": jnp.zeros_like(kernel) if out == "zeros" else kernel},
+        }
+
+    def lower(params):
+        if "layers" in params:
+            layers = jax.tree.map(lambda x: x[:count], params["layers"])
+        else:
+            each = [params[f"layers_{index}"] for index in range(count)]
+            layers = jax.tree.map(lambda *x: jnp.stack(x), *each)
+        rest = {name: jax.tree.map(jnp.copy, params[name]) for name in ("embed", "final_norm")}
+        return {"encoder": rest | {"layers": layers}}
+
+    wanted = ("embed", "final_norm", "layers", *(f"layers_{index}" for index in range(count)))
+    given = {name: params[name] for name in wanted if name in params}
+    layout = None if mesh is None else param_shardings(mesh, jax.eval_shape(lower, given))
+    return _grown(params, config, begin, mesh) | jax.jit(lower, out_shardings=layout)(given)
+
+
+def _grown(
+    params: dict,
+    config: ModelConfig,
+    begin: Callable[[dict], dict],
+    mesh: jax.sharding.Mesh | None,
+) -> dict:
+    """`params` with what `begin` makes of it as the `memory` of every layer that reads."""
     reading = config.memory.reading(config.num_layers)
     names = [f"layers_{i}" for i, reads in enumerate(reading) if reads]
     names = ["layers"] if "layers" in params else names
@@ -63,5 +114,4 @@ def with_memory(
         shapes = jax.eval_shape(lambda x: {k: {"memory": v} for k, v in make(x).items()}, given)
         layout = {k: v["memory"] for k, v in param_shardings(mesh, shapes).items()}
     made = jax.jit(make, out_shardings=layout)(given)
-    grown = {name: params[name] | {"memory": made[name]} for name in names}
-    return params | grown | {"encoder": encoder}
+    return params | {name: params[name] | {"memory": made[name]} for name in names}

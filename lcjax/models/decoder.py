@@ -13,7 +13,7 @@ from lcjax.attention import order_indices
 from lcjax.errors import InputError
 from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import MLP, Attention, Context, Head, Norm
+from lcjax.models.layers import MLP, Attention, Context, Head, Keep, Norm
 from lcjax.models.lookup import look_up
 from lcjax.models.memory import Encoded, check_memory
 from lcjax.models.mlm import MaskedHead
@@ -134,7 +134,8 @@ class Decoder(nn.Module):
         cache: cache_lib.Cache | None = None,
         order: np.ndarray | None = None,
         memory: Encoded | None = None,
-    ) -> tuple[jax.Array, cache_lib.Cache | None]:
+        keep: Keep | None = None,
+    ) -> tuple[jax.Array, Any]:
         """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
 
         Args:
@@ -148,6 +149,8 @@ class Decoder(nn.Module):
             the order of the hidden states: that of `token_order`, which spreads work evenly.
           memory: the context that `encode` made; without, a model that could read one is the
             decoder that it was made from.
+          keep: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
+            returned in its place, as `Cache.layers` has them but for the order of axes.
         """
         c = self.config
         if memory is not None:
@@ -173,7 +176,7 @@ class Decoder(nn.Module):
                 None if x is None else x[:, order] for x in (tokens, positions, index, segments)
             )
         bias = self.position.logit_bias()
-        context = Context(positions, segments, rotation, index, view, bias, order, memory)
+        context = Context(positions, segments, rotation, index, view, bias, order, memory, keep)
         x = keep_tokens(self._embedded(tokens), self.mesh)
         if given is None:  # absolute embeddings count in the document
             index = view.q_index if cache is not None else index
@@ -194,7 +197,7 @@ class Decoder(nn.Module):
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
-        return self.final_norm(x), cache
+        return self.final_norm(x), cache if keep is None else layers
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         mesh = None if self.is_initializing() else self.mesh
@@ -204,10 +207,22 @@ class Decoder(nn.Module):
         """What `head` projects, of hidden states [..., D]: themselves, but for masked models."""
         return self.mlm(hidden) if self.config.mlm_head else hidden
 
-    def encode(self, chunks: jax.Array, mask: jax.Array) -> Encoded:
-        """The context of chunks int32 [B, C, P], with bool `mask` true where text is."""
+    def encode(self, chunks: jax.Array, mask: jax.Array, **options: Any) -> Encoded:
+        """The context of chunks int32 [B, C, P], with bool `mask` true where text is.
+
+        `options` are those of the memory's encoder.
+        """
         check_memory(self.config.memory)
-        return self.encoder(chunks, mask)
+        return self.encoder(chunks, mask, **options)
+
+    def asked(self, tokens: jax.Array, at: jax.Array, **options: Any) -> jax.Array:
+        """What a text asks a context for, at its tokens `at` int32 [B]: float32 [B, D], detached.
+
+        Hidden states after one layer and the final norm; `options` as of `first_layer`.
+        """
+        params = self.variables["params"]
+        found = first_layer(params, self.config, tokens, self.mesh, **options)
+        return found[jnp.arange(len(at)), at].astype(jnp.float32)
 
     def token_order(self, length: int) -> np.ndarray | None:
         """The order of a row's tokens in which the devices that share it have equal work.
@@ -248,6 +263,27 @@ class Decoder(nn.Module):
             bias = self.mlm.bias if self.config.mlm_head else None
             return Projection(kernel, bias, tied=True)(self.before_head(hidden))
         return self.head(hidden)
+
+
+def first_layer(
+    params: dict,
+    config: ModelConfig,
+    tokens: jax.Array,
+    mesh: jax.sharding.Mesh | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Hidden states [B, T, D] after the first layer and the final norm, without a memory.
+
+    Nothing that is learned has a gradient; `options` are those of `Decoder.__call__`.
+    """
+    stacked = params.get("layers")
+    first = params["layers_0"] if stacked is None else jax.tree.map(lambda x: x[0], stacked)
+    shared = {name: params[name] for name in ("embed", "final_norm", "rope") if name in params}
+    shared["layers_0"] = {name: part for name, part in first.items() if name != "memory"}
+    plain = {"num_layers": 1, "scan_layers": False, "memory": None, "remat": "none"}
+    model = Decoder(config.replace(**plain, tie_embeddings=True), mesh, parent=None)
+    found, _ = model.apply({"params": jax.lax.stop_gradient(shared)}, tokens, **options)
+    return jax.lax.stop_gradient(found)
 
 
 def head(params: dict, config: ModelConfig) -> Projection:

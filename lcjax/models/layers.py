@@ -15,9 +15,16 @@ from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
 from lcjax.models.memory import Encoded
-from lcjax.rope import Rotation
+from lcjax.rope import Rotation, rotate
 from lcjax.sharding import Sums, attention_layout, gradient_sums
 from pallas_kernels import Bias
+
+
+class Keep(NamedTuple):
+    """Of which tokens a layer returns keys and values, [B, S, K, H], where nothing is cached."""
+
+    index: jax.Array  # int32 [B, S], their places in the row
+    positions: jax.Array  # [B, S], where these keys stand for whoever reads them
 
 
 class Context(NamedTuple):
@@ -31,6 +38,7 @@ class Context(NamedTuple):
     bias: Bias | None = None  # of the logits, by distance
     order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
     memory: Encoded | None = None  # what is read beside the tokens
+    keep: Keep | None = None  # tokens whose keys and values are wanted
 
 
 class Linear(nn.Module):
@@ -158,6 +166,8 @@ class Attention(nn.Module):
                     q_segments=context.segments,
                     k_segments=context.segments,
                 )
+                if context.keep is not None:
+                    layer = _kept(k, v, context)
             else:
                 y, layer = cache_lib.attend_cached(
                     q, k, v, layer, pattern=pattern.for_inference(), context=context,
@@ -165,6 +175,13 @@ class Attention(nn.Module):
                 )  # fmt: skip
         with jax.named_scope("out"):
             return Linear((heads, size), (c.width,), c, c.out_bias, mesh, name="out")(y), layer
+
+
+def _kept(k: jax.Array, v: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    """Rotated keys, and values, of the tokens that `context.keep` names."""
+    index = context.keep.index[:, :, None, None]
+    k, v = (jnp.take_along_axis(x, index, axis=1) for x in (k, v))
+    return rotate(k, context.keep.positions, *context.rotation[:2]), v
 
 
 class MLP(nn.Module):

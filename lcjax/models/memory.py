@@ -27,6 +27,7 @@ class Encoded:
     mask: jax.Array  # bool [B, M]: what is there
     states: jax.Array | None = None  # [B, M, E]
     layers: tuple[tuple[jax.Array, jax.Array], ...] | None = None
+    chunks: jax.Array | None = None  # int32 [B], how many there are, where queries count them
 
     def of_layer(self, number: int) -> "Encoded":
         """As the `number`-th of the layers that read the context sees it."""
@@ -50,7 +51,7 @@ class Encoded:
             tuple(moved(part, axis=2) for part in layer) for layer in self.layers
         )
         states = None if self.states is None else moved(self.states, axis=1)
-        return Encoded(moved(self.mask, axis=1), states, layers)
+        return Encoded(moved(self.mask, axis=1), states, layers, self.chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +65,13 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def check(self, config: "ModelConfig") -> None:
         """Refuses a decoder that the method is not defined for."""
 
+    def for_inference(self) -> "Memory":
+        """The memory as it reads when nothing is trained."""
+        return self
+
     @abc.abstractmethod
     def encoder(self, config: "ModelConfig", mesh: jax.sharding.Mesh | None) -> nn.Module:
-        """A module: (chunks int32 [B, C, P], mask bool [B, C, P]) -> `Encoded`."""
+        """A module: (chunks int32 [B, C, P], mask bool [B, C, P], options) -> `Encoded`."""
 
     @abc.abstractmethod
     def reader(
@@ -83,6 +88,23 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def usual(self) -> int:
         """Tokens of the chunks that a long text is cut into where nobody says otherwise."""
         return self.longest
+
+    def check_chunk(self, length: int, key: str) -> None:
+        """Refuses to cut texts into chunks of `length`, as the value of `key`."""
+        if length > self.longest:
+            raise InputError(
+                f"{key}={length} is more than the {self.longest} tokens that the encoder was made"
+                f" for; leave it out for {self.usual}"
+            )
+
+    def room(self, tokens: int) -> int:
+        """Places that a chunk of so many tokens takes in what is read."""
+        return tokens
+
+    @property
+    def asks(self) -> bool:
+        """Whether what is kept of a context depends on a question: `query` of the encoder."""
+        return False
 
     @abc.abstractmethod
     def projected(self, params: dict, config: "ModelConfig", encoded: Encoded) -> Encoded:

@@ -15,6 +15,7 @@ from lcjax.build import ModelSection, resolve
 from lcjax.convert.load import SMOLLM2
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
+from lcjax.memory import CepeSection
 from lcjax.models import PRESETS, ModelConfig, preset
 from lcjax.models.initial import abstract_params
 from lcjax.models.presets import HUB
@@ -32,7 +33,7 @@ def model_of(config: TrainConfig) -> ModelConfig:
     section = config.model
     if section.dtype is None:
         section = dataclasses.replace(section, dtype="bfloat16")
-    if section.memory is not None:
+    if isinstance(section.memory, CepeSection):
         encoder = _like(section.memory.encoder)
         section = dataclasses.replace(
             section, memory=dataclasses.replace(section.memory, encoder=encoder)

@@ -1,7 +1,7 @@
 """From a config to what a step needs: the model, trained and frozen parameters, the tokenizer."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from lcjax.build import build
 from lcjax.convert.landmark import with_landmark
 from lcjax.convert.run_folder import Base, fingerprint
 from lcjax.errors import InputError
+from lcjax.memory.section import to_note
 from lcjax.models import Decoder, ModelConfig
 from lcjax.sharding import param_shardings, replicated
 from lcjax.training.batches import check_context
@@ -129,5 +130,5 @@ def base_of(config: TrainConfig, assembly: Assembly) -> Base:
         average=config.train.ema is not None,
         frozen=fingerprint(assembly.frozen),
         base=config.model.base,
-        memory=config.model.memory and asdict(config.model.memory),
+        memory=config.model.memory and to_note(config.model.memory),
     )

@@ -55,11 +55,12 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
             "data.chunks=null: model.memory reads chunks of text; set data.chunks.count and"
             " data.chunks.length"
         )
-    if chunks.length > (limit := memory.states.max_length):
+    if chunks.length > (limit := memory.longest):
         raise InputError(
             f"data.chunks.length={chunks.length} is more than the {limit} tokens that the encoder"
             f" of model.memory was trained to read; set it to {limit} or less"
         )
+    memory.check_chunk(chunks.length, "data.chunks.length")
 
 
 def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -> None:

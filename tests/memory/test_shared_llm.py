@@ -1,0 +1,195 @@
+"""SharedLLM equals the repaired released code, and its memory has no side effects."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sharedllm_golden as golden
+
+from lcjax.build import ModelSection, build
+from lcjax.loss import cross_entropy
+from lcjax.memory import QueryAware, SharedLlmSection
+from lcjax.models import Decoder, head
+
+TOLERANCE = 2e-5  # absolute, of float32 logits
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def encode(model, params, chunks, mask, options):
+    return model.apply({"params": params}, chunks, mask, method="encode", **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def asked(model, params, tokens, at):
+    return model.apply({"params": params}, tokens, at, method="asked")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read(model, params, tokens, memory, options):
+    """Logits [B, T, V], and the cache if there is one."""
+    hidden, cache = model.apply({"params": params}, tokens, memory=memory, **options)
+    return model.apply({"params": params}, hidden, method="logits"), cache
+
+
+def close(found, wanted, tolerance=TOLERANCE):
+    np.testing.assert_allclose(found, wanted, atol=tolerance, rtol=0)
+
+
+def of_golden(name, **options):
+    """What the model of a case reads of its chunks."""
+    model, params = golden.model(name)
+    text, chunks = golden.tokens(name)
+    if model.config.memory.asks:
+        at = golden.arrays(name)["query_length"].astype(np.int32) - 1
+        options["query"] = asked(model, params, text, at)
+    return encode(model, params, chunks, np.ones(chunks.shape, bool), options)
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_keys_and_values_of_trees_equal_the_released_code(name):
+    chunks = golden.tokens(name)[1]
+    found = of_golden(name, numbers=jnp.zeros(chunks.shape[:2], jnp.int32))
+    assert found.mask.all() and (found.chunks == chunks.shape[1]).all()
+    for layer, pair in enumerate(found.layers):
+        for kind, x in zip("kv", pair, strict=True):
+            wanted = golden.arrays(name)[f"tree_{kind}_layer{layer}"]  # [C, K, M, H]
+            close(x[0], wanted.swapaxes(0, 1).reshape(x.shape[1:]))
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_logits_equal_the_released_code(name):
+    model, params = golden.model(name)
+    text = golden.tokens(name)[0]
+    close(read(model, params, text, of_golden(name), {})[0], golden.arrays(name)["logits"])
+
+
+def test_loss_equals_the_released_code():
+    model, params = golden.model("paper_lm_n3")
+    text = golden.tokens("paper_lm_n3")[0]
+
+    @jax.jit
+    def loss(params, memory):
+        hidden, _ = model.apply({"params": params}, text, memory=memory)
+        weights = jnp.ones(text[:, 1:].shape)
+        return cross_entropy(hidden[:, :-1], head(params, model.config), text[:, 1:], weights)
+
+    total, count = loss(params, of_golden("paper_lm_n3"))
+    close(total / count, golden.arrays("paper_lm_n3")["loss"])
+
+
+SECTION = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), noise=None, out="copy")
+
+
+@functools.cache
+def small(**changes):
+    """A random model that listens to its context."""
+    section = dataclasses.replace(SECTION, **changes)
+    model, params, _ = build(ModelSection(preset="tiny", memory=section))
+    return model, params
+
+
+def text(seed, *shape):
+    return np.random.default_rng(seed).integers(3, 250, shape).astype(np.int32)
+
+
+def run(model, params, tokens, chunks=None, mask=None, **options):
+    """Logits [B, T, V] with the context of `chunks`, or without any."""
+    memory = None
+    if chunks is not None:
+        mask = np.ones(chunks.shape, bool) if mask is None else mask
+        if model.config.memory.asks:
+            at = np.full(len(tokens), tokens.shape[1] - 1, np.int32)
+            options["query"] = asked(model, params, tokens, at)
+        memory = encode(model, params, chunks, mask, options)
+    return np.asarray(read(model, params, tokens, memory, {})[0])
+
+
+def test_zeros_in_the_output_projection_change_nothing():
+    model, params = small(out="zeros")
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
+    np.testing.assert_array_equal(run(model, params, tokens, chunks), run(model, params, tokens))
+
+
+@pytest.mark.parametrize("positions", ["paper", "released"])
+def test_the_same_number_added_to_all_chunks_changes_nothing(positions):
+    model, params = small(positions=positions)
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
+    memory = encode(model, params, chunks, np.ones(chunks.shape, bool), {})
+    wanted = read(model, params, tokens, memory, {})[0]
+    step = 7 if positions == "paper" else 7 * model.config.memory.tree.kept(16)
+    numbers = jnp.broadcast_to(jnp.arange(3) + step, chunks.shape[:2])
+    moved = encode(model, params, chunks, np.ones(chunks.shape, bool), {"numbers": numbers})
+    moved = dataclasses.replace(moved, chunks=memory.chunks + 7)
+    close(read(model, params, tokens, moved, {})[0], wanted)
+    moved = dataclasses.replace(moved, chunks=memory.chunks + 9)
+    assert np.abs(read(model, params, tokens, moved, {})[0] - wanted).max() > 1e-4
+
+
+def test_chunks_have_an_order_in_the_paper_and_none_in_the_released_code():
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
+    for positions, ordered in (("paper", True), ("released", False)):
+        model, params = small(positions=positions)
+        found, other = (run(model, params, tokens, c) for c in (chunks, chunks[:, [2, 0, 1]]))
+        assert (np.abs(found - other).max() > 1e-4) == ordered
+
+
+@pytest.mark.parametrize("policy", ["right", "query"])
+def test_padding_wherever_it_is_changes_nothing(policy):
+    model, params = small(**({} if policy == "right" else {"policy": QueryAware()}))
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
+    mask = np.ones(chunks.shape, bool)
+    mask[:, 0, :5] = False  # as data are cut
+    mask[1, 2, 11:] = False  # as contexts are encoded
+    found = run(model, params, tokens, chunks, mask)
+    other = np.where(mask, chunks, 10**6).astype(np.int32)
+    np.testing.assert_array_equal(run(model, params, tokens, other, mask), found)
+    wide = np.zeros((2, 5, 16), np.int32)
+    there = np.zeros(wide.shape, bool)
+    for row in range(2):  # two chunks of padding, and text at the other end of the others
+        for place, chunk in enumerate((0, 2, 4)):
+            own = chunks[row, place][mask[row, place]]
+            part = slice(None, len(own)) if place == 0 else slice(16 - len(own), None)
+            wide[row, chunk, part], there[row, chunk, part] = own, True
+    close(run(model, params, tokens, wide, there), found)
+
+
+def test_no_context_is_the_model_bit_for_bit_and_rows_are_independent():
+    model, params = small()
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
+    plain = Decoder(model.config.replace(memory=None))
+    bare = {name: branch for name, branch in params.items() if name != "encoder"}
+    bare = {
+        name: {key: part for key, part in branch.items() if key != "memory"}
+        for name, branch in bare.items()
+    }
+    wanted = run(plain, bare, tokens)
+    np.testing.assert_array_equal(run(model, params, tokens), wanted)
+    mask = np.ones(chunks.shape, bool)
+    mask[1] = False
+    found = run(model, params, tokens, chunks, mask)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    close(found[0], run(model, params, tokens[:1], chunks[:1])[0])
+    assert np.abs(found[0] - wanted[0]).max() > 1e-3, "it does listen"
+
+
+def test_packing_the_context_changes_nothing():
+    model, params = small()
+    tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
+    mask = np.ones(chunks.shape, bool)
+    mask[:, 0], mask[1, 1, 3:] = False, False
+    encoded = encode(model, params, chunks, mask, {})
+    packed = jax.jit(lambda encoded: encoded.packed())(encoded)
+    assert not np.array_equal(packed.mask, encoded.mask)
+    close(*(read(model, params, tokens, memory, {})[0] for memory in (packed, encoded)))
