@@ -6,37 +6,53 @@ lm.generate(prompts, context=contexts)
 
 Chunks of all rows are encoded together, a few at a time, so memory is bounded however long a
 context is; their states lie without gaps in one array with room for M tokens in each row.
+
+Where what is kept depends on a question, contexts remember their tokens, and `search` finds it for
+another question: only nodes that were not there before are encoded.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax import cache as cache_lib
+from lcjax.context_store import Chunk, chosen, written
 from lcjax.errors import InputError, whole_number
 from lcjax.models import Decoder
-from lcjax.models.memory import Encoded
-from lcjax.sharding import keep_rows, keep_tokens, padding_rows
+from lcjax.models.memory import Encoded, Memory
+from lcjax.rope import Rotation
+from lcjax.sharding import keep_rows, padding_rows
 
 # The context of one row: a document or passages, each a text or token ids.
 Row = str | Sequence[int] | Sequence[str | Sequence[int]]
-
-_SHORTEST = 32  # tokens of the narrowest batch of chunks that is compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class Contexts:
     """The encoded contexts of B rows, made by `encode`; nothing in it ever changes."""
 
-    encoded: Encoded | None  # [B, M, ..]; None as long as no row has a context
+    encoded: Encoded | None  # [B, M, ..]; None as long as nothing is encoded
     tokens: tuple[int, ...]  # of each row
     chunks: tuple[int, ...]  # of each row
     weights: dict = dataclasses.field(repr=False, compare=False)  # that they were encoded with
+    filled: tuple[int, ...] | None = None  # places taken in each row; None: one for each token
+    # Of a memory that asks: all text, and what is asked for, float32 [B, D], unless it is open.
+    source: tuple[Chunk, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    query: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is text for which nothing has been asked, so that it is not encoded."""
+        return bool(self.source) and self.query is None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and places that each of them needs."""
+        return len(self.tokens), bucketed(max(self.filled or self.tokens))
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +64,18 @@ class Contexts:
                 "context was encoded by another model; use encode_contexts of the one that reads it"
             )
 
+    def repeated(self, count: int) -> "Contexts":
+        """One row of contexts as `count` of them; as many stay as they are."""
+        if len(self.tokens) != 1 or count == 1:
+            return self
+        source = tuple(
+            dataclasses.replace(chunk, row=row) for row in range(count) for chunk in self.source
+        )
+        index = np.zeros(count, np.int32)
+        encoded, query = jax.tree.map(lambda x: x[index], (self.encoded, self.query))
+        counts = {name: getattr(self, name) * count for name in ("tokens", "chunks", "filled")}
+        return dataclasses.replace(self, encoded=encoded, source=source, query=query, **counts)
+
     def rows(self, count: int, filler: int) -> Encoded | None:
         """What `count` texts read, and `filler` rows like the first; one row serves all texts."""
         if len(self.tokens) not in (1, count):
@@ -56,6 +84,11 @@ class Contexts:
                 " for each text, [] where there are none, or one row for all"
             )
         wanted = [0] * (count + filler) if len(self.tokens) == 1 else [*range(count)] + [0] * filler
+        if self.waits:
+            raise InputError(
+                "context: nothing has been asked of it yet, and model.memory.policy keeps what a"
+                " question needs; give encode_contexts or search_contexts a query"
+            )
         if self.encoded is None or wanted == [*range(len(self.tokens))]:
             return self.encoded
         return jax.tree.map(lambda x: x[np.array(wanted)], self.encoded)
@@ -66,6 +99,15 @@ def passages(row: Row, encode: Callable[[str], Sequence[int]], vocab_size: int) 
     if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and np.isscalar(row[0])):
         row = [row]  # one document
     return [_checked(encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
+
+
+def chunk_size(memory: Memory, wanted: int | None) -> int:
+    """Tokens of the chunks that long texts are cut into; None: what `memory` was trained with."""
+    if wanted is None:
+        return memory.usual
+    whole_number("chunk", wanted, 1, f"leave it out for {memory.usual}")
+    memory.check_chunk(wanted, "chunk")
+    return wanted
 
 
 def cut(ids: np.ndarray, size: int) -> list[np.ndarray]:
@@ -97,6 +139,7 @@ def encode(
     batch_tokens: int | None = None,
     projected: bool = False,
     after: Contexts | None = None,
+    query: jax.Array | None = None,
 ) -> Contexts:
     """The contexts of rows of chunks (`cut`), or `after` with these chunks added.
 
@@ -104,6 +147,8 @@ def encode(
       batch_tokens: tokens that are encoded at once; None: what suits the platform.
       projected: keep the keys and values of every reading layer instead of the encoder's states:
         faster to read, many times larger. `after` says it for chunks that are added.
+      query: of a memory that asks, what `Decoder.asked` says of each row, float32 [B, D]; None: as
+        `after` was asked, or left open.
     """
     if after is None:
         none = (0,) * len(rows)
@@ -114,122 +159,135 @@ def encode(
             f"after: contexts of {len(after.tokens)} rows can be extended by as many, and"
             f" {len(rows)} are given; write [] for a row that gets nothing"
         )
-    sizes = [sum(map(len, chunks)) for chunks in rows]
-    if not any(sizes):
+    added, whole = _placed(model.config.memory, rows, after)
+    if model.config.memory.asks:
+        query = after.query if query is None else query
+        if query is None:
+            return dataclasses.replace(whole, source=(*after.source, *added))
+        kept, added = ((), (*after.source, *added)) if after.waits else (after.source, added)
+        added = chosen(model, params, added, query, batch_tokens)
+        whole = dataclasses.replace(whole, source=(*kept, *added), query=query)
+    if not added:
         return after
     if after.encoded is not None:
         projected = after.encoded.layers is not None
-    tokens = tuple(np.add(after.tokens, sizes).tolist())
-    kept, room = after.encoded, bucketed(max(tokens))
-    for batch in _batches(rows, after.tokens, _at_once(batch_tokens), model.mesh):
-        new = _encode(model, params, batch.tokens, batch.mask, projected)
-        if kept is after.encoded:  # a copy, since what is written to is given up
-            kept = _with_room(model.mesh, kept, new, len(rows), max(room, _room(kept)))
-        kept = _put(model.mesh, kept, new, batch.rows, batch.starts)
-    counts = np.add(after.chunks, [len(chunks) for chunks in rows])
-    return Contexts(kept, tokens, tuple(counts.tolist()), params)
+    options = {"batch_tokens": batch_tokens, "projected": projected}
+    return _counted(
+        model, whole, written(model, params, after.encoded, added, whole.shape, **options)
+    )
+
+
+def ask(
+    model: Decoder,
+    params: dict,
+    texts: Sequence[Sequence[int]],
+    rotation: Callable[[int], Rotation],
+    *,
+    follows_length: bool,
+) -> jax.Array:
+    """What the last token of each text asks contexts for: float32 [B, D].
+
+    `rotation(length)` is that of so many tokens; where it `follows_length`, that of each text.
+    """
+    lengths = [len(own) for own in texts]
+    if not all(lengths):
+        raise InputError(
+            f"query[{lengths.index(0)}] is empty: a context is searched for the last token of a"
+            " question; give some text, or a memory with the policy right"
+        )
+    options = {"follows_length": follows_length}
+    if follows_length and len(set(lengths)) > 1:
+        return jnp.concatenate([ask(model, params, [own], rotation, **options) for own in texts])
+    rows = len(texts) + padding_rows(model.mesh, len(texts))
+    tokens, ends = np.zeros((rows, bucketed(max(lengths))), np.int32), np.zeros(rows, np.int32)
+    for row, own in zip(tokens, texts, strict=False):
+        row[: len(own)] = own
+    ends[: len(texts)] = np.array(lengths) - 1
+    return _ask(model, params, tokens, ends, rotation(max(lengths)))[: len(texts)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ask(model: Decoder, params: dict, tokens, ends, rotation: Rotation) -> jax.Array:
+    """Of texts [B, T] at their tokens `ends` [B]."""
+    tokens = keep_rows(tokens, model.mesh)
+    return model.apply({"params": params}, tokens, ends, rotation=rotation, method="asked")
+
+
+def search(
+    model: Decoder,
+    params: dict,
+    contexts: Contexts,
+    query: jax.Array,
+    *,
+    batch_tokens: int | None = None,
+) -> Contexts:
+    """`contexts` with what they keep for another `query`, float32 [B, D].
+
+    Every chunk is searched again, by one layer. Of a chunk whose halves are chosen as before down
+    to some level, what is kept of the nodes above it stays; the rest of it is encoded anew (all of
+    a chunk that is no multiple of its leaves, since halves of it are not equally long).
+    """
+    contexts.check_weights(params)
+    if not contexts.source:
+        return contexts
+    found = chosen(model, params, contexts.source, query, batch_tokens)
+    whole = dataclasses.replace(contexts, source=tuple(found), query=query)
+    kept, tree = contexts.encoded, model.config.memory.tree
+    levels: dict[int, list[Chunk]] = {}
+    for old, new in zip(contexts.source, found, strict=True):
+        level = 1 if kept is None else _first_change(old, new, tree.depth)
+        if level is not None:
+            levels.setdefault(level, []).append(_rest(new, level))
+    for level, chunks in sorted(levels.items()):
+        kept = written(
+            *(model, params, kept, chunks, whole.shape),
+            batch_tokens=batch_tokens,
+            tree=tree.below(level) if level > 1 else None,
+            owned=kept is not contexts.encoded,
+        )
+    return _counted(model, whole, kept)
+
+
+def _counted(model: Decoder, whole: Contexts, kept: Encoded) -> Contexts:
+    """`whole` with what is kept of its text, and how many chunks that is where it matters."""
+    if model.config.memory.ordered:
+        kept = dataclasses.replace(kept, chunks=jnp.array(whole.chunks, jnp.int32))
+    return dataclasses.replace(whole, encoded=kept)
+
+
+def _first_change(old: Chunk, new: Chunk, depth: int) -> int | None:
+    """The level from 1 at which another half is chosen; None: at none."""
+    changed = np.flatnonzero(old.path != new.path)
+    if not changed.size:
+        return None
+    return int(changed[0]) + 1 if len(new.tokens) % 2**depth == 0 else 1
+
+
+def _rest(chunk: Chunk, level: int) -> Chunk:
+    """What remains of a chunk where nodes have been preserved at all levels before `level`."""
+    tokens = chunk.tokens
+    for right in chunk.path[: level - 1]:
+        middle = len(tokens) - len(tokens) // 2
+        tokens = tokens[middle:] if right else tokens[:middle]
+    return dataclasses.replace(chunk, tokens=tokens, path=chunk.path[level - 1 :])
+
+
+def _placed(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Contexts]:
+    """The chunks of `rows` with their places behind `after`, which is counted on."""
+    tokens, chunks = list(after.tokens), list(after.chunks)
+    filled, added = list(after.filled or after.tokens), []
+    for row, own in enumerate(rows):
+        for ids in filter(len, own):
+            room = memory.room(len(ids))
+            added.append(Chunk(ids, row, chunks[row], filled[row], room))
+            tokens[row] += len(ids)
+            chunks[row] += 1
+            filled[row] += room
+    counts = {"tokens": tuple(tokens), "chunks": tuple(chunks), "filled": tuple(filled)}
+    return added, dataclasses.replace(after, **counts)
 
 
 def bucketed(length: int) -> int:
     """The next of eight sizes an octave, at least 64: at most an eighth of it is padding."""
     step = max(1 << (length - 1).bit_length() >> 4, 8)
     return max(-(-length // step) * step, 64)
-
-
-def _at_once(wanted: int | None) -> int:
-    """Tokens of a batch of chunks; None: what a matrix unit wants, or a CPU's caches hold."""
-    if wanted is None:
-        return 4096 if jax.default_backend() == "cpu" else 65_536
-    whole_number("batch_tokens", wanted, 1, "leave it out for the default")
-    return int(wanted)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """R chunks of P tokens, and where they belong; filler is masked."""
-
-    tokens: np.ndarray  # int32 [R, P]
-    mask: np.ndarray  # bool [R, P]
-    rows: np.ndarray  # int32 [R]
-    starts: np.ndarray  # int32 [R], the place of the first token in its row
-
-
-def _batches(rows, filled, at_once: int, mesh) -> Iterator[_Batch]:
-    """All chunks, those of like length together: a few shapes serve every context."""
-    groups: dict[int, list[tuple[int, int, np.ndarray]]] = {}
-    longest = max(len(chunk) for chunks in rows for chunk in chunks)
-    for row, chunks in enumerate(rows):
-        start = filled[row]
-        for chunk in chunks:
-            width = min(max(1 << (len(chunk) - 1).bit_length(), _SHORTEST), longest)
-            groups.setdefault(width, []).append((row, start, chunk))
-            start += len(chunk)
-    for width, group in sorted(groups.items()):
-        most = max(at_once // width, 1)
-        for start in range(0, len(group), most):
-            part = group[start : start + most]
-            # Powers of two, and all devices that share rows get equally many.
-            count = min(1 << (len(part) - 1).bit_length(), most)
-            count += padding_rows(mesh, count)
-            tokens, mask = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
-            places = np.zeros((2, count), np.int32)
-            for i, (row, place, chunk) in enumerate(part):
-                tokens[i, : len(chunk)], mask[i, : len(chunk)] = chunk, True
-                places[:, i] = row, place
-            yield _Batch(tokens, mask, *places)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _encode(model: Decoder, params: dict, tokens, mask, projected: bool) -> Encoded:
-    """R rows of one chunk each."""
-    tokens, mask = (keep_rows(x, model.mesh)[:, None] for x in (tokens, mask))
-    encoded = model.apply({"params": params}, tokens, mask, method="encode")
-    if projected:
-        encoded = model.config.memory.projected(params, model.config, encoded)
-    return encoded
-
-
-def _room(encoded: Encoded | None) -> int:
-    return 0 if encoded is None else encoded.mask.shape[1]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _with_room(mesh, kept: Encoded | None, like: Encoded, rows: int, room: int) -> Encoded:
-    """A copy of `kept` with `room` for tokens, or an empty one for contexts such as `like`."""
-
-    def wide(kind, old=None):
-        shape = list(kind.shape)
-        shape[0], shape[_axis(kind)] = rows, room
-        zeros = jnp.zeros(shape, kind.dtype)
-        if old is not None:
-            zeros = jax.lax.dynamic_update_slice(zeros, old, (0,) * old.ndim)
-        return _laid_out(zeros, mesh)
-
-    return jax.tree.map(wide, like) if kept is None else jax.tree.map(wide, like, kept)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _put(mesh, kept: Encoded, new: Encoded, rows: jax.Array, starts: jax.Array) -> Encoded:
-    """`kept` with the R chunks of `new` in these rows, from these places on, without padding."""
-    places = starts[:, None] + jnp.cumsum(new.mask, axis=1) - 1
-    places = jnp.where(new.mask, places, _room(kept))  # beyond the room: nowhere
-    rows = rows[:, None]
-
-    def write(old, part):
-        if _axis(old) == 1:
-            written = old.at[rows, places].set(part, mode="drop")
-        else:  # heads stand before tokens
-            written = old.at[rows, :, places].set(part.swapaxes(1, 2), mode="drop")
-        return _laid_out(written, mesh)
-
-    return jax.tree.map(write, kept, new)
-
-
-def _axis(x: jax.Array) -> int:
-    """Where the tokens are: the mask is [B, M], states [B, M, E], keys and values [B, K, M, H]."""
-    return 2 if x.ndim == 4 else 1
-
-
-def _laid_out(x: jax.Array, mesh) -> jax.Array:
-    """Rows as those of texts, heads over `tensor`, where these divide."""
-    return keep_tokens(x, mesh) if _axis(x) == 1 else cache_lib.keep_layout(x, mesh)

@@ -30,7 +30,8 @@ class Conversation:
 
     Turns are read when an answer is asked for, beside the context that there is by then: what was
     read earlier is not read again when a context is added. So a conversation equals reading all of
-    it at once as long as its context stays the same.
+    it at once as long as its context stays the same. A memory that keeps what a question needs is
+    searched for every turn, and what is unchanged is not encoded again.
 
     `say` follows the model's chat format; `read` and `write` leave the format to the caller.
     """
@@ -136,6 +137,8 @@ class Conversation:
 
     def _stream(self, sampling: Sampling) -> Iterator[Piece]:
         tokenizer = self.lm.tokenizer
+        # What a context keeps is chosen anew for each turn; what was read beside it stays read.
+        self.context = self.lm.search_contexts(self.context, [self._ids])
         key, eos = jax.random.key(sampling.seed), jnp.array(tokenizer.eos_ids, jnp.int32)
         text = _Text(0, tokenizer, sampling)
         for count in range(sampling.max_new_tokens):

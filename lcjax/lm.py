@@ -17,10 +17,10 @@ from lcjax import distributed
 from lcjax import generate as generation
 from lcjax.attention import Landmark, Pattern
 from lcjax.build import ModelSection, Settings, build, resolve_rope
-from lcjax.contexts import Contexts, Row, bucketed, cut, passages
+from lcjax.contexts import Contexts, Row, ask, bucketed, chunk_size, cut, passages, search
 from lcjax.contexts import encode as encode_chunks
 from lcjax.convert import Tokenizer
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
 from lcjax.landmark_nll import landmark_nll
 from lcjax.loss import token_nll
@@ -47,6 +47,8 @@ class LanguageModel:
         the mesh of `model` the parameters must lie as `lcjax.sharding.param_shardings` says.
         """
         config = model.config.replace(pattern=model.config.pattern.for_inference())
+        if config.memory is not None:
+            config = config.replace(memory=config.memory.for_inference())
         self.config, self.tokenizer, self.length = config, tokenizer, length
         if config.scan_layers:
             params, config = unstack_layers(params, config), config.replace(scan_layers=False)
@@ -107,7 +109,7 @@ class LanguageModel:
             changes["pattern"] = pattern.for_inference()
         if memory is not None:
             check_memory(self.config.memory)
-            changes["memory"] = memory
+            changes["memory"] = memory.for_inference()
         other.config = self.config.replace(**changes)
         if other.config.rope.learned and "rope" not in self.params:
             raise InputError(
@@ -137,6 +139,7 @@ class LanguageModel:
         batch_tokens: int | None = None,
         projected: bool = False,
         after: Contexts | None = None,
+        query: Sequence[str | Sequence[int]] | None = None,
     ) -> Contexts:
         """What lies beside the window of every row, encoded once, for any number of calls.
 
@@ -144,12 +147,15 @@ class LanguageModel:
           contexts: for each row a document, or a list of passages (each a text, or token ids);
             every passage begins a chunk, and long ones are cut into several.
           chunk: tokens of the chunks that long texts are cut into; None: what the model's memory
-            was trained with (CEPE: 256).
+            was trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter chunks.
           batch_tokens: tokens that are encoded at once, which bounds the memory; None: what suits
             the platform.
           projected: keep the keys and values of every layer that reads contexts: faster to read,
             many times larger.
           after: contexts to which these chunks are added; what it holds is not encoded again.
+          query: what is asked of each row (text or token ids), of its last token, for a memory that
+            keeps what a question needs; None: as `after` was asked, or else every call asks for
+            itself. `search_contexts` asks again.
         """
         if isinstance(contexts, str):
             raise InputError(f"context={contexts[:20]!r} must be a list with one entry per row")
@@ -157,29 +163,57 @@ class LanguageModel:
         if memory is None and not any(len(row) for row in contexts):
             return Contexts(None, *[(0,) * len(contexts)] * 2, self.params)
         check_memory(memory)
-        size = memory.usual if chunk is None else chunk
-        whole_number("chunk", size, 1, f"leave it out for {memory.usual}")
-        if size > memory.longest:
-            raise InputError(
-                f"chunk={size} is more than the {memory.longest} tokens that the encoder was made"
-                f" for; leave it out for {memory.usual}"
-            )
+        size = chunk_size(memory, chunk)
         encode, vocab = self.tokenizer.encode, self.config.vocab_size
         texts = [passages(row, encode, vocab) for row in contexts]
         rows = [[chunk for text in row for chunk in cut(text, size)] for row in texts]
+        asked = None if query is None or not memory.asks else self._asked(query, len(rows))
         return encode_chunks(
             self._model, self.params, rows,
-            batch_tokens=batch_tokens, projected=projected, after=after,
+            batch_tokens=batch_tokens, projected=projected, after=after, query=asked,
         )  # fmt: skip
 
-    def _memory(self, context: Contexts | Sequence[Row] | None, rows: int) -> Encoded | None:
-        """What `rows` texts read, those that fill up the mesh included; None without a context."""
+    def search_contexts(
+        self,
+        contexts: Contexts,
+        query: Sequence[str | Sequence[int]],
+        *,
+        batch_tokens: int | None = None,
+    ) -> Contexts:
+        """`contexts` with what they keep for another question, one for each row.
+
+        Only nodes that were not there before are encoded; a memory that does not ask keeps all as
+        it is. One row of contexts serves many questions.
+        """
+        contexts.check_weights(self.params)
+        if not contexts.source:
+            return contexts
+        contexts = contexts.repeated(len(query))
+        asked = self._asked(query, len(contexts.tokens))
+        return search(self._model, self.params, contexts, asked, batch_tokens=batch_tokens)
+
+    def _asked(self, texts: Sequence[str | Sequence[int]], rows: int) -> jax.Array:
+        """What texts ask contexts for: float32 [B, D]."""
+        if isinstance(texts, str) or len(texts) != rows:
+            raise InputError(
+                f"query={texts!r:.40} must be a list with one entry for each of the {rows} rows"
+            )
+        ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
+        follows = self.config.rope.depends_on_length or self.config.pattern.depends_on_length
+        return ask(self._model, self.params, ids, self.rotation, follows_length=follows)
+
+    def _memory(
+        self, context: Contexts | Sequence[Row] | None, texts: Sequence[Sequence[int]]
+    ) -> Encoded | None:
+        """What `texts` read, those that fill up the mesh included; None without a context."""
         if context is None or (isinstance(context, list | tuple) and not context):
             return None
         if not isinstance(context, Contexts):
             context = self.encode_contexts(context)
         context.check_weights(self.params)
-        return context.rows(rows, padding_rows(self.mesh, rows))
+        if context.waits:
+            context = self.search_contexts(context, texts)
+        return context.rows(len(texts), padding_rows(self.mesh, len(texts)))
 
     def nll(
         self,
@@ -199,6 +233,7 @@ class LanguageModel:
           first: the first scored position, at least 1; only from there logits are computed.
           lengths: int [B], tokens of each row that count; all if None.
           context: what every row reads beside its tokens, as `encode_contexts` takes or gives it.
+            Where nothing has been asked of it, it is searched for the token before `first`.
         """
         if self.config.pattern.prefill_only:
             kind = Pattern.get_choice_name(type(self.config.pattern))
@@ -213,7 +248,7 @@ class LanguageModel:
         # Every device needs equally many rows; those that are lacking repeat the first one.
         filled = np.pad(tokens, [(0, padding_rows(self.mesh, rows)), (0, 0)])
         filled[rows:] = tokens[:1]
-        memory = self._memory(context, rows)
+        memory = self._memory(context, list(tokens[:, :first]))
         if isinstance(self.config.pattern, Landmark):
             scored = landmark_nll(self._model, self.params, filled, self.rotation, first, memory)
             scored = distributed.gather(scored)
@@ -256,6 +291,7 @@ class LanguageModel:
           prompts: a list, also for a single prompt.
           sampling: how tokens are picked and when to stop.
           context: what every row reads beside its prompt, as `encode_contexts` takes or gives it.
+            Where nothing has been asked of it, it is searched for the prompt.
           exact: a rotation that depends on the length follows it while the text grows: all keys are
             rotated anew for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
           prefill_chunk: tokens of a prompt that are read at a time, which bounds the memory; None:
@@ -290,7 +326,7 @@ class LanguageModel:
         return generation.stream(
             self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
             follows_length=follows, exact=exact, prefill_chunk=prefill_chunk,
-            memory=self._memory(context, len(ids)), mixture=mixture,
+            memory=self._memory(context, ids), mixture=mixture,
         )  # fmt: skip
 
     def chat(

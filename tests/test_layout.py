@@ -25,7 +25,7 @@ ORDER = [
     {"build"},
     {"data"},
     {"training"},
-    {"sampling", "mixture", "contexts", "generate", "landmark_nll", "lm"},
+    {"sampling", "mixture", "context_store", "contexts", "generate", "landmark_nll", "lm"},
     {"replug", "conversation"},
     {"evaluation"},
 ]

@@ -70,6 +70,10 @@ class SharedLlm(Memory):
         return self.chunk
 
     @property
+    def ordered(self) -> bool:
+        return True
+
+    @property
     def asks(self) -> bool:
         return self.policy.asks and self.tree.depth > 1
 
@@ -145,6 +149,7 @@ class TreeEncoder(nn.Module):
         path: jax.Array | None = None,
         query: jax.Array | None = None,
         key: jax.Array | None = None,
+        tags: jax.Array | None = None,
         tree: Tree | None = None,
     ) -> Encoded:
         """Of chunks int32 [B, C, P], with `mask` true where there is text.
@@ -154,6 +159,7 @@ class TreeEncoder(nn.Module):
           path: bool [B, C, h - 1], as `choose` gives it; None: what it gives for `query`, `key`.
           query: float32 [B, D], what `Decoder.asked` says of the question.
           key: of training: it moves splits, and chooses for a random policy.
+          tags: uint32 [B, C], which tell chunks apart for a random policy.
           tree: another one than the memory's: what is below a node (`Tree.below`).
         """
         check_chunks(chunks, mask, self.memory.longest)
@@ -164,13 +170,14 @@ class TreeEncoder(nn.Module):
         tokens, length = gathered(*(x.reshape(rows * count, width) for x in (chunks, mask)))
         drawn = _drawn(tree, key, rows, count)
         if path is None:
-            path = self._path(tokens, length, (rows, count), drawn, query=query, key=key)
+            options = {"query": query, "key": key, "tags": tags}
+            path = self._path(tokens, length, (rows, count), drawn, **options)
         found = nodes(tree, length, path.reshape(rows * count, -1), drawn)
         node, position = numbered(found, width)
         index, present = kept(tree, found, width)
         turns = numbers.reshape(-1, 1)
         if self.memory.positions == "released":
-            turns = turns // tree.kept(width)
+            turns = turns // self.memory.tree.kept(self.memory.chunk)
         _, layers = self.model(
             tokens,
             positions=position,

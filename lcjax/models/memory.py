@@ -102,6 +102,11 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return tokens
 
     @property
+    def ordered(self) -> bool:
+        """Whether the encoder takes the `numbers` of chunks, and what is drawn: `key`, `tags`."""
+        return False
+
+    @property
     def asks(self) -> bool:
         """Whether what is kept of a context depends on a question: `query` of the encoder."""
         return False

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from lcjax.distill import Distill, Teacher, distillation
 from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
+from lcjax.models.memory import Encoded
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.sharding import LENGTH
 from lcjax.tree import union
@@ -58,8 +60,8 @@ def language_model(
         targets, weights = batch["targets"], batch["weights"]
         order, memory = model.token_order(targets.shape[1]), None
         if config.memory is not None:
-            context = batch["chunks"], batch["chunk_mask"]
-            memory = model.apply({"params": params}, *context, method="encode")
+            where = {"positions": places, "rotation": rotation}
+            memory = _encoded(model, params, batch, where, key)
             if mesh is None or mesh.shape[LENGTH] == 1:  # else all text would go to one device
                 memory = memory.packed()
         hidden, _ = model.apply(
@@ -82,3 +84,22 @@ def language_model(
             return distillation(*known, Teacher(*teacher), distill, chunk=chunk, mesh=mesh)
 
     return objective
+
+
+def _encoded(model: Decoder, params: dict, batch: Batch, where: dict, key: jax.Array) -> Encoded:
+    """The context of a batch.
+
+    Asked for it is what the last token before the first one that is learned needs, since later ones
+    are not there yet when the model answers.
+    """
+    options, memory = {}, model.config.memory
+    if memory.ordered:
+        options["key"] = jax.random.fold_in(key, 2)
+    if memory.asks:
+        at = jnp.argmax(batch["weights"] > 0, axis=1)
+        own = {"segments": batch["segments"], **where}
+        options["query"] = model.apply(
+            {"params": params}, batch["tokens"], at, method="asked", **own
+        )
+    context = batch["chunks"], batch["chunk_mask"]
+    return model.apply({"params": params}, *context, method="encode", **options)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_lm import ids, sharper
 
-from lcjax import contexts as contexts_lib
+from lcjax import context_store
 from lcjax.attention import Landmark
 from lcjax.build import ModelSection
 from lcjax.convert import ByteTokenizer
@@ -91,13 +91,13 @@ def test_a_text_is_read_as_its_tokens_without_bos(lm):
 
 
 def test_chunks_are_encoded_a_few_at_a_time_by_few_programs(lm, monkeypatch):
-    shapes, encode = [], contexts_lib._encode
+    shapes, encode = [], context_store._encode
 
-    def noted(model, params, tokens, mask, projected):
+    def noted(model, params, tokens, *rest):
         shapes.append(tokens.shape)
-        return encode(model, params, tokens, mask, projected)
+        return encode(model, params, tokens, *rest)
 
-    monkeypatch.setattr(contexts_lib, "_encode", noted)
+    monkeypatch.setattr(context_store, "_encode", noted)
     document = [ids(7, 64 * 11), *(ids(8 + i, 20 + i) for i in range(5))]
     few = lm.encode_contexts([document, []], batch_tokens=256)
     assert shapes == [(8, 32)] + [(4, 64)] * 3 and few.tokens[0] == 64 * 11 + 5 * 20 + 10

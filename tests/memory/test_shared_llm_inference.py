@@ -1,0 +1,258 @@
+"""A language model that reads trees: built once, searched again, in prompts and conversations."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny_lm import ids, sharper
+
+from lcjax import context_store
+from lcjax.build import ModelSection
+from lcjax.conversation import Conversation
+from lcjax.errors import InputError
+from lcjax.generate import Sampling
+from lcjax.lm import LanguageModel
+from lcjax.memory import QueryAware, Random, Right, SharedLlmSection
+from lcjax.models import Decoder
+from lcjax.sharding import Mesh
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+MEMORY = SharedLlmSection(layers=2, chunk=32, ratios=(4, 2, 1), policy=QueryAware(), out="copy")
+GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
+TOKENS = np.array([ids(1, 20), ids(2, 20), ids(3, 20)])
+CONTEXT = [[ids(4, 75), ids(5, 9)], [], [ids(6, 64)]]
+CHUNKS = [  # of 32 tokens, the odd one first
+    [ids(4, 75)[:11], ids(4, 75)[11:43], ids(4, 75)[43:], ids(5, 9)],
+    [],
+    [ids(6, 64)[:32], ids(6, 64)[32:]],
+]
+
+
+@functools.cache
+def loaded(policy):
+    section = dataclasses.replace(MEMORY, policy=policy)
+    return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
+
+
+@pytest.fixture(params=[Right(), QueryAware()], ids=["right", "query"])
+def lm(request):
+    return loaded(request.param)
+
+
+@pytest.fixture
+def asking():
+    return loaded(QueryAware())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(model, params, tokens, chunks, mask, at):
+    """float32 [B, T, V], everything encoded and read at once; chunks int32 [B, C, P]."""
+    query = model.apply({"params": params}, tokens, at, method="asked")
+    memory = model.apply({"params": params}, chunks, mask, query=query, method="encode")
+    hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+    return model.apply({"params": params}, hidden, method="logits")
+
+
+def by_hand(lm, tokens, at, chunks=CHUNKS):
+    """Logits of rows of tokens beside `chunks`, searched for the tokens `at` of these rows."""
+    count = max(map(len, chunks))
+    filled, mask = np.zeros((3, count, 32), np.int32), np.zeros((3, count, 32), bool)
+    for row, own in enumerate(chunks):
+        for i, chunk in enumerate(own):
+            filled[row, i, : len(chunk)], mask[row, i, : len(chunk)] = chunk, True
+    model = Decoder(lm.config.replace(remat="none"))
+    at = np.asarray(at, np.int32)
+    return np.array(logits_of(model, lm.params, np.asarray(tokens), filled, mask, at))
+
+
+def nll_of(logits, tokens):
+    log_p = jax.nn.log_softmax(logits[:, :-1])
+    return -np.take_along_axis(np.asarray(log_p), tokens[:, 1:, None], -1)[..., 0]
+
+
+def picked(lm, prompts, sampling=GREEDY, **options):
+    rows = [[] for _ in prompts]
+    for piece in lm.stream(prompts, sampling, **options):
+        rows[piece.row] += piece.ids
+    return rows
+
+
+def test_contexts_of_any_number_and_length_are_read_as_the_model_reads_their_chunks(lm):
+    found, plain = lm.nll(TOKENS, context=CONTEXT, first=12), lm.nll(TOKENS, first=12)
+    wanted = nll_of(by_hand(lm, TOKENS, [11] * 3), TOKENS)[:, 11:]
+    np.testing.assert_allclose(found[:, 12:], wanted, atol=5e-5)
+    np.testing.assert_array_equal(found[1], plain[1])  # the row without a context
+    assert np.abs(found - plain).max(1)[[0, 2]].min() > 0.05, "it does listen"
+
+
+def test_text_with_a_cache_equals_text_without_for_unequal_prompts_and_contexts(lm):
+    prompts = [ids(1, 50), ids(2, 5), ids(3, 33)]
+    found = picked(lm, prompts, context=CONTEXT, prefill_chunk=32)
+    tokens = np.zeros((3, 64), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt) + 6] = prompt + found[row]
+    logits = by_hand(lm, tokens, [len(prompt) - 1 for prompt in prompts])
+    logits[..., list(lm.tokenizer.eos_ids)] = -np.inf
+    for row, prompt in enumerate(prompts):
+        best = logits[row, len(prompt) - 1 : len(prompt) + 5].argmax(-1)
+        assert found[row] == best.tolist()
+
+
+def test_fewer_tokens_than_a_chunk_are_one_smaller_tree(lm):
+    context = lm.encode_contexts([ids(4, 3)], query=[ids(1, 5)])
+    assert context.chunks == (1,) and context.tokens == (3,)
+    assert context.encoded.mask.sum() in (2, 3) and context.encoded.chunks.tolist() == [1]
+
+
+def test_chunks_are_encoded_a_few_at_a_time_and_as_at_once(lm, monkeypatch):
+    shapes, encode = [], context_store._encode
+
+    def noted(model, params, tokens, *rest):
+        shapes.append(tokens.shape)
+        return encode(model, params, tokens, *rest)
+
+    monkeypatch.setattr(context_store, "_encode", noted)
+    document, question = [ids(7, 32 * 9 + 5)], [ids(1, 9), ids(2, 9)]
+    few = lm.encode_contexts([document, []], batch_tokens=128, query=question)
+    assert shapes == [(4, 32), (4, 32), (2, 32)] and few.chunks == (10, 0)
+    whole = lm.encode_contexts([document, []], query=question)
+    np.testing.assert_array_equal(few.encoded.mask, whole.encoded.mask)
+    there = np.asarray(few.encoded.mask)[:, None, :, None]
+    for own, other in zip(few.encoded.layers, whole.encoded.layers, strict=True):
+        for a, b in zip(own, other, strict=True):
+            np.testing.assert_allclose(np.where(there, a, 0), np.where(there, b, 0), atol=2e-4)
+
+
+def same(a, b):
+    """Whether two contexts are the same where anything is kept."""
+    np.testing.assert_array_equal(a.encoded.mask, b.encoded.mask)
+    np.testing.assert_array_equal(a.encoded.chunks, b.encoded.chunks)
+    there = np.asarray(a.encoded.mask)[:, None, :, None]
+    for own, other in zip(a.encoded.layers, b.encoded.layers, strict=True):
+        for x, y in zip(own, other, strict=True):
+            np.testing.assert_allclose(np.where(there, x, 0), np.where(there, y, 0), atol=2e-4)
+
+
+def test_what_is_added_later_equals_what_is_encoded_at_once(lm):
+    question = [ids(1, 9), ids(2, 9)]
+    first = lm.encode_contexts([[], ids(1, 32)], query=question)
+    before = jax.tree.map(np.array, first.encoded)
+    second = lm.encode_contexts([ids(2, 40), []], after=first)
+    third = lm.encode_contexts([[], ids(3, 32)], after=second)
+    whole = lm.encode_contexts([ids(2, 40), [ids(1, 32), ids(3, 32)]], query=question)
+    assert (whole.tokens, whole.chunks) == (third.tokens, third.chunks) == ((40, 64), (2, 2))
+    same(third, whole)
+    jax.tree.map(np.testing.assert_array_equal, before, first.encoded)  # still of use
+
+
+def test_one_context_serves_many_questions(lm):
+    found = lm.nll(TOKENS, context=lm.encode_contexts(CONTEXT[:1]), first=12)
+    wanted = lm.nll(TOKENS, context=[CONTEXT[0]] * 3, first=12)
+    np.testing.assert_allclose(found, wanted, atol=5e-5)
+
+
+def test_another_question_encodes_only_what_was_not_there(asking, monkeypatch):
+    shapes, encode = [], context_store._encode
+
+    def noted(model, params, tokens, mask, projected, tree=None, options=None):
+        shapes.append((int(mask.sum()), None if tree is None else tree.depth))
+        return encode(model, params, tokens, mask, projected, tree, options)
+
+    monkeypatch.setattr(context_store, "_encode", noted)
+    document, questions = [[ids(8, 32 * 12 + 7)]], [[ids(seed, 9)] for seed in range(1, 5)]
+    found = asking.encode_contexts(document, query=questions[0])
+    again = asking.search_contexts(found, questions[0])
+    same(again, found)
+    assert sum(count for count, _ in shapes) == 32 * 12 + 7, "the same question encodes nothing"
+    seen = set()
+    for question in questions[1:]:
+        shapes.clear()
+        previous, found = found, asking.search_contexts(found, question)
+        same(found, asking.encode_contexts(document, query=question))
+        paths = [
+            (len(new.tokens), old.path.tolist(), new.path.tolist())
+            for old, new in zip(previous.source, found.source, strict=True)
+        ]
+        wanted = 0
+        for size, old, new in paths:
+            if old[0] != new[0] or (size % 8 and old != new):
+                wanted += size
+            elif old != new:
+                wanted += size // 2
+        fresh = 32 * 12 + 7
+        assert sum(count for count, _ in shapes) == wanted + fresh and wanted < fresh
+        seen |= {depth for _, depth in shapes}
+    assert 2 in seen, "some chunks changed below their first level only"
+
+
+def test_a_random_policy_chooses_the_same_however_chunks_are_put_together():
+    lm = loaded(Random())
+    document = [[ids(8, 32 * 6)]]
+    few, whole = (lm.encode_contexts(document, batch_tokens=size) for size in (64, None))
+    same(few, whole)
+    other = lm.encode_contexts([[ids(8, 32 * 6)]], after=None)
+    same(other, whole)
+
+
+def test_a_conversation_searches_its_context_for_every_turn(asking):
+    talk = Conversation(asking, context=[ids(4, 75)], length=128)
+    assert talk.context.waits
+    for turn, seed in enumerate((1, 2)):
+        talk.read(ids(seed, 9))
+        said = talk.tokens
+        talk.write(GREEDY)
+        same(talk.context, asking.encode_contexts([[ids(4, 75)]], query=[said]))
+        if turn == 0:
+            wanted = picked(asking, [said], context=[[ids(4, 75)]])[0]
+            assert talk.tokens[len(said) :] == wanted
+    talk.add_context([ids(5, 32)])
+    assert talk.context.chunks == (4,)
+    talk.read(ids(3, 5))
+    said = talk.tokens
+    talk.write(GREEDY)
+    same(talk.context, asking.encode_contexts([[ids(4, 75), ids(5, 32)]], query=[said]))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda lm: lm.encode_contexts([["a"]], chunk=33), "chunk=33 is more than the 32 tokens"),
+        (lambda lm: lm.encode_contexts([["a"]], chunk=20), "chunk=20 must be.*nearest: 16, 24"),
+        (lambda lm: lm.encode_contexts([["a"]], query=[[]]), r"query\[0\] is empty"),
+        (lambda lm: lm.encode_contexts([["a"]], query="b"), "one entry for each of the 1 rows"),
+        (lambda lm: lm.encode_contexts([["a"]], query=["b", "c"]), "each of the 1 rows"),
+        (lambda lm: lm.encode_contexts([["a"]]).rows(1, 0), "nothing has been asked of it yet"),
+        (lambda lm: lm.nll(TOKENS, context=[["a"], ["b"]]), "2 rows"),
+    ],
+)
+def test_contexts_that_cannot_be_read_are_refused_in_one_line(asking, call, words):
+    with pytest.raises(InputError, match=words) as caught:
+        call(asking)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (1, 2, 1, 4)], ids=str)
+def test_contexts_on_a_mesh_equal_those_of_one_device(asking, sizes):
+    section = ModelSection(preset="tiny", memory=MEMORY)
+    spread = sharper(LanguageModel.load(section, mesh=Mesh(*sizes)))
+    prompts = [ids(1, 70), ids(2, 5), ids(3, 33)]
+    wanted = asking.nll(TOKENS, context=CONTEXT)
+    np.testing.assert_allclose(spread.nll(TOKENS, context=CONTEXT), wanted, atol=2e-4)
+    context = spread.encode_contexts(CONTEXT, query=prompts)
+    assert picked(spread, prompts, context=context) == picked(asking, prompts, context=CONTEXT)
+
+
+@pytest.mark.slow
+def test_contexts_in_bfloat16_are_near_those_in_float32():
+    lm = loaded(Right())
+    section = dataclasses.replace(MEMORY, policy=Right())
+    half = LanguageModel.load(ModelSection(preset="tiny", memory=section, dtype="bfloat16"))
+    half.params = lm.params
+    context = half.encode_contexts(CONTEXT)
+    assert context.encoded.layers[0][0].dtype == "bfloat16"
+    found, wanted = half.nll(TOKENS, context=context), lm.nll(TOKENS, context=CONTEXT)
+    assert np.abs(found - wanted).mean() < 0.15 < np.abs(lm.nll(TOKENS) - wanted).mean()
