@@ -232,6 +232,14 @@ def test_a_llama_needs_its_weights_and_half_a_megabyte_of_cache_for_every_token(
     assert found.activations < 2**30
 
 
+def test_a_context_that_was_read_is_kept_beside_the_cache():
+    plain = cost.generation_memory(READER, 64, 3, Mesh(fsdp=1))
+    found = cost.generation_memory(READER, 64, 3, Mesh(fsdp=1), context=(5, 8))
+    one_layer = 2 * READER.num_kv_heads * READER.head_dim * 4
+    assert found.context == 3 * 5 * 8 * (ENCODER.width * 4 + 1 + one_layer)
+    assert plain.context == 0 and found.total == plain.total + found.context
+
+
 def test_memory_wants_to_know_how_many_devices_there_are():
     with pytest.raises(InputError, match="write how many devices lie along each axis"):
         cost.generation_memory(preset("tiny"), 16, 1, Mesh())

@@ -36,6 +36,7 @@ class Memory:
     optimizer: int = 0  # moments, and the running average of the weights
     activations: int = 0  # kept for the backward pass, and what one layer and the loss work with
     cache: int = 0
+    context: int = 0  # what a memory keeps of texts that it has read
 
     @property
     def total(self) -> int:
@@ -82,8 +83,11 @@ def generation_memory(
     mesh: Mesh | jax.sharding.Mesh,
     *,
     chunk: int = 4096,
+    context: tuple[int, int] | None = None,
 ) -> Memory:
     """Of writing text in `rows` caches of `length` slots, prompts read `chunk` tokens at a time.
+
+    `context`: chunks, and tokens of each, that a model with a memory has read beside every row.
 
     With `chunk` equal to `length` it is at least what scoring texts of that length needs, which
     fills no cache.
@@ -102,7 +106,26 @@ def generation_memory(
         weights=_bytes(_per_device(config, sizes)),
         activations=size * tokens * (channels + 3 * config.width) + 4 * own * config.vocab_size,
         cache=size * slots + config.num_layers * own * notes,
+        context=0 if context is None else own * _encoded(config, *context),
     )
+
+
+def _encoded(config: ModelConfig, chunks: int, size: int) -> int:
+    """Bytes that are kept of so many chunks of `size` tokens, and what one layer makes of them."""
+    model = Decoder(config)
+    params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))[
+        "params"
+    ]
+
+    def encode(params):
+        chunk = jnp.ones((1, 1, size), jnp.int32)
+        return model.apply({"params": params}, chunk, chunk > 0, method="encode")
+
+    encoded = jax.eval_shape(encode, params)
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(encoded))
+    if encoded.layers is None:  # keys and values of a layer
+        kept += 2 * config.num_kv_heads * config.head_dim * size * config.compute_dtype().itemsize
+    return chunks * kept
 
 
 def _sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:

@@ -52,7 +52,7 @@ def _cost(records: Sequence[Record]) -> Record:
     return {
         "seconds": seconds,
         "compile_seconds": sum(record["compile_seconds"] for record in records),
-        "tokens_per_second": sum(r["size"] for r in records) / seconds if seconds else None,
+        "tokens_per_second": sum(r["read"] for r in records) / seconds if seconds else None,
         "peak_bytes": max(peaks, default=None),
         "peak_bytes_at_most": max(bounds) or None,
     }

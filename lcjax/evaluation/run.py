@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -188,8 +189,11 @@ class _Runner:
         batch, length = self._config.batch_size, self._limits.lengths[-1]
         splits = [_split(method, model) for method in methods]
         longest = max(length if s is None else s.tokens(model, length) for s in splits)
-        mesh = model.mesh or Mesh(fsdp=1)
-        memory = cost.generation_memory(model.config, longest, batch, mesh, chunk=longest)
+        contexts = [c for c in (s and s.context(model, length) for s in splits) if c]
+        memory = cost.generation_memory(
+            model.config, longest, batch, model.mesh or Mesh(fsdp=1), chunk=longest,
+            context=max(contexts, key=math.prod, default=None),
+        )  # fmt: skip
         if not any(task.generates for task in self._config.tasks):
             memory = dataclasses.replace(memory, cache=0)
         name = section.path or section.preset
@@ -296,6 +300,15 @@ class _Runner:
                     "peak_bytes_at_most": measure.highest_bytes(),
                 }
                 yield [
-                    {**facts, "window": u.index, "digest": u.digest, **u.facts, **score, **cost}
+                    {
+                        **facts, "window": u.index, "digest": u.digest, **u.facts, **score,
+                        "read": _read(model, u), **cost,
+                    }
                     for u, score in zip(chunk, scores, strict=True)
-                ]
+                ]  # fmt: skip
+
+
+def _read(model, unit: Unit) -> int:
+    """Tokens of a unit that the model took in, or wrote."""
+    unread = model.unread(len(unit.tokens)) if isinstance(model, SplitModel) else 0
+    return unit.facts["size"] - unread

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lcjax.contexts import chunk_size
 from lcjax.contexts import cut as chunks_of
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.task import Unit
@@ -44,9 +45,20 @@ class ContextSplit:
         check_memory(memory)
         if self.trained_context is not None:
             memory = dataclasses.replace(memory, trained_context=self.trained_context)
-        chunk = memory.usual if self.chunk is None else self.chunk
         subject = model.with_method(memory=memory, length=decoder)
-        return SplitModel(subject, self, decoder, chunk)
+        return SplitModel(subject, self, decoder, self.size(model))
+
+    def size(self, model) -> int:
+        """Tokens of a chunk."""
+        return chunk_size(model.config.memory, self.chunk)
+
+    def context(self, model, length: int) -> tuple[int, int] | None:
+        """Chunks that are kept of a window beside what the decoder reads, and tokens of each."""
+        if model.config.memory is None:
+            return None
+        size = self.size(model)
+        chunks = -(-(length - self.tokens(model, length)) // size)
+        return chunks if self.chunks is None else min(chunks, self.chunks), size
 
     def tokens(self, model, length: int) -> int:
         """What the decoder reads of windows of `length` tokens."""
@@ -98,6 +110,9 @@ class ReplugSplit(ContextSplit):
             )
         return usual
 
+    def context(self, model, length: int) -> None:
+        """Nothing is kept: a passage is read before the text, and again with the next one."""
+
     def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
         return Replug(model, batch=len(tokens)).nll(tokens, context=passages, **options)
 
@@ -139,6 +154,12 @@ class SplitModel:
         beside = [self._passages(np.asarray(p[:cut], np.int32)) for p, cut in pairs]
         read = [list(p[cut:]) for p, cut in pairs]
         return self._split.generate(self._model, read, sampling, beside, self._chunk)
+
+    def unread(self, size: int) -> int:
+        """Tokens of a window of `size` that neither the decoder reads nor a chunk holds."""
+        if self._split.chunks is None:
+            return 0
+        return max(size - self.decoder - self._split.chunks * self._chunk, 0)
 
     def _passages(self, context: np.ndarray) -> list[np.ndarray]:
         return self._split.passages(context, self._chunk)
