@@ -111,7 +111,7 @@ def _memory(section: MemorySection, config: ModelConfig) -> dict[str, Any]:
     # Layers are scanned where they are all alike.
     return {
         "memory": memory,
-        "scan_layers": config.scan_layers and all(memory.reading(config.num_layers)),
+        "scan_layers": config.scan_layers and memory.alike(config.num_layers),
     }
 
 

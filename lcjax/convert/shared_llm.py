@@ -33,8 +33,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         rope = landmark.config_from_hf({"model_type": "llama"} | inner, where).rope
         states = states.replace(rope=rope)
     memory = SharedLlm(states, **(_noted(hf[_OWN]) if _OWN in hf else _released(hf, where)))
-    alike = all(memory.reading(config.num_layers))
-    return config.replace(memory=memory, scan_layers=config.scan_layers and alike)
+    return config.replace(memory=memory, scan_layers=False)
 
 
 def _noted(note: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def _released(hf: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         kept = float(first) if "." in first else int(first)
         ratios = tuple(_ratio(_CHUNK >> level, kept) for level in range(1, depth + 1))
-    except (ValueError, TypeError, ZeroDivisionError):
+    except (ValueError, TypeError):
         raise InputError(
             f"{where}: last_p={text} with {_DEPTH}={depth!r} does not say how many tokens of a node"
             " are kept; correct them"
@@ -69,7 +68,10 @@ def _ratio(length: int, kept: float) -> int:
     """The stride of a node: `kept` is a count, a fraction of its tokens, or up to 0 for all."""
     if kept <= 0:
         return 1
-    return length // (int(length * kept) if isinstance(kept, float) else kept)
+    count = int(length * kept) if isinstance(kept, float) else kept
+    if not 1 <= count <= length:
+        raise ValueError(count)
+    return length // count
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:

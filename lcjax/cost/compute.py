@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import Places
+from lcjax.memory import SharedLlm
 from lcjax.models import Decoder, ModelConfig
 from pallas_kernels import by_heads
 
@@ -152,19 +153,45 @@ def _context_flops(
     if config.memory is None or context is None:
         return _Reading()
     states, encoded = config.memory.states, math.prod(context)
-    within = 4 * states.num_heads * states.head_dim * visible_keys(states, context[1])
+    within = 4 * states.num_heads * states.head_dim * _seen_within(config, context[1])
     within *= states.num_layers * encoded / length
-    across = 4 * config.num_heads * config.head_dim * encoded
+    kept = context[0] * config.memory.room(context[1])
+    across = 4 * config.num_heads * config.head_dim * kept
     across *= sum(config.memory.reading(config.num_layers))
     shapes = parameter_shapes(config)
+    searched = _search_flops(config, length, context, shapes)
     if any(trained(path) for path in shapes if path.startswith("encoder/")):
-        return _Reading(within + across)
+        return _Reading(within + across + searched, 2 * searched)
     before = sum(
         2 * math.prod(leaf.shape) * _share_of_tokens(path, length, context)
         for path, leaf in shapes.items()
         if path.endswith("/kernel") and re.search(r"^encoder/|/memory/(key|value)/", path)
     )
-    return _Reading(within + across, before + 2 * within)
+    return _Reading(within + across + searched, before + 2 * within + 2 * searched)
+
+
+def _seen_within(config: ModelConfig, chunk: int) -> float:
+    """Keys that a token sees while its chunk is encoded, on average."""
+    memory = config.memory
+    if not isinstance(memory, SharedLlm):
+        return visible_keys(memory.states, chunk)
+    sizes = [chunk >> level for level in memory.tree.levels]
+    return sum(size * (size + 1) / 2 for size in sizes) / chunk
+
+
+def _search_flops(
+    config: ModelConfig, length: int, context: tuple[int, int], shapes: Mapping
+) -> float:
+    """Of choosing nodes: one layer over the halves of each level, and over the question."""
+    memory = config.memory
+    if not memory.asks:
+        return 0.0
+    tokens = [context[1] >> level for level in range(memory.tree.depth - 1)]
+    layers = [leaf.shape for path, leaf in shapes.items() if path.startswith("encoder/layers/")]
+    each = 2 * sum(math.prod(shape[1:]) for shape in layers if len(shape) > 2)
+    pair = 4 * config.num_heads * config.head_dim
+    found = sum(context[0] * size * (each + pair * size / 4) for size in tokens)
+    return found / length + each + pair * visible_keys(config, length)
 
 
 def note_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> int:

@@ -112,7 +112,7 @@ def generation_memory(
 
 def _encoded(config: ModelConfig, chunks: int, size: int) -> int:
     """Bytes that are kept of so many chunks of `size` tokens, and what one layer makes of them."""
-    model = Decoder(config)
+    model = Decoder(config.replace(memory=config.memory.unasked()))
     params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))[
         "params"
     ]
@@ -170,16 +170,14 @@ def _bytes(counts: Mapping[str, tuple[int, int]]) -> int:
 
 def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     """The part of each layer that one device of the tensor axis computes."""
-    tensor = sizes["tensor"]
-    if config.memory is not None:
-        states = _local(config.memory.states, sizes)
-        config = config.replace(memory=dataclasses.replace(config.memory, states=states))
+    tensor, memory = sizes["tensor"], config.memory
+    if memory is not None:
+        memory = dataclasses.replace(memory, states=_local(memory.states, sizes))
     heads, shared = _share(config.num_heads, tensor), _share(config.num_kv_heads, tensor)
     if heads % shared:  # more devices than key heads: each computes all of those
         heads, shared = config.num_heads, config.num_kv_heads
-    return config.replace(
-        num_heads=heads, num_kv_heads=shared, mlp_width=_share(config.mlp_width, tensor)
-    )
+    width = _share(config.mlp_width, tensor)
+    return config.replace(num_heads=heads, num_kv_heads=shared, mlp_width=width, memory=memory)
 
 
 def _backward(
@@ -229,8 +227,9 @@ def _kept(
     if chunk is None:
         return _slopes(plain, None, trained)
     reading = count if layers is not None else sum(config.memory.reading(count))
-    memory = dataclasses.replace(config.memory, layers=reading)
-    found = _slopes(plain.replace(num_layers=reading, memory=memory), chunk, trained)
+    memory = config.memory.unasked().of_layers(reading)
+    reader = plain.replace(num_layers=reading, memory=memory, scan_layers=memory.alike(reading))
+    found = _slopes(reader, chunk, trained)
     if reading < count:
         fewer = plain.replace(num_layers=reading)
         found = found + _slopes(plain, None, trained) - _slopes(fewer, None, trained)
@@ -238,8 +237,16 @@ def _kept(
 
 
 def _slopes(config: ModelConfig, chunk: int | None, trained: Callable[[str], bool]) -> np.ndarray:
-    """What `_kept` says, of all layers of `config`."""
-    return _residuals(config, chunk, frozenset(filter(trained, parameter_shapes(config))))
+    """What `_kept` says, of all layers of `config`.
+
+    Scanned layers stand for those that are trained, where rules tell layers apart.
+    """
+
+    def any_trained(path: str) -> bool:
+        each = [path.replace("layers/", f"layers_{i}/", 1) for i in range(config.num_layers)]
+        return trained(path) or (path.startswith("layers/") and any(map(trained, each)))
+
+    return _residuals(config, chunk, frozenset(filter(any_trained, parameter_shapes(config))))
 
 
 @functools.lru_cache(maxsize=64)  # seconds, and runs of one model are often alike

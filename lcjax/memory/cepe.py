@@ -40,6 +40,9 @@ class Cepe(Memory):
     def reading(self, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
 
+    def of_layers(self, count: int) -> "Cepe":
+        return dataclasses.replace(self, layers=count)
+
     @property
     def longest(self) -> int:
         return self.states.max_length

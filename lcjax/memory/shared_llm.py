@@ -65,6 +65,10 @@ class SharedLlm(Memory):
             chosen = range(first, first + count)
         return tuple(layer in chosen for layer in range(num_layers))
 
+    def alike(self, num_layers: int) -> bool:
+        """Never: each layer reads another one's keys."""
+        return False
+
     @property
     def longest(self) -> int:
         return self.chunk
@@ -76,6 +80,12 @@ class SharedLlm(Memory):
     @property
     def asks(self) -> bool:
         return self.policy.asks and self.tree.depth > 1
+
+    def unasked(self) -> "SharedLlm":
+        return dataclasses.replace(self, policy=Right())
+
+    def of_layers(self, count: int) -> "SharedLlm":
+        return dataclasses.replace(self, states=self.states.replace(num_layers=count))
 
     def room(self, tokens: int) -> int:
         return self.tree.kept(tokens)

@@ -88,10 +88,10 @@ class ModelConfig:
             )
         if self.memory is not None:
             self.memory.check(self)
-            if self.scan_layers and not all(self.memory.reading(self.num_layers)):
+            if self.scan_layers and not self.memory.alike(self.num_layers):
                 raise InputError(
-                    "model.scan_layers=true needs layers that are all alike, and only some read the"
-                    " memory; set scan_layers=false"
+                    "model.scan_layers=true needs layers that are all alike, and some do not read"
+                    " the memory as others do; set scan_layers=false"
                 )
         if self.position == "rope":
             return

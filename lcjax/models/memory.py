@@ -62,6 +62,10 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def reading(self, num_layers: int) -> tuple[bool, ...]:
         """Which of the layers read the context, the first one first."""
 
+    def alike(self, num_layers: int) -> bool:
+        """Whether all layers do the same with what is read, so that one can be scanned."""
+        return all(self.reading(num_layers))
+
     def check(self, config: "ModelConfig") -> None:
         """Refuses a decoder that the method is not defined for."""
 
@@ -110,6 +114,14 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def asks(self) -> bool:
         """Whether what is kept of a context depends on a question: `query` of the encoder."""
         return False
+
+    def unasked(self) -> "Memory":
+        """One that keeps as much and does not ask, for whoever wants shapes alone."""
+        return self
+
+    @abc.abstractmethod
+    def of_layers(self, count: int) -> "Memory":
+        """The memory of a decoder of which `count` layers read: what one more of them costs."""
 
     @abc.abstractmethod
     def projected(self, params: dict, config: "ModelConfig", encoded: Encoded) -> Encoded:
