@@ -175,7 +175,7 @@ def test_a_decoding_step_of_a_model_copies_no_cache(preset):
     params, cache, token, at, rotation = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), given
     )
-    traced = _step.trace(model, params, cache, token, None, at, None, rotation)
+    traced = _step.trace(model, params, cache, token, None, at, None, rotation, None)
     compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     elements = cache.layers[0][0].size
     memory = compiled.memory_analysis()
