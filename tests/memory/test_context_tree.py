@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sharedllm_golden as golden
+from tree_oracle import by_hand
 
 from lcjax.errors import InputError
 from lcjax.memory import Level, Policy, QueryAware, Random, Right, Tree
@@ -14,26 +15,6 @@ from lcjax.memory import context_tree as trees
 from lcjax.memory.policies import search
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
-def by_hand(text, tree, path, drawn=None):
-    """(kept, all) tokens of each node of one chunk, leaves first: lists, one level at a time."""
-    found, rest = [], list(text)
-    for level in range(1, tree.depth):
-        half = len(rest) // 2
-        away = 0
-        if drawn is not None:
-            away = int(np.float32(drawn[level - 1]) * np.float32(half) / np.float32(tree.noise))
-            most = min(int(1024 * 3 / tree.noise) * half // 1024, max(half - 1, 0))
-            away = max(-most, min(most, away))
-        middle = len(rest) - half - away
-        halves = rest[:middle], rest[middle:]
-        rest, node = (halves[1], halves[0]) if path[level - 1] else halves
-        found.append((node, level))
-    middle = len(rest) - len(rest) // 2
-    found += [(rest[middle:], tree.depth), (rest[:middle], tree.depth)]
-    found.reverse()
-    return [(node[:: tree.ratios[level - 1]], node) for node, level in found]
 
 
 def built(tree, lengths, path, width, drawn=None):

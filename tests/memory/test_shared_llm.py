@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sharedllm_golden as golden
+import tree_oracle as oracle
 
 from lcjax.build import ModelSection, build
+from lcjax.convert.hf_names import entries
 from lcjax.loss import cross_entropy
-from lcjax.memory import QueryAware, SharedLlmSection
+from lcjax.memory import QueryAware, Random, SharedLlmSection, shared_llm
 from lcjax.models import Decoder, head
 
 TOLERANCE = 2e-5  # absolute, of float32 logits
@@ -193,3 +195,82 @@ def test_packing_the_context_changes_nothing():
     packed = jax.jit(lambda encoded: encoded.packed())(encoded)
     assert not np.array_equal(packed.mask, encoded.mask)
     close(*(read(model, params, tokens, memory, {})[0] for memory in (packed, encoded)))
+
+
+@pytest.mark.parametrize("noise", [None, 2.0])
+def test_what_is_kept_equals_nodes_that_are_read_one_after_the_other_in_float64(noise):
+    model, params = small(layers=2, noise=noise, policy=Random())
+    memory, config = model.config.memory, model.config.memory.states
+    chunks, mask, key = text(1, 2, 3, 16), np.ones((2, 3, 16), bool), jax.random.key(3)
+    mask[0, 0, :3], mask[1, 2, 9:] = False, False
+    path = np.random.default_rng(2).random((2, 3, 2)) < 0.5
+    found = encode(model, params, chunks, mask, {"path": path, "key": key})
+    drawn = shared_llm._drawn(memory.tree, key, 2, 3)
+    moved = 0
+    for row in range(2):
+        wanted = []
+        for number in range(3):
+            ids = chunks[row, number][mask[row, number]].tolist()
+            own = None if drawn is None else np.asarray(drawn)[row * 3 + number]
+            nodes = oracle.by_hand(list(enumerate(ids)), memory.tree, path[row, number], own)
+            even = oracle.by_hand(list(enumerate(ids)), memory.tree, path[row, number])
+            moved += nodes != even
+            wanted.append(oracle.tree_keys(params["encoder"], config, nodes, number))
+        for layer, pair in enumerate(found.layers):
+            for x, parts in zip(pair, zip(*(w[layer] for w in wanted), strict=True), strict=True):
+                here = np.asarray(x)[row].swapaxes(0, 1)[np.asarray(found.mask)[row]]
+                close(here, np.concatenate(parts))
+    assert bool(moved) == (noise is not None), "splits are drawn"
+
+
+def test_paths_equal_cosines_in_float64():
+    model, params = small(layers=2, policy=QueryAware())
+    memory, chunks, tokens = model.config.memory, text(1, 2, 6, 16), text(0, 2, 9)
+    mask = np.ones(chunks.shape, bool)
+    mask[:, 0, :5] = False
+
+    @jax.jit
+    def choose(params):
+        at = np.array([8, 4], np.int32)
+        query = model.apply({"params": params}, tokens, at, method="asked")
+        method = functools.partial(_choose, chunks=chunks, mask=mask, query=query)
+        return query, model.apply({"params": params}, method=method)
+
+    query, path = choose(params)
+    upper = {name: params[name] for name in ("embed", "final_norm")}
+    upper["layers"] = jax.tree.map(lambda x: x[None], params["layers_0"])
+    first = memory.states.replace(num_layers=1)
+    for row, at in enumerate((8, 4)):
+        state = oracle.lower_model(upper, first, tokens[row, : at + 1])[1][-1]
+        close(query[row], state)
+        for number in range(6):
+            ids = chunks[row, number][mask[row, number]]
+            wanted = oracle.searched(params["encoder"], memory.states, memory.tree, ids, state)
+            assert path[row, number].tolist() == wanted
+    assert path.any() and not path.all()
+
+
+def _choose(model, *, chunks, mask, query):
+    return model.encoder.choose(chunks, mask, query=query)
+
+
+@pytest.mark.parametrize(
+    ("placement", "reading"),
+    [("bottom", "110000"), ("top", "000011"), ("interleaved", "100100")],
+)
+def test_layers_that_read_lie_where_they_are_said_to(placement, reading):
+    memory = dataclasses.replace(small(layers=2)[0].config.memory, placement=placement)
+    assert "".join(str(int(reads)) for reads in memory.reading(6)) == reading
+
+
+def test_a_model_whose_queries_have_a_bias_reads_with_it():
+    config = small()[0].config
+    config = config.replace(qkv_bias=True, memory=None)
+    section = dataclasses.replace(SECTION, out="zeros")
+    memory = section.memory(config)
+    model = Decoder(config.replace(memory=memory, scan_layers=False))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    reader = shapes["layers_0"]["memory"]
+    assert reader["query"]["bias"].shape == (4, 16) and set(reader) == {"norm", "query", "out"}
+    names = {name for entry in entries(model.config) for name in entry.names}
+    assert "model.layers.0.cross_attn.q_proj.bias" in names
