@@ -13,6 +13,7 @@ from lcjax.contexts import chunk_size
 from lcjax.contexts import cut as chunks_of
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.task import Unit
+from lcjax.memory import Cepe, Policy, SharedLlm
 from lcjax.models.memory import check_memory
 from lcjax.replug import Replug
 
@@ -32,6 +33,8 @@ class ContextSplit:
     source: str = "own"
     # Contexts of more tokens are attended to more sharply (Cepe.trained_context); null: never.
     trained_context: int | None = None
+    # Which half of a node is split again (SharedLLM): right, query, random; null: the model's own.
+    policy: Policy | None = None
 
     def __post_init__(self):
         whole_numbers("context", self, 1, "decoder", "chunk", "trained_context")
@@ -43,8 +46,15 @@ class ContextSplit:
         """`model` for windows of `length` tokens."""
         memory, decoder = model.config.memory, self.tokens(model, length)
         check_memory(memory)
-        if self.trained_context is not None:
-            memory = dataclasses.replace(memory, trained_context=self.trained_context)
+        for name, kind in (("trained_context", Cepe), ("policy", SharedLlm)):
+            if (value := getattr(self, name)) is None:
+                continue
+            if not isinstance(memory, kind):
+                raise InputError(
+                    f"context.{name}={value} is a setting of {kind.__name__}, and this model has"
+                    f" {type(memory).__name__}; leave it out"
+                )
+            memory = dataclasses.replace(memory, **{name: value})
         subject = model.with_method(memory=memory, length=decoder)
         return SplitModel(subject, self, decoder, self.size(model))
 
@@ -91,8 +101,9 @@ class ReplugSplit(ContextSplit):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.trained_context is not None:
-            raise InputError("replug.trained_context is for a memory; leave it out")
+        for name in ("trained_context", "policy"):
+            if getattr(self, name) is not None:
+                raise InputError(f"replug.{name} is for a memory; leave it out")
 
     def of(self, model, length: int) -> "SplitModel":
         decoder = self.tokens(model, length)

@@ -45,8 +45,8 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
     chunks, memory = config.data.chunks, model.memory
     if memory is None and chunks is not None:
         raise InputError(
-            "data.chunks are read by a memory, and this model has none; set model.memory.type=cepe,"
-            " or leave data.chunks out"
+            "data.chunks are read by a memory, and this model has none; set model.memory.type to"
+            " cepe or shared_llm, or leave data.chunks out"
         )
     if memory is None:
         return

@@ -23,7 +23,7 @@ from lcjax.evaluation import (
 from lcjax.evaluation.task import Unit
 from lcjax.generate import Sampling
 from lcjax.lm import LanguageModel
-from lcjax.memory import CepeSection
+from lcjax.memory import CepeSection, QueryAware, SharedLlmSection
 from lcjax.replug import Replug
 
 TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
@@ -181,6 +181,29 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm,
     assert len({cell["tokens_scored"] for cell in report.cells}) == 1
     read = {record["method"]: record["decoder"] for record in records(config, "perplexity_last_k")}
     assert read == {"usual": 48, "none": 48, "foreign": 48, "sharper": 48, "replug": 24}
+
+
+def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
+    section = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out="copy")
+    own = ModelSection(preset="tiny", memory=section)
+    model = LanguageModel.load(own)
+    methods = (
+        Method("right"),
+        Method("query", context=ContextSplit(policy=QueryAware())),
+        Method("none", context=ContextSplit(chunks=0)),
+    )
+    config = dataclasses.replace(config, model=own, methods=methods)
+    report = run(config, load=lambda section: model)
+    cells = {cell["method"]: cell["loss"] for cell in report.cells}
+    assert len(set(cells.values())) == 3
+    asking = model.with_method(memory=dataclasses.replace(model.config.memory, policy=QueryAware()))
+    encode, bos = model.tokenizer.encode, model.tokenizer.bos_id
+    tokens = np.array([[bos, *encode(text)][:96] for _, text in texts((140, 120, 150))])
+    context = asking.encode_contexts([[row[:48]] for row in tokens], query=tokens[:, 48:80])
+    wanted = asking.nll(tokens[:, 48:], first=32, context=context)[:, 32:].mean()
+    assert cells["query"] == pytest.approx(float(wanted), abs=1e-5)
+    with pytest.raises(InputError, match="trained_context=9 is a setting of Cepe, and this model"):
+        ContextSplit(trained_context=9).of(model, 96)
 
 
 @pytest.mark.slow
