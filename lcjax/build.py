@@ -160,13 +160,21 @@ def _check_there(key: str, name: str) -> None:
 
 
 def build(
-    section: ModelSection, mesh: jax.sharding.Mesh | None = None
+    section: ModelSection, mesh: jax.sharding.Mesh | None = None, *, host: bool = False
 ) -> tuple[Decoder, dict, Tokenizer]:
-    """The decoder, its parameters and the tokenizer of a `model:` section, on `mesh` if given."""
+    """The decoder, its parameters and the tokenizer of a `model:` section, on `mesh` if given.
+
+    With `host` the weights of a checkpoint go into the memory of the mesh's hosts, if they need
+    nothing done to them before.
+    """
     check_source(section)
     if section.path is not None:
         params, config, tokenizer = convert.load(
-            section.path, base=section.base, mesh=mesh, param_dtype=section.param_dtype
+            section.path,
+            base=section.base,
+            mesh=mesh,
+            param_dtype=section.param_dtype,
+            host=host and section.memory is None,
         )
         config = resolve(section, config)
         params = with_learned_rope(params, config, section.seed)

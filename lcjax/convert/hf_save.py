@@ -28,6 +28,7 @@ from lcjax.convert.shared_llm import config_to_hf
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
 from lcjax.convert.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
+from lcjax.host import fetched, waits
 from lcjax.models.config import ModelConfig
 from lcjax.tree import lookup
 
@@ -178,7 +179,8 @@ def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int |
         siblings = lookup(params, parent)
         found = {k: v for k, v in siblings.items() if k == last or k.startswith("lora_")}
         if layer is not None and stacked:
-            found = {k: v[layer] for k, v in found.items()}
+            found = {k: _row(v, layer) for k, v in found.items()}
+        found = fetched(found)
         leaf = found[last]
     except KeyError as error:
         raise InputError(
@@ -194,3 +196,13 @@ def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int |
             raise InputError(f"params have an adapter at {parent} but model.lora is not set")
         return lcjax.lora.merge(found, config.lora)[last]
     return leaf
+
+
+def _row(stack: jax.Array, layer: int) -> jax.Array:
+    """One layer of a stack on the device; no other layer leaves the host if it waits there."""
+    return _fetched_row(stack, layer) if waits(stack) else stack[layer]
+
+
+@jax.jit
+def _fetched_row(stack: jax.Array, layer: int) -> jax.Array:
+    return fetched(jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False))

@@ -19,6 +19,7 @@ from lcjax.convert import hf_config
 from lcjax.convert.tokenizer import Tokenizer, write_json
 from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json
 from lcjax.errors import InputError
+from lcjax.host import fetched
 from lcjax.landmarks import Landmarks
 from lcjax.models.config import ModelConfig
 from lcjax.sharding import param_shardings
@@ -113,7 +114,7 @@ def with_landmark(
             f"{tokenizer.vocab_size} ids of its tokenizer; give {rows + 1}, before which [PAD] is "
             "added, if both are as many, else an unused id of the vocabulary"
         )
-    few = {name: params[name] for name in ("embed", "head") if name in params}
+    few = fetched({name: params[name] for name in ("embed", "head") if name in params})
 
     def grow(few):
         return with_new_tokens(few, config)[0]

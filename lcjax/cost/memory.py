@@ -7,6 +7,7 @@ compiler adds or saves are not in it: on TPUs it was 15 % below to 26 % above (a
 allots, and an allocator needs room.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -18,6 +19,7 @@ import numpy as np
 
 from lcjax.cost.compute import note_bytes, parameter_shapes
 from lcjax.errors import InputError
+from lcjax.host import LAYER, STACK, Offload, can_wait
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.sharding import AXES, Mesh, spec_of
@@ -37,15 +39,22 @@ class Memory:
     activations: int = 0  # kept for the backward pass, and what one layer and the loss work with
     cache: int = 0
     context: int = 0  # what a memory keeps of texts that it has read
+    host: int = 0  # in the memory of the device's host, and not in the total
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What adds up to the total, by name."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "host"]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        named = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
-        return f"{self.total / 1e9:.1f} GB per device ({named})"
+        named = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in self.parts.items() if size)
+        beside = f", {self.host / 1e9:.1f} GB on its host" if self.host else ""
+        return f"{self.total / 1e9:.1f} GB per device ({named}){beside}"
 
 
 def training_memory(
@@ -57,21 +66,27 @@ def training_memory(
     trained: Callable[[str], bool] = lambda path: True,
     average: bool = False,
     context: tuple[int, int] | None = None,
+    offload: Offload = "none",
 ) -> Memory:
     """Of an update on `rows` texts of `length` tokens, the rows of one microbatch on all devices.
 
     `context`: chunks, and tokens of each, that a model with a memory reads beside every text.
 
     `trained(path)` says which parameters are trained. Gradients and both moments of Adam are
-    float32 and lie where their parameter lies; so does the running `average`, if one is kept.
+    float32 and lie where their parameter lies; so does the running `average`, if one is kept. What
+    `offload` names (`train.offload`) waits on the host; of it a device has a part at a time.
     """
     sizes = _sizes(mesh)
     counts = _per_device(config, sizes)
-    own = sum(count for path, (count, _) in counts.items() if trained(path))
+    own = {path: count for path, (count, _) in counts.items() if trained(path)}
+    weights = {path: size for path, (_, size) in counts.items()}
+    moments = {path: (12 if average else 8) * count for path, count in own.items()}
+    waiting = [weights] * (offload == "parameters") + [moments] * (offload != "none")
     return Memory(
-        weights=_bytes(counts),
-        gradients=4 * own,
-        optimizer=(12 if average else 8) * own,
+        weights=_here(config, weights, offload == "parameters"),
+        gradients=4 * sum(own.values()),
+        optimizer=_here(config, moments, offload != "none"),
+        host=sum(map(sum, (_waiting(config, part).values() for part in waiting))),
         activations=_backward(config, sizes, _rows(rows, sizes), length, context, trained),
     )
 
@@ -166,6 +181,31 @@ def _per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tupl
 
 def _bytes(counts: Mapping[str, tuple[int, int]]) -> int:
     return sum(size for _, size in counts.values())
+
+
+def _waiting(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Those of `sizes`, by path, whose parameters can wait on the host."""
+    shapes = parameter_shapes(config)
+    return {path: x for path, x in sizes.items() if can_wait(path, len(shapes[path].shape))}
+
+
+def _here(config: ModelConfig, sizes: Mapping[str, int], offload: bool) -> int:
+    """Of so many bytes by path, those that a device has at a time if the others may wait.
+
+    What is in no layer comes together; of the layers one, and the next while that one is computed.
+    """
+    if not offload:
+        return sum(sizes.values())
+    shapes, waiting = parameter_shapes(config), _waiting(config, sizes)
+    outside, layers = sum(sizes.values()) - sum(waiting.values()), collections.Counter()
+    for path, size in waiting.items():
+        if stack := STACK.match(path):
+            layers[stack[0]] += size // shapes[path].shape[0]
+        elif layer := LAYER.match(path):
+            layers[layer[0]] += size
+        else:
+            outside += size
+    return outside + 2 * max(layers.values(), default=0)
 
 
 def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:

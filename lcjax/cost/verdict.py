@@ -31,6 +31,7 @@ class Verdict:
     # Read and written, the body of a loop counted once; 0 where the compiler does not say.
     accessed: float = 0.0
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    host: int = 0  # in the memory of the device's host
     refused: bool = False  # by the compiler, for want of memory
 
     @property
@@ -47,6 +48,8 @@ class Verdict:
                 f"temporaries        {self.temporaries / 1e9:9.2f} GB",
                 f"program            {self.program / 1e9:9.2f} GB",
             ]
+            if self.host:
+                lines.append(f"host memory        {self.host / 1e9:9.2f} GB")
         word = "FITS" if self.fits else "DOES NOT FIT"
         lines.append(
             f"peak               {self.needed / 1e9:9.2f} GB of {self.chip.usable / 1e9:.2f} GB"
@@ -85,6 +88,10 @@ def verdict(lowered: jax.stages.Lowered, chip: Chip) -> Verdict:
         sum(sizes.values()) - 2 * sizes["in_place"],
         seconds,
         **sizes,
+        host=memory.host_argument_size_in_bytes
+        + memory.host_output_size_in_bytes
+        + memory.host_temp_size_in_bytes
+        - memory.host_alias_size_in_bytes,
         accessed=(compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
         traffic=collectives(compiled.as_text()),
     )

@@ -18,6 +18,7 @@ from lcjax.models.lookup import look_up
 from lcjax.models.memory import Encoded, check_memory
 from lcjax.models.mlm import MaskedHead
 from lcjax.models.position import Position, no_rotation
+from lcjax.models.waiting import arrived
 from lcjax.rope import Rotation
 from lcjax.sharding import LENGTH, keep_tokens
 from pallas_kernels import zigzag
@@ -291,8 +292,10 @@ def head(params: dict, config: ModelConfig) -> Projection:
     dtype = config.compute_dtype()
     if config.tie_embeddings:
         bias = params["mlm"]["bias"] if config.mlm_head else None
-        return Projection(params["embed"]["embedding"].astype(dtype), bias, tied=True)
-    return Projection(params["head"]["kernel"].astype(dtype), params["head"].get("bias"))
+        table = arrived(params["embed"]["embedding"])
+        return Projection(table.astype(dtype), arrived(bias), tied=True)
+    kernel, bias = arrived(params["head"]["kernel"]), arrived(params["head"].get("bias"))
+    return Projection(kernel.astype(dtype), bias)
 
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:

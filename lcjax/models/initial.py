@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lcjax.host import on_host
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.sharding import param_shardings
@@ -28,11 +29,17 @@ def with_learned_rope(params: dict, config: ModelConfig, seed: int) -> dict:
     return params | {"rope": config.rope.init(jax.random.key(seed), config.rotary_dim)}
 
 
-def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
-    """Shapes, dtypes and shardings of the parameters on `mesh`; nothing is computed."""
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, *, host: bool = False) -> dict:
+    """Shapes, dtypes and shardings of the parameters on `mesh`; nothing is computed.
+
+    With `host` they wait in the memory of its hosts.
+    """
     shapes = jax.eval_shape(lambda k: _init(config, k), jax.random.key(0))
+    shardings = param_shardings(mesh, shapes)
+    if host:
+        shardings = on_host(shapes, shardings)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        param_shardings(mesh, shapes),
+        shardings,
     )

@@ -89,7 +89,7 @@ def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> j
     batches.check_batch(config, mesh)
     batches.check_context(config, model)
     train = config.train
-    params = abstract_params(model, mesh)
+    params = abstract_params(model, mesh, host=train.offload == "parameters")
     trained, frozen = split(params, trainable(flatten(params), train.rules()))
     settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
     state = abstract_state(_wide(trained), optim.optimizer(train), mesh, **settings)

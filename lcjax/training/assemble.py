@@ -12,6 +12,7 @@ from lcjax.build import build
 from lcjax.convert.landmark import with_landmark
 from lcjax.convert.run_folder import Base, fingerprint
 from lcjax.errors import InputError
+from lcjax.host import moved
 from lcjax.memory.section import to_note
 from lcjax.models import Decoder, ModelConfig
 from lcjax.sharding import param_shardings, replicated
@@ -37,7 +38,8 @@ class Assembly:
 
 def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
     """Reads or makes the model of `config.model`, adds adapters, and splits off what is trained."""
-    model, params, tokenizer = build(config.model, mesh)
+    away = config.train.offload == "parameters"
+    model, params, tokenizer = build(config.model, mesh, host=away)
     check_context(config, model.config)
     params, model_config, tokenizer = with_landmark(params, model.config, tokenizer, mesh)
     grown = model_config.vocab_size > model.config.vocab_size
@@ -50,7 +52,12 @@ def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
     _check_adapters(frozen, config)
     if grown:
         _check_new_rows(frozen, config)
-    return Assembly(model_config, _widened(trained), frozen, tokenizer)
+    if away:
+        trained = _each(trained, lambda path, leaf: moved(path, leaf, jnp.float32))
+        frozen = _each(frozen, moved)
+    else:
+        trained = _each(trained, lambda _, leaf: wide(leaf))
+    return Assembly(model_config, trained, frozen, tokenizer)
 
 
 def _check_adapters(frozen: dict, config: TrainConfig) -> None:
@@ -72,12 +79,12 @@ def _check_new_rows(frozen: dict, config: TrainConfig) -> None:
         )
 
 
-def _widened(tree: dict) -> dict:
-    """`wide`, one leaf after the other, so that both precisions of a model never lie in memory."""
+def _each(tree: dict, change: Callable[[str, jax.Array], jax.Array]) -> dict:
+    """`change` of one leaf after the other, so that a model never lies in memory twice."""
     flat = flatten(tree)
     tree.clear()
     for path in list(flat):
-        flat[path] = wide(flat[path])
+        flat[path] = change(path, flat[path])
     return nest(flat)
 
 
@@ -114,7 +121,6 @@ def jitted_step(
         ema_decay=train.ema,
         halt_after=halt_after,
         spike=train.spike,
-        offload=train.offload,
     )
     layout = state_shardings(state, mesh, train.offload), replicated(mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=layout)

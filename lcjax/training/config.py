@@ -11,6 +11,7 @@ from lcjax.data import DataConfig
 from lcjax.distill import Distill
 from lcjax.distributed import Distributed
 from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.host import Offload
 from lcjax.lora import LoRA
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.sharding import Mesh
@@ -78,7 +79,12 @@ class TrainSection:
     on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
     # Updates whose gradient is so many times as long as usual are left out, such as 5; null: none
     spike: float | None = None
-    offload: bool = False  # Adam's moments and the average wait in host memory between updates
+    # What waits in the host's memory, from which every update fetches it layer by layer: optimizer
+    # (Adam's moments and the average) or parameters (these and the weights, frozen ones, too; needs
+    # model.remat). Saves the device 8 bytes a trained number (12 with ema), or all weights, too, of
+    # which one layer or two are there at a time. Costs the link to the host 16 or 24 bytes a
+    # trained number and update, and every weight twice for each microbatch.
+    offload: Offload = "none"
     seed: int = 0  # of new weights and of sampled positions
     loss_chunk: int | None = None  # positions projected to the vocabulary at once; null: fitting
     log_every: int = 10
@@ -187,6 +193,11 @@ class TrainConfig:
             raise InputError(
                 "model.param_dtype='float16' cannot be trained from: weights of other checkpoints"
                 " leave its range; use float32 or bfloat16, or null for the checkpoint's own"
+            )
+        if self.train.offload == "parameters" and self.model.remat == "none":
+            raise InputError(
+                "train.offload=parameters fetches weights again for the backward pass, and"
+                " model.remat=none would keep them all; set model.remat to full, attention or dots"
             )
         if self.eval.every and not self.data.holdout:
             raise InputError(

@@ -60,9 +60,13 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         f" forward); {found.training_flops * tokens:.2e} in all\n"
         "memory per device, estimated: a quarter more or less, with adapters a third less"
     )
-    parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory)}
-    for name, size in (parts | {"cache": cached}).items():
-        note = " (of one text of this length being generated; not in training)" * (name == "cache")
+    notes = {
+        "cache": " (of one text of this length being generated; not in training)",
+        "host": " (beside the device, in its host's memory)",
+    }
+    waiting = {"host": memory.host} if memory.host else {}
+    for name, size in (memory.parts | {"cache": cached} | waiting).items():
+        note = notes.get(name, "")
         print(f"  {name:16} {size / 1e9:8.2f} GB{note}")
     print(*(f"  {line}\n" for line in undivided(model, mesh)), sep="", end="")
     fits = memory.total <= chip.usable
@@ -88,6 +92,7 @@ def training_memory(
         mesh,
         trained=matcher(train.rules(), "train.trainable"),
         average=train.ema is not None,
+        offload=train.offload,
         context=_context(config),
     )
 
@@ -120,7 +125,8 @@ def of_run(
     if limit and memory.total > limit:
         said.append(
             f"warning: a device has {limit / 1e9:.1f} GB; if memory runs out, raise"
-            " train.accumulation or mesh.context, set model.remat=full, or take more devices"
+            " train.accumulation or mesh.context, set model.remat=full or train.offload, or take"
+            " more devices"
         )
     return said
 

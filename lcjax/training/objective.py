@@ -10,6 +10,7 @@ from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.memory import Encoded
+from lcjax.models.waiting import arrived, boxed
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.sharding import LENGTH
 from lcjax.tree import union
@@ -48,13 +49,13 @@ def language_model(
     model = Decoder(config, mesh)
 
     def objective(trained, frozen, batch, key):
-        params = union(trained, frozen)
+        params = boxed(union(trained, frozen))
         places, rotation = positions.sample(
             key,
             batch["positions"],
             rope=config.rope,
             head_dim=config.rotary_dim,
-            params=params.get("rope"),
+            params=arrived(params.get("rope")),
         )
         rotation = config.pattern.at_length(rotation, places.shape[1])
         targets, weights = batch["targets"], batch["weights"]

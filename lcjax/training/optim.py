@@ -65,13 +65,27 @@ def optimizer(train: TrainSection) -> optax.GradientTransformation:
         return nest({path: not skipped(path) for path in flatten(params)})
 
     return optax.chain(
-        optax.clip_by_global_norm(train.clip) if train.clip else optax.identity(),
+        _clip(train.clip) if train.clip else optax.identity(),
         optax.scale_by_adam(*train.betas, eps=train.eps),
         optax.add_decayed_weights(train.weight_decay, mask=decayed)
         if train.weight_decay
         else optax.identity(),
         *([_rates(train.rates)] if train.rates else []),  # no state, and none in older checkpoints
     )
+
+
+def _clip(limit: float) -> optax.GradientTransformation:
+    """As `optax.clip_by_global_norm`, of which an update may be only a part.
+
+    `norm`, an argument of the update, is that of the whole gradient; the part's own if None.
+    """
+
+    def update(updates, state, params=None, *, norm=None, **_):
+        norm = optax.tree.norm(updates) if norm is None else norm
+        updates = jax.tree.map(lambda x: jnp.where(norm < limit, x, x / norm * limit), updates)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def _rates(rates: tuple[Rate, ...]) -> optax.GradientTransformation:

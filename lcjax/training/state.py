@@ -8,8 +8,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lcjax.host import Offload, fetched, on_host
 from lcjax.sharding import param_shardings
+from lcjax.training.in_turn import joined
 from lcjax.training.optim import wide
+from lcjax.tree import flatten, nest
+
+# What of the state waits in the host's memory.
+_WAITING = {
+    "none": (),
+    "optimizer": ("opt_state", "ema"),
+    "parameters": ("params", "opt_state", "ema"),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -33,12 +43,22 @@ def init_state(
     *,
     seed: int,
     ema: bool,
-    offload: bool = False,
+    offload: Offload = "none",
 ) -> TrainState:
-    """The state before the first step, every array made where it will stay; `params` is donated."""
+    """The state before the first step, every array made where it will stay; `params` is donated.
+
+    What is to wait on the host is made one parameter after another, so that a device never has to
+    hold all of it.
+    """
     start = _starter(optimizer, seed, ema)
-    shardings = state_shardings(jax.eval_shape(start, params), mesh, offload)
-    return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
+
+    def made(params):
+        shardings = state_shardings(jax.eval_shape(start, params), mesh, offload)
+        return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
+
+    if offload == "none":
+        return made(params)
+    return joined([made(nest({path: leaf})) for path, leaf in flatten(params).items()])
 
 
 def abstract_state(
@@ -48,7 +68,7 @@ def abstract_state(
     *,
     seed: int,
     ema: bool,
-    offload: bool = False,
+    offload: Offload = "none",
 ) -> TrainState:
     """Shapes, dtypes and shardings of `init_state`'s result, for a checkpoint to be restored into.
 
@@ -66,7 +86,7 @@ def _starter(
     optimizer: optax.GradientTransformation, seed: int, ema: bool
 ) -> Callable[[dict], TrainState]:
     def start(params):
-        params = wide(params)
+        params = wide(fetched(params))
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
@@ -82,21 +102,14 @@ def _starter(
 
 
 def state_shardings(
-    state: TrainState, mesh: jax.sharding.Mesh, offload: bool = False
+    state: TrainState, mesh: jax.sharding.Mesh, offload: Offload = "none"
 ) -> TrainState:
     """Moments and averages lie where their parameter lies; everything else on every device.
 
-    With `offload` moments and averages wait in the memory of that device's host.
+    What `offload` names waits in the memory of that device's host, but for vectors.
     """
     layout = param_shardings(mesh, state)
-    if not offload:
-        return layout
-
-    def on_host(leaf, sharding):
-        return sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding
-
     waiting = {
-        name: jax.tree.map(on_host, getattr(state, name), getattr(layout, name))
-        for name in ("opt_state", "ema")
+        name: on_host(getattr(state, name), getattr(layout, name)) for name in _WAITING[offload]
     }
     return dataclasses.replace(layout, **waiting)

@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lcjax.host import waits
+from lcjax.models.waiting import differentiable, with_gradients
 from lcjax.training import optim
+from lcjax.training.in_turn import in_turn
 from lcjax.training.objective import Batch, Objective
 from lcjax.training.state import TrainState
 
@@ -30,7 +33,6 @@ def make_train_step(
     ema_decay: float | None = None,
     halt_after: int | None = None,
     spike: float | None = None,
-    offload: bool = False,
 ) -> Callable[..., tuple[TrainState, Info]]:
     """`train_step(state, frozen, batch, bad=0) -> (state, info)`: pure, to be jitted with donation.
 
@@ -39,8 +41,8 @@ def make_train_step(
     (after `_LEARN` steps): a bad batch, of which the moments would carry traces for long. `bad` is
     the `info["bad"]` of the step before: how many of the last steps were not finite. The step at
     which it reaches `halt_after` and all steps after it change nothing at all, so that the loop may
-    learn of it late: the state is the one before that step's batch. With `offload` moments and
-    average are fetched from the host's memory; where they go back to is said by `out_shardings`.
+    learn of it late: the state is the one before that step's batch. What lies in the
+    host's memory is fetched layer by layer and goes back there.
     """
 
     def train_step(
@@ -59,17 +61,19 @@ def make_train_step(
 
             def update(old, grads):
                 params, opt_state, ema = old
-                updates, opt_state = optimizer.update(grads, opt_state, optim.wide(params))
+                updates, opt_state = optimizer.update(
+                    grads, opt_state, optim.wide(params), norm=norm
+                )
                 params = optim.apply(params, updates, lr)
                 if ema_decay is not None:
                     ema = optim.average(ema, params, ema_decay)
                 return params, opt_state, ema
 
-            waiting = state.opt_state, state.ema
-            if offload:
-                waiting = jax.device_put(waiting, jax.memory.Space.Device)
-            old = state.params, *waiting
-            kept = jax.lax.cond(good, update, lambda old, _: old, old, grads)
+            old = state.params, state.opt_state, state.ema
+            if any(map(waits, jax.tree.leaves(old))):
+                kept = in_turn(update, good, old, grads)
+            else:
+                kept = jax.lax.cond(good, update, lambda old, _: old, old, grads)
         bad = jnp.where(good | jumped, 0, bad + 1).astype(jnp.int32)
         counts = 1 if halt_after is None else (bad < halt_after).astype(jnp.int32)
         skipped = state.skipped + jnp.where(finite & jnp.logical_not(jumped), 0, counts)
@@ -119,15 +123,16 @@ def accumulate(
     # A batch of padding only has no loss rather than 0 / 0.
     inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
 
-    def mean_share(params, micro, key):
-        loss, _, *parts = objective(params, frozen, micro, key)
+    def mean_share(by, micro, key):
+        loss, _, *parts = objective(with_gradients(params, by), frozen, micro, key)
         return loss * inverse, {name: x * inverse for part in parts for name, x in part.items()}
 
     def one(carry, xs):
-        (loss, parts), grads = jax.value_and_grad(mean_share, has_aux=True)(params, *xs)
+        (loss, parts), grads = jax.value_and_grad(mean_share, has_aux=True)(by, *xs)
         added = jax.tree.map(lambda sum, x: sum + x.astype(jnp.float32), carry, (loss, grads))
         return added, parts
 
+    by = differentiable(params)
     start = (jnp.float32(0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     if count == 1:
         (loss, grads), parts = one(start, (batch, key))

@@ -16,13 +16,13 @@ from lcjax.lora import LoRA
 from lcjax.models import Decoder, ModelConfig
 from lcjax.rope import E2LLM, Clex
 from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions
-from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
+from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.training import optim
 from lcjax.training.assemble import new_adapters
 from lcjax.training.config import TrainSection
 from lcjax.training.objective import language_model
 from lcjax.training.partition import trainable
-from lcjax.training.state import abstract_state, init_state, state_shardings
+from lcjax.training.state import abstract_state, init_state
 from lcjax.training.step import accumulate, make_eval_step, make_train_step, microbatches
 from lcjax.tree import flatten, split, union
 
@@ -95,17 +95,15 @@ def train(mesh, batches, *, params=None, frozen=None, config=CONFIG, halt_after=
     return state, infos
 
 
-def many_steps(settings, batches, *, offload=False):
-    """(final state, infos, values before the last step) under `settings`, moments on the host?"""
+def many_steps(settings, batches):
+    """(final state, infos, values before the last step) under `settings`."""
     mesh, params = one_device(), jax.tree.map(jnp.copy, random_params())
-    kinds = dict(seed=0, ema=True, offload=offload)
-    state = init_state(params, optim.optimizer(settings), mesh, **kinds)
+    state = init_state(params, optim.optimizer(settings), mesh, seed=0, ema=True)
     step = make_train_step(
         PLAIN, optim.optimizer(settings), optim.schedule(settings),
-        ema_decay=0.9, spike=settings.spike, offload=offload,
+        ema_decay=0.9, spike=settings.spike,
     )  # fmt: skip
-    layout = state_shardings(state, mesh, offload), replicated(mesh)
-    step, infos = jax.jit(step, donate_argnums=0, out_shardings=layout), []
+    step, infos = jax.jit(step, donate_argnums=0), []
     for batch in batches:
         if len(infos) == len(batches) - 1:
             before = jax.tree.map(np.array, values(state))
@@ -144,17 +142,6 @@ def test_a_gradient_that_is_not_long_enough_is_taken():
     batches, jump = calm_and_wild()
     patient = dataclasses.replace(QUICK, spike=float(jump * 2))
     assert not many_steps(patient, batches)[1][-1]["spike"]
-
-
-def test_moments_on_the_host_change_no_number():
-    batches = [random_batch(n) for n in range(3)]
-    here, *_ = many_steps(QUICK, batches)
-    away, *_ = many_steps(QUICK, batches, offload=True)
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away.ema)}
-    assert kinds == {"pinned_host"}
-    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(away.params)} == {"device"}
-    found, wanted = jax.device_get((away.params, away.ema)), jax.device_get((here.params, here.ema))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 sums = jax.jit(accumulate, static_argnums=(0, 5))

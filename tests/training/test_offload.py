@@ -1,0 +1,224 @@
+"""What waits in the host's memory: the same numbers, the same checkpoints, less of the device."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_support import tiny, write_corpus
+
+from lcjax import config as config_lib
+from lcjax import convert, cost
+from lcjax.cost import tpu_compiler
+from lcjax.cost.chips import Topology
+from lcjax.cost.verdict import verdict
+from lcjax.errors import InputError
+from lcjax.host import moved, waits
+from lcjax.host import on_host as place
+from lcjax.lora import LoRA
+from lcjax.models import Decoder, ModelConfig, preset
+from lcjax.rope.positions import PlainPositions
+from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
+from lcjax.training import TrainConfig, ahead, optim, run
+from lcjax.training.config import EvalSection, TrainSection
+from lcjax.training.objective import language_model
+from lcjax.training.partition import trainable
+from lcjax.training.state import init_state, state_shardings
+from lcjax.training.step import accumulate, make_train_step
+from lcjax.tree import flatten, nest, split
+
+CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32, remat="full")
+ONE, EIGHT = Mesh(fsdp=1), Mesh(data=2, fsdp=2, tensor=2)
+SETTINGS = TrainSection(
+    lr=1e-2, warmup_steps=0, schedule="constant", batch_size=8, ema=0.9, weight_decay=0.1, clip=0.5
+)
+
+
+def batch(seed, rows=8, length=16):
+    tokens = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (rows, length + 1))
+    places = np.broadcast_to(np.arange(length), (rows, length))
+    return {
+        "tokens": jnp.asarray(tokens[:, :-1], jnp.int32),
+        "targets": jnp.asarray(tokens[:, 1:], jnp.int32),
+        "segments": jnp.ones((rows, length), jnp.int32),
+        "positions": jnp.asarray(places, jnp.int32),
+        "weights": jnp.ones((rows, length), jnp.float32),
+    }
+
+
+def away(tree):
+    return nest({path: moved(path, leaf) for path, leaf in flatten(tree).items()})
+
+
+def steps(offload, *, config=CONFIG, shape=ONE, rules=("all",), accumulation=2, bad=(), count=2):
+    """(final state, losses of the updates, the last batch, the step's frozen weights)."""
+    mesh = make_mesh(shape, None if shape == EIGHT else jax.devices()[:1])
+    init = jax.jit(lambda key: Decoder(config).init(key, jnp.zeros((1, 8), jnp.int32))["params"])
+    params = init(jax.random.key(0))
+    params = jax.device_put(params, param_shardings(mesh, params))
+    params, frozen = split(params, trainable(flatten(params), rules))
+    if offload == "parameters":
+        params, frozen = away(params), away(frozen)
+    optimizer = optim.optimizer(SETTINGS)
+    state = init_state(params, optimizer, mesh, seed=0, ema=True, offload=offload)
+    objective = language_model(config, PlainPositions(), mesh=mesh)
+    step = make_train_step(
+        objective, optimizer, optim.schedule(SETTINGS),
+        accumulation=accumulation, ema_decay=SETTINGS.ema,
+    )  # fmt: skip
+    layout = state_shardings(state, mesh, offload), replicated(mesh)
+    step, losses = jax.jit(step, donate_argnums=0, out_shardings=layout), []
+    for number in range(count):
+        rows = batch(number)
+        if number in bad:
+            rows["weights"] = rows["weights"].at[0, 0].set(jnp.inf)
+        state, info = step(state, frozen, jax.device_put(rows, batch_sharding(mesh)))
+        losses.append(float(info["loss"]))
+    return state, losses
+
+
+def on_host(tree):
+    return {path for path, leaf in flatten(tree).items() if waits(leaf)}
+
+
+def assert_same_numbers(here, away):
+    """Bit for bit, after several updates."""
+    np.testing.assert_array_equal(here[1], away[1])
+    wanted, found = (
+        jax.device_get((s.params, s.opt_state, s.ema, s.step, s.skipped)) for s, _ in (here, away)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_weights_on_the_host_change_no_number():
+    here, away = steps("none", accumulation=1), steps("parameters", accumulation=1)
+    assert_same_numbers(here, away)
+    state, large = away[0], {p for p in flatten(here[0].params) if "norm" not in p}
+    for tree in (state.params, state.ema, state.opt_state[1].mu, state.opt_state[1].nu):
+        assert on_host(tree) == large
+    assert not any(on_host(tree) for tree in (here[0].params, here[0].ema))
+
+
+@pytest.mark.slow
+def test_moments_on_the_host_change_no_number():
+    here, away = steps("none"), steps("optimizer")
+    assert_same_numbers(here, away)
+    assert not on_host(away[0].params) and on_host(away[0].ema)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {"shape": EIGHT}),
+        ({"scan_layers": False}, {"accumulation": 1}),
+        ({"tie_embeddings": True, "remat": "dots"}, {"accumulation": 1}),
+        # One embedding alone would be divided by Adam's corrections where a model's parameters
+        # together are multiplied by their inverse: the compiler's choice, and a last bit.
+        ({"lora": LoRA(rank=2)}, {"rules": ("lora", "embeddings", "norms")}),
+        ({"remat": "attention"}, {"bad": (1,), "count": 3}),
+    ],
+)
+def test_nor_on_meshes_and_in_other_models(changes, options):
+    found = [
+        steps(offload, config=CONFIG.replace(**changes), **options)
+        for offload in ("none", "parameters")
+    ]
+    assert_same_numbers(*found)
+    assert int(found[1][0].skipped) == len(options.get("bad", ()))
+
+
+def test_gradients_stay_on_the_device():
+    """Made in the scan over layers, they would be sent to the host and back for the update."""
+    shapes = jax.eval_shape(
+        lambda key: Decoder(CONFIG).init(key, jnp.zeros((1, 8), jnp.int32))["params"],
+        jax.random.key(0),
+    )
+    mesh = make_mesh(EIGHT)
+    layout = place(shapes, param_shardings(mesh, shapes))
+    params = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, layout
+    )
+    objective = language_model(CONFIG, PlainPositions(), mesh=mesh)
+    traced = jax.jit(accumulate, static_argnums=(0, 5)).trace(
+        objective, params, {}, batch(0), jax.random.key(0), 2
+    )
+    text = str(traced.jaxpr)
+    assert "MemorySpace.Device" in text and "MemorySpace.Host" not in text
+
+
+def test_what_cannot_wait_is_refused():
+    with pytest.raises(InputError, match="set model.remat to full, attention or dots"):
+        config_lib.parse(TrainConfig, ["--train.offload=parameters", "--model.remat=none"])
+    with pytest.raises(InputError, match="train.offload.*optimizer"):
+        config_lib.parse(TrainConfig, ["--train.offload=true"])
+
+
+def test_the_estimate_counts_what_a_device_has_at_a_time():
+    llama, mesh = preset("llama2-7b").replace(remat="full"), Mesh(fsdp=4)
+    none, moments, weights = (
+        cost.training_memory(llama, 512, 4, mesh, offload=offload)
+        for offload in ("none", "optimizer", "parameters")
+    )
+    layer, outside = 202_383_360, 2 * 32_000 * 4096  # numbers; vectors are left out
+    assert moments.weights == none.weights and moments.gradients == weights.gradients
+    assert moments.optimizer == pytest.approx(8 * (outside + 2 * layer) / 4, rel=0.01)
+    assert weights.weights == pytest.approx(4 * (outside + 2 * layer) / 4, rel=0.01)
+    assert (none.host, weights.host) == (0, pytest.approx(12 * 6_738_415_616 / 4, rel=0.01))
+    assert str(weights).endswith("20.2 GB on its host")
+
+
+@pytest.mark.slow
+def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    found = {}
+    for offload in ("none", "parameters"):
+        config = tiny(
+            tmp_path / offload, corpus, offload=offload, steps=4, ema=0.9, save_every=2,
+            data={"holdout": 0.1},
+        )  # fmt: skip
+        config = config.replace(eval=EvalSection(every=2, batches=1))
+        if offload != "none":  # its first half as a run of its own, from whose end it goes on
+            half = dataclasses.replace(config.train, steps=2, schedule="constant")
+            run(config.replace(train=half))
+            config = config.replace(
+                run=dataclasses.replace(config.run, accept=("train.steps", "train.schedule"))
+            )
+        constant = dataclasses.replace(config.train, schedule="constant")
+        metrics = run(config.replace(train=constant))
+        params, *_ = convert.load(tmp_path / offload / "model")
+        found[offload] = metrics["loss"], metrics["validation_loss"], params
+    (loss, scored, params), (away, other, same) = found.values()
+    np.testing.assert_allclose((away, other), (loss, scored), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), same, params)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: pip install lcjax[aot]",
+)
+def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device():
+    topology = Topology.parse("v5e:2x2")
+    mesh = make_mesh(Mesh(), tpu_compiler.devices(topology))
+    model = ModelConfig(512, 1024, 2816, 16, 8, 8, 128, 512, dtype="bfloat16", remat="full")
+    found = {}
+    for offload in ("none", "optimizer", "parameters"):
+        config = config_lib.parse(
+            TrainConfig,
+            [
+                *("--model.preset=tiny", "--data.length=512", "--train.batch_size=4"),
+                f"--train.offload={offload}",
+            ],
+        )
+        found[offload] = verdict(ahead.lower(config, model, mesh), topology.chip)
+    weights = cost.estimate(model, 512).parameters  # the bytes of a float32 copy on 4 devices
+    none, moments, all_of_it = found.values()
+    assert none.host == 0
+    assert moments.host == pytest.approx(2 * weights, rel=0.02)
+    assert all_of_it.host == pytest.approx(3 * weights, rel=0.02)
+    assert none.needed - moments.needed > 1.7 * weights
+    assert moments.needed - all_of_it.needed > 0.7 * weights
+    assert all_of_it.arguments < 0.02 * weights
