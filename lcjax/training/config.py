@@ -81,9 +81,9 @@ class TrainSection:
     spike: float | None = None
     # What waits in the host's memory, from which every update fetches it layer by layer: optimizer
     # (Adam's moments and the average) or parameters (these and the weights, frozen ones, too; needs
-    # model.remat). Saves the device 8 bytes a trained number (12 with ema), or all weights, too, of
-    # which one layer or two are there at a time. Costs the link to the host 16 or 24 bytes a
-    # trained number and update, and every weight twice for each microbatch.
+    # model.remat). Of it a device has a layer or two at a time; gradients stay there. Saves 8 bytes
+    # a trained number (12 with ema), or all weights, too. Costs the link to the host as many in
+    # both directions for every update, and with parameters every weight twice a microbatch.
     offload: Offload = "none"
     seed: int = 0  # of new weights and of sampled positions
     loss_chunk: int | None = None  # positions projected to the vocabulary at once; null: fitting

@@ -3,6 +3,9 @@
 Adam, its decay and the average treat every number by itself, so the order does not matter; only the
 norm for clipping is of the whole gradient. Fetched together, weights and moments would need the
 device's memory all at once, and their new values beside them.
+
+What is in no layer goes together: the compiler divides several parameters by Adam's corrections
+and multiplies a single one by their inverse, which may differ in the last bit.
 """
 
 from collections.abc import Callable

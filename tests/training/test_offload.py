@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_support import tiny, write_corpus
+from training_support import quick_compilation, tiny, write_corpus
 
 from lcjax import config as config_lib
 from lcjax import convert, cost
@@ -19,6 +19,7 @@ from lcjax.host import moved, waits
 from lcjax.host import on_host as place
 from lcjax.lora import LoRA
 from lcjax.models import Decoder, ModelConfig, preset
+from lcjax.models.waiting import arrived, boxed
 from lcjax.rope.positions import PlainPositions
 from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.training import TrainConfig, ahead, optim, run
@@ -92,6 +93,62 @@ def assert_same_numbers(here, away):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+def toy(trained, frozen, batch, key):
+    """A loss of all weights, so small that its step is compiled at once."""
+    weights = flatten(arrived(boxed(trained)))
+    loss = sum(jnp.sum(jnp.sin(leaf * (i + 2))) for i, leaf in enumerate(weights.values()))
+    return loss * batch["scale"].mean(), batch["weights"].sum()
+
+
+def toy_steps(offload):
+    mesh, keys = make_mesh(ONE, jax.devices()[:1]), iter(jax.random.split(jax.random.key(0), 4))
+    shapes = {
+        "embed/embedding": (5, 4),
+        "final_norm/scale": (4,),
+        "layers/mlp/up/kernel": (3, 4, 6),
+        "layers/mlp_norm/scale": (3, 4),
+    }
+    params = nest({path: jax.random.normal(next(keys), shape) for path, shape in shapes.items()})
+    params = jax.device_put(params, param_shardings(mesh, params))
+    params = away(params) if offload == "parameters" else params
+    optimizer = optim.optimizer(SETTINGS)
+    state = init_state(params, optimizer, mesh, seed=0, ema=True, offload=offload)
+    step = make_train_step(toy, optimizer, optim.schedule(SETTINGS), ema_decay=SETTINGS.ema)
+    layout = state_shardings(state, mesh, offload), replicated(mesh)
+    step, losses = jax.jit(step, donate_argnums=0, out_shardings=layout), []
+    for scale in (1.0, jnp.inf, 3.0):  # the second one is skipped
+        rows = {"weights": jnp.ones((2, 2)), "scale": jnp.full((2, 2), scale)}
+        state, info = step(state, {}, rows)
+        losses.append(float(info["loss"]))
+    return state, losses
+
+
+def test_updates_of_what_waits_are_those_of_what_does_not():
+    here, moments, weights = map(toy_steps, ("none", "optimizer", "parameters"))
+    assert_same_numbers(here, moments)
+    assert_same_numbers(here, weights)
+    assert (int(here[0].step), int(here[0].skipped)) == (3, 1)
+    large = {"embed/embedding", "layers/mlp/up/kernel"}
+    for (state, _), params, average in ((here, 0, 0), (moments, 0, 1), (weights, 1, 1)):
+        assert on_host(state.params) == (large if params else set())
+        for tree in (state.ema, state.opt_state[1].mu, state.opt_state[1].nu):
+            assert on_host(tree) == (large if average else set())
+
+
+def test_weights_on_the_host_change_no_loss_and_no_gradient(tmp_path):
+    init = jax.jit(lambda key: Decoder(CONFIG).init(key, jnp.zeros((1, 8), jnp.int32))["params"])
+    objective = language_model(CONFIG, PlainPositions())
+    with quick_compilation(tmp_path):
+        params, summed = init(jax.random.key(0)), jax.jit(accumulate, static_argnums=(0, 5))
+        here, there = (
+            summed(objective, weights, {}, batch(0), jax.random.key(0), 1)[::2]
+            for weights in (params, away(params))
+        )
+    assert not on_host(there[1])
+    jax.tree.map(np.testing.assert_array_equal, there, here)
+
+
+@pytest.mark.slow
 def test_weights_on_the_host_change_no_number():
     here, away = steps("none", accumulation=1), steps("parameters", accumulation=1)
     assert_same_numbers(here, away)
