@@ -26,6 +26,7 @@ def exact_products():
 
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
+SLOW = pytest.mark.slow
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -59,7 +60,7 @@ def of_golden(name, **options):
     return encode(model, params, chunks, np.ones(chunks.shape, bool), options)
 
 
-@pytest.mark.parametrize("name", golden.CASES)
+@pytest.mark.parametrize("name", [pytest.param(golden.CASES[0], marks=SLOW), golden.CASES[1]])
 def test_keys_and_values_of_trees_equal_the_released_code(name):
     chunks = golden.tokens(name)[1]
     found = of_golden(name, numbers=jnp.zeros(chunks.shape[:2], jnp.int32))
@@ -77,6 +78,7 @@ def test_logits_equal_the_released_code(name):
     close(read(model, params, text, of_golden(name), {})[0], golden.arrays(name)["logits"])
 
 
+@pytest.mark.slow
 def test_loss_equals_the_released_code():
     model, params = golden.model("paper_lm_n3")
     text = golden.tokens("paper_lm_n3")[0]
@@ -124,7 +126,7 @@ def test_zeros_in_the_output_projection_change_nothing():
     np.testing.assert_array_equal(run(model, params, tokens, chunks), run(model, params, tokens))
 
 
-@pytest.mark.parametrize("positions", ["paper", "released"])
+@pytest.mark.parametrize("positions", ["paper", pytest.param("released", marks=SLOW)])
 def test_the_same_number_added_to_all_chunks_changes_nothing(positions):
     model, params = small(positions=positions)
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
@@ -139,6 +141,7 @@ def test_the_same_number_added_to_all_chunks_changes_nothing(positions):
     assert np.abs(read(model, params, tokens, moved, {})[0] - wanted).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_chunks_have_an_order_in_the_paper_and_none_in_the_released_code():
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
     for positions, ordered in (("paper", True), ("released", False)):
@@ -147,7 +150,7 @@ def test_chunks_have_an_order_in_the_paper_and_none_in_the_released_code():
         assert (np.abs(found - other).max() > 1e-4) == ordered
 
 
-@pytest.mark.parametrize("policy", ["right", "query"])
+@pytest.mark.parametrize("policy", ["right", pytest.param("query", marks=SLOW)])
 def test_padding_wherever_it_is_changes_nothing(policy):
     model, params = small(**({} if policy == "right" else {"policy": QueryAware()}))
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
@@ -197,7 +200,7 @@ def test_packing_the_context_changes_nothing():
     close(*(read(model, params, tokens, memory, {})[0] for memory in (packed, encoded)))
 
 
-@pytest.mark.parametrize("noise", [None, 2.0])
+@pytest.mark.parametrize("noise", [pytest.param(None, marks=SLOW), 2.0])
 def test_what_is_kept_equals_nodes_that_are_read_one_after_the_other_in_float64(noise):
     model, params = small(layers=2, noise=noise, policy=Random())
     memory, config = model.config.memory, model.config.memory.states

@@ -37,7 +37,10 @@ def loaded(policy):
     return sharper(LanguageModel.load(ModelSection(preset="tiny", memory=section)))
 
 
-@pytest.fixture(params=[Right(), QueryAware()], ids=["right", "query"])
+SLOWER = pytest.param(Right(), marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[SLOWER, QueryAware()], ids=["right", "query"])
 def lm(request):
     return loaded(request.param)
 
@@ -107,6 +110,7 @@ def test_fewer_tokens_than_a_chunk_are_one_smaller_tree(lm):
     assert context.encoded.mask.sum() in (2, 3) and context.encoded.chunks.tolist() == [1]
 
 
+@pytest.mark.slow
 def test_chunks_are_encoded_a_few_at_a_time_and_as_at_once(lm, monkeypatch):
     shapes, encode = [], context_store._encode
 
@@ -136,6 +140,7 @@ def same(a, b):
             np.testing.assert_allclose(np.where(there, x, 0), np.where(there, y, 0), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_what_is_added_later_equals_what_is_encoded_at_once(lm):
     question = [ids(1, 9), ids(2, 9)]
     first = lm.encode_contexts([[], ids(1, 32)], query=question)
@@ -148,6 +153,7 @@ def test_what_is_added_later_equals_what_is_encoded_at_once(lm):
     jax.tree.map(np.testing.assert_array_equal, before, first.encoded)  # still of use
 
 
+@pytest.mark.slow
 def test_one_context_serves_many_questions(lm):
     found = lm.nll(TOKENS, context=lm.encode_contexts(CONTEXT[:1]), first=12)
     wanted = lm.nll(TOKENS, context=[CONTEXT[0]] * 3, first=12)
@@ -188,6 +194,7 @@ def test_another_question_encodes_only_what_was_not_there(asking, monkeypatch):
     assert 2 in seen, "some chunks changed below their first level only"
 
 
+@pytest.mark.slow
 def test_a_random_policy_chooses_the_same_however_chunks_are_put_together():
     lm = loaded(Random())
     document = [[ids(8, 32 * 6)]]
@@ -197,6 +204,7 @@ def test_a_random_policy_chooses_the_same_however_chunks_are_put_together():
     same(other, whole)
 
 
+@pytest.mark.slow
 def test_a_conversation_searches_its_context_for_every_turn(asking):
     talk = Conversation(asking, context=[ids(4, 75)], length=128)
     assert talk.context.waits
