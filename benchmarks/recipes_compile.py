@@ -1,9 +1,11 @@
-"""Compiles the training step of the 7B recipes for the TPUs that they name (extra `aot`).
+"""Compiles the training step of the 7B recipes for the devices that they name.
 
     python benchmarks/recipes_compile.py [--recipes pi_7b_32k ...] [--topology v5p:2x2x2]
 
-One row per recipe: what a device needs of its HBM, the model's FLOPs of one update on all devices,
-what a device receives by collectives in it, and the time that compiling takes.
+TPUs need libtpu (extra `aot`), GPUs jax's CUDA plugin (extra `cuda`); no device is needed.
+
+One row per recipe and kind of device: what a device needs of its memory, the model's FLOPs of one
+update on all devices, what a device receives by collectives in it, and the time to compile.
 """
 
 from __future__ import annotations
@@ -22,17 +24,28 @@ from lcjax.sharding import AXES
 from lcjax.training import TrainConfig, compile_only
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# `# Hardware: v5e:8x8 (...)`, and under Elsewhere `h200:8 with --mesh.context=1 ...`
 _NAMED = re.compile(r"^# Hardware: (v\w+:[\dx]+) ", re.MULTILINE)
+_ELSEWHERE = re.compile(r"(\w+:[\dx]+) with ((?:--\S+=\w+ ?)+)")
+
+# The devices, and what is changed for them on the command line.
+Place = tuple[Topology, list[str]]
 
 
-def recipes() -> dict[str, Topology]:
-    """Recipes whose header names TPUs, with these."""
-    found = {file.stem: _NAMED.search(file.read_text()) for file in sorted(CONFIGS.glob("*.yaml"))}
-    return {name: Topology.parse(match[1]) for name, match in found.items() if match}
+def recipes() -> dict[str, list[Place]]:
+    """Recipes whose header names TPUs, with these and what else it names."""
+    found = {}
+    for file in sorted(CONFIGS.glob("*.yaml")):
+        text = file.read_text()
+        if own := _NAMED.search(text):
+            others = _ELSEWHERE.findall(text)
+            found[file.stem] = [(Topology.parse(own[1]), [])]
+            found[file.stem] += [(Topology.parse(name), words.split()) for name, words in others]
+    return found
 
 
-def row(name: str, topology: Topology) -> tuple[str, bool]:
-    config = config_lib.parse(TrainConfig, ["--config", str(CONFIGS / f"{name}.yaml")])
+def row(name: str, topology: Topology, words: list[str]) -> tuple[str, bool]:
+    config = config_lib.parse(TrainConfig, ["--config", str(CONFIGS / f"{name}.yaml"), *words])
     found, model, mesh = compile_only.compile_step(config, topology)
     shape = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in AXES if mesh.shape[axis] > 1)
     traffic = ", ".join(
@@ -61,9 +74,10 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|", flush=True)
     fits = []
     for name in args.recipes:
-        line, fit = row(name, args.topology or known[name])
-        fits.append(fit)
-        print(line, flush=True)
+        for place in [(args.topology, [])] if args.topology else known[name]:
+            line, fit = row(name, *place)
+            fits.append(fit)
+            print(line, flush=True)
     return int(not all(fits))
 
 

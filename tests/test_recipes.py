@@ -274,6 +274,26 @@ def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memo
     assert 0.75 < memory / 1e9 / float(needed) < most
 
 
+def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_its_memory():
+    file = ROOT / "configs" / "pi_7b_32k.yaml"
+    parts = header(file)
+    flops = float(re.search(r"([\d.e+]+) FLOPs at 40 %", parts["Hardware"])[1])
+    others = re.findall(
+        r"(\w+:[\dx]+) with ((?:--\S+=\w+ )*--\S+=\w+).*?([\d.]+) of ([\d.]+) GB.*?about (\d+) h",
+        parts["Elsewhere"],
+    )
+    assert [name for name, *_ in others] == ["v5p:2x2x1", "h200:8"]
+    for name, words, needed, usable, hours in others:
+        topology, recipe = Topology.parse(name), read(file, *words.split())
+        mesh = mesh_sizes(recipe.mesh, topology.devices)
+        batches.check_rows(recipe, dataclasses.asdict(mesh))
+        assert float(usable) == pytest.approx(topology.chip.usable / 1e9, abs=0.05)
+        memory = estimate.training_memory(recipe, ahead.model_of(recipe), mesh).total / 1e9
+        assert 0.6 < memory / float(needed) < 1.3 and float(needed) < float(usable)
+        seconds = flops / (0.4 * topology.devices * topology.chip.peak)
+        assert float(hours) == pytest.approx(seconds / 3600, abs=0.5)
+
+
 @pytest.mark.parametrize("file", [f for f in PUBLISHED if "GFLOP/s" not in f.read_text()], ids=stem)
 def test_hours_on_a_recipe_follow_from_its_flops(file):
     said = re.search(
