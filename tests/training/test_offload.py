@@ -262,7 +262,7 @@ def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device():
     mesh = make_mesh(Mesh(), tpu_compiler.devices(topology))
     model = ModelConfig(512, 1024, 2816, 16, 8, 8, 128, 512, dtype="bfloat16", remat="full")
     found = {}
-    for offload in ("none", "optimizer", "parameters"):
+    for offload in ("none", "parameters"):
         config = config_lib.parse(
             TrainConfig,
             [
@@ -272,10 +272,7 @@ def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device():
         )
         found[offload] = verdict(ahead.lower(config, model, mesh), topology.chip)
     weights = cost.estimate(model, 512).parameters  # the bytes of a float32 copy on 4 devices
-    none, moments, all_of_it = found.values()
-    assert none.host == 0
-    assert moments.host == pytest.approx(2 * weights, rel=0.02)
-    assert all_of_it.host == pytest.approx(3 * weights, rel=0.02)
-    assert none.needed - moments.needed > 1.7 * weights
-    assert moments.needed - all_of_it.needed > 0.7 * weights
-    assert all_of_it.arguments < 0.02 * weights
+    none, away = found.values()
+    assert none.host == 0 and away.host == pytest.approx(3 * weights, rel=0.02)
+    assert none.needed - away.needed > 2.5 * weights
+    assert away.arguments < 0.02 * weights
