@@ -1,6 +1,7 @@
 """Context trees: which tokens of a chunk are kept, more of them where it matters more.
 
-SharedLLM (Stacked from One, sec. 3.2). A chunk is split in two; one half, chosen by a policy, is
+SharedLLM ("Two are better than one: context window extension with multi-grained self-injection",
+sec. 3.2). A chunk is split in two; one half, chosen by a policy, is
 split again, the other is *preserved* as a node of its level; at the last level both halves are. So
 the preserved nodes partition the chunk: with depth h and the right half always chosen they are
 [0, P/2), [P/2, 3P/4), ..., two of size P/2^h. Every node is encoded by itself, and of a node of

@@ -91,7 +91,7 @@ def _encoded(model: Decoder, params: dict, batch: Batch, where: dict, key: jax.A
     """The context of a batch.
 
     Asked for it is what the last token before the first one that is learned needs, since later ones
-    are not there yet when the model answers.
+    are not there yet when the model answers. A row of which nothing is learned asks with its first.
     """
     options, memory = {}, model.config.memory
     if memory.ordered:
