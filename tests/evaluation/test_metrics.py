@@ -1,0 +1,224 @@
+"""Scores against what the official scorers gave, and what must hold for any two strings."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lcjax.errors import InputError
+from lcjax.evaluation import metrics
+from lcjax.evaluation.metrics import infinitebench, longbench
+from lcjax.evaluation.metrics.porter import stem
+from lcjax.evaluation.metrics.sequences import lcs_length, lcs_pairs
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "metrics.json").read_text())["cases"]
+
+
+def over(metric):
+    return lambda case: metrics.best(metric, case["pred"], case["ref"])
+
+
+def once(metric):
+    return lambda case: metric(case["pred"], case["ref"])
+
+
+SCORERS = {
+    ("longbench", "qa_f1"): over(metrics.qa_f1),
+    ("longbench", "code_sim(indel backend, rapidfuzz)"): once(longbench.code_indel),
+    ("longbench", "code_sim(difflib backend)"): once(longbench.code_difflib),
+    ("longbench", "classification"): lambda case: longbench.classification(
+        case["pred"], case["ref"], case["all_classes"]
+    ),
+    ("longbench", "count"): once(longbench.count),
+    ("longbench", "retrieval"): once(longbench.retrieval),
+    ("cepe", "substring_em"): over(metrics.substring_match),
+    ("cepe", "em"): over(metrics.exact_match),
+    ("cepe", "f1"): over(metrics.qa_f1_verdict),
+    ("infinitebench", "qa_f1"): over(metrics.qa_f1),
+    ("infinitebench", "math_find"): once(infinitebench.math_find),
+    ("infinitebench", "longbook_choice_eng"): once(infinitebench.choice),
+    ("infinitebench", "passkey"): once(infinitebench.digits),
+    ("infinitebench", "kv_retrieval"): once(infinitebench.kv_retrieval),
+    ("infinitebench", "code_debug"): once(infinitebench.code_debug),
+    ("infinitebench", "code_run"): once(infinitebench.code_run),
+    ("infinitebench", "longdialogue_qa_eng"): once(infinitebench.dialogue),
+    ("ruler", "string_match_all"): once(metrics.string_match_all),
+    ("ruler", "string_match_part"): once(metrics.string_match_part),
+    ("rouge-score 0.1.2", "rougeL"): lambda case: metrics.rouge_l(
+        case["pred"], case["ref"], stem=case["stemmer"]
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['metric']}-{case['pred'][:12]!r}")
+def test_scores_are_those_of_the_official_scorers(case):
+    score = SCORERS[case["flavour"], case["metric"]]
+    if "raises" in case:
+        with pytest.raises(ValueError):
+            score(case)
+    else:
+        assert score(case) == pytest.approx(case["value"], abs=1e-6)
+
+
+# Computed with the PyPI package rouge 1.0.1, rouge-score 0.1.2 with its stemmer (ROUGE-1, ROUGE-2,
+# ROUGE-L, ROUGE-Lsum) and NLTK's stemmer.
+@pytest.mark.parametrize(
+    ("prediction", "reference", "sets", "stems"),
+    [
+        ("the cat sat on the mat and the dog barked",
+         "The cat sat on the mat. The dog barked at the cat. The cat ran.",
+         0.555556, [0.72, 0.608696, 0.72, 0.72]),
+        ("Costs are rising.\nThe committees agreed, it says.",
+         "The report says costs rose.\nThe committee did not agree with rising costs.",
+         0.315789, [0.571429, 0.105263, 0.380952, 0.571429]),
+        ("a b c a b c", "a b c", 1.0, [0.666667, 0.571429, 0.666667, 0.666667]),
+        (" ", "a b. ", 0.5, [0.0, 0.0, 0, 0]),
+        ("", "x y", 0.0, [0.0, 0.0, 0, 0]),
+    ],
+)  # fmt: skip
+def test_both_rouges_give_what_their_packages_give(prediction, reference, sets, stems):
+    assert metrics.rouge_l_sets(prediction, reference) == pytest.approx(sets, abs=1e-6)
+    found = [metrics.rouge_n(prediction, reference, size, stem=True) for size in (1, 2)]
+    found.append(metrics.rouge_l(prediction, reference, stem=True))
+    found.append(metrics.rouge_lsum(prediction, reference, stem=True))
+    assert found == pytest.approx(stems, abs=1e-6)
+
+
+def test_a_summary_that_never_ends_is_scored_without_recursion():
+    assert metrics.rouge_l_sets("word " * 3000, "word") == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("caresses", "caress"), ("ties", "tie"), ("flies", "fli"), ("agreed", "agre"),
+        ("died", "die"), ("spied", "spi"), ("hopping", "hop"), ("falling", "fall"),
+        ("filing", "file"), ("enjoy", "enjoy"), ("happy", "happi"), ("sky", "sky"),
+        ("relational", "relat"), ("radically", "radic"), ("archaeology", "archaeolog"),
+        ("hopefully", "hope"), ("adoption", "adopt"), ("controlling", "control"),
+        ("syzygy", "syzygi"), ("ion", "ion"), ("generalizations", "gener"), ("us", "us"),
+    ],
+)  # fmt: skip
+def test_stems_are_nltks(word, expected):
+    assert stem(word) == expected
+
+
+TEXT = st.text(alphabet="ab c.\nTheyes012-", max_size=40)
+BOUNDED = [
+    metrics.qa_f1, metrics.qa_f1_verdict, metrics.qa_f1_characters, metrics.exact_match,
+    metrics.substring_match, metrics.rouge_l_sets, metrics.rouge_mean, longbench.count,
+    longbench.code_indel, longbench.code_difflib, metrics.letter_match,
+]  # fmt: skip
+SYMMETRIC = [
+    metrics.qa_f1, metrics.qa_f1_verdict, metrics.qa_f1_characters, metrics.exact_match,
+    metrics.rouge_mean,
+]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXT, TEXT)
+def test_scores_lie_between_0_and_1_and_do_not_depend_on_the_side_where_they_should_not(one, two):
+    for metric in BOUNDED:
+        assert 0 <= metric(one, two) <= 1 + 1e-12
+    for metric in SYMMETRIC:
+        assert metric(one, two) == pytest.approx(metric(two, one))
+    assert longbench.code_difflib(one, two) <= longbench.code_indel(one, two)
+    assert metrics.exact_match(one, two) <= metrics.substring_match(one, two)
+    assert metrics.best(metrics.qa_f1, one, [two, one]) >= metrics.qa_f1(one, two)
+
+
+def table_lcs(one, two):
+    rows = [[0] * (len(two) + 1) for _ in range(len(one) + 1)]
+    for i, a in enumerate(one):
+        for j, b in enumerate(two):
+            rows[i + 1][j + 1] = rows[i][j] + 1 if a == b else max(rows[i][j + 1], rows[i + 1][j])
+    return rows[-1][-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text("abc", max_size=70), st.text("abc", max_size=70))
+def test_common_subsequences_are_common_and_as_long_as_the_table_says(one, two):
+    pairs = lcs_pairs(one, two)
+    assert lcs_length(one, two) == len(pairs) == table_lcs(one, two)
+    assert all(one[i] == two[j] for i, j in pairs)
+    assert all(a < c and b < d for (a, b), (c, d) in zip(pairs, pairs[1:]))
+
+
+def test_the_class_behind_a_removed_one_is_passed_over():
+    classes = ["Food", "Food other", "other"]
+    # "Food" goes, so the walk misses "Food other", takes out "other" and leaves the right one.
+    assert longbench.classification("Food other", "Food other", classes) == 1.0
+    # "Foo" goes, and "Food" behind it stays although it is part of the right name.
+    assert (
+        longbench.classification("Food other", "Food other", ["Foo", "Food", "Food other"]) == 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: infinitebench.code_debug("B", ["f", "B"]), 0),
+        (lambda: infinitebench.option_letter("B", ["f", "B"]), 1),
+        (lambda: infinitebench.code_debug("B. f", ["f", "B"]), 1),
+        (lambda: infinitebench.code_debug("The answer is:", ["f", "B"]), 0),
+        (lambda: infinitebench.math_find("-3", [3], parity=False), 0),
+        (lambda: infinitebench.math_find("42.5", [42], parity=False), 0),
+        (lambda: infinitebench.math_find("42.0 is it", 42, parity=False), 1),
+        (lambda: infinitebench.math_find("4.5", 4.5), 1),
+        (lambda: infinitebench.math_find("none", 4), 0),
+        (lambda: infinitebench.math_calc("[1, 3, 9]", [1, 3, 7, 2]), 0.5),
+        (lambda: infinitebench.math_calc("1 3", [[1, 3]]), 1),
+        (lambda: infinitebench.choice("maybe C then", ["no", "C"]), 1),
+        (lambda: infinitebench.choice("the answer is", ["no", "C"]), 0),
+        (lambda: infinitebench.choice("nothing here", ["no", "C"]), 0),
+        (lambda: infinitebench.code_run("", 1), 0),
+        (lambda: infinitebench.code_run("it is x", 1), 0),
+        (lambda: metrics.letter_match("(a).", "A"), 1),
+        (lambda: metrics.letter_match("", "A"), 0),
+        (lambda: metrics.letter_match_cepe("the", "A"), 1),  # its articles are deleted
+        (lambda: metrics.value_match("12 and 7", ["12", "7"]), 1),
+        (lambda: metrics.value_match("12", ["12", "7"]), 0),
+        (lambda: metrics.word_recall("a b", "a b a c"), 2 / 3),
+        (lambda: metrics.word_recall("a b a c", "a b a c", distinct=False), 3 / 4),
+        (lambda: metrics.rouge1_f("he eats sandwiches", "eat a sandwich"), 2 / 3),
+        (lambda: longbench.retrieval_zh("段落12", "段落12"), 1),
+        (lambda: metrics.qa_f1_characters("你好，世界", "世界。"), 2 / 3),
+    ],
+)
+def test_a_quirk_is_kept_where_it_is_official_and_the_other_flavour_is_there(call, expected):
+    assert call() == pytest.approx(expected)
+
+
+def test_labels_of_choices_are_text_and_letter():
+    options = ["one", "two", "three", "four"]
+    assert infinitebench.labels("three", options) == ["three", "C"]
+    assert infinitebench.labels(["two"], options) == infinitebench.labels(["two", "B"], options)
+    with pytest.raises(ValueError, match="five"):
+        infinitebench.labels(["five"], options)
+
+
+class _Jieba:
+    @staticmethod
+    def cut(text, cut_all):
+        assert not cut_all
+        return iter(text.split("|"))
+
+
+def test_chinese_is_cut_by_jieba_and_its_absence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jieba", _Jieba)
+    assert metrics.qa_f1_zh("上涨|，|价格", "价格|。|上涨|了") == pytest.approx(0.8)
+    assert metrics.rouge_l_sets_zh("价格|上涨", "价格|没有|上涨") == pytest.approx(0.8, abs=1e-6)
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    with pytest.raises(InputError, match="pip install jieba"):
+        metrics.qa_f1_zh("上涨", "上涨")
+
+
+def test_the_mean_of_three_rouges_is_geometric():
+    found, expected = "the cat sat down", "the cat sat"
+    parts = [metrics.rouge_n(found, expected, n, stem=True) for n in (1, 2)]
+    parts.append(metrics.rouge_l(found, expected, stem=True))
+    assert metrics.rouge_mean(found, expected) == pytest.approx(math.prod(parts) ** (1 / 3))
