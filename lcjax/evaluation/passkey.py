@@ -9,15 +9,16 @@ BOS, chat template, answer prefix and the tokens to be generated.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
 from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, whole_numbers
-from lcjax.evaluation.corpus import Corpus, start_token
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import Example, GenerationTask
+from lcjax.evaluation.prompt import Layout, Segment
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 
 WORDING = "lcjax-1"
@@ -37,39 +38,20 @@ _NEEDLE = "\nThe secret number is {key}."
 _REPEAT = " Keep it in mind: {key} is the secret number."
 _RESUME = "\n"
 _QUESTION = "\n\nWhat is the secret number?"
-_ANSWER = "The secret number is"
-_SLOT = "@@lcjax-body@@"  # marks the place of the user's text while a template is rendered
+_ANSWER = "\nThe secret number is"
 _MATCHES = ("first_integer", "first_digits", "token_ids")
-
-
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-    """Token ids of all parts of a prompt but the filler between them."""
-
-    head: list[int]  # BOS, template, instruction
-    needle: list[int]
-    resume: list[int]
-    tail: list[int]  # question, template, answer prefix
-
-    @property
-    def fixed(self) -> int:
-        return len(self.head) + len(self.needle) + len(self.resume) + len(self.tail)
 
 
 @Task.register_subclass("passkey")
 @dataclasses.dataclass(frozen=True)
-class Passkey(Task):
+class Passkey(GenerationTask):
     """Five-digit keys at evenly spaced depths, measured in tokens."""
-
-    generates: ClassVar[bool] = True
-    needs_data: ClassVar[bool] = False
 
     depths: int = 10  # places of the key, from the very beginning to the very end
     trials: int = 1  # keys per length and depth
     max_new_tokens: int = 10  # counted in the length, like everything else
     repeat: int = 2  # how often the line states the key (2 in the published versions)
     match: str = "first_integer"  # first_integer (YaRN), first_digits (InfiniteBench), token_ids
-    template: str = "none"  # chat: the tokenizer's chat template around the text
 
     @property
     def label(self) -> str:
@@ -79,43 +61,53 @@ class Passkey(Task):
     def metric(self) -> Metric:
         return Metric("accuracy", f"passkey accuracy ({self.match})", False, 2)
 
-    def check(self, limits: Limits, key: str) -> None:
-        for field, known in (("match", _MATCHES), ("template", ("none", "chat"))):
-            if getattr(self, field) not in known:
-                value = getattr(self, field)
-                raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
-        whole_numbers(key, self, 1, "depths", "trials", "max_new_tokens", "repeat")
+    @property
+    def shown(self) -> str:
+        return self.match
 
-    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
-        tokenizer, units = corpus.tokenizer, []
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        if self.match not in _MATCHES:
+            raise InputError(f"{key}.match={self.match!r} is none of {', '.join(_MATCHES)}")
+        whole_numbers(key, self, 1, "depths", "trials", "repeat")
+
+    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
+        layout = self.layout(corpus.tokenizer)
         for place in range(self.depths):
             depth = place / (self.depths - 1) if self.depths > 1 else 0.5
             for trial in range(self.trials):
                 # Seeded by what a cell is, so that other lengths or depths do not change it.
                 rng = np.random.default_rng([limits.seed, length, round(depth * 1e6), trial])
                 key = str(rng.integers(10_000, 100_000))
-                tokens, start = self._prompt(tokenizer, key, depth, length, int(rng.integers(6)))
+                segments, start = self._segments(layout, key, depth, length, int(rng.integers(6)))
                 facts = {
                     "protocol": f"passkey_{self.match}",
                     "wording": WORDING,
-                    "length": length,
-                    "bos": "none" if start_token(tokenizer, "auto") is None else "document",
                     "depth": depth,
                     "key_start": start,
                     "trial": trial,
-                    "size": len(tokens) + self.max_new_tokens,
                     "key": key,
                 }
-                units.append(Unit(len(units), (length,), tokens, facts))
-        return units
+                yield Example(segments, [key], facts)
 
-    def _prompt(
-        self, tokenizer, key: str, depth: float, length: int, offset: int
-    ) -> tuple[np.ndarray, int]:
-        """Token ids of a prompt of `length - max_new_tokens` tokens, and where its key line is."""
-        pieces = self._pieces(tokenizer, key)
-        room = length - self.max_new_tokens - pieces.fixed
-        sentences = [inside(tokenizer, " " + text) for text in _FILLER]
+    def _segments(
+        self, layout: Layout, key: str, depth: float, length: int, offset: int
+    ) -> tuple[list[Segment], int]:
+        """A prompt of `length - max_new_tokens` tokens, and where its key line is."""
+        needle = (_NEEDLE + _REPEAT * (self.repeat - 1)).format(key=key)
+        needle, resume = (inside(layout.tokenizer, text) for text in (needle, _RESUME))
+
+        def around(context: list[int]) -> list[Segment]:
+            return [
+                Segment("instruction", _INSTRUCTION),
+                Segment("context_doc", ids=context),
+                Segment("question", _QUESTION),
+                Segment("answer_prefix", _ANSWER),
+            ]
+
+        bare = layout.prompt(around(needle + resume))
+        room = self.budget(length, self.max_new_tokens).left(bare)
+        sentences = [inside(layout.tokenizer, " " + text) for text in _FILLER]
         if room < 2 * max(map(len, sentences)):
             least = length - room + 2 * max(map(len, sentences))
             raise InputError(
@@ -128,48 +120,14 @@ class Passkey(Task):
             borders.append(min(len(filler), room))
         filler = filler[:room]  # the last sentence is cut where the budget ends
         cut = min(borders, key=lambda border: abs(border - depth * room))
-        start = len(pieces.head) + cut
-        ids = pieces.head + filler[:cut] + pieces.needle + pieces.resume + filler[cut:]
-        return np.asarray(ids + pieces.tail, np.int32), start
+        context = filler[:cut] + needle + resume + filler[cut:]
+        return around(context), bare.start("context_doc") + cut
 
-    def _pieces(self, tokenizer, key: str) -> Pieces:
-        before, after = "", "\n"
-        if self.template == "chat":
-            messages = [{"role": "user", "content": _SLOT}]
-            before, _, after = tokenizer.render_chat(messages).partition(_SLOT)
-        special = {"allow_special": self.template == "chat"}  # the template's marks are tokens
-        head = list(tokenizer.encode(before + _INSTRUCTION.rstrip(), **special))
-        bos = start_token(tokenizer, "auto")
-        if bos is not None:
-            # Some chat templates write BOS themselves, perhaps behind sentencepiece's blank.
-            written = head.index(bos) + 1 if bos in head[:2] else 0
-            head = [bos, *head[written:]]
-        needle = _NEEDLE + _REPEAT * (self.repeat - 1)
-        return Pieces(
-            head=head + inside(tokenizer, "\n\n"),
-            needle=inside(tokenizer, needle.format(key=key)),
-            resume=inside(tokenizer, _RESUME),
-            tail=inside(tokenizer, _QUESTION + after + _ANSWER, **special),
-        )
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, bool]:
+        return judge(answer, unit.facts["key"], tokenizer)
 
-    def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        from lcjax.generate import Sampling
-
-        rows = [unit.tokens.tolist() for unit in units]
-        rows += rows[:1] * (batch - len(rows))  # always the compiled shape
-        answers = model.generate(rows, Sampling(max_new_tokens=self.max_new_tokens))
-        records = []
-        for unit, answer in zip(units, answers[: len(units)], strict=True):
-            verdict = judge(answer, unit.facts["key"], model.tokenizer)
-            records.append({"answer": answer, **verdict, "correct": verdict[self.match]})
-        return records
-
-    def summarise(self, records: Sequence[Record]) -> Record:
-        return {
-            "value": sum(record["correct"] for record in records) / len(records),
-            "windows": len(records),
-            **{match: sum(r[match] for r in records) / len(records) for match in _MATCHES},
-        }
+    def rescored(self, record: Record, tokenizer) -> Record:
+        return {**super().rescored(record, tokenizer), "protocol": f"passkey_{self.match}"}
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         """k_max, the effective window of Position Interpolation: the largest length that works."""

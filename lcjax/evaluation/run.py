@@ -19,6 +19,7 @@ from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit, SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
@@ -310,5 +311,8 @@ class _Runner:
 
 def _read(model, unit: Unit) -> int:
     """Tokens of a unit that the model took in, or wrote."""
-    unread = model.unread(len(unit.tokens)) if isinstance(model, SplitModel) else 0
-    return unit.facts["size"] - unread
+    if not isinstance(model, SplitModel):
+        return unit.facts["size"]
+    if isinstance(unit.payload, Prompt):
+        return unit.facts["size"] - model.unread(unit.facts["size"], unit.payload.movable)
+    return unit.facts["size"] - model.unread(len(unit.tokens))

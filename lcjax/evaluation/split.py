@@ -1,5 +1,8 @@
 """Windows whose beginning a method reads beside its decoder: in chunks, or passage by passage.
 
+Of a typed prompt only documents and demonstrations go there, the earliest first; instruction,
+question and the answer's beginning stay with the decoder.
+
 CEPE's Table 1 (arXiv 2402.16617): of 8,192 tokens the last 4,096 are the decoder's, the 16 chunks
 of 256 before them the encoder's; 4,096 are 2,048 and 8 chunks, longer ones 4,096 and the rest.
 """
@@ -12,6 +15,7 @@ import numpy as np
 from lcjax.contexts import chunk_size
 from lcjax.contexts import cut as chunks_of
 from lcjax.errors import InputError, whole_numbers
+from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
 from lcjax.memory import Cepe, Policy, SharedLlm
 from lcjax.models.memory import check_memory
@@ -83,7 +87,8 @@ class ContextSplit:
     def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
         return model.nll(tokens, context=self._encoded(model, passages, chunk), **options)
 
-    def generate(self, model, prompts: list, sampling, passages: list, chunk: int) -> list[str]:
+    def generate(self, model, parts: list["Part"], sampling, passages: list, chunk: int):
+        prompts = [[*part.head, *part.rest] for part in parts]
         return model.generate(prompts, sampling, context=self._encoded(model, passages, chunk))
 
     def _encoded(self, model, passages: list, chunk: int):
@@ -127,8 +132,26 @@ class ReplugSplit(ContextSplit):
     def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
         return Replug(model, batch=len(tokens)).nll(tokens, context=passages, **options)
 
-    def generate(self, model, prompts: list, sampling, passages: list, chunk: int) -> list[str]:
-        return Replug(model).generate(prompts, sampling, context=passages)
+    def generate(self, model, parts: list["Part"], sampling, passages: list, chunk: int):
+        """Every passage has the beginning of the prompt, such as BOS and instruction, before it."""
+        context = [
+            [np.concatenate([part.head, passage]) for passage in own]
+            for part, own in zip(parts, passages, strict=True)
+        ]
+        prompts = [
+            list(part.rest) if own else [*part.head, *part.rest]
+            for part, own in zip(parts, passages, strict=True)
+        ]
+        return Replug(model).generate(prompts, sampling, context=context)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Of a prompt what the decoder reads, before and after what is read beside it."""
+
+    head: np.ndarray  # int32 [n]
+    rest: np.ndarray
+    beside: list[np.ndarray]  # texts, each of which begins a chunk
 
 
 class SplitModel:
@@ -153,24 +176,65 @@ class SplitModel:
         )  # fmt: skip
         return found
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling) -> list[str]:
-        """As `LanguageModel.generate`; new tokens count as the decoder's."""
-        cuts = [max(len(p) + sampling.max_new_tokens - self.decoder, 0) for p in prompts]
-        if any(cut >= len(p) for cut, p in zip(cuts, prompts, strict=True)):
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling,
+        movable: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> list[str]:
+        """As `LanguageModel.generate`; new tokens count as the decoder's.
+
+        `movable` are first and end of the documents of each prompt, which alone may be read beside
+        the decoder, the earliest first; None: all but the last token.
+        """
+        rows = [np.asarray(prompt, np.int32) for prompt in prompts]
+        spans = [[(0, len(row) - 1)] for row in rows] if movable is None else movable
+        new = sampling.max_new_tokens
+        parts = [self._part(row, own, new) for row, own in zip(rows, spans, strict=True)]
+        passages = [
+            self._kept([chunk for text in part.beside for chunk in self._passages(text)])
+            for part in parts
+        ]
+        return self._split.generate(self._model, parts, sampling, passages, self._chunk)
+
+    def _part(self, row: np.ndarray, spans: Sequence[tuple[int, int]], new: int) -> Part:
+        moved = self._moved(len(row) + new, spans)
+        if sum(stop - start for start, stop in moved) < len(row) + new - self.decoder:
             raise InputError(
                 f"context.decoder={self.decoder} leaves no room for a prompt beside"
-                f" max_new_tokens={sampling.max_new_tokens}; raise it"
+                f" max_new_tokens={new}; raise it"
             )
-        pairs = list(zip(prompts, cuts, strict=True))
-        beside = [self._passages(np.asarray(p[:cut], np.int32)) for p, cut in pairs]
-        read = [list(p[cut:]) for p, cut in pairs]
-        return self._split.generate(self._model, read, sampling, beside, self._chunk)
+        if not moved:
+            return Part(row[:0], row, [])
+        keep = np.ones(len(row), bool)
+        for start, stop in moved:
+            keep[start:stop] = False
+        first = moved[0][0]
+        return Part(row[:first], row[first:][keep[first:]], [row[a:b] for a, b in moved])
 
-    def unread(self, size: int) -> int:
+    def _moved(self, size: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The earliest of `spans`, as many as a request of `size` tokens is too long."""
+        moved, over = [], size - self.decoder
+        for start, stop in spans:
+            if over <= 0:
+                break
+            moved.append((start, min(stop, start + over)))
+            over -= moved[-1][1] - start
+        return [span for span in moved if span[1] > span[0]]
+
+    def _kept(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
+        """Of several texts' chunks those that `chunks` allows: the last ones."""
+        limit = self._split.chunks
+        return chunks if limit is None else chunks[max(len(chunks) - limit, 0) :]
+
+    def unread(self, size: int, movable: Sequence[tuple[int, int]] | None = None) -> int:
         """Tokens of a window of `size` that neither the decoder reads nor a chunk holds."""
         if self._split.chunks is None:
             return 0
-        return max(size - self.decoder - self._split.chunks * self._chunk, 0)
+        spans = [(0, size)] if movable is None else movable
+        beside = [np.zeros(b - a, np.int32) for a, b in self._moved(size, spans)]
+        kept = self._kept([chunk for text in beside for chunk in self._passages(text)])
+        return sum(map(len, beside)) - sum(map(len, kept))
 
     def _passages(self, context: np.ndarray) -> list[np.ndarray]:
         return self._split.passages(context, self._chunk)
@@ -192,3 +256,11 @@ class SplitModel:
             part = slice(max(stop - self._chunk, 0), stop)
             tokens[part] = others[rng.integers(len(others))].tokens[part]
         return dataclasses.replace(unit, tokens=tokens)
+
+
+def generate(model, prompts: Sequence[Prompt], sampling) -> list[str]:
+    """Answers to prompts, whose documents a split model reads beside its decoder."""
+    rows = [prompt.ids.tolist() for prompt in prompts]
+    if isinstance(model, SplitModel):
+        return model.generate(rows, sampling, [prompt.movable for prompt in prompts])
+    return model.generate(rows, sampling)

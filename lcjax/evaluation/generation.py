@@ -1,0 +1,148 @@
+"""Tasks that let a model write an answer and compare it with references."""
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from lcjax.errors import InputError, whole_number
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, fit
+from lcjax.evaluation.split import generate
+from lcjax.evaluation.task import Limits, Record, Task, Unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One question: the prompt's segments, what counts as right, and what records say of it."""
+
+    segments: Sequence[Segment]
+    references: Sequence[str]
+    facts: Record = dataclasses.field(default_factory=dict)
+    max_new_tokens: int | None = None  # None: the task's
+    stop: tuple[str, ...] | None = None  # None: the task's
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationTask(Task):
+    """Examples become prompts, prompts answers, and answers a number for each metric.
+
+    A subclass says which examples there are at a length (`examples`) and what an answer is worth
+    (`judge`); all flavours of `judge` stand in the record, and `metric.name` names the one that
+    tables show. Examples of about one length run in one compiled function.
+    """
+
+    generates: ClassVar[bool] = True
+    needs_data: ClassVar[bool] = False
+    cut: ClassVar[str] = "refuse"  # what happens to prompts over budget, as `fit` takes it
+
+    max_new_tokens: int = 64  # counted in the length, like everything else
+    template: str = "none"  # chat: the tokenizer's chat template around the text
+
+    @abc.abstractmethod
+    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterable[Example]:
+        """The questions at one length; they depend on nothing but these arguments."""
+
+    @abc.abstractmethod
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        """What an answer is worth to each metric, 0 to 1; `unit.facts` holds the references."""
+
+    @property
+    @abc.abstractmethod
+    def shown(self) -> str:
+        """The flavour of `judge` that tables show."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Text before the first of these is the answer; the model's own end always counts."""
+        return ()
+
+    def budget(self, length: int, new_tokens: int) -> Budget:
+        """What `length` counts."""
+        return Budget(length, new_tokens)
+
+    def check(self, limits: Limits, key: str) -> None:
+        if self.template not in TEMPLATES:
+            known = ", ".join(TEMPLATES)
+            raise InputError(f"{key}.template={self.template!r} is none of {known}")
+        whole_number(f"{key}.max_new_tokens", self.max_new_tokens, 1)
+
+    def layout(self, tokenizer) -> Layout:
+        return Layout(tokenizer, self.template)
+
+    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+        layout = self.layout(corpus.tokenizer)
+        found = enumerate(self.examples(corpus, length, limits))
+        return [self._unit(index, example, layout, length) for index, example in found]
+
+    def _unit(self, index: int, example: Example, layout: Layout, length: int) -> Unit:
+        new = example.max_new_tokens or self.max_new_tokens
+        budget, stop = self.budget(length, new), example.stop
+        prompt = layout.prompt(example.segments)
+        prompt = fit(prompt, budget, layout.tokenizer, self.cut, self.label)
+        stop = self.stops if stop is None else stop
+        facts = {
+            "protocol": self.label,
+            "length": length,
+            **layout.facts,
+            "budget": budget.counts,
+            "prompt_tokens": len(prompt.ids),
+            "max_new_tokens": new,
+            "size": len(prompt.ids) + new,
+            "truncated": prompt.truncated,
+            "references": list(example.references),
+            **example.facts,
+        }
+        if index == 0:  # what a reader wants to see once
+            facts["prompt"] = layout.tokenizer.decode(prompt.ids)
+        shape = (_bucket(len(prompt.ids)), new, tuple(stop))
+        return Unit(index, shape, prompt.ids, facts, prompt)
+
+    def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
+        from lcjax.sampling import Sampling
+
+        _, new, stop = units[0].shape
+        prompts: list[Prompt] = [unit.payload for unit in units]
+        prompts += prompts[:1] * (batch - len(prompts))  # always the compiled shape
+        answers = generate(model, prompts, Sampling(max_new_tokens=new, stop=stop))
+        return [
+            self._record(answer, unit, model.tokenizer)
+            for unit, answer in zip(units, answers[: len(units)], strict=True)
+        ]
+
+    def _record(self, answer: str, unit: Unit, tokenizer) -> Record:
+        scores = {k: float(v) for k, v in self.judge(answer, unit, tokenizer).items()}
+        return {"answer": answer, "scores": scores, "correct": scores[self.shown]}
+
+    def rescored(self, record: Record, tokenizer) -> Record:
+        unit = Unit(record["window"], (), np.zeros(0, np.int32), record)
+        return {**record, **self._record(record["answer"], unit, tokenizer)}
+
+    def summarise(self, records: Sequence[Record]) -> Record:
+        """The mean of every flavour that all records have."""
+        names = [n for n in records[0]["scores"] if all(n in r["scores"] for r in records)]
+        means = {name: float(np.mean([r["scores"][name] for r in records])) for name in names}
+        empty = sum(not record["answer"].strip() for record in records)
+        truncated = sum(record["truncated"] > 0 for record in records)
+        counts = {"windows": len(records), "empty": empty, "truncated": truncated}
+        return {"value": self.value(records), **counts, **means}
+
+    def value(self, records: Sequence[Record]) -> float:
+        return float(np.mean([record["correct"] for record in records]))
+
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        from lcjax.evaluation import plots
+
+        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
+
+
+def _bucket(tokens: int) -> int:
+    """The next of 64, 96, 128, 192, 256, ... tokens: prompts of one bucket run together."""
+    octave = 1 << max(tokens - 1, 63).bit_length()
+    between = octave * 3 // 4
+    return between if tokens <= between else octave

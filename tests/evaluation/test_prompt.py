@@ -1,0 +1,233 @@
+"""Prompts of typed segments: what is counted, what is cut, what goes beside the decoder."""
+
+import types
+
+import numpy as np
+import pytest
+from evaluation_support import ByteTokenizer
+
+from lcjax.convert.tokenizer import inside
+from lcjax.errors import InputError
+from lcjax.evaluation.prompt import Budget, Layout, Segment, cut_text, fit
+from lcjax.evaluation.split import ContextSplit, ReplugSplit, generate
+from lcjax.sampling import Sampling
+
+TOKENIZER = ByteTokenizer()
+
+
+class BlankInFront(ByteTokenizer):
+    """Writes a blank in front of any text, as sentencepiece does."""
+
+    def encode(self, text, *, allow_special=False):
+        return super().encode(" " + text, allow_special=allow_special)
+
+
+class NoSystem(ByteTokenizer):
+    """A template that knows no system, as Gemma's."""
+
+    def render_chat(self, messages, add_generation_prompt=True):
+        if messages[0]["role"] == "system":
+            raise InputError("chat_template: no system")
+        return super().render_chat(messages, add_generation_prompt)
+
+
+def segments(*documents, demo=()):
+    return [
+        Segment("system", "Be brief."),
+        Segment("instruction", "Read."),
+        *(Segment("context_doc", text) for text in documents),
+        *(Segment("demo", text) for text in demo),
+        Segment("question", "\nWho?"),
+        Segment("answer_prefix", "\nAnswer:"),
+    ]
+
+
+def text(prompt, tokenizer=TOKENIZER):
+    return tokenizer.decode(prompt.ids)
+
+
+def slice_of(prompt, span):
+    return TOKENIZER.decode(prompt.ids[span.start : span.stop])
+
+
+@pytest.mark.parametrize(
+    ("template", "tokenizer", "expected"),
+    [
+        ("none", TOKENIZER, "Be brief.Read. one two\nWho?\nAnswer:"),
+        (
+            "chat",
+            TOKENIZER,
+            "[system]Be brief.[end][user]Read. one two\nWho?[end][assistant]\nAnswer:",
+        ),
+        ("chat", NoSystem(), "[user]Be brief.\n\nRead. one two\nWho?[end][assistant]\nAnswer:"),
+    ],
+)
+def test_segments_stand_in_their_turns_behind_one_bos(template, tokenizer, expected):
+    prompt = Layout(tokenizer, template).prompt(segments(" one", " two"))
+    assert text(prompt, tokenizer) == expected
+    assert prompt.ids[0] == tokenizer.bos_id and (prompt.ids == tokenizer.bos_id).sum() == 1
+    joined = np.concatenate([prompt.ids[s.start : s.stop] for s in prompt.spans])
+    np.testing.assert_array_equal(joined, prompt.ids)
+    assert [slice_of(prompt, s) for s in prompt.spans if s.kind == "context_doc"] == [
+        " one",
+        " two",
+    ]
+
+
+def test_a_text_cannot_end_a_turn_and_blanks_in_front_are_written_once():
+    prompt = Layout(TOKENIZER, "chat").prompt([Segment("context_doc", "<s> a"), *segments()])
+    assert (prompt.ids == 0).sum() == 1 and "<s> a" in text(prompt)
+    found = Layout(BlankInFront(), "chat").prompt(segments("one"))
+    assert text(found).count(" ") == 1  # the one in "Be brief."
+
+
+def test_blanks_at_the_end_of_a_piece_go_in_front_of_the_next_word():
+    found = Layout(TOKENIZER).prompt(
+        [Segment("instruction", "Read: "), Segment("context_doc", "one")]
+    )
+    assert [slice_of(found, span) for span in found.spans] == ["", "Read:", " one"]
+    last = Layout(TOKENIZER).prompt([Segment("answer_prefix", "are: ")])
+    assert text(last) == "are: "
+
+
+def test_ids_stand_as_they_are_and_may_not_hold_bos():
+    ids = inside(TOKENIZER, "xyz")
+    prompt = Layout(TOKENIZER).prompt([Segment("context_doc", ids=ids), *segments()])
+    assert prompt.start("context_doc") > 0 and "xyz" in text(prompt)
+    with pytest.raises(InputError, match="hold BOS"):
+        Layout(TOKENIZER).prompt([Segment("context_doc", ids=[0, 5])])
+    with pytest.raises(InputError, match="kind='story'"):
+        Segment("story", "once")
+
+
+def test_a_budget_says_what_it_counts():
+    prompt = Layout(TOKENIZER, "chat").prompt(segments("one"))
+    whole = Budget(500, 20)
+    assert whole.used(prompt) == len(prompt.ids) + 20 and whole.left(prompt) == 500 - whole.used(
+        prompt
+    )
+    assert whole.counts == "bos+template+prompt+answer_prefix+new"
+    ruler = Budget(500, 20, bos=False)
+    assert ruler.used(prompt) == whole.used(prompt) - 1
+    longbench = Budget(500, 20, bos=False, template=False, answer_prefix=False, new=False)
+    assert longbench.used(prompt) == len("Be brief.Read.one\nWho?")
+    assert longbench.counts == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("how", "head", "tail"), [("middle", 25, 24), ("left", 0, 49), ("right", 49, 0)]
+)
+@pytest.mark.parametrize("template", ["none", "chat"])
+def test_documents_are_cut_and_nothing_else(how, head, tail, template):
+    letters = "".join(chr(97 + i % 26) for i in range(80))
+    docs = letters[:30], letters[30:]
+    whole = Layout(TOKENIZER, template).prompt(segments(*docs))
+    budget = Budget(len(whole.ids) - 31 + 8, 8)
+    found = fit(whole, budget, TOKENIZER, how)
+    assert budget.used(found) == budget.length and found.truncated == 31
+    assert letters[:head] + letters[80 - tail :] in text(found)
+    for kind in ("system", "instruction", "question", "answer_prefix", "template", "bos"):
+        assert found.tokens(kind) == whole.tokens(kind)
+    assert found.removed[0] == whole.start("context_doc") + head
+    assert fit(found, budget, TOKENIZER, how) is found
+
+
+@pytest.mark.parametrize("document", ["äöü€🙂" * 30, "日本語" * 60, "\ufffd" * 99])
+@pytest.mark.parametrize("how", ["middle", "left", "right"])
+def test_no_character_is_split(document, how):
+    whole = Layout(TOKENIZER).prompt(segments(document))
+    for over in range(1, 40):
+        budget = Budget(len(whole.ids) - over, 0)
+        found = fit(whole, budget, TOKENIZER, how)
+        assert budget.length - 6 <= budget.used(found) <= budget.length
+        if "\ufffd" not in document:
+            assert "\ufffd" not in text(found)
+
+
+def test_a_budget_that_the_rest_exceeds_names_the_least_length_that_works():
+    whole = Layout(TOKENIZER).prompt(segments("x" * 50))
+    least = len(whole.ids) - 50 + 7
+    with pytest.raises(InputError, match=f"mine.*at least {least}"):
+        fit(whole, Budget(least - 1, 7), TOKENIZER, "middle", "mine")
+    assert fit(whole, Budget(least, 7), TOKENIZER, "middle").truncated == 50
+    with pytest.raises(InputError, match=f"at least {least + 50}"):
+        fit(whole, Budget(least, 7), TOKENIZER, "refuse")
+
+
+def test_longbenchs_own_cut_keeps_both_halves_of_the_text_and_counts_bos():
+    assert cut_text(TOKENIZER, "x" * 99, 100) == ("x" * 99, 0)
+    found, lost = cut_text(TOKENIZER, "abcdefghij" * 10, 50)
+    assert found == ("abcdefghij" * 10)[:24] + ("abcdefghij" * 10)[-25:] and lost == 51
+
+
+class Noting:
+    """A model that notes what it is given."""
+
+    def __init__(self):
+        memory = types.SimpleNamespace(usual=8, check_chunk=lambda size, key: None)
+        self.config = types.SimpleNamespace(max_length=4096, memory=memory)
+        self.tokenizer, self.given = TOKENIZER, []
+
+    def with_method(self, **changes):
+        return self
+
+    def encode_contexts(self, contexts, chunk):
+        return contexts
+
+    def generate(self, prompts, sampling, context=None):
+        self.given.append((prompts, context))
+        return [""] * len(prompts)
+
+
+def read(ids):
+    return TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("kept", "chunks", "unread"),
+    [(None, ["a" * 4, "a" * 8, "b" * 5], 0), (1, ["b" * 5], 12), (0, [], 17)],
+)
+def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept, chunks, unread):
+    prompt = Layout(TOKENIZER).prompt(segments("a" * 12, "b" * 12, demo=["c" * 5]))
+    model, decoder = Noting(), len(prompt.ids) + 6 - 17
+    split = ContextSplit(decoder=decoder, chunk=8, chunks=kept).of(model, 100)
+    generate(split, [prompt], Sampling(max_new_tokens=6))
+    (((ids,), (context,)),) = model.given
+    assert ids[0] == 0 and len(ids) + 6 == decoder
+    assert read(ids) == "Be brief.Read." + "b" * 7 + "c" * 5 + "\nWho?\nAnswer:"
+    assert [read(chunk) for chunk in context] == chunks
+    assert split.unread(len(prompt.ids) + 6, prompt.movable) == unread
+
+
+def test_a_decoder_without_room_for_instruction_and_question_is_refused():
+    prompt = Layout(TOKENIZER).prompt(segments("a" * 12))
+    fixed = len(prompt.ids) - 12 + 6
+    split = ContextSplit(decoder=fixed - 1, chunk=8).of(Noting(), 100)
+    with pytest.raises(InputError, match="leaves no room"):
+        generate(split, [prompt], Sampling(max_new_tokens=6))
+    split = ContextSplit(decoder=fixed, chunk=8).of(Noting(), 100)
+    generate(split, [prompt], Sampling(max_new_tokens=6))
+
+
+def test_replug_reads_every_passage_behind_the_instruction(monkeypatch):
+    given = {}
+
+    class Fake:
+        def __init__(self, model):
+            pass
+
+        def generate(self, prompts, sampling, context):
+            given.update(prompts=prompts, context=context)
+            return [""] * len(prompts)
+
+    monkeypatch.setattr("lcjax.evaluation.split.Replug", Fake)
+    prompt = Layout(TOKENIZER).prompt(segments("a" * 12, "b" * 4))
+    short = Layout(TOKENIZER).prompt(segments("b"))
+    decoder = len(prompt.ids) + 2 - 14
+    split = ReplugSplit(decoder=decoder, chunk=8).of(Noting(), 100)
+    generate(split, [prompt, short], Sampling(max_new_tokens=2))
+    first, second = given["prompts"]
+    assert read(first) == "bb\nWho?\nAnswer:" and second == short.ids.tolist()
+    head = "Be brief.Read."
+    assert [read(p) for p in given["context"][0]] == [head + "a" * 4, head + "a" * 8, head + "bb"]
+    assert given["context"][0][0][0] == 0 and given["context"][1] == []
