@@ -9,6 +9,7 @@ import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import BOS_RULES, Corpus, start_token
+from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.windows import PROTOCOLS, Options, Protocol, choose, join, lay
 
@@ -188,6 +189,21 @@ class Perplexity(Task):
             "nan_tokens": sum(record["nan"] for record in records),
             "nan_windows": len(records) - len(clean),
         }
+
+    def example(self, record: Record) -> float | None:
+        """Nats per token of a window."""
+        return None if record["nan"] else record["nll"] / record["scored"]
+
+    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+        """Bootstrap over documents."""
+        if any(record["nan"] for record in records):
+            return math.nan, math.nan
+        low, high = bootstrap(
+            [self.example(record) for record in records],
+            weights=[record["weight"] for record in records],
+            clusters=[record["document"] for record in records],
+        )
+        return tuple(self._rules.base**end if end < 700 else math.inf for end in (low, high))
 
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path

@@ -9,10 +9,10 @@ import numpy as np
 from lcjax.evaluation.task import Metric, Record
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too faint on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
 _MARKERS = "osD^vPX*"
 _LINES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)))  # one for each round of colours
-_GREY = "#777777"
+GREY = "#777777"
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -23,7 +23,7 @@ _STYLE = {
     "axes.labelsize": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _GREY,
+    "axes.edgecolor": GREY,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#E4E4E4",
@@ -32,12 +32,15 @@ _STYLE = {
     "lines.markersize": 6,
     "legend.frameon": False,
     "savefig.dpi": 160,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lcjax",  # names inside a file, which would differ from run to run
 }
+_SVG_METADATA = ("Creator", "Date", "Format", "Type")
 
 
 @contextmanager
-def _canvas(path: Path, width: float, height: float):
-    """A figure that is saved on leaving; the same numbers give the same bytes."""
+def canvas(path: Path, width: float, height: float):
+    """A figure that is saved on leaving, as PNG and as SVG; equal numbers give equal bytes."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -48,21 +51,23 @@ def _canvas(path: Path, width: float, height: float):
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
+        # The same as lines and text: for papers, and for the page of the run.
+        figure.savefig(path.with_suffix(".svg"), metadata=dict.fromkeys(_SVG_METADATA))
 
 
 def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     """One line per method over the lengths, on a log2 axis with token counts as ticks."""
-    methods = _by_method(cells)
-    with _canvas(path, 8.4, _height(len(methods))) as figure:
+    methods = by_method(cells)
+    with canvas(path, 8.4, _height(len(methods))) as figure:
         axes = figure.add_subplot()
         for index, (method, own) in enumerate(methods.items()):
             own = sorted(own, key=lambda cell: cell["length"])
             x = [cell["length"] for cell in own]
             y = [_number(cell["value"]) for cell in own]
-            axes.plot(x, y, label=method, **_look(index), zorder=3)
+            axes.plot(x, y, label=method, **look(index), zorder=3)
         axes.set_xscale("log", base=2)
         lengths = sorted({cell["length"] for cell in cells})
-        axes.set_xticks(lengths, [_tokens(length) for length in lengths])
+        axes.set_xticks(lengths, [tokens(length) for length in lengths])
         axes.minorticks_off()
         axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
         _value_axis(axes, [_number(cell["value"]) for cell in cells], metric)
@@ -97,12 +102,12 @@ def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
 
 def over_positions(curves: Sequence[Record], path: Path) -> Path:
     """Mean loss by position in the window, with a band of one standard error over documents."""
-    with _canvas(path, 8.4, _height(len(curves))) as figure:
+    with canvas(path, 8.4, _height(len(curves))) as figure:
         axes = figure.add_subplot()
         for index, curve in enumerate(curves):
             x, y = np.asarray(curve["position"]), np.asarray(curve["nll"])
-            look = {"color": _COLOURS[index % len(_COLOURS)]}
-            line = {"linestyle": _LINES[index // len(_COLOURS) % len(_LINES)]}
+            look = {"color": COLOURS[index % len(COLOURS)]}
+            line = {"linestyle": _LINES[index // len(COLOURS) % len(_LINES)]}
             axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **line, **look)
             if curve["standard_error"] is not None:
                 band = np.asarray(curve["standard_error"])
@@ -114,12 +119,12 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
             left = min(float(np.min(curve["position"])) for curve in curves)
         else:
             ticks = [longest * k // 8 for k in range(9)]
-        axes.set_xticks(ticks, [_tokens(tick) for tick in ticks])
+        axes.set_xticks(ticks, [tokens(tick) for tick in ticks])
         axes.minorticks_off()
         axes.set_xlim(left, longest)
         axes.set_xlabel("position in the window, in tokens")
         axes.set_ylabel("negative log-likelihood, nats per token")
-        axes.set_title(f"Loss by position in windows of {_tokens(longest)} tokens")
+        axes.set_title(f"Loss by position in windows of {tokens(longest)} tokens")
         _mark_trained(axes, {curve["trained"] for curve in curves}, axes.get_xlim())
         _legend(axes)
     return path
@@ -127,13 +132,13 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
 
 def heat_maps(records: Sequence[Record], title: str, path: Path) -> Path:
     """Accuracy by length and depth, one panel a method, one colour scale, depth 0 on top."""
-    methods = _by_method(records)
+    methods = by_method(records)
     lengths = sorted({record["length"] for record in records})
     depths = sorted({record["depth"] for record in records})
-    columns = min(3, len(methods))
+    columns = 2 if len(methods) == 4 else min(3, len(methods))
     rows = -(-len(methods) // columns)
     wide, high = max(2.6, 0.62 * len(lengths) + 1.2), max(2.4, 0.3 * len(depths) + 1.3)
-    with _canvas(path, max(5.2, columns * wide + 1), rows * high + 0.5) as figure:
+    with canvas(path, max(5.2, columns * wide + 1), rows * high + 0.5) as figure:
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
         for axes, (method, own) in zip(panels, methods.items(), strict=False):
             picture = _panel(axes, own, lengths, depths)
@@ -173,7 +178,7 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], depths: list[flo
     axes.grid(False)
     axes.spines[:].set_visible(False)
     turn = 45 if len(lengths) > 5 else 0
-    axes.set_xticks(np.arange(len(lengths)) + 0.5, [_tokens(n) for n in lengths], rotation=turn)
+    axes.set_xticks(np.arange(len(lengths)) + 0.5, [tokens(n) for n in lengths], rotation=turn)
     axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:.0%}" for depth in depths])
     axes.tick_params(length=0)
     trained = records[0]["trained"]
@@ -185,18 +190,18 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], depths: list[flo
     return picture
 
 
-def _by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
+def by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
     groups: dict[str, list[Record]] = {}
     for item in items:
         groups.setdefault(item["method"], []).append(item)
     return groups
 
 
-def _look(index: int) -> dict:
+def look(index: int) -> dict:
     return {
-        "color": _COLOURS[index % len(_COLOURS)],
+        "color": COLOURS[index % len(COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
-        "linestyle": _LINES[index // len(_COLOURS) % len(_LINES)],
+        "linestyle": _LINES[index // len(COLOURS) % len(_LINES)],
     }
 
 
@@ -209,16 +214,16 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else float(value)
 
 
-def _tokens(count: int) -> str:
+def tokens(count: int) -> str:
     return f"{count:,}"
 
 
 def _mark_trained(axes, trained: set[int], limits: tuple[float, float]) -> None:
     for length in sorted(trained):
         if limits[0] <= length <= limits[1]:
-            axes.axvline(length, color=_GREY, linestyle=(0, (5, 4)), linewidth=1.2, zorder=1)
+            axes.axvline(length, color=GREY, linestyle=(0, (5, 4)), linewidth=1.2, zorder=1)
             axes.annotate(
-                f"trained length {_tokens(length)}",
+                f"trained length {tokens(length)}",
                 (length, 1),
                 xycoords=("data", "axes fraction"),
                 xytext=(-5, -4),
@@ -227,7 +232,7 @@ def _mark_trained(axes, trained: set[int], limits: tuple[float, float]) -> None:
                 ha="right",
                 va="top",
                 fontsize=8.5,
-                color=_GREY,
+                color=GREY,
             )
 
 

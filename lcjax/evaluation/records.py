@@ -22,7 +22,8 @@ from lcjax.tree import flatten
 
 FORMAT = 2
 MARKER = "run.json"  # what the records were made with
-_OWN = (MARKER, "config.yaml", "summary.json", ERROR, "records", "tables", "figures")
+REPORT = "report.html"
+_OWN = (MARKER, "config.yaml", "summary.json", REPORT, ERROR, "records", "tables", "figures")
 _FREE = ("run", "batch_size", "mesh", "distributed")  # keys that may change when a run is continued
 
 Key = tuple[str, int, int]  # method, length, index of the unit

@@ -6,11 +6,13 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from lcjax.evaluation.records import FORMAT, clean
-from lcjax.evaluation.tables import grid, markdown, to_csv
+from lcjax.evaluation import charts, page
+from lcjax.evaluation.records import FORMAT, REPORT, clean, fingerprint
+from lcjax.evaluation.tables import grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric, Record, Task
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
@@ -36,6 +38,7 @@ def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> 
         "length": length,
         **common,
         **task.summarise(records),
+        **dict(zip(("ci_low", "ci_high"), task.interval(records), strict=True)),
         **_cost(records),
     }
 
@@ -65,45 +68,73 @@ def write(
     *,
     order: Sequence[str],
     notes: str = "",
+    made: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Writes summary.json, tables/ and figures/ of a run; methods come in the order given.
+    """Writes summary.json, tables/, figures/ and report.html; methods come in the order given.
 
-    `notes` is Markdown that follows the tables.
+    `notes` is Markdown that follows the tables. `made` are versions and device that computed the
+    records; None: those of this process.
     """
-    cells, files, texts, entries = [], [], [], []
-    for task, unsorted in tasks.items():
-        records = sorted(
-            unsorted, key=lambda r: (order.index(r["method"]), r["length"], r["window"])
-        )
-        groups: dict[tuple[str, int], list[Record]] = {}
-        for record in records:
-            groups.setdefault((record["method"], record["length"]), []).append(record)
-        own = [cell_of(task, *key, group) for key, group in groups.items()]
-        aggregates = task.aggregates(own, records)
-        text = _tables(task, own, aggregates)
-        files += _save_tables(folder / "tables", task, own, text)
-        files += task.figures(own, records, folder / "figures")
-        metric = dataclasses.asdict(task.metric)
-        metric.pop("dash_above")
-        entry = {"task": task.label, "metric": metric, "cells": own, "aggregates": aggregates}
-        entries.append(entry)
-        cells += own
-        texts.append(text)
+    sections = [_section(folder, task, records, order) for task, records in tasks.items()]
+    files = [file for section, _, saved in sections for file in (*saved, *section.figures)]
+    texts = [text for _, text, _ in sections]
+    sections = [section for section, _, _ in sections]
     if notes:
         files.append(folder / "tables" / "training.md")
         files[-1].write_text(notes, encoding="utf-8")
         texts.append(notes)
     summary = {
         "format": FORMAT,
-        "versions": versions(),
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        **(made or made_here()),
+        "hash": fingerprint(config),
         "seed": config.get("seed"),
-        "config": config,
-        "tasks": entries,
+        "config": json.loads(json.dumps(config, default=str)),
+        "tasks": [_entry(section) for section in sections],
     }
     path = folder / "summary.json"
     path.write_text(json.dumps(clean(summary), indent=1, default=str) + "\n", encoding="utf-8")
-    return Report(cells, summary, [path, *files], "\n".join(texts))
+    cells = [cell for section in sections for cell in section.cells]
+    cost = charts.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
+    by_task = {section.task: section.cells for section in sections}
+    figures = charts.together(by_task, folder / "figures")
+    html = page.write(
+        folder / REPORT, sections, summary, figures=figures, cost_figure=cost, notes=notes
+    )
+    return Report(cells, summary, [path, *files, *figures, cost, html], "\n".join(texts))
+
+
+def _section(
+    folder: Path, task: Task, unsorted: Sequence[Record], order: Sequence[str]
+) -> tuple[page.Section, str, list[Path]]:
+    """What is said of one task, the text of its tables, and their files."""
+    records = sorted(unsorted, key=lambda r: (order.index(r["method"]), r["length"], r["window"]))
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["method"], record["length"]), []).append(record)
+    cells = [cell_of(task, *key, group) for key, group in groups.items()]
+    aggregates = task.aggregates(cells, records)
+    text = _tables(task, cells, aggregates)
+    saved = _save_tables(folder / "tables", task, cells, text)
+    figures = task.figures(cells, records, folder / "figures")
+    return page.Section(task, cells, records, aggregates, figures), text, saved
+
+
+def _entry(section: page.Section) -> Record:
+    """What summary.json says of a task."""
+    metric = dataclasses.asdict(section.task.metric)
+    metric.pop("dash_above")
+    return {
+        "task": section.task.label,
+        "metric": metric,
+        "cells": section.cells,
+        "aggregates": section.aggregates,
+    }
+
+
+def made_here() -> dict[str, Any]:
+    """What this process computes with."""
+    device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    return {"versions": versions(), "device": device}
 
 
 def versions() -> dict[str, str]:
@@ -154,7 +185,7 @@ def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
     for row in table[1:]:
         for column, length in enumerate(table[0][1:], 1):
             used = memory.get((row[0], length))
-            row[column] = f"{row[column].strip('*') or '?'} / {used}" if used else ""
+            row[column] = f"{row[column].strip('*_') or '?'} / {used}" if used else ""
     return table
 
 
@@ -168,7 +199,8 @@ def _memory(cell: Record) -> str:
 
 def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{task.label}.md", folder / f"{task.label}.csv"]
+    files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv", "tex")]
     files[0].write_text(text, encoding="utf-8")
     files[1].write_text(to_csv(cells), encoding="utf-8")
+    files[2].write_text(latex(cells, "value", task.metric), encoding="utf-8")
     return files

@@ -1,9 +1,14 @@
-"""Tables from cells: Markdown and terminal (method by length), CSV (one line a cell)."""
+"""Tables from cells: Markdown and terminal, LaTeX, CSV (one line a cell).
+
+Rows are methods and columns are lengths, as in the papers. Of each column the best is marked, and
+the second where three or more compete: **bold** and _underlined_.
+"""
 
 import csv
 import io
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lcjax.evaluation.task import Metric, Record
 
@@ -12,31 +17,51 @@ _LEADING = ("task", "protocol", "method", "length", "value")
 _TRAILING = ("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "seconds", "compile_seconds")
 
 
-def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:
-    """Header and one row per method, one column per length; the best of a column is `**bold**`."""
+class Entry(NamedTuple):
+    """One printed number, and whether it is the best (1) or second (2) of its column."""
+
+    text: str
+    place: int | None = None
+
+
+def ranked(
+    cells: Sequence[Record], key: str, metric: Metric
+) -> tuple[list[int], dict[str, list[Entry]]]:
+    """The lengths, and for every method its entries at these lengths."""
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     lengths = sorted({cell["length"] for cell in cells})
     values = {(cell["method"], cell["length"]): cell.get(key) for cell in cells}
-    rows = [["method", *(f"{length:,}" for length in lengths)]]
-    rows += [[method] for method in methods]
+    rows: dict[str, list[Entry]] = {method: [] for method in methods}
     for length in lengths:
         column = [values.get((method, length)) for method in methods]
-        best = _best([v for v in column if _shown(v, metric)], metric, len(column))
-        for row, value in zip(rows[1:], column, strict=True):
+        places = _places(column, metric)
+        for method, value in zip(methods, column, strict=True):
             text = _text(value, metric)
-            row.append(f"**{text}**" if _shown(value, metric) and text == best else text)
-    return rows
+            place = places.get(text) if _shown(value, metric) else None
+            rows[method].append(Entry(text, place))
+    return lengths, rows
+
+
+def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:
+    """Header and one row per method, one column per length, marked for Markdown."""
+    lengths, rows = ranked(cells, key, metric)
+    marks = {None: "{}", 1: "**{}**", 2: "_{}_"}
+    return [
+        ["method", *(f"{length:,}" for length in lengths)],
+        *([name, *(marks[e.place].format(e.text) for e in row)] for name, row in rows.items()),
+    ]
 
 
 def _shown(value: float | None, metric: Metric) -> bool:
     return value is not None and math.isfinite(value) and value <= metric.dash_above
 
 
-def _best(values: list[float], metric: Metric, rivals: int) -> str | None:
-    """The printed form of the best, so that what looks equal is bold together."""
-    if rivals < 2 or not values:
-        return None
-    return _text(min(values) if metric.lower_is_better else max(values), metric)
+def _places(column: Sequence[float | None], metric: Metric) -> dict[str, int]:
+    """Places by printed form, so that what looks equal shares one; none without rivals."""
+    values = sorted((v for v in column if _shown(v, metric)), reverse=not metric.lower_is_better)
+    texts = list(dict.fromkeys(_text(value, metric) for value in values))
+    counted = min(2, len(column) - 1)  # the second of two is the last
+    return {text: place for place, text in enumerate(texts[:counted], 1)}
 
 
 def _text(value: float | None, metric: Metric) -> str:
@@ -69,3 +94,33 @@ def to_csv(cells: Sequence[Record]) -> str:
     writer.writeheader()
     writer.writerows({k: "" if v is None else v for k, v in cell.items()} for cell in cells)
     return out.getvalue()
+
+
+_TEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+    | {"–": "--", "≤": r"$\le$"}
+)
+
+
+def latex(cells: Sequence[Record], key: str, metric: Metric) -> str:
+    """A `tabular` in booktabs' style; the best is bold, the second underlined."""
+    lengths, rows = ranked(cells, key, metric)
+    marks = {None: "{}", 1: r"\textbf{{{}}}", 2: r"\underline{{{}}}"}
+    table = [["method", *(f"{length:,}" for length in lengths)]]
+    for name, row in rows.items():
+        texts = (marks[entry.place].format(entry.text.translate(_TEX)) for entry in row)
+        table.append([name.translate(_TEX), *texts])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [" & ".join(map(str.ljust, row, widths)).rstrip() + r" \\" for row in table]
+    body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
+    direction = "lower" if metric.lower_is_better else "higher"
+    return "\n".join(
+        [
+            f"% {metric.title}, {direction} is better; \\usepackage{{booktabs}}",
+            rf"\begin{{tabular}}{{l{'r' * len(lengths)}}}",
+            *body,
+            r"\end{tabular}",
+            "",
+        ]
+    )

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import draccus
 import numpy as np
 
+from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.statistics import bootstrap, wilson
 
 Record = dict[str, Any]
 
@@ -93,6 +95,38 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     @abc.abstractmethod
     def summarise(self, records: Sequence[Record]) -> Record:
         """`value` and its companions from all records of one method at one length."""
+
+    def example(self, record: Record) -> float | None:
+        """What the task's number is the mean of, from one record: for intervals and comparisons.
+
+        None where the record has none, such as a loss that is not a number.
+        """
+        for key in ("score", "correct"):
+            if record.get(key) is not None:
+                return float(record[key])
+        return None
+
+    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+        """95 % interval of `value`: Wilson's of a share, else a bootstrap of examples; or NaN."""
+        values = [value for record in records if (value := self.example(record)) is not None]
+        if set(values) <= {0.0, 1.0}:
+            return wilson(int(sum(values)), len(values))
+        return bootstrap(values)
+
+    def references(self, record: Record) -> list[str]:
+        """The right answers, from a record or the facts of a unit; none where nothing is asked."""
+        for key in ("references", "outputs", "answers", "key"):
+            if record.get(key) is not None:
+                found = record[key]
+                return [str(item) for item in found] if isinstance(found, list) else [str(found)]
+        return []
+
+    def rescored(self, record: Record, tokenizer) -> Record:
+        """The record as these settings judge its answer, without asking the model again."""
+        raise InputError(
+            f"tasks: {self.label} keeps no answers that could be judged again; score only a run of"
+            " tasks that do, or run it again"
+        )
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         """Numbers over all lengths, by method name."""
