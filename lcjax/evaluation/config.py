@@ -8,10 +8,13 @@ from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.distributed import Distributed
 from lcjax.errors import InputError
+from lcjax.evaluation.infinitebench import InfiniteBench  # noqa: F401  (registers its type)
+from lcjax.evaluation.longbench import LongBench  # noqa: F401  (registers its type)
 from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
 from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.split import ContextSplit, ReplugSplit
 from lcjax.evaluation.task import Task
+from lcjax.evaluation.zeroscrolls import ZeroScrolls  # noqa: F401  (registers its type)
 from lcjax.rope import Rope
 from lcjax.sharding import Mesh
 

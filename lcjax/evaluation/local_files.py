@@ -1,0 +1,162 @@
+"""Official benchmark files in a folder that the user gives; nothing is downloaded.
+
+rows("LongBench/qasper.jsonl", ("input", "context", "answers"))   # (line number, fields)
+"""
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from lcjax.errors import InputError
+from lcjax.evaluation.prompt import Segment
+
+OWN_WORDING = "lcjax-1"
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
+    """The first of `names` that is there; `source` says where the user gets it."""
+    root = Path(folder)
+    if not folder or not root.is_dir():
+        raise InputError(f"{key}.path={folder!r} is no folder; name the one with {source}")
+    for name in names:
+        if (root / name).is_file():
+            return root / name
+    raise InputError(f"{key}.path: {root / names[0]} is missing; it is part of {source}")
+
+
+def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict]]:
+    """Line numbers and rows of a JSONL file; a line without one of `fields` is left out.
+
+    A warning names the file and the line. A file without any good line is refused.
+    """
+    good = 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row, fault = json.loads(line), None
+            except json.JSONDecodeError as error:
+                row, fault = None, f"is no JSON ({error.msg})"
+            if fault is None and not isinstance(row, dict):
+                fault = "is no JSON object"
+            if fault is None and (absent := [name for name in fields if name not in row]):
+                fault = f"lacks {', '.join(absent)}"
+            if fault is not None:
+                skip(path, number, fault)
+                continue
+            good += 1
+            yield number, row
+    if not good:
+        raise InputError(
+            f"{path} has no line with {', '.join(fields)}; it is not the official file"
+        )
+
+
+def skip(path: Path, number: int, fault: str) -> None:
+    """Says that a line is left out, once."""
+    warnings.warn(f"{path}:{number} {fault}; this line is left out", stacklevel=3)
+
+
+def fill(template: str, fields: Mapping[str, str], document: str = "context") -> list[Segment]:
+    """Segments of a template: what stands before the document, it, and what follows.
+
+    The end of the template is part of the question, so that a chat template goes around all of it,
+    as the official scripts have it.
+    """
+    marks = list(_FIELD.finditer(template))
+    unknown = [mark.group(1) for mark in marks if mark.group(1) not in fields]
+    if unknown:
+        raise InputError(f"prompt template {template[:40]!r} asks for {unknown[0]}, no field here")
+    place = next((mark for mark in marks if mark.group(1) == document), None)
+    if place is None:
+        return [Segment("question", _filled(template, fields))]
+    parts = (
+        ("instruction", _filled(template[: place.start()], fields)),
+        ("context_doc", fields[document]),
+        ("question", _filled(template[place.end() :], fields)),
+    )
+    return [Segment(kind, text) for kind, text in parts if text]
+
+
+def _filled(template: str, fields: Mapping[str, str]) -> str:
+    return _FIELD.sub(lambda mark: fields[mark.group(1)], template)
+
+
+def wording_hash(template: str) -> str:
+    return hashlib.sha256(template.encode()).hexdigest()[:12]
+
+
+def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], str] | None:
+    """Prompt templates from the first JSON file that is there, and the file's name."""
+    for name in names:
+        path = Path(folder) / name
+        if path.is_file():
+            try:
+                return json.loads(path.read_text(encoding="utf-8")), path.name
+            except json.JSONDecodeError as error:
+                raise InputError(f"{path} is no JSON ({error.msg}); restore or remove it") from None
+    return None
+
+
+def python_templates(
+    folder: str, names: Sequence[str], variable: str
+) -> tuple[dict[str, str], str] | None:
+    """A dict of strings that a Python file assigns to `variable`; the file is not executed."""
+    for name in names:
+        path = Path(folder) / name
+        if not path.is_file():
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except SyntaxError as error:
+            raise InputError(f"{path}:{error.lineno} is no Python; restore or remove it") from None
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(isinstance(t, ast.Name) and t.id == variable for t in targets):
+                if not isinstance(node.value, ast.Dict):
+                    continue
+                pairs = zip(node.value.keys, node.value.values, strict=True)
+                return {_string(k): _string(v) for k, v in pairs if k is not None}, path.name
+    return None
+
+
+def _string(node: ast.expr) -> str:
+    """A string literal, or several joined by +."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _string(node.left) + _string(node.right)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
+    """A task's prompt from an installed lm-eval, which is not imported; None without it.
+
+    Its copy lacks blanks and newlines at the end of some prompts.
+    """
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "tasks" / folder / f"{name}.yaml"
+    if not path.is_file():
+        return None
+    text = yaml.load(path.read_text(encoding="utf-8"), _Lenient).get("doc_to_text")
+    if not isinstance(text, str) or "{%" in text:
+        return None
+    template = re.sub(r"\{\{\s*(\w+)\s*\}\}", r"{\1}", text).replace("{question}", "{input}")
+    return template, f"lm-eval {importlib.metadata.version('lm_eval')}"
+
+
+class _Lenient(yaml.SafeLoader):
+    """Reads task files with tags such as !function, whose values are left out."""
+
+
+_Lenient.add_multi_constructor("!", lambda loader, suffix, node: None)

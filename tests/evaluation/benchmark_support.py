@@ -1,0 +1,43 @@
+"""Runs benchmarks of miniature files with a model whose answers are written down."""
+
+import types
+
+from evaluation_support import ByteTokenizer
+
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.task import Limits
+
+TOKENIZER = ByteTokenizer()
+
+
+class Scripted:
+    """Answers what it is told to, and notes what it was asked."""
+
+    def __init__(self, answer):
+        self.tokenizer, self.answer, self.seen = TOKENIZER, answer, []
+        self.config = types.SimpleNamespace(max_length=4096)
+
+    def with_method(self, **_):
+        return self
+
+    def generate(self, prompts, sampling):
+        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
+        self.seen += [(text, sampling) for text in texts]
+        return [self.answer(text) for text in texts]
+
+
+def plan(task, length=4000):
+    limits = Limits((length,))
+    task.check(limits, "tasks.0")
+    return task.plan(Corpus([], TOKENIZER), length, limits)
+
+
+def scored(task, units, answer):
+    """Records of units, each answered by `answer(prompt)` or, as a list, one after another."""
+    found = []
+    for index, unit in enumerate(units):
+        one = (lambda _, text=answer[index]: text) if isinstance(answer, list) else answer
+        (record,) = task.score(Scripted(one), [unit], 1)
+        facts = {"method": "m", "length": 4000, "window": unit.index}
+        found.append({**facts, **unit.facts, **record})
+    return found
