@@ -12,7 +12,7 @@ import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
 
-TEXTS = ("before", "same")
+TEXTS = ("before", "same", "beginning")
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,15 @@ class Chunks:
     count: int = 16  # chunks of a row
     length: int = 256  # tokens of a chunk
     # What the chunks hold: before, the tokens before those of the decoder; same, the decoder's own
-    # tokens, which it then learns to copy (the warm-up of CEPE)
+    # tokens, which it then learns to copy (the warm-up of CEPE); beginning, the first whole chunks
+    # of a document, those of a conversation's question (SharedLLM): see `lcjax.data.beginning`
     text: str = "before"
     noise: Noise | None = None  # hides some of the context in training, never in validation
+    decoder: int | None = None  # of beginning: tokens of a row that the decoder has room for
+    most: int | None = None  # of beginning: chunks of a text without a question; null: count
 
     def __post_init__(self):
-        whole_numbers("chunks", self, 1, "count", "length")
+        whole_numbers("chunks", self, 1, "count", "length", "decoder", "most")
         if self.text not in TEXTS:
             raise InputError(f"chunks.text={self.text} is not one of {', '.join(TEXTS)}")
         if self.noise is not None and self.noise.leave >= self.length:
@@ -56,6 +59,18 @@ class Chunks:
                 f"chunks.noise.leave={self.noise.leave} leaves nothing to hide in chunks.length="
                 f"{self.length}; set it to 0 or 1"
             )
+        begins = self.text == "beginning"
+        if begins and (self.decoder or 0) < 2 * self.length:
+            raise InputError(
+                f"chunks.decoder={self.decoder} must be at least {2 * self.length} with"
+                f" chunks.text=beginning: up to two chunks of {self.length} tokens of a question"
+                " and the answer are left to it"
+            )
+        for key in ("decoder", "most"):
+            if not begins and getattr(self, key) is not None:
+                raise InputError(
+                    f"chunks.{key}={getattr(self, key)} is for chunks.text=beginning; leave it out"
+                )
 
     @property
     def tokens(self) -> int:
@@ -72,6 +87,13 @@ class Chunks:
                     f" the whole row; set it to {self.tokens}"
                 )
             return length
+        if self.text == "beginning":
+            if length > self.tokens + self.decoder:
+                raise InputError(
+                    f"data.length={length} is more than {shape} and chunks.decoder={self.decoder}"
+                    f" hold; set it to {self.tokens + self.decoder} or less"
+                )
+            return self.decoder
         if length < self.tokens + 2:
             raise InputError(
                 f"data.length={length} leaves the decoder nothing to learn behind {shape}: a row"
@@ -118,16 +140,19 @@ class Cut:
         behind = 0 if self._same else self._length
         chunks, mask, rest = split(row["tokens"][:text], config.count, config.length, behind)
         if not self._same:
-            row = self._decoders(row, text - len(rest), text)
+            row = decoders(row, text - len(rest), text, self._length)
         return row | {"chunks": chunks, "chunk_mask": mask}
 
-    def _decoders(self, row: dict[str, np.ndarray], start: int, end: int) -> dict[str, np.ndarray]:
-        """The places `start` ... `end` alone, padded to the decoder's length."""
-        missing = self._length - (end - start)
-        row = {name: np.pad(value[start:end], (0, missing)) for name, value in row.items()}
-        segments = row["segments"]
-        segments = np.where(segments > 0, segments - segments[0] + 1, 0).astype(np.int32)
-        return row | {"segments": segments, "positions": positions_in(segments)}
+
+def decoders(
+    row: dict[str, np.ndarray], start: int, end: int, length: int
+) -> dict[str, np.ndarray]:
+    """The places `start` ... `end` of a row alone, padded to the decoder's `length`."""
+    missing = length - (end - start)
+    row = {name: np.pad(value[start:end], (0, missing)) for name, value in row.items()}
+    segments = row["segments"]
+    segments = np.where(segments > 0, segments - segments[0] + 1, 0).astype(np.int32)
+    return row | {"segments": segments, "positions": positions_in(segments)}
 
 
 class Hide:

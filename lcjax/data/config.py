@@ -71,9 +71,11 @@ class DataConfig(TextConfig):
 
     length: int = 1024  # tokens in a row, those of chunks counted
     # concat (cut anywhere, no padding), first_fit or best_fit (whole documents), windows (rows that
-    # lie in one document; what does not fill a row is left out)
+    # lie in one document; what does not fill a row is left out), single (a row for each document,
+    # padded)
     pack: str = "concat"
-    overlong: str = "split"  # first_fit, best_fit: longer than a row: split, truncate or drop
+    # first_fit, best_fit, single: longer than a row: split, truncate or drop
+    overlong: str = "split"
     packing_bins: int = 32  # first_fit, best_fit: rows that are filled at the same time
     document_mask: bool = True  # attention and positions stop at documents, else only at rows
     add_bos: bool | None = None  # BOS before each document; null: as the model was trained
@@ -130,10 +132,20 @@ class DataConfig(TextConfig):
         made = [s for s in self.sources if isinstance(s, TeacherSource) or _converts(s)]
         rows = [s for s in self.sources if s not in made]
         packings = {s.pack or self.pack for s in rows} if self.sources else {self.pack}
-        if self.document_mask and packings - {"windows"}:
+        if self.document_mask and packings - {"windows", "single"}:
             raise InputError(
                 "data.document_mask=true cannot hold with data.chunks, which all documents of a row"
-                " read: set it to false, or pack: windows, where a row has one document"
+                " read: set it to false, or pack: windows or single, where a row has one document"
+            )
+        if chunks.text == "beginning" and (made or packings != {"single"}):
+            raise InputError(
+                "data.chunks.text=beginning is of documents: set pack: single, and leave out"
+                " sources whose rows are made already (teacher, converter)"
+            )
+        if chunks.text == "beginning" and self.overlong == "split":
+            raise InputError(
+                "data.overlong=split would part questions from their answers with data.chunks.text="
+                "beginning: set it to truncate or drop"
             )
 
     def _check_converter(self, i: int, source: Source) -> None:

@@ -1,5 +1,6 @@
 """From tokenised documents to rows: grain's packers, windows inside documents, overlapping rows."""
 
+import functools
 from typing import Any
 
 import grain
@@ -22,14 +23,16 @@ def pack(
     """Rows of the elements of `pieces`, cut or fitted as `pack` of the source or the data says."""
     length, how = config.length, source.pack or config.pack
     stride = source.stride or length
+    if how not in ("windows", "concat") and config.overlong == "split":
+        pieces = grain.experimental.FlatMapIterDataset(pieces, _SplitOverlong(length))
     if how == "windows":
         windows = Windows(length, stride, first_only=config.overlong == "truncate")
         return grain.experimental.FlatMapIterDataset(pieces, windows).map(_row)
+    if how == "single":
+        return pieces.map(functools.partial(_padded, length=length))
     if how == "concat":
         rows = grain.experimental.ConcatThenSplitIterDataset(pieces, length_struct={"pair": stride})
         return rows if stride == length else _Overlapping(rows, length // stride)
-    if config.overlong == "split":
-        pieces = grain.experimental.FlatMapIterDataset(pieces, _SplitOverlong(length))
     return _PACKERS[how](
         pieces,
         length_struct={"pair": length},
@@ -74,6 +77,13 @@ def _row(element: Element) -> Element:
     """A window as the packers give rows: one segment."""
     places = np.arange(len(element["pair"]), dtype=np.int32)
     return element | {"pair_segment_ids": np.ones_like(places), "pair_positions": places}
+
+
+def _padded(element: Element, *, length: int) -> Element:
+    """A document of at most `length` tokens as the packers give rows: one segment, and padding."""
+    missing = length - len(element["pair"])
+    pads = {"pair": ((0, missing), (0, 0))}
+    return {name: np.pad(x, pads.get(name, (0, missing))) for name, x in _row(element).items()}
 
 
 def join(parts: list[Element]) -> Element:

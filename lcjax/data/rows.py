@@ -12,6 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from lcjax.data.beginning import CutBeginning, fitted
 from lcjax.data.chat_files import ChatTokenise
 from lcjax.data.chunks import Cut
 from lcjax.data.config import DataConfig
@@ -42,11 +43,13 @@ class Tokenise:
         wanted = tokenizer.add_bos if config.add_bos is None else config.add_bos
         self.bos = _special("bos", wanted, tokenizer.bos_id)
         self.eos = _special("eos", config.add_eos, next(iter(tokenizer.eos_ids), None))
-        # grain's fitting packers want every document to fit a row.
+        # Where rows hold whole documents, every one must fit a row.
         how = source.pack or config.pack
-        whole = how in ("first_fit", "best_fit")
+        whole = how in ("first_fit", "best_fit", "single")
         self._limit = config.length if whole and config.overlong != "split" else None
-        self._drop = config.overlong == "drop"
+        self._drop, self._single = config.overlong == "drop", how == "single"
+        begins = config.chunks is not None and config.chunks.text == "beginning"
+        self._begins = config.chunks if begins else None
         stride = source.stride or config.length
         self._windows = Windows(config.length, stride) if how == "windows" else None
         self._length = config.length
@@ -97,6 +100,9 @@ class Tokenise:
         if learned is not None:
             targets = np.where(learned[1:], targets, -2 - targets)
         pair = np.stack([tokens, np.append(targets, np.int32(-1))], axis=1)
+        if self._begins is not None:
+            pair = fitted(pair, self._begins, self._length, drop=self._drop)
+            return None if pair is None else {"pair": pair}
         if self._limit is not None and len(pair) > self._limit:
             return None if self._drop else {"pair": pair[: self._limit]}
         return {"pair": pair}
@@ -140,6 +146,8 @@ class Tokenise:
         if element is None:
             return 0
         tokens = len(element["pair"])
+        if self._single:
+            return -(-tokens // self._length) * self._length
         return tokens if self._windows is None else len(self._windows.starts(tokens)) * self._length
 
 
@@ -168,12 +176,18 @@ class Fields:
 def finish(config: DataConfig) -> Callable[[dict[str, np.ndarray]], Batch]:
     """What makes a row of any source a row of the training batch."""
     fields = Fields(config.document_mask)
-    cut = Cut(config.chunks, config.length) if config.chunks else lambda row: row
+    cut = _cut(config)
 
     def finished(row: dict[str, np.ndarray]) -> Batch:
         return cut(fields(row)) if "pair" in row else row  # else it was made so before
 
     return finished
+
+
+def _cut(config: DataConfig) -> Callable[[Batch], Batch]:
+    if (chunks := config.chunks) is None:
+        return lambda row: row
+    return CutBeginning(chunks) if chunks.text == "beginning" else Cut(chunks, config.length)
 
 
 class PadBatch:

@@ -9,7 +9,7 @@ import draccus
 from lcjax.data.upsample import Upsample
 from lcjax.errors import InputError
 
-PACKINGS = ("concat", "first_fit", "best_fit", "windows")
+PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
 INDEX, PLAN = "index.json", "plan.json"  # of a token folder that is finished, and that is not
 TEACHER_INDEX, TEACHER_PLAN = "teacher.json", "teacher_plan.json"  # of a folder of a teacher's rows
 _PLACE = ("path", "weight")  # where the text lies and how much of it is wanted, not what it is
