@@ -28,7 +28,7 @@ SOURCE = (
     "LongBench's data.zip (Hugging Face: THUDM/LongBench), one <task>.jsonl a data set;"
     " dataset2prompt.json of its code belongs beside them"
 )
-_FIELDS = ("input", "context", "answers", "all_classes")
+FIELDS = ("input", "context", "answers", "all_classes")
 _BANDS = {"0_4k": (0, 4000), "4_8k": (4000, 8000), "8k": (8000, float("inf"))}  # words
 
 
@@ -138,9 +138,9 @@ class LongBench(FileBenchmark):
 
     def read(self, data: DataSet, path: Path) -> Iterator[Example]:
         template, wording = self._template(data.name)
-        for number, row in local_files.rows(path, _FIELDS):
-            if (fault := _fault(row)) is not None:
-                local_files.skip(path, number, fault)
+        for number, row in local_files.rows(path, FIELDS):
+            if (found := fault(row)) is not None:
+                local_files.skip(path, number, found)
                 continue
             facts = {"wording": wording, "line": number, "id": row.get("_id")}
             facts["template_text"] = local_files.wording_hash(template)
@@ -182,7 +182,7 @@ class LongBench(FileBenchmark):
         return found
 
 
-def _fault(row: dict) -> str | None:
+def fault(row: dict) -> str | None:
     """What is wrong with the types of a row."""
     for name in ("input", "context"):
         if not isinstance(row[name], str):
