@@ -11,6 +11,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.infinitebench import InfiniteBench  # noqa: F401  (registers its type)
 from lcjax.evaluation.longbench import LongBench  # noqa: F401  (registers its type)
 from lcjax.evaluation.many_shot import ManyShot  # noqa: F401  (registers its type)
+from lcjax.evaluation.open_qa import OpenQa  # noqa: F401  (registers its type)
 from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
 from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.split import ContextSplit, ReplugSplit
