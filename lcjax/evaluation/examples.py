@@ -36,7 +36,7 @@ def of_task(task: Task, records: Sequence[Record]) -> Shown:
     cells: dict[tuple[str, int], list[Record]] = {}
     for record in records:
         cells.setdefault((record["method"], record["length"]), []).append(record)
-    longest, groups = max(record["length"] for record in records), []
+    longest, groups = max((record["length"] for record in records), default=0), []
     for (method, length), own in cells.items():
         if not answers and length < longest:
             continue

@@ -30,6 +30,11 @@ class Finished:
     made: dict[str, Any]  # versions and device, as far as the run noted them
 
     @property
+    def hash(self) -> str:
+        """Of what decides the records."""
+        return fingerprint(self.settings)
+
+    @property
     def order(self) -> list[str]:
         return [method.name for method in self.config.methods]
 

@@ -40,7 +40,7 @@ def write(
 ) -> Path:
     """The page of a run; `figures` are those of several tasks together."""
     cells = [cell for section in sections for cell in section.cells]
-    parts = [_task(section) for section in sections]
+    parts = [task_part(section) for section in sections]
     page = {
         "title": path.parent.resolve().name,
         "eyebrow": "Evaluation",
@@ -135,7 +135,8 @@ def _entry(entry, value: float | None, note: str = "", link: str = "") -> dict[s
     return {"text": text, "place": place, "value": value, "note": note, "link": link}
 
 
-def _task(section: Section) -> dict[str, Any]:
+def task_part(section: Section) -> dict[str, Any]:
+    """What the templates ask of one task."""
     task, cells, first = section.task, section.cells, section.cells[0]
     shown = examples.of_task(task, section.records)
     facts = [f"BOS {first['bos']}", f"n = {_span(cell['windows'] for cell in cells)} a cell"]

@@ -228,12 +228,12 @@ _COMPARE = """\
 three or more underlined.{% if task.table.intervals %} Below a number: its 95 % interval.{% endif %}
 </p>
 {% if task.differences.rows %}
-<h3>Difference from {{ task.base }}</h3>
-<div class="scroll"><table class="sort"><thead><tr><th scope="col">row</th>
+<h3>Paired differences</h3>
+<div class="scroll"><table class="sort"><thead><tr><th scope="col">first against second</th>
 {% for length in task.differences.lengths %}<th scope="col">{{ length | count }}</th>{% endfor %}
 </tr></thead><tbody>
 {% for name, row in task.differences.rows.items() %}
-<tr><td>{{ name }}</td>
+<tr><td>{{ name[0] }}<small>against {{ name[1] }}</small></td>
 {% for found in row %}
 {% if found is none %}<td data-v=""></td>
 {% else %}<td data-v="{{ found.mean }}">

@@ -6,8 +6,8 @@ import zlib
 import numpy as np
 import pytest
 
-from lcjax.evaluation import Perplexity, plots
-from lcjax.evaluation.tables import grid, markdown, to_csv
+from lcjax.evaluation import Passkey, Perplexity, charts, plots
+from lcjax.evaluation.tables import grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
 
 METRIC = Perplexity().metric
@@ -128,3 +128,61 @@ def test_depth_zero_is_on_top_whatever_the_number_of_panels(tmp_path, methods):
         rows[name] = (np.abs(image - colour).max(-1) < 12).nonzero()[0]
     assert min(map(len, rows.values())) > 1000
     assert np.percentile(rows["right"], 95) < np.percentile(rows["wrong"], 5)
+
+
+def test_latex_has_rules_a_bold_best_an_underlined_second_and_escaped_names():
+    cells = [*CELLS, cell("a_b & 50%", 4096, 7.0), cell("yarn", 8192, 3.0)]
+    assert latex(cells, "value", METRIC) == (
+        "% perplexity (slide_press), lower is better; \\usepackage{booktabs}\n"
+        "\\begin{tabular}{lrrr}\n"
+        "\\toprule\n"
+        "method       & 4,096            & 8,192         & 16,384 \\\\\n"
+        "\\midrule\n"
+        "base         & \\textbf{6.22}    &               & -- \\\\\n"
+        "yarn         & \\textbf{6.22}    & \\textbf{3.00} & \\textbf{5.50} \\\\\n"
+        "a, b         & nan              &               & \\\\\n"
+        "a\\_b \\& 50\\% & \\underline{7.00} &               & \\\\\n"
+        "\\bottomrule\n"
+        "\\end{tabular}\n"
+    )
+
+
+def test_the_second_of_three_is_underlined_and_equal_numbers_share_a_place():
+    metric = Metric("accuracy", "accuracy", False, 2)
+    values = {"a": 0.5, "b": 0.9, "c": 0.501, "d": 0.1}
+    rows = grid([cell(name, 8, value) for name, value in values.items()], "value", metric)
+    assert [row[1] for row in rows] == ["8", "_0.50_", "**0.90**", "_0.50_", "0.10"]
+
+
+def test_costs_are_bars_and_a_peak_that_is_only_a_bound_is_hatched(tmp_path):
+    rows = [
+        {"method": method, "length": length, "speed": 100.0, "peak": 1e9, "bound": method == "b"}
+        for method in "ab"
+        for length in (8, 16)
+    ]
+    image = pixels(charts.cost_bars(rows, tmp_path / "a.png"))
+    blue, red = (np.abs(image[..., :3].astype(int) - colour).max(-1) < 12
+                 for colour in ([0, 114, 178], [213, 94, 0]))  # fmt: skip
+    half = image.shape[1] // 2
+    assert red[:, :half].sum() > 0.8 * blue[:, :half].sum()
+    assert 0 < red[:, half:].sum() < 0.5 * blue[:, half:].sum()
+
+
+def test_the_scatter_says_how_perplexity_and_accuracy_go_together(tmp_path):
+    points = {name: (8.0 - i, 0.2 * i) for i, name in enumerate("abcd")}
+    path = charts.perplexity_against_accuracy(points, ("ppl", "accuracy"), tmp_path / "a.png")
+    assert has_colour(pixels(path), "#0072B2") and has_colour(pixels(path), "#CC79A7")
+    text = path.with_suffix(".svg").read_text()
+    assert "n = 4, Pearson r = -1.00 [-1.00, -1.00], Spearman ρ = -1.00" in text
+
+
+def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
+    passkey = Passkey()
+    cells = {
+        Perplexity(): [cell(name, 8, 3.0 + i) for i, name in enumerate("abc")],
+        passkey: [cell(name, 8, 0.1 * i) for i, name in enumerate("abc")],
+    }
+    assert [file.name for file in charts.together(cells, tmp_path)] == ["perplexity_accuracy.png"]
+    broken = {task: own[: 2 + (task is passkey)] for task, own in cells.items()}
+    assert charts.together(broken, tmp_path) == []
+    assert charts.together({passkey: cells[passkey]}, tmp_path) == []

@@ -58,6 +58,7 @@ def test_equal_runs_do_not_differ_and_few_examples_say_nothing():
     assert (same.mean, same.p, same.mark) == (0.0, 1.0, "")
     assert math.isnan(paired([0.0], [1.0]).p) and paired([0.0], [1.0]).mark == ""
     assert paired([], []).count == 0
+    assert paired([0.0] * 5, [1.0] * 5).p == 1 / 16  # five signs show no more
 
 
 def test_correlations_equal_known_values():

@@ -1,0 +1,289 @@
+"""The commands of eval.py on runs of the fake model: pages, comparisons, exports, data."""
+
+import csv
+import dataclasses
+import html.parser
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from evaluation_support import ByteTokenizer, config_in, fake, only_the_run, texts
+from matplotlib.figure import Figure
+
+from lcjax.config import dump
+from lcjax.errors import InputError
+from lcjax.evaluation import (
+    Method,
+    Passkey,
+    Perplexity,
+    command,
+    compare,
+    finished,
+    official,
+    run,
+)
+from lcjax.evaluation import make_data as data_lib
+from lcjax.rope import Linear
+
+TASKS = (Perplexity(protocol="last_k", last=8), Passkey(depths=2, trials=2))
+DRAW = Figure.savefig
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A finished run of three methods, with its figures drawn."""
+    folder = tmp_path_factory.mktemp("run")
+    config = dataclasses.replace(config_in(folder), tasks=TASKS, lengths=(500, 1000), stride=100)
+    for name, text in texts((1500, 1400, 1300)):
+        Path(folder, "text", f"long_{name}.txt").write_text(text)
+    methods = (*config.methods, Method("a <b> & c", rope=Linear(factor=8.0)))
+    config = dataclasses.replace(config, methods=methods, max_windows=4)
+    with only_the_run(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", DRAW)
+        run(config, load=fake(trained=600, bonus=80.0))
+    return config
+
+
+@pytest.fixture
+def copied(config, tmp_path):
+    """The folder of that run, to be changed."""
+    return Path(shutil.copytree(config.run.folder, tmp_path / "first"))
+
+
+@pytest.fixture
+def undrawn():
+    with only_the_run():
+        yield
+
+
+class Page(html.parser.HTMLParser):
+    """Notes names, links and what is open at the end; a tag that closes another one fails."""
+
+    VOID = ("meta", "link", "br", "img", "hr", "path", "use", "image", "rect", "line", "stop")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.links, self.fetched, self.said = [], [], [], [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [v[1:] for k, v in attrs.items() if k == "href" and v.startswith("#")]
+        self.fetched += [
+            v for k, v in attrs.items() if k in ("src", "href", "action") and v[:1] != "#"
+        ]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_data(self, text):
+        self.said += text
+
+
+def check_page(path) -> Page:
+    text = Path(path).read_text(encoding="utf-8")
+    assert "://" not in text and "@import" not in text and "url(h" not in text
+    page = Page(text)
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids)), "two things of one name"
+    assert set(page.links) <= set(page.ids), "a link leads nowhere"
+    assert all(url.startswith("data:") for url in page.fetched)
+    return page
+
+
+def test_the_page_of_a_run_stands_alone_and_leads_to_what_went_wrong(config):
+    page = check_page(Path(config.run.folder) / "report.html")
+    text = Path(config.run.folder, "report.html").read_text()
+    assert "a &lt;b&gt; &amp; c" in text and "a <b>" not in text
+    assert text.count("<svg") == 5  # two tasks over lengths, by depth, cost, the scatter
+    assert "examples-passkey-base-1000" in page.links
+    summary = json.loads(Path(config.run.folder, "summary.json").read_text())
+    said = " ".join(page.said.split())
+    for word in ("last_k", "passkey_first_integer", summary["hash"], "seed", "stride: 100"):
+        assert word in said
+    assert summary["versions"]["jax"] in said
+    (wrong,) = [
+        cell["value"]
+        for cell in summary["tasks"][1]["cells"]
+        if (cell["method"], cell["length"]) == ("base", 1000)
+    ]
+    assert wrong < 1
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_every_cell_has_an_interval_around_its_number(config):
+    cells = [
+        cell
+        for task in json.loads(Path(config.run.folder, "summary.json").read_text())["tasks"]
+        for cell in task["cells"]
+    ]
+    assert len(cells) == 12
+    for cell in cells:
+        assert cell["ci_low"] <= cell["value"] <= cell["ci_high"]
+        assert cell["ci_low"] < cell["ci_high"]
+
+
+def test_report_makes_the_same_files_from_records_alone(config, tmp_path, capsys, undrawn):
+    copied = Path(shutil.copytree(config.run.folder, tmp_path / "out"))  # figures stay undrawn
+    before = {f: f.read_bytes() for f in sorted(copied.rglob("*")) if f.is_file()}
+    for name in ("tables", "report.html"):
+        path = copied / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert command.main(["report", str(copied)]) == 0
+    assert str(copied / "report.html") in capsys.readouterr().out
+    assert {f: f.read_bytes() for f in sorted(copied.rglob("*")) if f.is_file()} == before
+
+
+def test_a_damaged_line_is_named_and_the_others_count(copied, capsys, undrawn):
+    path = copied / "records" / "passkey.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], "{broken\n", *lines[1:]]))
+    assert command.main(["report", str(copied)]) == 0
+    assert f"{path}:2 is not a record" in capsys.readouterr().err
+
+
+def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied, undrawn):
+    path = copied / "records" / "passkey.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record["answer"] = f" 0{record['key']}"  # the number is right, its digits are not
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    before = path.read_bytes()
+    options = {"tokenizer": lambda path: ByteTokenizer()}
+    words = ["--model.path=somewhere", "--tasks.1.match=first_digits"]
+    with pytest.raises(InputError, match="model decides what the model was asked"):
+        finished.score(copied, None, words, **options)
+    _with_path(copied)
+    for rule, value in (("first_digits", 0.0), ("first_integer", 1.0)):
+        out = copied.parent / rule
+        report = finished.score(copied, out, [f"--tasks.1.match={rule}"], **options)
+        assert {c["value"] for c in report.cells if c["task"] == "passkey"} == {value}
+        again = finished.read(out)
+        (task, lines) = list(again.tasks.items())[1]
+        assert task.match == rule and len(lines) == len(records)
+        assert {line["protocol"] for line in lines} == {f"passkey_{rule}"}
+    assert path.read_bytes() == before
+    with pytest.raises(InputError, match="holds records already"):
+        finished.score(copied, out, [], **options)
+
+
+def _with_path(folder):
+    file = folder / "config.yaml"
+    file.write_text(re.sub(r"(?m)^  path: null", "  path: somewhere", file.read_text(), count=1))
+
+
+def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, copied, undrawn):
+    path = copied / "records" / "passkey.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    found = compare.compare([config.run.folder, copied])
+    assert {d["mean"] for d in found.differences if d["row"].startswith("first: ")} == {0.0}
+    path = copied / "records" / "perplexity_last_k.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record["nll"] -= 0.5 * record["scored"]
+        record["digest"] = record["digest"] if record["window"] else "another"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    out = copied.parent / "both"
+    assert command.main(["compare", config.run.folder, str(copied), f"--out={out}"]) == 0
+    with (out / "differences.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["task"] == "perplexity_last_k"]
+    own = [row for row in rows if row["row"] == "first: base"]
+    assert {row["against"] for row in own} == {"out: base"}
+    assert all(float(row["mean"]) == pytest.approx(-0.5) for row in own)
+    windows = {r["window"] for r in records if (r["method"], r["length"]) == ("base", 500)}
+    assert int(own[0]["count"]) == len(windows - {0})  # only where both read the same tokens
+    page = check_page(out / "compare.html")
+    assert "All settings that decide a number are the same" in page.said
+
+
+def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
+    assert command.main(["report", str(copied), "--export=lm_eval,longbench,ruler"]) == 0
+    out = copied / "export"
+    results = json.loads((out / "lm_eval" / "base" / "results.json").read_text())
+    value = results["results"]["passkey_500"]
+    assert 0 <= value["accuracy,none"] <= 1 and results["n-samples"]["passkey_500"]["original"] == 4
+    assert results["higher_is_better"]["perplexity_last_k_500"] == {"perplexity": False}
+    assert len(list((out / "lm_eval" / "base").glob("samples_*.jsonl"))) == 4
+    folder = out / "longbench" / "500" / "pred" / "a_b_c"
+    (first, *_) = map(json.loads, (folder / "passkey.jsonl").read_text().splitlines())
+    assert first.keys() == {"pred", "answers", "all_classes", "length"}
+    assert json.loads((folder / "result.json").read_text()).keys() == {"passkey"}
+    folder = out / "ruler" / "base" / "500"
+    header, names, scores, nulls = (folder / "summary.csv").read_text().splitlines()
+    assert (header, names, nulls) == ("0,1", "Tasks,passkey", "Nulls,0/4")
+    assert scores == f"Score,{100 * value['accuracy,none']}"
+    (first, *_) = map(json.loads, (folder / "passkey.jsonl").read_text().splitlines())
+    assert {"index", "pred", "input", "outputs", "others"} <= first.keys()
+    run = finished.read(copied)
+    with pytest.raises(InputError, match=r"--export=csv is none of lm_eval, longbench, ruler"):
+        official.export(run, ["csv"], out)
+
+
+def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
+    path = dataclasses.replace(config.model, path="somewhere")
+    with_path = dataclasses.replace(config, model=path)
+    files = data_lib.make_data(with_path, tmp_path, tokenizer=lambda path: ByteTokenizer())
+    assert [file.relative_to(tmp_path).as_posix() for file in files] == [
+        "500/passkey.jsonl",
+        "1000/passkey.jsonl",
+    ]
+    lines = [json.loads(line) for line in files[1].read_text().splitlines()]
+    records = [r for r in finished.read(config.run.folder).tasks[TASKS[1]] if r["length"] == 1000]
+    asked = {r["window"]: r["digest"] for r in records}
+    assert {line["index"]: line["others"]["digest"] for line in lines} == asked
+    for line in lines:
+        assert line.keys() >= {"index", "input", "outputs", "length"}
+        assert line["outputs"][0] in line["input"] and line["length"] == 1000
+    with pytest.raises(InputError, match=r"model\.path is not set"):
+        data_lib.make_data(config, tmp_path)
+    only = dataclasses.replace(config, model=path, tasks=TASKS[:1])
+    with pytest.raises(InputError, match="none of them asks for an answer"):
+        data_lib.make_data(only, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reprot", "x"], "reprot is no command; did you mean report?"),
+        (["report"], "report: name the folder of a run"),
+        (["report", "absent"], "absent holds no run of eval.py"),
+        (["report", "absent", "--batch_size=2"], "--batch_size=2: report takes no such option"),
+        (["score", "a", "b"], "score takes one run, not 2"),
+        (["compare", "a"], "compare needs at least two runs"),
+        (["compare", "a", "b", "--out"], "--out has no value"),
+        (["make-data", "a"], "a is not understood"),
+        (["run", "--batch=1"], "--batch=1 is unknown; did you mean batch_size?"),
+        (["--batch=1"], "--batch=1 is unknown; did you mean batch_size?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
+    assert command.main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_without_a_word_and_with_run_the_config_is_run(config, tmp_path, monkeypatch, undrawn):
+    seen = []
+    monkeypatch.setattr(command, "run", seen.append)
+    dump(config, tmp_path / "a.yaml")
+    words = ["--config", str(tmp_path / "a.yaml"), "--stride=50"]
+    assert command.main(words) == command.main(["run", *words]) == 0
+    assert seen[0] == seen[1] == dataclasses.replace(config, stride=50)
+
+
+def test_help_names_every_command(capsys):
+    assert command.main(["report", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"python eval.py {word}" in text for word in ("report", "score", "compare"))
