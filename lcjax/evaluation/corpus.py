@@ -57,6 +57,15 @@ class Corpus:
                     break
         return kept
 
+    def texts(self) -> list[str]:
+        """All texts, for haystacks that are cut by words or sentences."""
+        return [self._text(entry) for entry in self._walk()]
+
+    def _text(self, entry: _Entry) -> str:
+        if entry.text is None:  # it was given up for its tokens
+            return self.tokenizer.decode(entry.document.tokens)
+        return entry.text
+
     def _walk(self):
         yield from list(self._entries)
         for name, text in self._source:

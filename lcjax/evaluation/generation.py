@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, fit
 from lcjax.evaluation.split import generate
@@ -68,7 +68,7 @@ class GenerationTask(Task):
         if self.template not in TEMPLATES:
             known = ", ".join(TEMPLATES)
             raise InputError(f"{key}.template={self.template!r} is none of {known}")
-        whole_number(f"{key}.max_new_tokens", self.max_new_tokens, 1)
+        whole_numbers(key, self, 1, "max_new_tokens")
 
     def layout(self, tokenizer) -> Layout:
         return Layout(tokenizer, self.template)
