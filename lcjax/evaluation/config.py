@@ -16,7 +16,7 @@ from lcjax.evaluation.open_qa import OpenQa  # noqa: F401  (registers its type)
 from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
 from lcjax.evaluation.perplexity import Perplexity
 from lcjax.evaluation.rag_lm import RagLm  # noqa: F401  (registers its type)
-from lcjax.evaluation.ruler import Ruler  # noqa: F401
+from lcjax.evaluation.ruler import Ruler  # noqa: F401  (registers its type)
 from lcjax.evaluation.split import ContextSplit, ReplugSplit
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.zeroscrolls import ZeroScrolls  # noqa: F401  (registers its type)
