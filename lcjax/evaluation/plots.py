@@ -150,7 +150,7 @@ def heat_maps(records: Sequence[Record], title: str, path: Path) -> Path:
         crossed = any(lengths[0] <= length < lengths[-1] for length in trained)
         note = " (dashed: trained length)" * crossed
         figure.supxlabel(f"context length in tokens{note}", fontsize=10)
-        figure.supylabel("depth of the key", fontsize=10)
+        figure.supylabel("depth of what is hidden", fontsize=10)
         bar = figure.colorbar(picture, ax=list(panels), shrink=0.9, pad=0.02)
         bar.outline.set_visible(False)
     return path

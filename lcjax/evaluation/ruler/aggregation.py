@@ -110,4 +110,4 @@ class FrequentWords(Maker):
             Segment("question", after),
             Segment("answer_prefix", answer),
         ]
-        return Drawn(segments, vocabulary[1:4], {"counts": counts[:5]})
+        return Drawn(segments, vocabulary[1:4], {"counts": counts[:5], "entries": sum(counts)})
