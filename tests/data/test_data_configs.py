@@ -44,6 +44,23 @@ def test_cepes_rows_are_mixed_two_to_one_by_the_papers_shares(tmp_path):
     assert data == corpora.cepe()
 
 
+def test_sharedllms_rows_are_cepes_across_documents_but_for_the_books():
+    def of(name):
+        return configs.parse(TrainConfig, ["--config", str(FOLDER.parent / f"{name}.yaml")]).data
+
+    ours, theirs = of("sharedllm_7b"), corpora.cepe_cat()
+    weights = [source.weight for source in ours.sources]
+    assert weights == pytest.approx([source.weight for source in theirs.sources])
+    assert {source.stride for source in ours.sources} == {4096} and not ours.document_mask
+    assert [s.path for s in ours.sources if not s.labels] == ["data/pg19"]
+    assert {s.path for s in ours.sources if s.labels} == {"data/redpajama"}
+    texts, *chats = of("sharedllm_sft_7b_chat").sources
+    assert texts.min_document_tokens == 1200
+    assert texts.weight == pytest.approx(7 * sum(chat.weight for chat in chats), rel=0.01)
+    ends = [chat.prompt.removeprefix("[INST]{instruction}[/INST]") for chat in chats]
+    assert ends == [" ", "\n", "\n\n"]
+
+
 def test_the_mixture_in_python_is_the_part_of_the_one_in_the_file():
     whole, inside, across = corpora.cepe(), corpora.cepe_filter(), corpora.cepe_cat()
     assert whole.sources == inside.sources + across.sources
