@@ -85,7 +85,7 @@ class FileBenchmark(GenerationTask):
         count = len(self.chosen())
         rule = {"flat": f"mean of {count}", "category_macro": "mean of category means"}
         what = self.chosen()[0].name if count == 1 else rule[self.aggregate]
-        return Metric("score", f"{self.title}, {what}", False, 2)
+        return Metric("score", f"{self.title}, {what}", False, 4)
 
     def chosen(self) -> list[DataSet]:
         """The data sets of `tasks`, in the benchmark's order."""
@@ -162,16 +162,16 @@ class FileBenchmark(GenerationTask):
         scores = self.known[facts["dataset"]].judged(answer, facts)
         return {"score": next(iter(scores.values())), **scores}
 
-    def example(self, record: Record) -> float | None:
-        return 100 * record["correct"]
-
     def value(self, records: Sequence[Record]) -> float:
         weights = self._weights(records)
-        return float(np.dot(weights, [self.example(record) for record in records]))
+        return float(np.dot(weights, [record["correct"] for record in records]))
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
-        values = [self.example(record) for record in records]
-        return bootstrap(values, weights=self._weights(records))
+        """Bootstrap of the value; where all examples count alike, of their mean or share."""
+        weights = self._weights(records)
+        if np.allclose(weights, weights[0]):
+            return super().interval(records)
+        return bootstrap([record["correct"] for record in records], weights=weights)
 
     def _weights(self, records: Sequence[Record]) -> np.ndarray:
         """What share each record has in the value: data sets or categories count alike."""
@@ -188,7 +188,7 @@ class FileBenchmark(GenerationTask):
         return np.asarray([share[name] / counts[name] for name in names])
 
     def summarise(self, records: Sequence[Record]) -> Record:
-        """The value, what it is a mean of, both means, categories, data sets; all in percent."""
+        """The value, what it is a mean of, both means, categories, data sets; all from 0 to 1."""
         scores = self.scores_by_set(records)
         groups: dict[str, list[float]] = {}
         for name, score in scores.items():
@@ -207,22 +207,22 @@ class FileBenchmark(GenerationTask):
         }
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
-        """The paper's table at the longest length: categories, data sets, both means."""
+        """The paper's table at the longest length, in percent: categories, data sets, means."""
         longest = max(cell["length"] for cell in cells)
         names = [name for name in self.known if name in cells[0]]
         groups = dict.fromkeys(f"category:{self.known[name].group}" for name in names)
         shown = [*groups, *names, "flat", "category_macro"]
         return {
-            cell["method"]: {"length": longest} | {key: round(cell[key], 2) for key in shown}
+            cell["method"]: {"length": longest} | {key: round(100 * cell[key], 2) for key in shown}
             for cell in cells
             if cell["length"] == longest
         }
 
     def scores_by_set(self, records: Sequence[Record]) -> dict[str, float]:
-        """Mean score of each data set in percent."""
+        """Mean score of each data set."""
         found: dict[str, list[float]] = {}
         for record in records:
-            found.setdefault(record["dataset"], []).append(self.example(record))
+            found.setdefault(record["dataset"], []).append(record["correct"])
         return {name: float(np.mean(found[name])) for name in self.known if name in found}
 
 

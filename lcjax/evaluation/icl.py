@@ -197,7 +197,7 @@ class Icl(FileBenchmark):
         for name in SCORES:
             by_set: dict[str, list[float]] = {}
             for record in records:
-                by_set.setdefault(record["dataset"], []).append(100 * record["scores"][name])
+                by_set.setdefault(record["dataset"], []).append(record["scores"][name])
             found[f"all:{name}"] = float(np.mean([np.mean(v) for v in by_set.values()]))
             found |= {f"{data}:{name}": float(np.mean(v)) for data, v in by_set.items()}
         return found

@@ -78,7 +78,7 @@ class ManyShot(FileBenchmark):
     @property
     def metric(self) -> Metric:
         title = "Many-shot TREC, mean over numbers of demonstrations"
-        return Metric("accuracy in %", title, False, 2)
+        return Metric("accuracy", title, False, 4)
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
@@ -183,7 +183,7 @@ def _curves(cells: Sequence[Record], shots: dict[str, int], path: Path) -> Path:
         axes.set_xticks(list(shots.values()), [f"{count:,}" for count in shots.values()])
         axes.minorticks_off()
         axes.set_xlabel("demonstrations")
-        axes.set_ylabel("accuracy in %")
+        axes.set_ylabel("accuracy")
         axes.set_title(f"Many-shot TREC at {cells[0]['length']:,} tokens")
         axes.legend()
     return path

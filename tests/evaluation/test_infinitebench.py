@@ -47,7 +47,7 @@ def test_right_answers_to_all_tasks_count_and_wrong_ones_do_not(tmp_path):
     wrong = scored(task, units, [TASKS[name][2] for name in names])
     assert [record["correct"] for record in right] == pytest.approx([1.0] * 12)
     assert [record["correct"] for record in wrong] == pytest.approx([0.0] * 12)
-    assert task.summarise(right)["category:english"] == pytest.approx(100)
+    assert task.summarise(right)["category:english"] == pytest.approx(1)
     debug = wrong[names.index("code_debug")]["scores"]
     assert (debug["code_debug"], debug["letter"]) == (0, 1)  # a bare letter is wrong officially
 

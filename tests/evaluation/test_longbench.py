@@ -1,5 +1,6 @@
 """LongBench from miniature files in the official format: wording, cuts, templates, scores."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from evaluation_support import config_in, only_the_run, records
 
 from lcjax.config import parse
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, run
+from lcjax.evaluation import EvalConfig, Method, finished, run
 from lcjax.evaluation.longbench import LongBench
 from lcjax.evaluation.metrics import longbench as scores
+from lcjax.evaluation.official import export
 from lcjax.evaluation.task import Limits
 
 CLASSES = ["Food", "Other entity", "Entity", "Food other"]
@@ -51,7 +53,7 @@ def jieba(monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", _Jieba)
 
 
-def test_right_answers_to_all_tasks_give_100_and_each_group_its_mean(tmp_path, jieba):
+def test_right_answers_to_all_tasks_give_1_and_each_group_its_mean(tmp_path, jieba):
     task = LongBench(path=write(tmp_path, LongBench.known))
     units = plan(task)
     assert len(units) == 2 * 21
@@ -62,10 +64,8 @@ def test_right_answers_to_all_tasks_give_100_and_each_group_its_mean(tmp_path, j
     found = scored(task, units, answers)
     cell = task.summarise(found)
     means = cell["value"], cell["flat"], cell["category_macro"]
-    assert means == pytest.approx((100, 100, 100))
-    assert {name: cell[name] for name in task.known} == pytest.approx(
-        dict.fromkeys(task.known, 100)
-    )
+    assert means == pytest.approx((1, 1, 1))
+    assert {name: cell[name] for name in task.known} == pytest.approx(dict.fromkeys(task.known, 1))
     assert cell["windows"] == 42 and cell["empty"] == 0
     low, high = task.interval(found)
     assert low <= cell["value"] + 1e-9 and high >= cell["value"] - 1e-9
@@ -93,11 +93,11 @@ def test_the_mean_over_data_sets_or_over_categories_is_what_the_settings_name(tm
     flat = LongBench(path=path, tasks=names)
     found = scored(flat, plan(flat), answer)
     macro = LongBench(path=path, tasks=names, aggregate="category_macro")
-    assert flat.summarise(found)["value"] == pytest.approx(100 / 3)
-    assert macro.summarise(found)["value"] == pytest.approx(50)
+    assert flat.summarise(found)["value"] == pytest.approx(1 / 3)
+    assert macro.summarise(found)["value"] == pytest.approx(0.5)
     cell = macro.summarise(found)
     assert cell["aggregate"] == "category_macro(hotpotqa,musique,lcc)"
-    assert (cell["category:code"], cell["category:multi_doc_qa"]) == (100, 0)
+    assert (cell["category:code"], cell["category:multi_doc_qa"]) == (1, 0)
     assert "mean of 3" in flat.metric.title and "category" in macro.metric.title
 
 
@@ -212,8 +212,8 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
     found = scored(task, plan(task), lambda text: "the blue house 0" if "paper" in text else "")
     cell = task.summarise(found)
     assert task.label == "longbench_e"
-    assert cell["qasper_0_4k"] == 100 and cell["words_0_4k"] == 50
-    assert cell["qasper_8k"] == cell["qasper_4_8k"] == pytest.approx(200 / 3)
+    assert cell["qasper_0_4k"] == 1 and cell["words_0_4k"] == 0.5
+    assert cell["qasper_8k"] == cell["qasper_4_8k"] == pytest.approx(2 / 3)
     with pytest.raises(InputError, match="LongBench-E"):
         LongBench(path=path, tasks=("narrativeqa",), e=True).check(Limits((4000,)), "tasks.0")
 
@@ -249,8 +249,27 @@ def test_a_command_line_runs_it_and_writes_records_and_tables(tmp_path):
     with only_the_run():
         report = run(config, load=lambda _: Scripted(lambda text: "Food other"))
     (cell,) = report.cells
-    assert (cell["trec"], cell["hotpotqa"], cell["value"]) == (100, 0, 50)
+    assert (cell["trec"], cell["hotpotqa"], cell["value"]) == (1, 0, 0.5)
     found = records(config, "longbench")
     assert len(found) == 4 and found[0]["dataset"] == "hotpotqa"
     assert found[0]["answer"] == "Food other" and found[0]["references"] == ["the blue house 0"]
     assert "LongBench, mean of 2" in report.text and "category:few_shot" in report.text
+    (entry,) = report.summary["tasks"]
+    assert entry["aggregates"]["base"]["flat"] == 50  # in percent, as papers print it
+
+
+def test_predictions_go_back_to_the_official_scorer_with_its_numbers(tmp_path):
+    task = LongBench(path=write(tmp_path / "data", ("trec",)), tasks=("trec",))
+    model = Scripted(lambda text: "Food other" if "asked 0" in text else "none")
+    config = dataclasses.replace(
+        config_in(tmp_path), tasks=(task,), lengths=(900,), methods=(Method("base"),)
+    )
+    with only_the_run():
+        run(config, load=lambda _: model)
+    (predictions, result) = export(
+        finished.read(config.run.folder), ["longbench"], tmp_path / "out"
+    )
+    rows = [json.loads(line) for line in predictions.read_text().splitlines()]
+    assert [row["pred"] for row in rows] == ["Food other", "none"]
+    assert rows[0]["all_classes"] == CLASSES and rows[0]["length"] == 3000
+    assert json.loads(result.read_text()) == {"trec": 50.0}

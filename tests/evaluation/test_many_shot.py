@@ -68,7 +68,7 @@ def test_the_first_line_is_scored_and_the_curve_is_drawn(trec, tmp_path):
     records = scored(task, units, lambda text: "\nDate\nCity")
     assert sorted(record["correct"] for record in records) == [0, 0, 1, 1]
     cell = {"method": "m", "length": 4000, "trained": 4000, **task.summarise(records)}
-    assert cell["trec_1shots"] == cell["value"] == 50
+    assert cell["trec_1shots"] == cell["value"] == 0.5
     with only_the_run():
         files = task.figures([cell], records, tmp_path / "figures")
     assert [file.name for file in files] == ["many_shot.png", "many_shot_by_shots.png"]

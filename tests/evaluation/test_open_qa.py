@@ -63,7 +63,7 @@ def test_any_alias_counts_and_other_scores_stand_beside(tmp_path):
     assert records[2]["scores"]["substring_match"] == 1
     assert 0 < records[2]["scores"]["f1"] < 1
     cell = task.summarise(records)
-    assert (cell["value"], cell["nq_1"]) == pytest.approx((200 / 3, 200 / 3))
+    assert (cell["value"], cell["nq_1"]) == pytest.approx((2 / 3, 2 / 3))
 
 
 def test_passages_are_cut_before_the_question(tmp_path):
