@@ -28,6 +28,7 @@ ORDER = [
     {"sampling", "mixture", "context_store", "contexts", "generate", "landmark_nll", "lm"},
     {"replug", "conversation"},
     {"evaluation"},
+    {"pictures"},
 ]
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 

@@ -1,0 +1,125 @@
+"""What a written answer looks at in its context, layer by layer."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from lcjax.attention import Pattern, Places
+from lcjax.errors import InputError
+from lcjax.lm import LanguageModel
+from lcjax.models import Decoder
+from lcjax.pictures.weights import attention_weights, check_pattern
+from lcjax.rope import Rotation
+from lcjax.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerAttention:
+    """Attention of the tokens of an answer over the text before them."""
+
+    answer: str
+    tokens: list[str]  # of the answer, one text each
+    prompt: int  # tokens of the prompt
+    layers: tuple[int, ...]
+    # float32 [layers, N, answer, prompt + answer]: row t is what the model attends to when it
+    # writes token t, so it ends before that token
+    weights: np.ndarray
+
+
+class _Notes:
+    """What layers left while the model was traced; the pattern that writes it must be hashable."""
+
+    def __init__(self):
+        self.calls, self.found = 0, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watched(Pattern):
+    """Another pattern, whose weights are noted beside what it computes."""
+
+    inner: Pattern
+    noted: _Notes
+    layers: tuple[int, ...]
+    queries: int
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        return self.inner.encodings
+
+    @property
+    def any_order(self) -> bool:
+        return self.inner.any_order
+
+    def for_inference(self) -> "Pattern":
+        return self
+
+    def kept(self) -> tuple[int, int] | None:
+        return self.inner.kept()
+
+    def attend(self, q, k, v, rotation: Rotation, places: Places, **options) -> jax.Array:
+        if self.noted.calls in self.layers:
+            self.noted.found[self.noted.calls] = attention_weights(
+                q, k, pattern=self.inner, rotation=rotation, places=places, queries=self.queries
+            )
+        self.noted.calls += 1
+        return self.inner.attend(q, k, v, rotation, places, **options)
+
+
+def answer_attention(
+    lm: LanguageModel,
+    prompt: str | Sequence[int],
+    *,
+    answer: str | None = None,
+    layers: Sequence[int] | None = None,
+    max_new_tokens: int = 16,
+) -> AnswerAttention:
+    """Lets the model write an answer, and notes what each of its tokens was written from.
+
+    Args:
+      lm: any model without a memory, under any rotation and pattern whose weights are defined.
+      prompt: a text, or token ids.
+      answer: read instead of written; None: the model writes one.
+      layers: counted from 0, from the end when negative; None: first, middle and last.
+      max_new_tokens: of the answer.
+    """
+    config = lm.config
+    check_pattern(config.pattern)
+    if config.memory is not None:
+        raise InputError("model.memory reads beside the text, which this picture does not show")
+    ids = lm.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise InputError("prompt is empty; give a text")
+    if answer is None:
+        answer = lm.generate([ids], Sampling(max_new_tokens=max_new_tokens))[0]
+    written = list(lm.tokenizer.encode(answer))
+    if not written:
+        raise InputError("the answer has no token, so nothing was looked at; give --answer")
+    chosen = _layers(layers, config.num_layers)
+    # A token is written by the query before it.
+    tokens = np.asarray([[*ids, *written[:-1]]], np.int32)
+    notes = _Notes()
+    watched = _Watched(config.pattern, notes, chosen, len(written))
+    model = Decoder(config.replace(scan_layers=False, remat="none", pattern=watched), lm.mesh)
+
+    @jax.jit
+    def weights(params, tokens, rotation):
+        notes.calls, notes.found = 0, {}
+        model.apply({"params": params}, tokens, rotation=rotation)
+        return [notes.found[layer] for layer in chosen]
+
+    rotation = lm.rotation(len(ids) + len(written))
+    found = weights(lm.params, tokens, rotation)
+    shown = np.stack([np.asarray(w[0]).transpose(1, 0, 2) for w in found])
+    pieces = [lm.tokenizer.decode([token]) for token in written]
+    return AnswerAttention(answer, pieces, len(ids), chosen, shown)
+
+
+def _layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if layers is None:
+        return tuple(sorted({0, count // 2, count - 1}))
+    for layer in layers:
+        if not -count <= layer < count:
+            raise InputError(f"layers: {layer} is none of the model's {count}, counted from 0")
+    return tuple(sorted({layer % count for layer in layers}))

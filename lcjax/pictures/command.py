@@ -1,0 +1,126 @@
+"""The command line of the pictures."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lcjax import config as config_lib
+from lcjax.attention import Causal, Pattern
+from lcjax.build import ModelSection
+from lcjax.config.read import near
+from lcjax.errors import InputError
+from lcjax.lm import LanguageModel
+from lcjax.pictures.draw import attention_picture, mask_picture, rope_picture
+from lcjax.rope import NTK, Default, Linear, Rope, Yarn
+
+USAGE = """\
+python -m lcjax.pictures mask --pattern.type=self_extend --pattern.window=32 --pattern.group=4
+    who sees whom, and at which distance
+python -m lcjax.pictures rope --length=32768
+    wavelengths and agreement of position methods (--config FILE with `ropes:` for others)
+python -m lcjax.pictures attention --model.path=smollm2-135m-instruct --prompt_file=prompt.txt
+    what each token of an answer looks at
+python -m lcjax.pictures mask --help: every key; --out names the PNG, an SVG lies beside it"""
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskPicture:
+    """Who sees whom."""
+
+    pattern: Pattern = dataclasses.field(default_factory=Causal)
+    length: int = 128  # tokens
+    heads: int = 1  # panels show heads that differ
+    seed: int = 0  # of random queries and keys, for patterns where they choose
+    out: str = "mask.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedRope:
+    """One line of the picture."""
+
+    name: str
+    rope: Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class RopePicture:
+    """How position methods turn."""
+
+    ropes: tuple[NamedRope, ...] = (
+        NamedRope("RoPE", Default()),
+        NamedRope("PI, factor 4", Linear(factor=4.0)),
+        NamedRope("NTK, strength 4", NTK(alpha=4.0)),
+        NamedRope("YaRN, factor 4", Yarn(factor=4.0)),
+    )
+    head_dim: int = 128  # rotary channels
+    theta: float = 10_000.0
+    trained: int = 4096
+    length: int = 16_384
+    out: str = "rope.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPicture:
+    """What an answer looks at."""
+
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    prompt: str | None = None
+    prompt_file: str | None = None  # instead of prompt: a text file
+    answer: str | None = None  # null: the model writes one
+    layers: tuple[int, ...] | None = None  # from 0; null: first, middle and last
+    head: int | None = None  # null: the mean of all
+    max_new_tokens: int = 16
+    out: str = "attention.png"
+
+
+def _mask(config: MaskPicture) -> None:
+    _written(mask_picture(config.pattern, config.length, config.out, heads=config.heads,
+                          seed=config.seed))  # fmt: skip
+
+
+def _rope(config: RopePicture) -> None:
+    ropes = {entry.name: entry.rope for entry in config.ropes}
+    fixed = {name: getattr(config, name) for name in ("head_dim", "theta", "trained", "length")}
+    _written(rope_picture(ropes, config.out, **fixed))
+
+
+def _attention(config: AttentionPicture) -> None:
+    if (config.prompt is None) == (config.prompt_file is None):
+        raise InputError("prompt: give either --prompt=TEXT or --prompt_file=FILE")
+    prompt = config.prompt
+    if config.prompt_file is not None:
+        path = Path(config.prompt_file)
+        if not path.is_file():
+            raise InputError(f"prompt_file={path} is no file")
+        prompt = path.read_text(encoding="utf-8")
+    found = attention_picture(
+        LanguageModel.load(config.model), prompt, config.out, answer=config.answer,
+        layers=config.layers, head=config.head, max_new_tokens=config.max_new_tokens,
+    )  # fmt: skip
+    print(f"answer: {found.answer!r}")
+    _written(Path(config.out))
+
+
+def _written(path: Path) -> None:
+    print(f"Written:\n  {path}\n  {path.with_suffix('.svg')}")
+
+
+_PICTURES = {
+    "mask": (MaskPicture, _mask),
+    "rope": (RopePicture, _rope),
+    "attention": (AttentionPicture, _attention),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws one picture; what the user can put right is one line and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if words else 2
+    if words[0] not in _PICTURES:
+        known = near(words[0], _PICTURES)
+        print(f"error: {words[0]} is no picture; {known}", file=sys.stderr)
+        return 2
+    return config_lib.main(*_PICTURES[words[0]], words[1:])

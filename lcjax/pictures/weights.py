@@ -1,0 +1,111 @@
+"""Attention weights of any pattern, by the code that computes its attention.
+
+What attention returns is a weighted sum of values. With values that name their key, one place for
+each, the sum is the weights themselves: nothing is computed a second way, so nothing can differ.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax.attention import Landmark, Pattern, Places
+from lcjax.errors import InputError
+from lcjax.rope import Rotation
+from pallas_kernels import by_heads
+
+_KEYS = 512  # keys that are named at once
+
+
+def check_pattern(pattern: Pattern) -> None:
+    """Refuses a pattern whose weights depend on tokens that it puts between the others."""
+    if isinstance(pattern, Landmark):
+        raise InputError(
+            "pattern.type=landmark weighs blocks by tokens that it inserts, which a plain text does"
+            " not have; its weights are not drawn, choose another pattern"
+        )
+
+
+def attention_weights(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    pattern: Pattern,
+    rotation: Rotation,
+    places: Places | None = None,
+    queries: int | None = None,
+) -> jax.Array:
+    """Weights float32 [B, queries, N, S] of unrotated q [B, T, N, H] over k [B, S, K, H].
+
+    Args:
+      q: T queries, which are the last of the S tokens.
+      k: S keys.
+      pattern: who sees whom, at which positions.
+      rotation: of queries and keys.
+      places: where they stand, as `lcjax.attention.Pattern.attend` takes them; None: in order.
+      queries: only so many of the last ones; None: all.
+    """
+    check_pattern(pattern)
+    rows, count, heads, _ = q.shape
+    length, kv_heads = k.shape[1:3]
+    if places is None:
+        at = jnp.broadcast_to(jnp.arange(length), (rows, length))
+        order = jnp.arange(length - count, length)
+        places = Places(at[:, length - count :], at, q_index=order, heads=heads)
+    queries = count if queries is None else queries
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    # Where the queries themselves choose what is seen, all of them have to ask.
+    if type(pattern).attend is Pattern.attend:
+        q, places = q[:, count - queries :], _last(places, queries)
+    parts = []
+    for start in range(0, length, _KEYS):
+        size = min(_KEYS, length - start)
+        names = jnp.eye(length, size, -start, dtype=jnp.float32)
+        values = jnp.broadcast_to(names[None, :, None], (rows, length, kv_heads, size))
+        out = pattern.attend(q, k, values, rotation, places, implementation="xla")
+        parts.append(out[:, out.shape[1] - queries :])
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _last(places: Places, count: int) -> Places:
+    """The places of the last `count` queries."""
+    order = places.q_order
+    segments = places.q_segments
+    return places._replace(
+        q_positions=places.q_positions[:, -count:],
+        q_index=order[..., -count:],
+        q_segments=None if segments is None else segments[:, -count:],
+        row=None,
+    )
+
+
+def mask_of(
+    pattern: Pattern, length: int, *, heads: int = 1, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Who sees whom in a text of `length` tokens: (seen, distance), both [heads, length, length].
+
+    `seen` is true where a query gives a key any weight; queries and keys are random where they
+    choose. `distance` is float, how far apart the pattern lets both stand; NaN where nothing is
+    seen, or where the queries choose and the pattern lists no pass for it.
+    """
+    if length < 2:
+        raise InputError(f"length={length} must be at least 2")
+    rng = np.random.default_rng(seed)
+    q, k = 0.1 * rng.standard_normal((2, 1, length, heads, 16)).astype(np.float32)
+    rotation = Rotation(np.zeros(8, np.float32))  # no position weighs more than another
+    at = np.arange(length)[None]
+    places = Places(at, at, heads=heads)
+    found = jax.jit(lambda q, k: attention_weights(q, k, pattern=pattern, rotation=rotation))(q, k)
+    seen = np.asarray(found[0]).transpose(1, 0, 2) > 0
+    moved = places._replace(k_positions=pattern.key_positions(at, places.k_order))
+    distance = np.full((heads, length, length), np.nan)
+    order = np.arange(length)
+    for step in pattern.passes(moved):
+        q_at, k_at = (np.asarray(x, np.float64)[0] for x in (step.q_positions, step.k_positions))
+        k_at = np.full_like(k_at, k_at[0]) if step.together else k_at
+        apart, first = q_at[:, None] - k_at[None], 0
+        for part, count in by_heads(step.mask, heads):
+            visible = np.broadcast_to(part.element(order[:, None], order[None]), apart.shape)
+            distance[first : first + count, visible] = apart[visible]
+            first += count
+    distance[~seen] = np.nan
+    return seen, distance
