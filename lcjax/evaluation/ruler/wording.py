@@ -15,7 +15,7 @@ _FOLDERS = ("scripts/data/synthetic", "data/synthetic", "synthetic", ".")
 _OWN = {
     "niah": (
         "Some secret lucky {type_needle_v} are written down somewhere in the text that follows."
-        " Keep them in mind. You will be asked for the {type_needle_v} later.\n{context}\nWhat are"
+        " Keep this in mind. You will be asked for the {type_needle_v} later.\n{context}\nWhat are"
         " all the secret lucky {type_needle_v} for {query} written in the text above?",
         " The secret lucky {type_needle_v} for {query} written in the text above are",
     ),
