@@ -16,122 +16,32 @@ context: cross-attention over a context of 131,072 places of which only some hol
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
+
+import reading as bench
 
 CHUNK = 256
-NEW_TOKENS = 16
 PLACES = 131_072
 PAPER = "the paper (Llama-2-7B, 131,072 tokens, A100): 9.9x the throughput, 1/6 of the memory"
 
 
-def decoder_tokens(length: int) -> int:
-    """Of the text, what the decoder reads itself."""
-    return min(4096, length // 2)
-
-
-class Letters:
-    """Every token is a letter: times without a tokenizer's."""
-
-    add_bos, bos_id, eos_ids = False, None, ()
-
-    def encode(self, text: str) -> list[int]:
-        return [0] * len(text)
-
-    def decode(self, ids, **options) -> str:
-        return "x" * len(ids)
-
-
-def reader(args, side: str):
-    """A `LanguageModel` of random weights."""
-    import jax
-
-    from lcjax.lm import LanguageModel
-    from lcjax.memory import Cepe
-    from lcjax.models import Decoder, preset
-    from lcjax.models.initial import random_params
-
-    config = preset(args.decoder).replace(
-        dtype=args.dtype, param_dtype=args.dtype, scan_layers=False
-    )
-    if args.layers:
-        config = config.replace(num_layers=args.layers)
-    config = config.replace(max_length=max(config.max_length, *args.lengths) + NEW_TOKENS)
-    if side == "cepe":
-        encoder = preset(args.encoder).replace(param_dtype=args.dtype)
-        encoder = encoder.replace(vocab_size=max(encoder.vocab_size, config.vocab_size))
-        config = config.replace(memory=Cepe(states=encoder, layers=config.num_layers))
-    params = jax.block_until_ready(random_params(config, 0))
-    return LanguageModel(Decoder(config), params, Letters())
-
-
 def read_and_write(args, side: str, length: int) -> dict:
-    """One process: seconds to encode, to read and for a new token; peak memory."""
-    import jax
-    import numpy as np
-
-    from lcjax.evaluation.measure import highest_bytes, peak_bytes, reset_peak
-    from lcjax.generate import Sampling
-
-    lm = reader(args, side)
-    text = np.random.default_rng(0).integers(3, lm.config.vocab_size, length).tolist()
-    own = decoder_tokens(length) if side == "cepe" else length
-    sampling = Sampling(max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
-    floor = reset_peak()
-
-    def run() -> dict:
-        start, context = time.perf_counter(), None
-        if side == "cepe":
-            chunk = min(CHUNK, lm.config.memory.longest)
-            context = lm.encode_contexts([text[:-own]], chunk=chunk, projected=args.projected)
-            jax.block_until_ready(context.encoded)
-        encoded = time.perf_counter()
-        pieces = lm.stream([text[-own:]], sampling, context=context)
-        next(pieces)
-        read = time.perf_counter()
-        count = sum(len(piece.ids) for piece in pieces)
-        token = (time.perf_counter() - read) / count
-        return {"encode": encoded - start, "prefill": read - encoded, "token": token}
-
-    run()  # compiles
-    return run() | {"peak_gb": (peak_bytes(floor) or highest_bytes()) / 1e9}
+    """One process."""
+    config = bench.decoder(args)
+    if side == "full":
+        return bench.read_and_write(config, length, chunk=None)
+    config = bench.with_cepe(config, args)
+    chunk = min(CHUNK, config.memory.longest)
+    return bench.read_and_write(config, length, chunk=chunk, projected=args.projected)
 
 
 def reading(args) -> None:
-    print(
-        "| tokens | side | encode s | prefill s | tokens/s | CEPE / full | ms per new token "
-        "| CEPE / full | peak GB | CEPE / full |"
-    )
-    print("|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    print(bench.HEAD)
     for length in args.lengths:
-        cepe, full = (spawn(args, side, length) for side in ("cepe", "full"))
-        for side, found in (("CEPE", cepe), ("full attention", full)):
-            speed, ratios = length / (found["encode"] + found["prefill"]), [""] * 3
-            if found is cepe:
-                both = [x["encode"] + x["prefill"] for x in (full, cepe)]
-                ratios = [
-                    f"{both[0] / both[1]:.2f}x faster",
-                    f"{full['token'] / cepe['token']:.2f}x faster",
-                    f"{cepe['peak_gb'] / full['peak_gb']:.2f}",
-                ]
-            print(
-                f"| {length:,} | {side} | {found['encode']:.1f} | {found['prefill']:.1f} "
-                f"| {speed:.0f} | {ratios[0]} | {1e3 * found['token']:.0f} | {ratios[1]} "
-                f"| {found['peak_gb']:.2f} | {ratios[2]} |",
-                flush=True,
-            )
+        cepe, full = (bench.spawn(__file__, side, str(length)) for side in ("cepe", "full"))
+        rows = bench.beside_full(length, {"CEPE": cepe, "full attention": full})
+        print("\n".join(rows), flush=True)
     print(PAPER)
-
-
-def spawn(args, side: str, length: int) -> dict:
-    root = str(Path(__file__).resolve().parents[1])
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", side, str(length)]
-    environment = os.environ | {"PYTHONPATH": root}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def context(args) -> None:
@@ -197,25 +107,15 @@ PARTS = {"reading": reading, "context": context}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 32768])
-    parser.add_argument("--decoder", default="smollm2-135m", help="a preset")
-    parser.add_argument("--encoder", default="smollm2-encoder", help="a preset")
-    parser.add_argument("--layers", type=int, help="of the decoder; default: all")
-    parser.add_argument("--dtype", default="float32")
+    bench.options(parser, [4096, 8192, 32768])
     parser.add_argument("--projected", action="store_true", help="keep keys and values of contexts")
     parser.add_argument("--no-pack", dest="pack", action="store_false", help="context: as it lies")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    unknown = set(args.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"unknown {', '.join(sorted(unknown))}; choose of {', '.join(PARTS)}")
     if args.worker:
         print(json.dumps(read_and_write(args, args.worker[0], int(args.worker[1]))))
         return
-    for part in args.parts or PARTS:
-        print(f"\n{part}: {args.decoder}, {args.dtype}, load {os.getloadavg()[0]:.1f}", flush=True)
-        PARTS[part](args)
+    bench.run(args, parser, PARTS)
 
 
 if __name__ == "__main__":

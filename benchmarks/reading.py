@@ -1,0 +1,160 @@
+"""How long a model of random weights takes to read a text and to continue it: for other benchmarks.
+
+Each measurement is a process of its own, so that peak memory is its own, weights included; times
+are those of a second run. Weights are random: they change no time.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+NEW_TOKENS = 16
+
+
+class Letters:
+    """Every token is a letter: times without a tokenizer's."""
+
+    add_bos, bos_id, eos_ids = False, None, ()
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * len(text)
+
+    def decode(self, ids, **options) -> str:
+        return "x" * len(ids)
+
+
+def decoder_tokens(length: int) -> int:
+    """Of a text that is read with a context, what the decoder reads itself."""
+    return min(4096, length // 2)
+
+
+def decoder(args: argparse.Namespace):
+    """The config of `args.decoder`, with `args.layers` layers and positions for all lengths."""
+    from lcjax.models import preset
+
+    config = preset(args.decoder).replace(
+        dtype=args.dtype, param_dtype=args.dtype, scan_layers=False
+    )
+    if args.layers:
+        config = config.replace(num_layers=args.layers)
+    return config.replace(max_length=max(config.max_length, *args.lengths) + NEW_TOKENS)
+
+
+def reader(config):
+    """A `LanguageModel` of random weights."""
+    import jax
+
+    from lcjax.lm import LanguageModel
+    from lcjax.models import Decoder
+    from lcjax.models.initial import random_params
+
+    params = jax.block_until_ready(random_params(config, 0))
+    return LanguageModel(Decoder(config), params, Letters())
+
+
+def with_cepe(config, args: argparse.Namespace):
+    """`config` with CEPE's memory in all layers."""
+    from lcjax.memory import Cepe
+    from lcjax.models import preset
+
+    encoder = preset(args.encoder).replace(param_dtype=args.dtype)
+    encoder = encoder.replace(vocab_size=max(encoder.vocab_size, config.vocab_size))
+    return config.replace(memory=Cepe(states=encoder, layers=config.num_layers))
+
+
+def read_and_write(config, length: int, *, chunk: int | None, projected: bool = False) -> dict:
+    """Seconds to encode, to read and for a new token; peak memory, and tokens kept of a context.
+
+    With a memory the decoder reads `decoder_tokens` of the text, and the rest is its context.
+    """
+    import jax
+    import numpy as np
+
+    from lcjax.evaluation.measure import highest_bytes, peak_bytes, reset_peak
+    from lcjax.generate import Sampling
+
+    lm = reader(config)
+    text = np.random.default_rng(0).integers(3, config.vocab_size, length).tolist()
+    own = length if config.memory is None else decoder_tokens(length)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
+    floor = reset_peak()
+
+    def run() -> dict:
+        start, context, kept = time.perf_counter(), None, 0
+        if config.memory is not None:
+            options = {"chunk": chunk, "projected": projected}
+            if config.memory.asks:
+                options["query"] = [text[-own:]]
+            context = lm.encode_contexts([text[:-own]], **options)
+            jax.block_until_ready(context.encoded)
+            kept = int(context.encoded.mask.sum())
+        encoded = time.perf_counter()
+        pieces = lm.stream([text[-own:]], sampling, context=context)
+        next(pieces)
+        read = time.perf_counter()
+        count = sum(len(piece.ids) for piece in pieces)
+        token = (time.perf_counter() - read) / count
+        return {"encode": encoded - start, "prefill": read - encoded, "token": token, "kept": kept}
+
+    run()  # compiles
+    return run() | {"peak_gb": (peak_bytes(floor) or highest_bytes()) / 1e9}
+
+
+def spawn(script: str, *worker: str) -> dict:
+    """What `script` prints last when it is called again with `--worker` and these words."""
+    root = str(Path(script).resolve().parents[1])
+    command = [sys.executable, script, *sys.argv[1:], "--worker", *worker]
+    environment = os.environ | {"PYTHONPATH": root}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def beside_full(length: int, sides: dict[str, dict]) -> list[str]:
+    """Rows of a table: what each side took, and its ratio to the last one, full attention."""
+    (*_, full), rows = sides.values(), []
+    for name, found in sides.items():
+        both = [x["encode"] + x["prefill"] for x in (full, found)]
+        ratios = [""] * 3
+        if found is not full:
+            ratios = [
+                f"{both[0] / both[1]:.2f}x faster",
+                f"{full['token'] / found['token']:.2f}x faster",
+                f"{found['peak_gb'] / full['peak_gb']:.2f}",
+            ]
+        rows.append(
+            f"| {length:,} | {name} | {found['encode']:.1f} | {found['prefill']:.1f} "
+            f"| {length / both[1]:.0f} | {ratios[0]} | {1e3 * found['token']:.0f} | {ratios[1]} "
+            f"| {found['peak_gb']:.2f} | {ratios[2]} |"
+        )
+    return rows
+
+
+HEAD = (
+    "| tokens | side | encode s | prefill s | tokens/s | beside full | ms per new token "
+    "| beside full | peak GB | of full |\n|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def options(parser: argparse.ArgumentParser, lengths: list[int]) -> None:
+    """What every benchmark of reading takes."""
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--decoder", default="smollm2-135m", help="a preset")
+    parser.add_argument("--encoder", default="smollm2-encoder", help="a preset, of CEPE")
+    parser.add_argument("--layers", type=int, help="of the decoder; default: all")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser, parts: dict[str, Callable]):
+    """Each of the parts that were asked for, all if none was."""
+    unknown = set(args.parts) - set(parts)
+    if unknown:
+        parser.error(f"unknown {', '.join(sorted(unknown))}; choose of {', '.join(parts)}")
+    for part in args.parts or parts:
+        print(f"\n{part}: {args.decoder}, {args.dtype}, load {os.getloadavg()[0]:.1f}", flush=True)
+        parts[part](args)
