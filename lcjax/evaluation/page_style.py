@@ -74,7 +74,7 @@ td a:hover { color: var(--accent); }
 .best { font-weight: 700; }
 .second { text-decoration: underline; text-underline-offset: .2em; }
 .better { color: var(--c2); } .worse { color: var(--mark); }
-td.words, th.words { text-align: left; white-space: normal; }
+td.words, th.words { text-align: left; white-space: normal; min-width: 12rem; }
 .said { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 34rem; }
 table.sort thead th { padding: 0; }
 table.sort th button {
