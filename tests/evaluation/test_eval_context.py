@@ -208,7 +208,11 @@ def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
 
 @pytest.mark.slow
 def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config, score):
-    methods = (Method("usual"), Method("replug", replug=ReplugSplit(chunk=100)))
+    # Instruction and question stay with the decoder: about 270 bytes.
+    methods = (
+        Method("usual", context=ContextSplit(decoder=400)),
+        Method("replug", replug=ReplugSplit(decoder=400, chunk=100)),
+    )
     task = Passkey(depths=2, max_new_tokens=3)
     report = score(dataclasses.replace(config, methods=methods, tasks=(task,), lengths=(900,)))
     assert [cell["windows"] for cell in report.cells] == [2, 2]
