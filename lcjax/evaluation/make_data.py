@@ -10,6 +10,7 @@ from lcjax.data import documents
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.official import part_of
 from lcjax.evaluation.records import clean
 from lcjax.evaluation.run import check
 from lcjax.evaluation.task import Task, Unit
@@ -22,7 +23,7 @@ def make_data(
     *,
     tokenizer: Callable[[str], Any] = load_tokenizer,
 ) -> list[Path]:
-    """Writes `OUT/LENGTH/TASK.jsonl` for every task that generates; returns the files.
+    """Writes `OUT/LENGTH/TASK.jsonl` for every task, or sub-task, that generates.
 
     A line has RULER's keys: index, input (the prompt as text), outputs (what counts as right),
     length (tokens, with those to be generated), and `others` with all that a record says of the
@@ -36,22 +37,26 @@ def make_data(
         raise InputError("model.path is not set; its tokenizer says how long a prompt is")
     out = Path(out) if out is not None else Path(config.run.folder) / "data"
     data = config.data
-    texts = (
+    source = (
         documents(data, "validation" if data.holdout else "train")
         if any(task.needs_data for task in tasks)
         else ()
     )
-    corpus = Corpus(texts, tokenizer(config.model.path))
+    corpus = Corpus(source, tokenizer(config.model.path))
     files = []
     for task in tasks:
         for length in limits.lengths:
             units = task.plan(corpus, length, limits)
             if not units:
                 raise InputError(f"lengths: {length} gives no prompt in {task.label}")
-            lines = [_line(task, unit, corpus.tokenizer) for unit in units]
-            files.append(out / str(length) / f"{task.label}.jsonl")
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            write_whole(files[-1], text)
+            texts: dict[str, str] = {}
+            for unit in units:
+                line = json.dumps(_line(task, unit, corpus.tokenizer), ensure_ascii=False)
+                name = part_of(task, unit.facts)
+                texts[name] = texts.get(name, "") + line + "\n"
+            for name, text in texts.items():
+                files.append(out / str(length) / f"{name}.jsonl")
+                write_whole(files[-1], text)
     return files
 
 

@@ -51,6 +51,11 @@ def _answered(run: Finished, name: str) -> list[tuple[str, Task, int, list[Recor
     return cells
 
 
+def part_of(task: Task, facts: Mapping[str, Any]) -> str:
+    """The data set or sub-task that facts or a record name, or the task itself."""
+    return str(facts.get("dataset") or facts.get("task") or task.label)
+
+
 def _folder(run: Finished, method: str) -> str:
     """The name of a method as that of a folder; two that become equal are counted."""
     plain = [re.sub(r"[^\w.+-]+", "_", name).strip("_.") or "_" for name in run.order]
@@ -140,7 +145,7 @@ def _longbench(run: Finished, out: Path) -> list[Path]:
     for method, task, length, records in _answered(run, "longbench"):
         sets = folders.setdefault(out / str(length) / "pred" / _folder(run, method), {})
         for record in records:
-            sets.setdefault(record.get("dataset", task.label), []).append((task, record))
+            sets.setdefault(part_of(task, record), []).append((task, record))
     files = []
     for folder, sets in folders.items():
         for name, found in sets.items():
@@ -170,7 +175,7 @@ def _ruler(run: Finished, out: Path) -> list[Path]:
     for method, task, length, records in _answered(run, "ruler"):
         tasks = folders.setdefault(out / _folder(run, method) / str(length), {})
         for record in records:
-            tasks.setdefault(record.get("dataset", task.label), []).append((task, record))
+            tasks.setdefault(part_of(task, record), []).append((task, record))
     files = []
     for folder, tasks in folders.items():
         for name, found in tasks.items():
