@@ -70,7 +70,7 @@ def shared(args, fields: dict):
     usual = {"layers": min(LAYERS, config.num_layers), "ratios": RATIOS}
     fields = usual | fields | {"policy": policy, "chunk": args.chunk}
     memory = SharedLlmSection(**fields | {"ratios": tuple(fields["ratios"])}).memory(config)
-    return config.replace(memory=memory.for_inference())
+    return config.replace(memory=memory).for_inference()
 
 
 def read_and_write(args, side: str, length: int, fields: dict) -> dict:

@@ -44,9 +44,15 @@ def chosen(
 ) -> list[Chunk]:
     """`chunks` with the paths that suit the `query` of their rows."""
     paths: list[np.ndarray | None] = [None] * len(chunks)
-    for batch in _batches(chunks, _at_once(batch_tokens), model.mesh):
-        found = _choose(model, params, batch.tokens, batch.mask, query[batch.rows], batch.tags)
-        for index, path in zip(batch.indices, distributed.gather(found), strict=False):
+    found = [  # all on their way before the first is waited for
+        (
+            batch.indices,
+            _choose(model, params, batch.tokens, batch.mask, query, batch.rows, batch.tags),
+        )
+        for batch in _batches(chunks, _at_once(batch_tokens), model.mesh)
+    ]
+    for indices, own in found:
+        for index, path in zip(indices, distributed.gather(own), strict=False):
             paths[index] = path
     return [dataclasses.replace(c, path=p) for c, p in zip(chunks, paths, strict=True)]
 
@@ -156,9 +162,9 @@ def _encode(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _choose(model: Decoder, params: dict, tokens, mask, query, tags) -> jax.Array:
-    """The paths bool [R, h - 1] of R rows of one chunk each."""
-    tokens, mask, query = (keep_rows(x, model.mesh) for x in (tokens, mask, query))
+def _choose(model: Decoder, params: dict, tokens, mask, query, rows, tags) -> jax.Array:
+    """The paths bool [R, h - 1] of R rows of one chunk each, asked for by `query` [B, D]."""
+    tokens, mask, query = (keep_rows(x, model.mesh) for x in (tokens, mask, query[rows]))
 
     def choose(model):
         places = {"query": query, "tags": tags[:, None]}

@@ -22,6 +22,7 @@ import numpy as np
 
 from lcjax.context_store import Chunk, chosen, written
 from lcjax.errors import InputError, whole_number
+from lcjax.memory import Tree
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded, Memory
 from lcjax.rope import Rotation
@@ -168,7 +169,7 @@ def encode(
         added = chosen(model, params, added, query, batch_tokens)
         whole = dataclasses.replace(whole, source=(*kept, *added), query=query)
     if not added:
-        return after
+        return whole
     if after.encoded is not None:
         projected = after.encoded.layers is not None
     options = {"batch_tokens": batch_tokens, "projected": projected}
@@ -227,9 +228,6 @@ def search(
     to some level, what is kept of the nodes above it stays; the rest of it is encoded anew (all of
     a chunk that is no multiple of its leaves, since halves of it are not equally long).
     """
-    contexts.check_weights(params)
-    if not contexts.source:
-        return contexts
     found = chosen(model, params, contexts.source, query, batch_tokens)
     whole = dataclasses.replace(contexts, source=tuple(found), query=query)
     kept, tree = contexts.encoded, model.config.memory.tree
@@ -237,7 +235,7 @@ def search(
     for old, new in zip(contexts.source, found, strict=True):
         level = 1 if kept is None else _first_change(old, new, tree.depth)
         if level is not None:
-            levels.setdefault(level, []).append(_rest(new, level))
+            levels.setdefault(level, []).append(_rest(new, level, tree))
     for level, chunks in sorted(levels.items()):
         kept = written(
             *(model, params, kept, chunks, whole.shape),
@@ -263,13 +261,15 @@ def _first_change(old: Chunk, new: Chunk, depth: int) -> int | None:
     return int(changed[0]) + 1 if len(new.tokens) % 2**depth == 0 else 1
 
 
-def _rest(chunk: Chunk, level: int) -> Chunk:
+def _rest(chunk: Chunk, level: int, tree: Tree) -> Chunk:
     """What remains of a chunk where nodes have been preserved at all levels before `level`."""
     tokens = chunk.tokens
     for right in chunk.path[: level - 1]:
         middle = len(tokens) - len(tokens) // 2
         tokens = tokens[middle:] if right else tokens[:middle]
-    return dataclasses.replace(chunk, tokens=tokens, path=chunk.path[level - 1 :])
+    # What is kept of the nodes above stands behind its own, and must stay.
+    room = tree.below(level).kept(len(tokens))
+    return dataclasses.replace(chunk, tokens=tokens, room=room, path=chunk.path[level - 1 :])
 
 
 def _placed(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Contexts]:

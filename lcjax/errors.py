@@ -1,6 +1,7 @@
 """The one error that scripts turn into a single line and exit code 2; checks that raise it."""
 
 import numbers
+from collections.abc import Collection
 
 
 class InputError(ValueError):
@@ -30,3 +31,9 @@ def whole_numbers(section: str, owner: object, least: int, *names: str) -> None:
         if not (optional and value is None):
             key = f"{section}.{name}" if section else name
             whole_number(key, value, least, "null leaves it open" if optional else "")
+
+
+def one_of(key: str, value: object, known: Collection) -> None:
+    """Refuses what is not among the `known` values, and names these."""
+    if value not in known:
+        raise InputError(f"{key}={value!r} is none of {', '.join(known)}")

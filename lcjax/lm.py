@@ -46,9 +46,7 @@ class LanguageModel:
         Stacked layers are copied apart, since `params` are the caller's; `load` makes no copy. On
         the mesh of `model` the parameters must lie as `lcjax.sharding.param_shardings` says.
         """
-        config = model.config.replace(pattern=model.config.pattern.for_inference())
-        if config.memory is not None:
-            config = config.replace(memory=config.memory.for_inference())
+        config = model.config.for_inference()
         self.config, self.tokenizer, self.length = config, tokenizer, length
         if config.scan_layers:
             params, config = unstack_layers(params, config), config.replace(scan_layers=False)

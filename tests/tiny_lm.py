@@ -12,6 +12,11 @@ def sharper(lm):
     return lm
 
 
+def text(seed, *shape):
+    """Random bytes as token ids int32, none of them special."""
+    return np.random.default_rng(seed).integers(3, 250, shape).astype(np.int32)
+
+
 def ids(seed, length):
-    """Random bytes as token ids, none of them special."""
-    return np.random.default_rng(seed).integers(3, 250, length).tolist()
+    """The same for a prompt: a list."""
+    return text(seed, length).tolist()

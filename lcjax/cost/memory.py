@@ -23,7 +23,7 @@ from lcjax.host import LAYER, STACK, Offload, can_wait
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.sharding import AXES, Mesh, spec_of
-from lcjax.tree import split, union
+from lcjax.tree import nest, split, union
 
 _LOGITS = 2**30  # bytes of float32 logits that the loss makes at once on accelerators
 _SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
@@ -103,7 +103,6 @@ def generation_memory(
     """Of writing text in `rows` caches of `length` slots, prompts read `chunk` tokens at a time.
 
     `context`: chunks, and tokens of each, that a model with a memory has read beside every row.
-
     With `chunk` equal to `length` it is at least what scoring texts of that length needs, which
     fills no cache.
     """
@@ -127,10 +126,8 @@ def generation_memory(
 
 def _encoded(config: ModelConfig, chunks: int, size: int) -> int:
     """Bytes that are kept of so many chunks of `size` tokens, and what one layer makes of them."""
-    model = Decoder(config.replace(memory=config.memory.unasked()))
-    params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))[
-        "params"
-    ]
+    config = config.replace(memory=config.memory.unasked())
+    model, params = Decoder(config), nest(parameter_shapes(config))
 
     def encode(params):
         chunk = jnp.ones((1, 1, size), jnp.int32)
@@ -293,9 +290,7 @@ def _slopes(config: ModelConfig, chunk: int | None, trained: Callable[[str], boo
 def _residuals(config: ModelConfig, chunk: int | None, trained: frozenset[str]) -> np.ndarray:
     """`_slopes` by the paths that are trained; traced for short texts, not computed."""
     model = Decoder(config)
-    one = jax.ShapeDtypeStruct((1, _SHORT), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), one)["params"]
-    own, frozen = split(params, trained.__contains__)
+    own, frozen = split(nest(parameter_shapes(config)), trained.__contains__)
 
     def residuals(length, chunks):
         def backward(own, frozen, tokens):

@@ -160,8 +160,7 @@ def _ask(model: Decoder, params: dict, config: TeacherConfig, own: list[int], ba
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def _probabilities(model: Decoder, params: dict, tokens, there, context: int, top: int) -> Teacher:
     """Of the places behind the first `context` ones, of rows [B, T] with text where `there`."""
-    pattern = model.config.pattern.for_inference()
-    model = Decoder(model.config.replace(pattern=pattern), model.mesh)
+    model = Decoder(model.config.for_inference(), model.mesh)
     positions = jax.numpy.maximum(there.cumsum(1) - 1, 0)
     hidden, _ = model.apply({"params": params}, tokens, positions=positions, segments=there)
     hidden = hidden[:, context:]

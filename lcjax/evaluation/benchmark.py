@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example, GenerationTask
 from lcjax.evaluation.local_files import find
@@ -96,8 +96,7 @@ class FileBenchmark(GenerationTask):
         for field, known in (
             ("template", TEMPLATES), ("budget_rule", BUDGETS), ("aggregate", AGGREGATES)
         ):  # fmt: skip
-            if (value := getattr(self, field)) not in known:
-                raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
+            one_of(f"{key}.{field}", getattr(self, field), known)
         unknown = [name for name in self.tasks if name not in self.known and name not in self.sets]
         if unknown:
             known = ", ".join([*self.sets, *self.known])

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, fit
 from lcjax.evaluation.split import generate
@@ -65,9 +65,7 @@ class GenerationTask(Task):
         return Budget(length, new_tokens)
 
     def check(self, limits: Limits, key: str) -> None:
-        if self.template not in TEMPLATES:
-            known = ", ".join(TEMPLATES)
-            raise InputError(f"{key}.template={self.template!r} is none of {known}")
+        one_of(f"{key}.template", self.template, TEMPLATES)
         whole_numbers(key, self, 1, "max_new_tokens")
 
     def layout(self, tokenizer) -> Layout:

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.convert.tokenizer import inside
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import local_files
 from lcjax.evaluation.benchmark import DataSet, FileBenchmark
 from lcjax.evaluation.corpus import start_token
@@ -104,8 +104,7 @@ class Icl(FileBenchmark):
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         whole_numbers(key, self, 0, "shots", "seed")
-        if self.order not in ORDERS:
-            raise InputError(f"{key}.order={self.order!r} is none of {', '.join(ORDERS)}")
+        one_of(f"{key}.order", self.order, ORDERS)
         if self.template != "none":
             raise InputError(f"{key}.template={self.template} is not for options; use none")
         for data in self.chosen():

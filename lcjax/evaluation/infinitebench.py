@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from lcjax.errors import InputError
+from lcjax.errors import one_of
 from lcjax.evaluation import local_files, metrics
 from lcjax.evaluation.benchmark import DataSet, FileBenchmark
 from lcjax.evaluation.generation import Example
@@ -129,8 +129,7 @@ class InfiniteBench(FileBenchmark):
         return f"{name}.jsonl", f"data/{name}.jsonl", f"data/InfiniteBench/{name}.jsonl"
 
     def check(self, limits: Limits, key: str) -> None:
-        if self.family not in _VARIABLES:
-            raise InputError(f"{key}.family={self.family!r} is none of {', '.join(_VARIABLES)}")
+        one_of(f"{key}.family", self.family, _VARIABLES)
         super().check(limits, key)
 
     def read(self, data: DataSet, path: Path) -> Iterator[Example]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_of
 from lcjax.evaluation import local_files, metrics
 from lcjax.evaluation.benchmark import DataSet, FileBenchmark
 from lcjax.evaluation.generation import Example
@@ -128,8 +128,7 @@ class LongBench(FileBenchmark):
         for field, known in (
             ("code_metric", ("indel", "difflib")), ("first_lines", ("official", "lceg"))
         ):  # fmt: skip
-            if (value := getattr(self, field)) not in known:
-                raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
+            one_of(f"{key}.{field}", getattr(self, field), known)
         super().check(limits, key)
         if not self.chosen():
             raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lcjax.convert.tokenizer import inside
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example, GenerationTask
@@ -82,9 +82,7 @@ class Niah(GenerationTask):
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         for field, known in (("needle", _NEEDLES), ("measure", _SCORES)):
-            if getattr(self, field) not in known:
-                value = getattr(self, field)
-                raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
+            one_of(f"{key}.{field}", getattr(self, field), known)
         whole_numbers(key, self, 1, "depths", "trials")
 
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_of
 from lcjax.evaluation.finished import Finished
 from lcjax.evaluation.records import clean
 from lcjax.evaluation.task import Record, Task
@@ -26,8 +26,7 @@ from lcjax.files import write_whole
 def export(run: Finished, formats: Sequence[str], out: Path) -> list[Path]:
     """Writes the run under `out`, one folder a format; returns the files."""
     for name in formats:
-        if name not in _FORMATS:
-            raise InputError(f"--export={name} is none of {', '.join(_FORMATS)}")
+        one_of("--export", name, _FORMATS)
     return [path for name in formats for path in _FORMATS[name](run, out / name)]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lcjax.convert.tokenizer import inside
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example, GenerationTask
 from lcjax.evaluation.prompt import Layout, Segment
@@ -67,8 +67,7 @@ class Passkey(GenerationTask):
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
-        if self.match not in _MATCHES:
-            raise InputError(f"{key}.match={self.match!r} is none of {', '.join(_MATCHES)}")
+        one_of(f"{key}.match", self.match, _MATCHES)
         whole_numbers(key, self, 1, "depths", "trials", "repeat")
 
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import BOS_RULES, Corpus, start_token
 from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
@@ -55,8 +55,7 @@ class Perplexity(Task):
             ("bos", self.bos, BOS_RULES),
             ("position_bins", self.position_bins, ("linear", "log")),
         ):
-            if value not in known:
-                raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
+            one_of(f"{key}.{field}", value, known)
         counts = ("min_tokens", "max_tokens", "first_documents", "windows_per_document")
         whole_numbers(key, self, 1, "last", *counts)
         if self.max_tokens is not None and self.max_tokens < max(limits.lengths):

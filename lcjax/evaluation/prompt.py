@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lcjax.convert.tokenizer import Tokenizer, inside
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_of
 from lcjax.evaluation.corpus import start_token
 
 KINDS = ("system", "instruction", "context_doc", "demo", "question", "answer_prefix")
@@ -39,8 +39,7 @@ class Segment:
     ids: Sequence[int] | None = None
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise InputError(f"segment kind={self.kind!r} is none of {', '.join(KINDS)}")
+        one_of("segment kind", self.kind, KINDS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from lcjax.contexts import chunk_size
 from lcjax.contexts import cut as chunks_of
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
 from lcjax.memory import Cepe, Policy, SharedLlm
@@ -43,8 +43,7 @@ class ContextSplit:
     def __post_init__(self):
         whole_numbers("context", self, 1, "decoder", "chunk", "trained_context")
         whole_numbers("context", self, 0, "chunks")
-        if self.source not in SOURCES:
-            raise InputError(f"context.source={self.source!r} is none of {', '.join(SOURCES)}")
+        one_of("context.source", self.source, SOURCES)
 
     def of(self, model, length: int) -> "SplitModel":
         """`model` for windows of `length` tokens."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from lcjax.errors import InputError
+from lcjax.errors import one_of
 from lcjax.evaluation import local_files, metrics
 from lcjax.evaluation.benchmark import DataSet, FileBenchmark
 from lcjax.evaluation.generation import Example
@@ -107,8 +107,7 @@ class ZeroScrolls(FileBenchmark):
 
     def check(self, limits: Limits, key: str) -> None:
         for field, known in (("keep", ("head", "tail")), ("flavour", ("zeroscrolls", "cepe"))):
-            if (value := getattr(self, field)) not in known:
-                raise InputError(f"{key}.{field}={value!r} is none of {', '.join(known)}")
+            one_of(f"{key}.{field}", getattr(self, field), known)
         super().check(limits, key)
 
     def read(self, data: DataSet, path: Path) -> Iterator[Example]:

@@ -68,7 +68,8 @@ def with_lower_model(
     released code forgets to load it). Queries and the norm before them are those of self-attention,
     whose keys they are to meet. `out`: zeros, so that nothing changes at first, or copy.
     """
-    count = config.memory.states.num_layers
+    # Layers of a decoder with this memory are never stacked.
+    layers_below = [f"layers_{index}" for index in range(config.memory.states.num_layers)]
 
     def begin(layer):
         attention = layer["attention"]
@@ -80,16 +81,11 @@ def with_lower_model(
         }
 
     def lower(params):
-        if "layers" in params:
-            layers = jax.tree.map(lambda x: x[:count], params["layers"])
-        else:
-            each = [params[f"layers_{index}"] for index in range(count)]
-            layers = jax.tree.map(lambda *x: jnp.stack(x), *each)
+        layers = jax.tree.map(lambda *x: jnp.stack(x), *(params[name] for name in layers_below))
         rest = {name: jax.tree.map(jnp.copy, params[name]) for name in ("embed", "final_norm")}
         return {"encoder": rest | {"layers": layers}}
 
-    wanted = ("embed", "final_norm", "layers", *(f"layers_{index}" for index in range(count)))
-    given = {name: params[name] for name in wanted if name in params}
+    given = {name: params[name] for name in ("embed", "final_norm", *layers_below)}
     layout = None if mesh is None else param_shardings(mesh, jax.eval_shape(lower, given))
     return _grown(params, config, begin, mesh) | jax.jit(lower, out_shardings=layout)(given)
 

@@ -124,7 +124,7 @@ def search(
         start = jnp.where(chosen, start + left, start)
         length = jnp.where(chosen, right, left)
     none = jnp.zeros((len(length), 0), bool)
-    return jax.lax.stop_gradient(jnp.stack(path, 1) if path else none)
+    return jnp.stack(path, 1) if path else none
 
 
 def policy_note(policy: Policy) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax import cache as cache_lib
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_of
 from lcjax.memory.context_tree import Tree, gathered, kept, nodes, numbered
 from lcjax.memory.cross_attention import CrossAttention
 from lcjax.memory.policies import Policy, Right, search
@@ -109,9 +109,8 @@ class SharedLlm(Memory):
     def check(self, config: ModelConfig) -> None:
         self.tree.check()
         self.tree.check_chunk(self.chunk, "model.memory.chunk")
-        for key, known in (("placement", PLACEMENTS), ("positions", POSITIONS)):
-            if (value := getattr(self, key)) not in known:
-                raise InputError(f"model.memory.{key}={value!r} is not one of {', '.join(known)}")
+        one_of("model.memory.placement", self.placement, PLACEMENTS)
+        one_of("model.memory.positions", self.positions, POSITIONS)
         if not 1 <= self.layers <= config.num_layers:
             raise InputError(
                 f"model.memory.layers={self.layers} must lie in 1 ... {config.num_layers}, the"
@@ -181,7 +180,7 @@ class TreeEncoder(nn.Module):
         drawn = _drawn(tree, key, rows, count)
         if path is None:
             options = {"query": query, "key": key, "tags": tags}
-            path = self._path(tokens, length, (rows, count), drawn, **options)
+            path = self._path(tree, tokens, length, (rows, count), drawn, **options)
         found = nodes(tree, length, path.reshape(rows * count, -1), drawn)
         node, position = numbered(found, width)
         index, present = kept(tree, found, width)
@@ -213,14 +212,16 @@ class TreeEncoder(nn.Module):
         """
         shape, width = chunks.shape[:2], chunks.shape[2]
         tokens, length = gathered(*(x.reshape(-1, width) for x in (chunks, mask)))
-        return self._path(tokens, length, shape, None, query=query, tags=tags).reshape(*shape, -1)
+        options = {"query": query, "tags": tags}
+        path = self._path(self.memory.tree, tokens, length, shape, None, **options)
+        return path.reshape(*shape, -1)
 
-    def _path(self, tokens, length, shape, drawn, *, query=None, key=None, tags=None):
+    def _path(self, tree, tokens, length, shape, drawn, *, query=None, key=None, tags=None):
         """bool [B C, h - 1] for chunks [B C, P] of B, C = `shape`."""
         policy, (rows, count) = self.memory.policy, shape
         if self.is_initializing():
             policy = Right()
-        if policy.asks and self.memory.tree.depth > 1 and query is None:
+        if policy.asks and tree.depth > 1 and query is None:
             raise InputError(
                 "query=None: model.memory.policy compares the context with a question; give its"
                 " state (Decoder.asked), or choose the policy right"
@@ -241,9 +242,7 @@ class TreeEncoder(nn.Module):
                 params, self.config, tokens, self.mesh, positions=position, **options
             )
 
-        return search(
-            policy, self.memory.tree, tokens, length, keys, encode, query=query, drawn=drawn
-        )
+        return search(policy, tree, tokens, length, keys, encode, query=query, drawn=drawn)
 
     def _by_rows(self, layers, rows: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Keys and values [B, K, C M, H] by layer of stacked ones [L, B C, M, K, H]."""

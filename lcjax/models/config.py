@@ -108,6 +108,11 @@ class ModelConfig:
                     f"which places tokens itself; it takes {', '.join(choice.encodings)}"
                 )
 
+    def for_inference(self) -> "ModelConfig":
+        """The model as it reads when nothing is trained."""
+        memory = None if self.memory is None else self.memory.for_inference()
+        return self.replace(pattern=self.pattern.for_inference(), memory=memory)
+
     def check_length(self, length: int) -> None:
         """Refuses more tokens than a table of learned positions has rows."""
         if self.position == "learned" and length > self.max_length:

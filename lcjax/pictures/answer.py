@@ -92,8 +92,13 @@ def answer_attention(
     if not ids:
         raise InputError("prompt is empty; give a text")
     if answer is None:
-        answer = lm.generate([ids], Sampling(max_new_tokens=max_new_tokens))[0]
-    written = list(lm.tokenizer.encode(answer))
+        pieces = list(lm.stream([ids], Sampling(max_new_tokens=max_new_tokens)))
+        answer = "".join(piece.text for piece in pieces)
+        written = [token for piece in pieces for token in piece.ids]
+        length = len(ids) + max_new_tokens  # a request's rotation is made for all it may write
+    else:
+        written = list(lm.tokenizer.encode(answer))
+        length = len(ids) + len(written)
     if not written:
         raise InputError("the answer has no token, so nothing was looked at; give --answer")
     chosen = _layers(layers, config.num_layers)
@@ -109,11 +114,10 @@ def answer_attention(
         model.apply({"params": params}, tokens, rotation=rotation)
         return [notes.found[layer] for layer in chosen]
 
-    rotation = lm.rotation(len(ids) + len(written))
-    found = weights(lm.params, tokens, rotation)
+    found = weights(lm.params, tokens, lm.rotation(length))
     shown = np.stack([np.asarray(w[0]).transpose(1, 0, 2) for w in found])
-    pieces = [lm.tokenizer.decode([token]) for token in written]
-    return AnswerAttention(answer, pieces, len(ids), chosen, shown)
+    names = [lm.tokenizer.decode([token]) for token in written]
+    return AnswerAttention(answer, names, len(ids), chosen, shown)
 
 
 def _layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:

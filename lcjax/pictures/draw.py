@@ -122,13 +122,18 @@ def _rope_axes(panels, trained: int, length: int) -> None:
 
 
 def attention_picture(
-    lm: LanguageModel, prompt: str | Sequence[int], path: str | Path, **options
+    lm: LanguageModel,
+    prompt: str | Sequence[int],
+    path: str | Path,
+    *,
+    head: int | None = None,
+    **options,
 ) -> AnswerAttention:
-    """Writes an answer and draws what it looks at; options as of `answer_attention`, and `head`.
+    """Writes an answer and draws what it looks at; options as of `answer_attention`.
 
     E2-LLM's figure 6 (arXiv 2401.06951): a row for every token of the answer, over the context.
     """
-    head = options.pop("head", None)
+    _check_head(head, lm.config.num_heads)
     found = answer_attention(lm, prompt, **options)
     draw_attention(found, path, head=head)
     return found
@@ -140,9 +145,7 @@ def draw_attention(found: AnswerAttention, path: str | Path, *, head: int | None
     Of a long context several tokens share a column, which shows their largest weight. Colours
     follow the square root, so that small weights are seen as well.
     """
-    heads = found.weights.shape[1]
-    if head is not None and not 0 <= head < heads:
-        raise InputError(f"head={head} is none of the model's {heads}, counted from 0")
+    _check_head(head, found.weights.shape[1])
     maps = found.weights.mean(1) if head is None else found.weights[:, head]
     step = -(-maps.shape[-1] // _COLUMNS)
     filled = np.pad(maps, [(0, 0), (0, 0), (0, -maps.shape[-1] % step)])
@@ -169,3 +172,8 @@ def draw_attention(found: AnswerAttention, path: str | Path, *, head: int | None
         bar.set_label("attention weight")
         bar.outline.set_visible(False)
     return Path(path)
+
+
+def _check_head(head: int | None, count: int) -> None:
+    if head is not None and not 0 <= head < count:
+        raise InputError(f"head={head} is none of the model's {count}, counted from 0")

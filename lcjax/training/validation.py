@@ -20,9 +20,7 @@ class Validation:
         self, config: TrainConfig, model: ModelConfig, tokenizer: Any, mesh: jax.sharding.Mesh
     ):
         self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
-        memory = model.memory and model.memory.for_inference()
-        model = model.replace(pattern=model.pattern.for_inference(), memory=memory)
-        self._model = model
+        self._model = model = model.for_inference()
         objective = language_model(
             model, PlainPositions(), chunk=config.train.loss_chunk, mesh=mesh
         )

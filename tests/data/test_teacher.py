@@ -90,7 +90,7 @@ def probabilities(texts):
     return np.asarray(_probabilities(build(MODEL)[1], filled))
 
 
-def check(found, p):
+def assert_taught(found, p):
     """`found`, what is stored of rows, against the whole distributions."""
     ids, stored, rest = (found[f"teacher_{name}"] for name in ("ids", "probabilities", "rest"))
     close = {"rtol": 2e-3, "atol": 1e-6}  # half precision
@@ -103,7 +103,7 @@ def test_probabilities_are_the_models_own_over_context_and_text_as_one(made):
     found = rows_of(student_config(made[0]))
     assert found["chunk_mask"].all()  # one text without padding
     tokens = np.concatenate([found["chunks"].reshape(ROWS, -1), found["tokens"]], 1)
-    check(found, probabilities(tokens)[:, 18:])
+    assert_taught(found, probabilities(tokens)[:, 18:])
 
 
 def test_a_context_that_is_not_full_is_read_without_its_padding(path):
@@ -124,7 +124,7 @@ def test_a_context_that_is_not_full_is_read_without_its_padding(path):
     for row, gap in enumerate(missing):
         places = int((batch["segments"][row] > 0).sum())
         said = {name: value[row, :places] for name, value in found.items()}
-        check(said, p[row, 18 - gap : 18 - gap + places])
+        assert_taught(said, p[row, 18 - gap : 18 - gap + places])
 
 
 def content(folder):

@@ -227,7 +227,7 @@ def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
     (first, *_) = map(json.loads, (folder / "passkey.jsonl").read_text().splitlines())
     assert {"index", "pred", "input", "outputs", "others"} <= first.keys()
     run = finished.read(copied)
-    with pytest.raises(InputError, match=r"--export=csv is none of lm_eval, longbench, ruler"):
+    with pytest.raises(InputError, match=r"--export='csv' is none of lm_eval, longbench, ruler"):
         official.export(run, ["csv"], out)
 
 

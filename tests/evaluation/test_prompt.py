@@ -212,15 +212,12 @@ def test_a_decoder_without_room_for_instruction_and_question_is_refused():
 def test_replug_reads_every_passage_behind_the_instruction(monkeypatch):
     given = {}
 
-    class Fake:
-        def __init__(self, model):
-            pass
+    def write(prompts, sampling, context):
+        given.update(prompts=prompts, context=context)
+        return [""] * len(prompts)
 
-        def generate(self, prompts, sampling, context):
-            given.update(prompts=prompts, context=context)
-            return [""] * len(prompts)
-
-    monkeypatch.setattr("lcjax.evaluation.split.Replug", Fake)
+    fake = types.SimpleNamespace(generate=write)
+    monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda model: fake)
     prompt = Layout(TOKENIZER).prompt(segments("a" * 12, "b" * 4))
     short = Layout(TOKENIZER).prompt(segments("b"))
     decoder = len(prompt.ids) + 2 - 14

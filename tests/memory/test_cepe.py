@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from memory_support import assert_close, read
+from tiny_lm import text
 
 from lcjax import cache as cache_lib
 from lcjax import convert
@@ -23,16 +25,7 @@ from lcjax.training.objective import language_model
 from lcjax.training.partition import trainable
 from lcjax.tree import flatten, split
 
-TOLERANCE = 2e-5  # absolute, of float32 logits
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "exact_products")
 
 
 encode = functools.partial(jax.jit, static_argnums=0)(
@@ -40,13 +33,6 @@ encode = functools.partial(jax.jit, static_argnums=0)(
         {"params": params}, chunks, mask, method="encode"
     )
 )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def read(model, params, tokens, memory, options):
-    """Logits [B, T, V], and the cache if there is one."""
-    hidden, cache = model.apply({"params": params}, tokens, memory=memory, **options)
-    return model.apply({"params": params}, hidden, method="logits"), cache
 
 
 def run(model, params, tokens, chunks=None, mask=None, **options):
@@ -58,10 +44,6 @@ def run(model, params, tokens, chunks=None, mask=None, **options):
     return np.asarray(read(model, params, tokens, memory, options)[0])
 
 
-def close(found, wanted):
-    np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
-
-
 @pytest.mark.parametrize("name", ["mha_nopad", "padded", "decode_cache"])
 def test_encoder_states_equal_the_released_code(name):
     model, params = golden.model(name)
@@ -69,7 +51,7 @@ def test_encoder_states_equal_the_released_code(name):
     encoded = encode(model, params, chunks, mask)
     wanted = golden.arrays(name)["encoder_hidden_states"]
     flat = mask.reshape(len(mask), -1)
-    close(np.asarray(encoded.states)[flat], wanted[flat])
+    assert_close(np.asarray(encoded.states)[flat], wanted[flat])
 
 
 @pytest.mark.parametrize(
@@ -84,13 +66,13 @@ def test_encoder_states_equal_the_released_code(name):
 def test_logits_equal_the_released_code(name, field):
     model, params = golden.model(name)
     tokens = golden.arrays(name)["input_ids"].astype(np.int32)
-    close(run(model, params, tokens, *golden.context(name)), golden.arrays(name)[field])
+    assert_close(run(model, params, tokens, *golden.context(name)), golden.arrays(name)[field])
 
 
 def test_without_a_context_the_released_code_is_the_plain_decoder_and_so_is_ours():
     model, params = golden.model("mha_nopad")
     tokens = golden.arrays("mha_nopad")["input_ids"].astype(np.int32)
-    close(run(model, params, tokens), golden.arrays("mha_nopad")["logits_without_encoder"])
+    assert_close(run(model, params, tokens), golden.arrays("mha_nopad")["logits_without_encoder"])
 
 
 def test_padding_before_the_decoders_text_changes_nothing():
@@ -100,7 +82,7 @@ def test_padding_before_the_decoders_text_changes_nothing():
     places = io["position_ids"].astype(np.int32)
     found = run(model, params, tokens, *golden.context("padded"), segments=there, positions=places)
     wanted = io["logits_padded_decoder_posids"]
-    close(found[there > 0], wanted[there > 0])
+    assert_close(found[there > 0], wanted[there > 0])
 
 
 def test_loss_equals_the_released_code():
@@ -118,7 +100,7 @@ def test_loss_equals_the_released_code():
         return cross_entropy(hidden[:, :-1], projection, np.maximum(targets, 0), weights)
 
     total, count = loss(params, memory)
-    close(total / count, io["loss"])
+    assert_close(total / count, io["loss"])
 
 
 @pytest.mark.parametrize("keys", ["states", "projected"])
@@ -130,7 +112,7 @@ def test_decoding_with_a_cache_equals_the_released_code(keys):
     prompt, text = (io[key].astype(np.int32) for key in ("input_ids", "generated"))
     context = golden.context("decode_cache")
     memory = encode(model, params, *context)
-    close(run(model, params, text, *context), io["full_logits"])
+    assert_close(run(model, params, text, *context), io["full_logits"])
     if keys == "projected":
         memory = config.memory.projected(params, config, memory)
     cache = cache_lib.create(config, len(text), text.shape[1])
@@ -138,9 +120,9 @@ def test_decoding_with_a_cache_equals_the_released_code(keys):
     for step, stop in enumerate(range(prompt.shape[1], text.shape[1] + 1)):
         logits, cache = read(model, params, text[:, start:stop], memory, {"cache": cache})
         logits = np.asarray(logits)[:, -1]
-        close(logits, io["full_logits"][:, stop - 1])
+        assert_close(logits, io["full_logits"][:, stop - 1])
         if step < io["step_logits"].shape[1]:
-            close(logits, io["step_logits"][:, step])
+            assert_close(logits, io["step_logits"][:, step])
             assert stop == text.shape[1] or (logits.argmax(-1) == text[:, stop]).all()
         start = stop
 
@@ -161,16 +143,12 @@ def small(seed=0, layers=None, out="copy"):
     return model, params
 
 
-def text(seed, *shape):
-    return np.random.default_rng(seed).integers(3, 250, shape).astype(np.int32)
-
-
 @pytest.mark.parametrize("layers", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_chunks_have_no_order(layers):
     model, params = small(layers=layers)
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 8)
     found = run(model, params, tokens, chunks)
-    close(run(model, params, tokens, chunks[:, [2, 0, 1]]), found)
+    assert_close(run(model, params, tokens, chunks[:, [2, 0, 1]]), found)
     assert np.abs(found - run(model, params, tokens)).max() > 1e-3, "it does listen"
 
 
@@ -180,10 +158,12 @@ def test_a_masked_suffix_is_a_shorter_chunk_and_a_masked_chunk_is_none():
     mask = np.ones(chunks.shape, bool)
     mask[:, :, 5:] = False
     short = run(model, params, tokens, chunks[:, :, :5])
-    close(run(model, params, tokens, chunks, mask), short)
+    assert_close(run(model, params, tokens, chunks, mask), short)
     mask = np.ones(chunks.shape, bool)
     mask[:, 1] = False
-    close(run(model, params, tokens, chunks, mask), run(model, params, tokens, chunks[:, [0, 2]]))
+    assert_close(
+        run(model, params, tokens, chunks, mask), run(model, params, tokens, chunks[:, [0, 2]])
+    )
 
 
 @pytest.mark.parametrize("form", ["states", "projected"])
@@ -200,7 +180,7 @@ def test_packing_the_context_changes_nothing(form):
     assert not np.array_equal(packed.mask, encoded.mask)
     np.testing.assert_array_equal(packed.mask, np.arange(packed.mask.shape[1]) < count[:, None])
     found, wanted = (read(model, params, tokens, memory, {})[0] for memory in (packed, encoded))
-    close(found, wanted)
+    assert_close(found, wanted)
 
 
 def test_padding_may_hold_any_token():

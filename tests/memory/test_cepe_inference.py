@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tiny_lm import ids, sharper
 
-from lcjax import context_store
 from lcjax.attention import Landmark
 from lcjax.build import ModelSection
 from lcjax.convert import ByteTokenizer
@@ -90,16 +89,10 @@ def test_a_text_is_read_as_its_tokens_without_bos(lm):
     np.testing.assert_allclose(states[1:], states[:1].repeat(2, 0), atol=1e-4)
 
 
-def test_chunks_are_encoded_a_few_at_a_time_by_few_programs(lm, monkeypatch):
-    shapes, encode = [], context_store._encode
-
-    def noted(model, params, tokens, *rest):
-        shapes.append(tokens.shape)
-        return encode(model, params, tokens, *rest)
-
-    monkeypatch.setattr(context_store, "_encode", noted)
+def test_chunks_are_encoded_a_few_at_a_time_by_few_programs(lm, encoded):
     document = [ids(7, 64 * 11), *(ids(8 + i, 20 + i) for i in range(5))]
     few = lm.encode_contexts([document, []], batch_tokens=256)
+    shapes = [mask.shape for mask, *_ in encoded]
     assert shapes == [(8, 32)] + [(4, 64)] * 3 and few.tokens[0] == 64 * 11 + 5 * 20 + 10
     whole = lm.encode_contexts([document, []])
     used = np.asarray(few.encoded.mask)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_lm import text
 
 from lcjax import config as configs
 from lcjax import cost
@@ -154,10 +155,6 @@ def test_the_ablations_are_switches(at_the_root):
     assert read("cepe_7b", "--data.chunks.noise=null").data.chunks.noise is None
     assert read("cepe_7b", "--data.chunks.noise.leave=1").data.chunks.noise.leave == 1
     assert read("ceped_7b_chat", "--train.distill.kl=0").train.distill.kl == 0
-
-
-def text(seed, *shape):
-    return np.random.default_rng(seed).integers(3, 250, shape).astype(np.int32)
 
 
 def taught_batch(rows=4, length=12, top=5):

@@ -5,27 +5,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import memory_support
 import numpy as np
 import pytest
 import sharedllm_golden as golden
 import tree_oracle as oracle
+from memory_support import assert_close, read, small_shared_llm
+from tiny_lm import text
 
-from lcjax.build import ModelSection, build
 from lcjax.convert.hf_names import entries
 from lcjax.loss import cross_entropy
-from lcjax.memory import QueryAware, Random, SharedLlmSection, shared_llm
+from lcjax.memory import QueryAware, Random, shared_llm
 from lcjax.models import Decoder, head
 
-TOLERANCE = 2e-5  # absolute, of float32 logits
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "exact_products")
 SLOW = pytest.mark.slow
 
 
@@ -37,17 +30,6 @@ def encode(model, params, chunks, mask, options):
 @functools.partial(jax.jit, static_argnums=0)
 def asked(model, params, tokens, at):
     return model.apply({"params": params}, tokens, at, method="asked")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def read(model, params, tokens, memory, options):
-    """Logits [B, T, V], and the cache if there is one."""
-    hidden, cache = model.apply({"params": params}, tokens, memory=memory, **options)
-    return model.apply({"params": params}, hidden, method="logits"), cache
-
-
-def close(found, wanted, tolerance=TOLERANCE):
-    np.testing.assert_allclose(found, wanted, atol=tolerance, rtol=0)
 
 
 def of_golden(name, **options):
@@ -68,14 +50,14 @@ def test_keys_and_values_of_trees_equal_the_released_code(name):
     for layer, pair in enumerate(found.layers):
         for kind, x in zip("kv", pair, strict=True):
             wanted = golden.arrays(name)[f"tree_{kind}_layer{layer}"]  # [C, K, M, H]
-            close(x[0], wanted.swapaxes(0, 1).reshape(x.shape[1:]))
+            assert_close(x[0], wanted.swapaxes(0, 1).reshape(x.shape[1:]))
 
 
 @pytest.mark.parametrize("name", golden.CASES)
 def test_logits_equal_the_released_code(name):
     model, params = golden.model(name)
     text = golden.tokens(name)[0]
-    close(read(model, params, text, of_golden(name), {})[0], golden.arrays(name)["logits"])
+    assert_close(read(model, params, text, of_golden(name), {})[0], golden.arrays(name)["logits"])
 
 
 @pytest.mark.slow
@@ -90,22 +72,14 @@ def test_loss_equals_the_released_code():
         return cross_entropy(hidden[:, :-1], head(params, model.config), text[:, 1:], weights)
 
     total, count = loss(params, of_golden("paper_lm_n3"))
-    close(total / count, golden.arrays("paper_lm_n3")["loss"])
+    assert_close(total / count, golden.arrays("paper_lm_n3")["loss"])
 
 
-SECTION = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), noise=None, out="copy")
+SECTION = dataclasses.replace(memory_support.SECTION, noise=None)
 
 
-@functools.cache
 def small(**changes):
-    """A random model that listens to its context."""
-    section = dataclasses.replace(SECTION, **changes)
-    model, params, _ = build(ModelSection(preset="tiny", memory=section))
-    return model, params
-
-
-def text(seed, *shape):
-    return np.random.default_rng(seed).integers(3, 250, shape).astype(np.int32)
+    return small_shared_llm(dataclasses.replace(SECTION, **changes))
 
 
 def run(model, params, tokens, chunks=None, mask=None, **options):
@@ -136,7 +110,7 @@ def test_the_same_number_added_to_all_chunks_changes_nothing(positions):
     numbers = jnp.broadcast_to(jnp.arange(3) + step, chunks.shape[:2])
     moved = encode(model, params, chunks, np.ones(chunks.shape, bool), {"numbers": numbers})
     moved = dataclasses.replace(moved, chunks=memory.chunks + 7)
-    close(read(model, params, tokens, moved, {})[0], wanted)
+    assert_close(read(model, params, tokens, moved, {})[0], wanted)
     moved = dataclasses.replace(moved, chunks=memory.chunks + 9)
     assert np.abs(read(model, params, tokens, moved, {})[0] - wanted).max() > 1e-4
 
@@ -167,7 +141,7 @@ def test_padding_wherever_it_is_changes_nothing(policy):
             own = chunks[row, place][mask[row, place]]
             part = slice(None, len(own)) if place == 0 else slice(16 - len(own), None)
             wide[row, chunk, part], there[row, chunk, part] = own, True
-    close(run(model, params, tokens, wide, there), found)
+    assert_close(run(model, params, tokens, wide, there), found)
 
 
 def test_no_context_is_the_model_bit_for_bit_and_rows_are_independent():
@@ -185,7 +159,7 @@ def test_no_context_is_the_model_bit_for_bit_and_rows_are_independent():
     mask[1] = False
     found = run(model, params, tokens, chunks, mask)
     np.testing.assert_array_equal(found[1], wanted[1])
-    close(found[0], run(model, params, tokens[:1], chunks[:1])[0])
+    assert_close(found[0], run(model, params, tokens[:1], chunks[:1])[0])
     assert np.abs(found[0] - wanted[0]).max() > 1e-3, "it does listen"
 
 
@@ -197,7 +171,7 @@ def test_packing_the_context_changes_nothing():
     encoded = encode(model, params, chunks, mask, {})
     packed = jax.jit(lambda encoded: encoded.packed())(encoded)
     assert not np.array_equal(packed.mask, encoded.mask)
-    close(*(read(model, params, tokens, memory, {})[0] for memory in (packed, encoded)))
+    assert_close(*(read(model, params, tokens, memory, {})[0] for memory in (packed, encoded)))
 
 
 @pytest.mark.parametrize("noise", [pytest.param(None, marks=SLOW), 2.0])
@@ -222,7 +196,7 @@ def test_what_is_kept_equals_nodes_that_are_read_one_after_the_other_in_float64(
         for layer, pair in enumerate(found.layers):
             for x, parts in zip(pair, zip(*(w[layer] for w in wanted), strict=True), strict=True):
                 here = np.asarray(x)[row].swapaxes(0, 1)[np.asarray(found.mask)[row]]
-                close(here, np.concatenate(parts))
+                assert_close(here, np.concatenate(parts))
     assert bool(moved) == (noise is not None), "splits are drawn"
 
 
@@ -245,7 +219,7 @@ def test_paths_equal_cosines_in_float64():
     first = memory.states.replace(num_layers=1)
     for row, at in enumerate((8, 4)):
         state = oracle.lower_model(upper, first, tokens[row, : at + 1])[1][-1]
-        close(query[row], state)
+        assert_close(query[row], state)
         for number in range(6):
             ids = chunks[row, number][mask[row, number]]
             wanted = oracle.searched(params["encoder"], memory.states, memory.tree, ids, state)

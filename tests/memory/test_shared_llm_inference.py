@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny_lm import ids, sharper
 
-from lcjax import context_store
 from lcjax.build import ModelSection
 from lcjax.conversation import Conversation
 from lcjax.errors import InputError
@@ -111,17 +110,13 @@ def test_fewer_tokens_than_a_chunk_are_one_smaller_tree(lm):
 
 
 @pytest.mark.slow
-def test_chunks_are_encoded_a_few_at_a_time_and_as_at_once(lm, monkeypatch):
-    shapes, encode = [], context_store._encode
-
-    def noted(model, params, tokens, *rest):
-        shapes.append(tokens.shape)
-        return encode(model, params, tokens, *rest)
-
-    monkeypatch.setattr(context_store, "_encode", noted)
+def test_chunks_are_encoded_a_few_at_a_time_and_as_at_once(lm, encoded):
     document, question = [ids(7, 32 * 9 + 5)], [ids(1, 9), ids(2, 9)]
     few = lm.encode_contexts([document, []], batch_tokens=128, query=question)
-    assert shapes == [(4, 32), (4, 32), (2, 32)] and few.chunks == (10, 0)
+    assert [mask.shape for mask, *_ in encoded] == [(4, 32), (4, 32), (2, 32)] and few.chunks == (
+        10,
+        0,
+    )
     whole = lm.encode_contexts([document, []], query=question)
     np.testing.assert_array_equal(few.encoded.mask, whole.encoded.mask)
     there = np.asarray(few.encoded.mask)[:, None, :, None]
@@ -130,8 +125,8 @@ def test_chunks_are_encoded_a_few_at_a_time_and_as_at_once(lm, monkeypatch):
             np.testing.assert_allclose(np.where(there, a, 0), np.where(there, b, 0), atol=2e-4)
 
 
-def same(a, b):
-    """Whether two contexts are the same where anything is kept."""
+def assert_same(a, b):
+    """Two contexts are the same where anything is kept."""
     np.testing.assert_array_equal(a.encoded.mask, b.encoded.mask)
     np.testing.assert_array_equal(a.encoded.chunks, b.encoded.chunks)
     there = np.asarray(a.encoded.mask)[:, None, :, None]
@@ -149,7 +144,7 @@ def test_what_is_added_later_equals_what_is_encoded_at_once(lm):
     third = lm.encode_contexts([[], ids(3, 32)], after=second)
     whole = lm.encode_contexts([ids(2, 40), [ids(1, 32), ids(3, 32)]], query=question)
     assert (whole.tokens, whole.chunks) == (third.tokens, third.chunks) == ((40, 64), (2, 2))
-    same(third, whole)
+    assert_same(third, whole)
     jax.tree.map(np.testing.assert_array_equal, before, first.encoded)  # still of use
 
 
@@ -160,24 +155,19 @@ def test_one_context_serves_many_questions(lm):
     np.testing.assert_allclose(found, wanted, atol=5e-5)
 
 
-def test_another_question_encodes_only_what_was_not_there(asking, monkeypatch):
-    shapes, encode = [], context_store._encode
-
-    def noted(model, params, tokens, mask, projected, tree=None, options=None):
-        shapes.append((int(mask.sum()), None if tree is None else tree.depth))
-        return encode(model, params, tokens, mask, projected, tree, options)
-
-    monkeypatch.setattr(context_store, "_encode", noted)
-    document, questions = [[ids(8, 32 * 12 + 7)]], [[ids(seed, 9)] for seed in range(1, 5)]
+def test_another_question_encodes_only_what_was_not_there(asking, encoded):
+    # The second passage is no full chunk, but one of which a half can be encoded alone.
+    document, questions = [[ids(8, 32 * 12 + 7), ids(9, 24)]], [[ids(s, 9)] for s in range(1, 5)]
+    fresh = 32 * 12 + 7 + 24
     found = asking.encode_contexts(document, query=questions[0])
     again = asking.search_contexts(found, questions[0])
-    same(again, found)
-    assert sum(count for count, _ in shapes) == 32 * 12 + 7, "the same question encodes nothing"
+    assert_same(again, found)
+    assert sum(m.sum() for m, *_ in encoded) == fresh, "the same question encodes nothing"
     seen = set()
     for question in questions[1:]:
-        shapes.clear()
+        encoded.clear()
         previous, found = found, asking.search_contexts(found, question)
-        same(found, asking.encode_contexts(document, query=question))
+        assert_same(found, asking.encode_contexts(document, query=question))
         paths = [
             (len(new.tokens), old.path.tolist(), new.path.tolist())
             for old, new in zip(previous.source, found.source, strict=True)
@@ -188,20 +178,19 @@ def test_another_question_encodes_only_what_was_not_there(asking, monkeypatch):
                 wanted += size
             elif old != new:
                 wanted += size // 2
-        fresh = 32 * 12 + 7
-        assert sum(count for count, _ in shapes) == wanted + fresh and wanted < fresh
-        seen |= {depth for _, depth in shapes}
+        assert sum(mask.sum() for mask, *_ in encoded) == wanted + fresh and wanted < fresh
+        seen |= {tree.depth for _, _, tree, _ in encoded if tree is not None}
     assert 2 in seen, "some chunks changed below their first level only"
 
 
 @pytest.mark.slow
 def test_a_random_policy_chooses_the_same_however_chunks_are_put_together():
     lm = loaded(Random())
-    document = [[ids(8, 32 * 6)]]
-    few, whole = (lm.encode_contexts(document, batch_tokens=size) for size in (64, None))
-    same(few, whole)
-    other = lm.encode_contexts([[ids(8, 32 * 6)]], after=None)
-    same(other, whole)
+    document = ids(8, 32 * 6)
+    few, whole = (lm.encode_contexts([[document]], batch_tokens=size) for size in (64, None))
+    assert_same(few, whole)
+    begun = lm.encode_contexts([[document[: 32 * 2]]])
+    assert_same(lm.encode_contexts([[document[32 * 2 :]]], after=begun), whole)
 
 
 @pytest.mark.slow
@@ -212,7 +201,7 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
         talk.read(ids(seed, 9))
         said = talk.tokens
         talk.write(GREEDY)
-        same(talk.context, asking.encode_contexts([[ids(4, 75)]], query=[said]))
+        assert_same(talk.context, asking.encode_contexts([[ids(4, 75)]], query=[said]))
         if turn == 0:
             wanted = picked(asking, [said], context=[[ids(4, 75)]])[0]
             assert talk.tokens[len(said) :] == wanted
@@ -221,7 +210,7 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
     talk.read(ids(3, 5))
     said = talk.tokens
     talk.write(GREEDY)
-    same(talk.context, asking.encode_contexts([[ids(4, 75), ids(5, 32)]], query=[said]))
+    assert_same(talk.context, asking.encode_contexts([[ids(4, 75), ids(5, 32)]], query=[said]))
 
 
 @pytest.mark.parametrize(

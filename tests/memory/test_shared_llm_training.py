@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from memory_support import SECTION, small_shared_llm
+from tiny_lm import text
 
 from lcjax import convert, cost
 from lcjax.build import ModelSection, build, resolve
@@ -26,20 +28,12 @@ from lcjax.tree import flatten, split
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-SECTION = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out="copy")
 # What the paper trains in language modelling: cross-attention, and the layers above it.
 TRAINED = ("cross_attention", r"^layers_1/")
 
 
-@functools.cache
 def small(**changes):
-    section = dataclasses.replace(SECTION, **changes)
-    model, params, _ = build(ModelSection(preset="tiny", memory=section))
-    return model, params
-
-
-def text(seed, *shape):
-    return np.random.default_rng(seed).integers(3, 250, shape).astype(np.int32)
+    return small_shared_llm(dataclasses.replace(SECTION, **changes))
 
 
 def batch(rows, length=16):
@@ -202,8 +196,8 @@ def test_a_config_of_the_released_code_says_what_it_computes():
     memory = convert.config_from_hf(hf).memory
     assert memory.tree == Tree((16, 8, 4)) and memory.chunk == 1024 and memory.policy == Right()
     assert memory.positions == "released" and memory.reading(2) == (True, False)
-    for text, ratios in (("-1", (1, 1, 1)), ("0.25,0.25", (4, 4, 4)), ("64", (8, 4, 2))):
-        assert convert.config_from_hf(hf | {"last_p": text}).memory.tree.ratios == ratios
+    for kept, ratios in (("-1", (1, 1, 1)), ("0.25,0.25", (4, 4, 4)), ("64", (8, 4, 2))):
+        assert convert.config_from_hf(hf | {"last_p": kept}).memory.tree.ratios == ratios
     del hf["do_retrieval"]
     assert convert.config_from_hf(hf).memory.policy == QueryAware()
     for wrong in ({"last_p": "many"}, {"last_p": "2000"}, {"num_cross_attn_layers": 0}):
@@ -276,8 +270,8 @@ def test_training_with_a_context_takes_memory(remat):
         ({"ratios": (16, 2, 1)}, "one of 16 tokens is kept at level 1.*at most 8 there"),
         ({"ratios": ()}, "has 0 levels"),
         ({"noise": -1.0}, "noise=-1.0 must be above 0"),
-        ({"placement": "middle"}, "placement='middle' is not one of bottom, top, interleaved"),
-        ({"positions": "none"}, "positions='none' is not one of paper, released"),
+        ({"placement": "middle"}, "placement='middle' is none of bottom, top, interleaved"),
+        ({"positions": "none"}, "positions='none' is none of paper, released"),
     ],
 )
 def test_bad_sections_are_refused_in_one_line(section, words):

@@ -98,7 +98,7 @@ def expected(case: Case, arrays, options):
     return dense(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), *places(arrays, options))
 
 
-def close(found, wanted, dtype="float32"):
+def assert_close(found, wanted, dtype="float32"):
     for x, y in zip(found, wanted, strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         assert np.array_equal(np.isfinite(x), np.isfinite(y))

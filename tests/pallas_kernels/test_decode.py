@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import CASES, Case, build, close, expected
+from decode_cases import CASES, Case, assert_close, build, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +43,7 @@ def test_decoding_equals_the_reference(name, splits):
     arrays, options = build(case)
     found = attend(arrays, options, splits, case.mask, case.soft_cap)
     assert found[0].dtype == case.dtype and found[1].dtype == jnp.float32
-    close(found, expected(case, arrays, options), case.dtype)
+    assert_close(found, expected(case, arrays, options), case.dtype)
 
 
 @pytest.mark.parametrize("mask", [causal(), causal() & window(40)], ids=["causal", "window"])
@@ -55,7 +55,7 @@ def test_keys_that_are_not_there_yet_or_too_old_are_not_read(mask):
     if mask != causal():
         read &= np.arange(4096) // 1024 >= (2100 - 40) // 1024
     keys, values = (jnp.where(read[:, None], x, jnp.nan) for x in (keys, values))
-    close(attend((q, keys, values), options, mask=mask), wanted)
+    assert_close(attend((q, keys, values), options, mask=mask), wanted)
 
 
 def test_queries_that_see_nothing_are_zero():
@@ -71,7 +71,7 @@ def test_queries_that_see_nothing_are_zero():
 def test_any_number_of_splits_gives_the_same_result(splits, place):
     case = Case(s=7, offset=place, t=2, heads=2, kv_heads=1, size=4, v_size=4)
     arrays, options = build(case, seed=place + 3)
-    close(attend(arrays, options, splits), attend(arrays, options))
+    assert_close(attend(arrays, options, splits), attend(arrays, options))
 
 
 def test_gradients_are_those_of_the_reference_whatever_the_splits():
@@ -95,7 +95,7 @@ def test_masks_per_head_keep_their_splits():
     case = Case(mask=per_head((causal(), 3), (causal() & window(30), 3)))
     arrays, options = build(case)
     found = attend(arrays, options, 2, case.mask)
-    close(found, expected(case, arrays, options))
+    assert_close(found, expected(case, arrays, options))
 
 
 def test_steps_at_new_places_are_one_program():

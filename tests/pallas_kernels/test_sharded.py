@@ -71,7 +71,7 @@ def on_one_device(name):
     return both(functools.partial(flash, mask=MASKS[name]), *inputs())
 
 
-def agree(found, wanted):
+def assert_agree(found, wanted):
     for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(wanted[0]), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
@@ -105,7 +105,7 @@ PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
 @pytest.mark.parametrize(("name", "how"), PAIRS)
 def test_any_layout_gives_the_results_of_one_device(name, how):
     run = functools.partial(flash, mask=MASKS[name], layout=layout(**LAYOUTS[how]))
-    agree(both(run, *inputs()), on_one_device(name))
+    assert_agree(both(run, *inputs()), on_one_device(name))
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
@@ -121,7 +121,7 @@ def test_packed_rows_and_biases_are_cut_along_with_the_tokens(method):
 
     wanted = both(run, [*arrays, slopes], weights)
     over = layout(2, 1, 4, method)
-    agree(both(functools.partial(run, layout=over), [*arrays, slopes], weights), wanted)
+    assert_agree(both(functools.partial(run, layout=over), [*arrays, slopes], weights), wanted)
 
 
 @pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
@@ -137,14 +137,16 @@ def test_tokens_may_lie_in_zigzag_order(method):
         )
         return out[:, back], lse[:, back]
 
-    agree(both(run, [q, k, v], weights), both(lambda *x: flash(*x, causal()), [q, k, v], weights))
+    assert_agree(
+        both(run, [q, k, v], weights), both(lambda *x: flash(*x, causal()), [q, k, v], weights)
+    )
 
 
 def test_landmarks_over_a_mesh_equal_those_on_one_device():
     arrays, weights = inputs(3)
     run = functools.partial(landmark_attention, block=6)
     wanted = both(run, arrays, weights)
-    agree(both(functools.partial(run, layout=layout(2, 2, 2)), arrays, weights), wanted)
+    assert_agree(both(functools.partial(run, layout=layout(2, 2, 2)), arrays, weights), wanted)
 
 
 def test_every_device_does_half_of_the_causal_work_in_zigzag_order():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import CASES, Case, build, close, expected, places
+from decode_cases import CASES, Case, assert_close, build, expected, places
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import _tpu, _tpu_decode, causal, window
@@ -40,7 +40,7 @@ def test_the_kernel_equals_the_reference(name, splits, monkeypatch):
     case = CASES[name]
     found, arrays, options = run(case, splits)
     assert found[0].dtype == case.dtype and found[1].dtype == jnp.float32
-    close(found, expected(case, arrays, options), case.dtype)
+    assert_close(found, expected(case, arrays, options), case.dtype)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 12])
@@ -48,7 +48,7 @@ def test_any_number_of_splits_gives_the_same_result(splits, monkeypatch):
     monkeypatch.setattr(_tpu_decode, "KEY_BYTES", 4 * 32 * 128)
     case = Case(t=2, s=1000, offset=None)
     found, arrays, options = run(case, splits)
-    close(found, expected(case, arrays, options))
+    assert_close(found, expected(case, arrays, options))
 
 
 def test_blocks_that_are_not_filled_or_too_old_are_not_read(monkeypatch):
@@ -96,7 +96,7 @@ def test_the_kernel_has_no_races_and_reads_nothing_unwritten(case, monkeypatch):
     monkeypatch.setattr(_tpu_decode, "KEY_BYTES", 4 * 128 * 128)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     found, arrays, options = run(case, interpret=params)
-    close(found, expected(case, arrays, options))
+    assert_close(found, expected(case, arrays, options))
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     assert not interpret_pallas_call.races.races_found

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from process_support import Job
-from training_support import quick_compilation, tiny, write_corpus
+from training_support import tiny
 
 from lcjax.build import ModelSection, build
 from lcjax.data import Chunks, DataConfig, Masking, Noise, TeacherSource
@@ -22,15 +22,7 @@ BEFORE = Chunks(count=4, length=4)  # 16 tokens before 8
 NOISY = Chunks(count=4, length=4, noise=Noise(rate=0.5))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    with quick_compilation(tmp_path_factory.mktemp("xla")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def rows(chunks, **more):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_support import quick_compilation
 
 from lcjax.attention import Pattern
 from lcjax.cache import create
@@ -28,10 +27,7 @@ PATTERNS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly(tmp_path_factory):
-    with quick_compilation(tmp_path_factory.mktemp("xla")):
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def config(pattern="causal", **changes):
@@ -84,7 +80,7 @@ def loss_and_gradients(model, shape, places=PlainPositions()):
     return jax.device_get(jax.jit(jax.value_and_grad(mean))(params, data))
 
 
-def agree(model, shape, **options):
+def assert_as_on_one_device(model, shape, **options):
     loss, grads = loss_and_gradients(model, shape, **options)
     alone = model.replace(context_parallel=config().context_parallel)
     wanted, wanted_grads = loss_and_gradients(alone, None, **options)
@@ -97,19 +93,19 @@ def agree(model, shape, **options):
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_mesh_computes_what_one_device_does(pattern, shape):
-    agree(config(pattern), shape)
+    assert_as_on_one_device(config(pattern), shape)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_a_text_cut_in_two_has_the_loss_of_the_whole(method):
-    agree(config(context_parallel=method), (2, 1, 2, 2))
+    assert_as_on_one_device(config(context_parallel=method), (2, 1, 2, 2))
 
 
 @pytest.mark.slow
 def test_sampled_positions_and_biases_are_cut_along():
-    agree(config(), (2, 1, 1, 4), places=E2Positions(original_length=T))
-    agree(config(position="alibi"), (2, 1, 2, 2))
-    agree(config(position="t5"), (1, 1, 2, 4))
+    assert_as_on_one_device(config(), (2, 1, 1, 4), places=E2Positions(original_length=T))
+    assert_as_on_one_device(config(position="alibi"), (2, 1, 2, 2))
+    assert_as_on_one_device(config(position="t5"), (1, 1, 2, 4))
 
 
 def test_tokens_are_reordered_only_where_that_balances_work():

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from training_support import quick_compilation, tiny, write_corpus
+from training_support import tiny
 
 from lcjax import convert
 from lcjax.attention import Landmark
@@ -17,21 +17,10 @@ from lcjax.models import preset
 from lcjax.training import batches, loop, run
 from lcjax.tree import flatten
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 
 PATTERN = Landmark(block=8, top_k=2, train_length=32, token=260)
 LANDMARKS = Landmarks.of(PATTERN)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly(tmp_path_factory):
-    with quick_compilation(tmp_path_factory.mktemp("xla")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def data(corpus, **fields):

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from training_support import STEPS, quick_compilation, tiny, write_corpus
+from training_support import STEPS, tiny
 
 from lcjax import config as config_lib
 from lcjax import convert
@@ -28,18 +28,7 @@ from lcjax.training.config import EvalSection, TrainConfig
 from lcjax.training.track import read
 from lcjax.tree import flatten
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """The runs below compile the same step again and again, in another process too."""
-    folder = tmp_path_factory.mktemp("xla")
-    with quick_compilation(folder):
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_support import quick_compilation, tiny, write_corpus
+from training_support import tiny
 
 from lcjax import convert
 from lcjax.convert import ByteTokenizer, save_hf
@@ -22,15 +22,7 @@ STEPS = 4
 SMALL = {"steps": STEPS, "save_every": 2, "lr": 2e-5, "warmup_steps": 0, "schedule": "constant"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    with quick_compilation(tmp_path_factory.mktemp("xla")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")

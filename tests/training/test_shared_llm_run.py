@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from training_support import quick_compilation, tiny, write_corpus
+from training_support import tiny
 
 from lcjax import config as configs
 from lcjax.build import ModelSection, build
@@ -17,15 +17,7 @@ from lcjax.tree import flatten
 TRAINED = ("cross_attention", r"^layers_1/")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    with quick_compilation(tmp_path_factory.mktemp("xla")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def section(**changes):

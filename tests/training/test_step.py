@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_support import quick_compilation
 
 from lcjax import lora as lora_lib
 from lcjax.convert.run_folder import fingerprint
@@ -32,10 +31,7 @@ PLAIN = language_model(CONFIG, PlainPositions())
 _total = jax.jit(PLAIN)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly(tmp_path_factory):
-    with quick_compilation(tmp_path_factory.mktemp("xla")):
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def one_device():

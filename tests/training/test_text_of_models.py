@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from training_support import quick_compilation, tiny, write_corpus
+from training_support import tiny
 
 from lcjax.build import resolve
 from lcjax.convert import ByteTokenizer
@@ -21,16 +21,7 @@ CHUNKS = {"length": 24, "chunks": Chunks(count=4, length=4), "document_mask": Fa
 WITH_MEMORY = {"preset": "tiny", "memory": CepeSection(encoder="tiny-encoder")}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("xla")
-    with quick_compilation(folder):
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,11 @@ def compile_quickly(cache):
 @contextlib.contextmanager
 def quick_compilation(cache):
     before = compile_quickly(cache)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def write_corpus(folder):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example, GenerationTask
@@ -76,8 +76,7 @@ class Ruler(GenerationTask):
                 raise InputError(f"{key}.tasks: {name!r} is none of {', '.join(TASKS)}")
         if len(set(self.chosen)) < len(self.chosen):
             raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
-        if self.shuffles not in _SHUFFLES:
-            raise InputError(f"{key}.shuffles={self.shuffles!r} is none of {', '.join(_SHUFFLES)}")
+        one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
         wording(self.benchmark, f"{key}.benchmark")
         if any(self._draws_words(name) for name in self.chosen):
             words(self.words, f"{key}.words")
