@@ -8,20 +8,9 @@ from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.distributed import Distributed
 from lcjax.errors import InputError
-from lcjax.evaluation.icl import Icl  # noqa: F401  (registers its type)
-from lcjax.evaluation.infinitebench import InfiniteBench  # noqa: F401  (registers its type)
-from lcjax.evaluation.kv_retrieval import KvRetrieval  # noqa: F401  (registers its type)
-from lcjax.evaluation.longbench import LongBench  # noqa: F401  (registers its type)
-from lcjax.evaluation.many_shot import ManyShot  # noqa: F401  (registers its type)
-from lcjax.evaluation.niah import Niah  # noqa: F401  (registers its type)
-from lcjax.evaluation.open_qa import OpenQa  # noqa: F401  (registers its type)
-from lcjax.evaluation.passkey import Passkey  # noqa: F401  (registers its type)
-from lcjax.evaluation.perplexity import Perplexity
-from lcjax.evaluation.rag_lm import RagLm  # noqa: F401  (registers its type)
-from lcjax.evaluation.ruler import Ruler  # noqa: F401  (registers its type)
 from lcjax.evaluation.split import ContextSplit, ReplugSplit
 from lcjax.evaluation.task import Task
-from lcjax.evaluation.zeroscrolls import ZeroScrolls  # noqa: F401  (registers its type)
+from lcjax.evaluation.tasks import Perplexity
 from lcjax.rope import Rope
 from lcjax.sharding import Mesh
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from lcjax.errors import InputError
-from lcjax.evaluation.windows import Document
 
 BOS_RULES = ("auto", "always", "never")
 
@@ -20,6 +19,36 @@ def start_token(tokenizer, rule: str) -> int | None:
     if tokenizer.bos_id is None:
         raise InputError(f"bos={rule!r}, but this model's tokenizer has no BOS; use bos=auto")
     return tokenizer.bos_id
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Token ids of one text.
+
+    `byte_ends[t]` is how many UTF-8 bytes of the text the tokens 0..t stand for, or the whole
+    array is None where the tokenizer cannot tell.
+    """
+
+    name: str
+    tokens: np.ndarray  # int32 [n]
+    byte_ends: np.ndarray | None = None  # float64 [n]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def with_first(self, token: int | None) -> "Document":
+        """The document with one more token in front (BOS), which stands for no byte."""
+        if token is None:
+            return self
+        ends = None if self.byte_ends is None else np.concatenate([[0.0], self.byte_ends])
+        return Document(self.name, np.concatenate([[token], self.tokens]).astype(np.int32), ends)
+
+    def cut(self, limit: int | None) -> "Document":
+        """The first `limit` tokens; None keeps all."""
+        if limit is None or limit >= len(self):
+            return self
+        ends = None if self.byte_ends is None else self.byte_ends[:limit]
+        return Document(self.name, self.tokens[:limit], ends)
 
 
 @dataclasses.dataclass

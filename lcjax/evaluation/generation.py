@@ -11,6 +11,7 @@ import numpy as np
 from lcjax.errors import one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, fit
+from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 
@@ -134,8 +135,6 @@ class GenerationTask(Task):
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path
     ) -> list[Path]:
-        from lcjax.evaluation import plots
-
         return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
 
 

@@ -9,16 +9,19 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lcjax import distributed
 from lcjax.config import dump
 from lcjax.config.run import ERROR
 from lcjax.convert.run_folder import MODEL_CONFIG
 from lcjax.errors import InputError
-from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.task import Record
 from lcjax.files import write_whole
 from lcjax.tree import flatten
+
+if TYPE_CHECKING:
+    from lcjax.evaluation.config import EvalConfig
 
 FORMAT = 2
 MARKER = "run.json"  # what the records were made with
@@ -38,7 +41,7 @@ def fingerprint(settings: Mapping) -> str:
 class Store:
     """The folder of one run."""
 
-    def __init__(self, config: EvalConfig, settings: Mapping):
+    def __init__(self, config: "EvalConfig", settings: Mapping):
         """Refuses a folder that `config.run` may not go on with; changes nothing yet."""
         self.folder, self._config, self._settings = Path(config.run.folder), config, settings
         self.hash, self._marker = fingerprint(settings), self.folder / MARKER

@@ -16,7 +16,7 @@ from lcjax import config as config_lib
 from lcjax.build import check_source
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method, Study
-from lcjax.evaluation.tables import markdown
+from lcjax.evaluation.report.tables import markdown
 from lcjax.training import TrainConfig
 from lcjax.training import folder as folder_lib
 from lcjax.training import run as train

@@ -7,7 +7,7 @@ import numpy as np
 
 from lcjax.attention import Pattern
 from lcjax.errors import InputError
-from lcjax.evaluation.plots import GREY, canvas, look, tokens
+from lcjax.evaluation.report.plots import GREY, canvas, look, tokens
 from lcjax.lm import LanguageModel
 from lcjax.pictures.answer import AnswerAttention, answer_attention
 from lcjax.pictures.weights import mask_of

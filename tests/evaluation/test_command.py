@@ -14,17 +14,11 @@ from matplotlib.figure import Figure
 
 from lcjax.config import dump
 from lcjax.errors import InputError
-from lcjax.evaluation import (
-    Method,
-    Passkey,
-    Perplexity,
-    command,
-    compare,
-    finished,
-    official,
-    run,
-)
-from lcjax.evaluation import make_data as data_lib
+from lcjax.evaluation import Method, Passkey, Perplexity, finished, run
+from lcjax.evaluation.commands.compare import compare
+from lcjax.evaluation.commands.export import export
+from lcjax.evaluation.commands.main import main
+from lcjax.evaluation.commands.make_data import make_data
 from lcjax.rope import Linear
 
 TASKS = (Perplexity(protocol="last_k", last=8), Passkey(depths=2, trials=2))
@@ -141,7 +135,7 @@ def test_report_makes_the_same_files_from_records_alone(config, tmp_path, capsys
     for name in ("tables", "report.html"):
         path = copied / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert command.main(["report", str(copied)]) == 0
+    assert main(["report", str(copied)]) == 0
     assert str(copied / "report.html") in capsys.readouterr().out
     assert {f: f.read_bytes() for f in sorted(copied.rglob("*")) if f.is_file()} == before
 
@@ -150,7 +144,7 @@ def test_a_damaged_line_is_named_and_the_others_count(copied, capsys, undrawn):
     path = copied / "records" / "passkey.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], "{broken\n", *lines[1:]]))
-    assert command.main(["report", str(copied)]) == 0
+    assert main(["report", str(copied)]) == 0
     assert f"{path}:2 is not a record" in capsys.readouterr().err
 
 
@@ -187,7 +181,7 @@ def _with_path(folder):
 def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, copied, undrawn):
     path = copied / "records" / "passkey.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    found = compare.compare([config.run.folder, copied])
+    found = compare([config.run.folder, copied])
     assert {d["mean"] for d in found.differences if d["row"].startswith("first: ")} == {0.0}
     path = copied / "records" / "perplexity_last_k.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -196,7 +190,7 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
         record["digest"] = record["digest"] if record["window"] else "another"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     out = copied.parent / "both"
-    assert command.main(["compare", config.run.folder, str(copied), f"--out={out}"]) == 0
+    assert main(["compare", config.run.folder, str(copied), f"--out={out}"]) == 0
     with (out / "differences.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["task"] == "perplexity_last_k"]
     own = [row for row in rows if row["row"] == "first: base"]
@@ -209,7 +203,7 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
 
 
 def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
-    assert command.main(["report", str(copied), "--export=lm_eval,longbench,ruler"]) == 0
+    assert main(["report", str(copied), "--export=lm_eval,longbench,ruler"]) == 0
     out = copied / "export"
     results = json.loads((out / "lm_eval" / "base" / "results.json").read_text())
     value = results["results"]["passkey_500"]
@@ -228,13 +222,13 @@ def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
     assert {"index", "pred", "input", "outputs", "others"} <= first.keys()
     run = finished.read(copied)
     with pytest.raises(InputError, match=r"--export='csv' is none of lm_eval, longbench, ruler"):
-        official.export(run, ["csv"], out)
+        export(run, ["csv"], out)
 
 
 def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
     path = dataclasses.replace(config.model, path="somewhere")
     with_path = dataclasses.replace(config, model=path)
-    files = data_lib.make_data(with_path, tmp_path, tokenizer=lambda path: ByteTokenizer())
+    files = make_data(with_path, tmp_path, tokenizer=lambda path: ByteTokenizer())
     assert [file.relative_to(tmp_path).as_posix() for file in files] == [
         "500/passkey.jsonl",
         "1000/passkey.jsonl",
@@ -247,10 +241,10 @@ def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
         assert line.keys() >= {"index", "input", "outputs", "length"}
         assert line["outputs"][0] in line["input"] and line["length"] == 1000
     with pytest.raises(InputError, match=r"model\.path is not set"):
-        data_lib.make_data(config, tmp_path)
+        make_data(config, tmp_path)
     only = dataclasses.replace(config, model=path, tasks=TASKS[:1])
     with pytest.raises(InputError, match="none of them asks for an answer"):
-        data_lib.make_data(only, tmp_path)
+        make_data(only, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -269,21 +263,21 @@ def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
-    assert command.main(words) == 2
+    assert main(words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
 def test_without_a_word_and_with_run_the_config_is_run(config, tmp_path, monkeypatch, undrawn):
     seen = []
-    monkeypatch.setattr(command, "run", seen.append)
+    monkeypatch.setattr("lcjax.evaluation.commands.main.run", seen.append)
     dump(config, tmp_path / "a.yaml")
     words = ["--config", str(tmp_path / "a.yaml"), "--stride=50"]
-    assert command.main(words) == command.main(["run", *words]) == 0
+    assert main(words) == main(["run", *words]) == 0
     assert seen[0] == seen[1] == dataclasses.replace(config, stride=50)
 
 
 def test_help_names_every_command(capsys):
-    assert command.main(["report", "--help"]) == 0
+    assert main(["report", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"python eval.py {word}" in text for word in ("report", "score", "compare"))

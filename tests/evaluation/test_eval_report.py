@@ -6,8 +6,9 @@ import zlib
 import numpy as np
 import pytest
 
-from lcjax.evaluation import Passkey, Perplexity, charts, plots
-from lcjax.evaluation.tables import grid, latex, markdown, to_csv
+from lcjax.evaluation import Passkey, Perplexity
+from lcjax.evaluation.report import charts, plots
+from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
 
 METRIC = Perplexity().metric

@@ -1,0 +1,71 @@
+"""The prompts of a config's tasks as JSONL, in RULER's layout, without any model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lcjax.convert.load import load_tokenizer
+from lcjax.data import documents
+from lcjax.errors import InputError
+from lcjax.evaluation.commands.export import part_of
+from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.records import clean
+from lcjax.evaluation.run import check
+from lcjax.evaluation.task import Task, Unit
+from lcjax.files import write_whole
+
+
+def make_data(
+    config: EvalConfig,
+    out: str | Path | None = None,
+    *,
+    tokenizer: Callable[[str], Any] = load_tokenizer,
+) -> list[Path]:
+    """Writes `OUT/LENGTH/TASK.jsonl` for every task, or sub-task, that generates.
+
+    A line has RULER's keys: index, input (the prompt as text), outputs (what counts as right),
+    length (tokens, with those to be generated), and `others` with all that a record says of the
+    unit. `out` None is `data` in the run folder. Only the tokenizer of model.path is read.
+    """
+    limits = check(config)
+    tasks = [task for task in config.tasks if task.generates]
+    if not tasks:
+        raise InputError("tasks: none of them asks for an answer, so there is no prompt to write")
+    if config.model.path is None:
+        raise InputError("model.path is not set; its tokenizer says how long a prompt is")
+    out = Path(out) if out is not None else Path(config.run.folder) / "data"
+    data = config.data
+    source = (
+        documents(data, "validation" if data.holdout else "train")
+        if any(task.needs_data for task in tasks)
+        else ()
+    )
+    corpus = Corpus(source, tokenizer(config.model.path))
+    files = []
+    for task in tasks:
+        for length in limits.lengths:
+            units = task.plan(corpus, length, limits)
+            if not units:
+                raise InputError(f"lengths: {length} gives no prompt in {task.label}")
+            texts: dict[str, str] = {}
+            for unit in units:
+                line = json.dumps(_line(task, unit, corpus.tokenizer), ensure_ascii=False)
+                name = part_of(task, unit.facts)
+                texts[name] = texts.get(name, "") + line + "\n"
+            for name, text in texts.items():
+                files.append(out / str(length) / f"{name}.jsonl")
+                write_whole(files[-1], text)
+    return files
+
+
+def _line(task: Task, unit: Unit, tokenizer) -> dict[str, Any]:
+    facts = {key: value for key, value in unit.facts.items() if key not in ("prompt", "references")}
+    return {
+        "index": unit.index,
+        "input": tokenizer.decode(unit.tokens.tolist()),
+        "outputs": task.references(unit.facts),
+        "length": unit.facts["size"],
+        "others": clean({"id": unit.index, "digest": unit.digest, **facts}),
+    }

@@ -1,0 +1,206 @@
+"""From records to what people read: summary, tables and figures."""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lcjax.evaluation.records import FORMAT, REPORT, clean, fingerprint
+from lcjax.evaluation.report import charts, page
+from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
+from lcjax.evaluation.task import Metric, Record, Task
+
+_PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
+_COMMON = ("protocol", "stride", "bos", "trained", "tokenizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a run found: cells (one per task, method and length), the files, and the text."""
+
+    cells: list[Record]
+    summary: Record
+    files: list[Path]
+    text: str  # the tables, as printed
+
+
+def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> Record:
+    """One cell of a table: the task's numbers, what they depend on, and what they cost."""
+    common = {key: records[0].get(key) for key in _COMMON}
+    return {
+        "task": task.label,
+        "method": method,
+        "length": length,
+        **common,
+        **task.summarise(records),
+        **dict(zip(("ci_low", "ci_high"), task.interval(records), strict=True)),
+        **_cost(records),
+    }
+
+
+def _cost(records: Sequence[Record]) -> Record:
+    """Tokens read per second without compilation, and the peak: the cell's own, and a bound.
+
+    `peak_bytes` is None where memory did not rise above what the process had needed before: the
+    cell then needed at most `peak_bytes_at_most`, and how much less cannot be known.
+    """
+    seconds = sum(record["seconds"] for record in records)
+    peaks = [record["peak_bytes"] for record in records if record["peak_bytes"] is not None]
+    bounds = [record.get("peak_bytes_at_most") or 0 for record in records]
+    return {
+        "seconds": seconds,
+        "compile_seconds": sum(record["compile_seconds"] for record in records),
+        "tokens_per_second": sum(r["read"] for r in records) / seconds if seconds else None,
+        "peak_bytes": max(peaks, default=None),
+        "peak_bytes_at_most": max(bounds) or None,
+    }
+
+
+def write(
+    folder: Path,
+    config: Mapping,
+    tasks: Mapping[Task, Sequence[Record]],
+    *,
+    order: Sequence[str],
+    notes: str = "",
+    made: Mapping[str, Any] | None = None,
+) -> Report:
+    """Writes summary.json, tables/, figures/ and report.html; methods come in the order given.
+
+    `notes` is Markdown that follows the tables. `made` are versions and device that computed the
+    records; None: those of this process.
+    """
+    sections = [_section(folder, task, records, order) for task, records in tasks.items()]
+    files = [file for section, _, saved in sections for file in (*saved, *section.figures)]
+    texts = [text for _, text, _ in sections]
+    sections = [section for section, _, _ in sections]
+    if notes:
+        files.append(folder / "tables" / "training.md")
+        files[-1].write_text(notes, encoding="utf-8")
+        texts.append(notes)
+    summary = {
+        "format": FORMAT,
+        **(made or made_here()),
+        "hash": fingerprint(config),
+        "seed": config.get("seed"),
+        "config": json.loads(json.dumps(config, default=str)),
+        "tasks": [_entry(section) for section in sections],
+    }
+    path = folder / "summary.json"
+    path.write_text(json.dumps(clean(summary), indent=1, default=str) + "\n", encoding="utf-8")
+    cells = [cell for section in sections for cell in section.cells]
+    cost = charts.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
+    by_task = {section.task: section.cells for section in sections}
+    figures = charts.together(by_task, folder / "figures")
+    html = page.write(
+        folder / REPORT, sections, summary, figures=figures, cost_figure=cost, notes=notes
+    )
+    return Report(cells, summary, [path, *files, *figures, cost, html], "\n".join(texts))
+
+
+def _section(
+    folder: Path, task: Task, unsorted: Sequence[Record], order: Sequence[str]
+) -> tuple[page.Section, str, list[Path]]:
+    """What is said of one task, the text of its tables, and their files."""
+    records = sorted(unsorted, key=lambda r: (order.index(r["method"]), r["length"], r["window"]))
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["method"], record["length"]), []).append(record)
+    cells = [cell_of(task, *key, group) for key, group in groups.items()]
+    aggregates = task.aggregates(cells, records)
+    text = _tables(task, cells, aggregates)
+    saved = _save_tables(folder / "tables", task, cells, text)
+    figures = task.figures(cells, records, folder / "figures")
+    return page.Section(task, cells, records, aggregates, figures), text, saved
+
+
+def _entry(section: page.Section) -> Record:
+    """What summary.json says of a task."""
+    metric = dataclasses.asdict(section.task.metric)
+    metric.pop("dash_above")
+    return {
+        "task": section.task.label,
+        "metric": metric,
+        "cells": section.cells,
+        "aggregates": section.aggregates,
+    }
+
+
+def made_here() -> dict[str, Any]:
+    """What this process computes with."""
+    device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    return {"versions": versions(), "device": device}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computed the numbers."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"  # such as lcjax itself, run from a checkout
+    return found
+
+
+def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
+    """Markdown: the number, then what explains it, then what it cost."""
+    first = cells[0]
+    facts = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
+    if first["stride"] is not None:
+        facts.insert(1, f"stride {first['stride']}")
+    trained = sorted({cell["trained"] for cell in cells})
+    facts.append("trained length " + ", ".join(f"{length:,}" for length in trained))
+    parts = [f"### {task.metric.title}\n", ", ".join(facts) + "\n"]
+    parts.append(markdown(grid(cells, "value", task.metric)))
+    if len({cell["tokenizer"] for cell in cells}) > 1 and "bits_per_byte" in first:
+        parts.append("Tokenizers differ: compare bits per byte.\n")
+        parts.append(markdown(grid(cells, "bits_per_byte", Metric("", "", True, 3))))
+    if any(cell.get("nan_tokens") for cell in cells):
+        parts.append("Perplexity without the windows that gave NaN:\n")
+        parts.append(markdown(grid(cells, "value_without_nan", task.metric)))
+    if aggregates:
+        keys = list(next(iter(aggregates.values())))
+        rows = [["method", *keys]]
+        rows += [[name, *(f"{entry[k]:,}" for k in keys)] for name, entry in aggregates.items()]
+        parts.append(markdown(rows))
+    parts.append("Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n")
+    parts.append(markdown(_cost_grid(cells)))
+    if any(cell["peak_bytes"] is None for cell in cells):
+        parts.append(
+            "≤: the allocator keeps one peak per process and an earlier cell had set it, so this is"
+            " a bound; evaluate the method alone, in another run.folder, for its own peak.\n"
+        )
+    return "\n".join(parts)
+
+
+def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
+    table = grid(cells, "tokens_per_second", Metric("", "", False, 0))
+    memory = {(cell["method"], f"{cell['length']:,}"): _memory(cell) for cell in cells}
+    for row in table[1:]:
+        for column, length in enumerate(table[0][1:], 1):
+            used = memory.get((row[0], length))
+            row[column] = f"{row[column].strip('*_') or '?'} / {used}" if used else ""
+    return table
+
+
+def _memory(cell: Record) -> str:
+    """The cell's peak in GB, or the bound on it."""
+    if cell["peak_bytes"] is not None:
+        return f"{cell['peak_bytes'] / 1e9:,.2f}"
+    bound = cell["peak_bytes_at_most"]
+    return "?" if bound is None else f"≤ {bound / 1e9:,.2f}"
+
+
+def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv", "tex")]
+    files[0].write_text(text, encoding="utf-8")
+    files[1].write_text(to_csv(cells), encoding="utf-8")
+    files[2].write_text(latex(cells, "value", task.metric), encoding="utf-8")
+    return files

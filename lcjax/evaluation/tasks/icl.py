@@ -1,0 +1,237 @@
+"""In-context learning: eleven classification sets, options ranked by their likelihood, four scores.
+
+CEPE (arXiv 2402.16617, section 4.3): k demonstrations drawn for every text, balanced over classes,
+and the option with the highest score:
+
+    acc         sum of log p(o_i | prompt)        acc_calib       acc - sum of log p(o_i | BOS)
+    acc_norm    that / tokens of the option       acc_calib_norm  that / tokens of the option
+
+Each set shows the one that CEPE's table chose by Llama-2 with two demonstrations. Options are
+tokenised behind a blank, as inside a text. Read by the decoder alone: models with a memory, whose
+demonstrations CEPE gives to the encoder, are refused.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from lcjax.convert.tokenizer import inside
+from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.evaluation.corpus import start_token
+from lcjax.evaluation.generation import Example
+from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.split import SplitModel
+from lcjax.evaluation.task import Limits, Record, Task, Unit
+from lcjax.evaluation.tasks import local_files
+from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+
+SCORES = ("acc", "acc_norm", "acc_calib", "acc_calib_norm")
+ORDERS = ("shuffled", "first")
+SOURCE = (
+    "a folder a data set with train.jsonl and test.jsonl (validation.jsonl for sst2, sst5 and"
+    " clinic150), rows with text and label"
+)
+_SENTIMENT = ("negative", "positive")
+_FINE = ("terrible", "bad", "okay", "good", "great")
+_NEWS = ("World", "Sports", "Business", "Sci/Tech")
+_TYPES = ("abbreviation", "entity", "description", "human", "location", "numeric")
+_ONTOLOGY = (
+    "Company", "School", "Artist", "Athlete", "Politics", "Transportation", "Building", "Nature",
+    "Village", "Animal", "Plant", "Album", "Film", "Book",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class IclSet(DataSet):
+    """A classification set: the name of its label, its classes by number, and the score shown."""
+
+    field: str = "Label"
+    classes: tuple[str, ...] = ()  # empty: rows hold names
+    shown: str = "acc"
+    test: str = "test"
+
+
+def _set(name: str, field: str, classes=(), shown: str = "acc", test: str = "test") -> IclSet:
+    return IclSet(name, "icl", 16, {}, field=field, classes=classes, shown=shown, test=test)
+
+
+_SETS = (
+    _set("sst2", "Sentiment", _SENTIMENT, "acc_calib", "validation"),
+    _set("mr", "Sentiment", _SENTIMENT),
+    _set("ag_news", "Topic", _NEWS),
+    _set("sst5", "Sentiment", _FINE, "acc_calib", "validation"),
+    _set("trec_coarse", "Type", _TYPES),
+    _set("trec_fine", "Type"),
+    _set("dbpedia", "Type", _ONTOLOGY, "acc_calib_norm"),
+    _set("nlu_scenario", "Scenario", (), "acc_calib_norm"),
+    _set("nlu_intent", "Intent"),
+    _set("banking77", "Intent"),
+    _set("clinic150", "Intent", (), "acc", "validation"),
+)
+
+
+@Task.register_subclass("icl")
+@dataclasses.dataclass(frozen=True)
+class Icl(FileBenchmark):
+    """Rows are `text` and `label`, a name or, where classes are known, their number.
+
+    Underscores of names become blanks. The options are the classes of train.jsonl, in order of
+    their number or else of the alphabet.
+    """
+
+    generates: ClassVar[bool] = False
+    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    title: ClassVar[str] = "In-context learning"
+    source: ClassVar[str] = SOURCE
+    cut: ClassVar[str] = "refuse"
+
+    max_examples: int | None = 250
+    budget_rule: str = "total"
+    shots: int = 2
+    # Which texts are asked: drawn with the seed, or the first ones (CEPE; of sorted files these
+    # are of one class)
+    order: str = "shuffled"
+    seed: int = 42
+
+    @property
+    def label(self) -> str:
+        return self.name or "icl"
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        whole_numbers(key, self, 0, "shots", "seed")
+        one_of(f"{key}.order", self.order, ORDERS)
+        if self.template != "none":
+            raise InputError(f"{key}.template={self.template} is not for options; use none")
+        for data in self.chosen():
+            local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
+
+    def files(self, name: str) -> tuple[str, ...]:
+        return (f"{name}/{self.known[name].test}.jsonl",)
+
+    def cut_official(self, tokenizer, segments: Sequence[Segment], length: int):
+        """Nothing is cut: demonstrations that do not fit are refused."""
+        return list(segments), 0
+
+    def read(self, data: IclSet, path: Path) -> Iterator[Example]:
+        train = list(_rows(path.with_name("train.jsonl"), data))
+        labels = {label for _, _, label in train}
+        options = [name for name in data.classes if name in labels] or sorted(labels)
+        by_class = [[row for row in train if row[2] == option] for option in options]
+        rows = list(_rows(path, data))
+        if self.order == "shuffled":
+            rng = np.random.default_rng(self.seed)
+            rows = [rows[place] for place in rng.permutation(len(rows))]
+        for line, text, label in rows:
+            if label not in labels:
+                local_files.skip(path, line, f"has label={label!r}, which train.jsonl lacks")
+                continue
+            rng = np.random.default_rng([self.seed, line])
+            demos = self._demonstrations(by_class, rng)
+            parts = [
+                Segment("demo", f"Text: {t}\n{data.field}: {name}\n\n") for _, t, name in demos
+            ]
+            parts.append(Segment("question", f"Text: {text}\n{data.field}:"))
+            facts = {"line": line, "options": options, "wording": local_files.OWN_WORDING}
+            yield Example(parts, [label], {**facts, "shots": self.shots})
+
+    def _demonstrations(self, by_class: Sequence[list], rng: np.random.Generator) -> list:
+        """Rounds of one row a class, each in random order, cut to `shots`."""
+        rounds = math.ceil(self.shots / len(by_class))
+        orders = [rng.permutation(len(rows)) for rows in by_class]
+        drawn: list = []
+        for index in range(rounds):
+            own = [rows[order[index % len(rows)]] for rows, order in zip(by_class, orders)]
+            drawn += [own[place] for place in rng.permutation(len(own))]
+        return drawn[: self.shots]
+
+    def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
+        if isinstance(model, SplitModel):
+            raise InputError(
+                f"tasks: {self.label} is read by the decoder alone; leave it out for methods with"
+                " a memory, context or replug"
+            )
+        bos = start_token(model.tokenizer, "auto")
+        found, bare = [], {}
+        for unit in units:
+            names = unit.facts["options"]
+            options = [inside(model.tokenizer, f" {name}") for name in names]
+            losses = option_losses(model, unit.tokens.tolist(), options, batch)
+            data = unit.facts["dataset"]
+            if bos is not None and data not in bare:
+                bare[data] = option_losses(model, [bos], options, batch)
+            found.append(self._ranked(unit, losses, bare.get(data), list(map(len, options))))
+        return found
+
+    def _ranked(
+        self, unit: Unit, losses: np.ndarray, bare: np.ndarray | None, sizes: Sequence[int]
+    ) -> Record:
+        """What each score picks; without BOS the calibrated ones are those without calibration."""
+        names = unit.facts["options"]
+        gains = -losses if bare is None else bare - losses
+        by_score = (-losses, -losses / sizes, gains, gains / np.asarray(sizes))
+        picks = {name: names[int(np.argmax(v))] for name, v in zip(SCORES, by_score)}
+        right = unit.facts["references"][0]
+        scores = {name: float(pick == right) for name, pick in picks.items()}
+        shown = self.known[unit.facts["dataset"]].shown
+        return {
+            "answer": picks[shown],
+            "scores": {"score": scores[shown], **scores},
+            "correct": scores[shown],
+            "shown": shown,
+            "option_nll": losses.tolist(),
+            "option_nll_bos": None if bare is None else bare.tolist(),
+        }
+
+    def rescored(self, record: Record, tokenizer) -> Record:
+        return Task.rescored(self, record, tokenizer)
+
+    def summarise(self, records: Sequence[Record]) -> Record:
+        """Also the mean over sets of each of the four scores."""
+        found = super().summarise(records)
+        for name in SCORES:
+            by_set: dict[str, list[float]] = {}
+            for record in records:
+                by_set.setdefault(record["dataset"], []).append(record["scores"][name])
+            found[f"all:{name}"] = float(np.mean([np.mean(v) for v in by_set.values()]))
+            found |= {f"{data}:{name}": float(np.mean(v)) for data, v in by_set.items()}
+        return found
+
+
+def option_losses(
+    model, prompt: Sequence[int], options: Sequence[Sequence[int]], batch: int
+) -> np.ndarray:
+    """-log p of each option behind the prompt, summed over its tokens, float64 [options]."""
+    # Few compiled shapes: places are rounded, and what is before the option is not looked at.
+    first = max(1, len(prompt) // 64 * 64)
+    longest = len(prompt) + max(map(len, options))
+    width = -(-longest // 64) * 64
+    rows = [[*prompt, *option] for option in options]
+    found: list[float] = []
+    for start in range(0, len(rows), batch):
+        chunk = rows[start : start + batch]
+        filled = chunk + chunk[:1] * (batch - len(chunk))
+        tokens = np.zeros((batch, width), np.int32)
+        for index, row in enumerate(filled):
+            tokens[index, : len(row)] = row
+        sizes = np.asarray([len(row) for row in filled], np.int32)
+        nll = np.asarray(model.nll(tokens, first=first, lengths=sizes), np.float64)
+        found += [nll[i, len(prompt) : len(row)].sum() for i, row in enumerate(chunk)]
+    return np.asarray(found)
+
+
+def _rows(path: Path, data: IclSet) -> Iterator[tuple[int, str, str]]:
+    """Line, text and name of the class."""
+    for number, row in local_files.rows(path, ("text", "label")):
+        text, label = row["text"], row["label"]
+        if isinstance(label, int) and 0 <= label < len(data.classes):
+            label = data.classes[label]
+        if not isinstance(text, str) or not isinstance(label, str):
+            known = f"0 to {len(data.classes) - 1} or a name" if data.classes else "a name"
+            local_files.skip(path, number, f"has label={label!r} or a text that fits not; {known}")
+            continue
+        yield number, " ".join(text.split()), label.replace("_", " ").strip()

@@ -1,0 +1,193 @@
+"""LongBench (arXiv 2308.14508): 21 data sets, and LongBench-E, from the official JSONL files.
+
+Prompts are the official ones where `dataset2prompt.json` lies in the folder or in its config/, and
+this library's own otherwise; records say which. As in the official script a prompt over the budget
+loses its middle, few-shot and code prompts have no chat template, the answer is written greedily,
+and of few-shot answers only the first line counts.
+
+Differs from the official script in one place: samsum's generation ends at its length instead of the
+first newline, which changes no first line unless the model begins with a newline.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from lcjax.errors import InputError, one_of
+from lcjax.evaluation import metrics
+from lcjax.evaluation.generation import Example
+from lcjax.evaluation.metrics import longbench as scores
+from lcjax.evaluation.task import Limits, Record, Task
+from lcjax.evaluation.tasks import local_files
+from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+from lcjax.evaluation.tasks.longbench_wording import WORDING
+
+SOURCE = (
+    "LongBench's data.zip (Hugging Face: THUDM/LongBench), one <task>.jsonl a data set;"
+    " dataset2prompt.json of its code belongs beside them"
+)
+FIELDS = ("input", "context", "answers", "all_classes")
+_BANDS = {"0_4k": (0, 4000), "4_8k": (4000, 8000), "8k": (8000, float("inf"))}  # words
+
+
+def _best(metric):
+    return lambda answer, facts: metrics.best(metric, answer, facts["references"])
+
+
+def _classes(answer: str, facts: Record) -> float:
+    return metrics.best(
+        lambda text, right: scores.classification(text, right, facts["all_classes"]),
+        answer,
+        facts["references"],
+    )
+
+
+_F1 = {"qa_f1": _best(metrics.qa_f1)}
+_F1_ZH = {"qa_f1_zh": _best(metrics.qa_f1_zh)}
+_ROUGE = {"rouge_l_sets": _best(metrics.rouge_l_sets)}
+_ROUGE_ZH = {"rouge_l_sets_zh": _best(metrics.rouge_l_sets_zh)}
+_CLASS = {"classification": _classes}
+_INDEL, _DIFFLIB = _best(scores.code_indel), _best(scores.code_difflib)
+_CODE = {"code_indel": _INDEL, "code_difflib": _DIFFLIB}
+_RETRIEVAL = {"retrieval": _best(scores.retrieval)}
+_RETRIEVAL_ZH = {"retrieval_zh": _best(scores.retrieval_zh)}
+_SHOTS = {"chat": False, "first_line": True}
+
+_SETS = (
+    DataSet("narrativeqa", "single_doc_qa", 128, _F1),
+    DataSet("qasper", "single_doc_qa", 128, _F1),
+    DataSet("multifieldqa_en", "single_doc_qa", 64, _F1),
+    DataSet("multifieldqa_zh", "single_doc_qa", 64, _F1_ZH),
+    DataSet("hotpotqa", "multi_doc_qa", 32, _F1),
+    DataSet("2wikimqa", "multi_doc_qa", 32, _F1),
+    DataSet("musique", "multi_doc_qa", 32, _F1),
+    DataSet("dureader", "multi_doc_qa", 128, _ROUGE_ZH),
+    DataSet("gov_report", "summarization", 512, _ROUGE),
+    DataSet("qmsum", "summarization", 512, _ROUGE),
+    DataSet("multi_news", "summarization", 512, _ROUGE),
+    DataSet("vcsum", "summarization", 512, _ROUGE_ZH),
+    DataSet("trec", "few_shot", 64, _CLASS, **_SHOTS),
+    DataSet("triviaqa", "few_shot", 32, _F1, **_SHOTS),
+    DataSet("samsum", "few_shot", 128, _ROUGE, **_SHOTS),
+    DataSet("lsht", "few_shot", 64, _CLASS, **_SHOTS),
+    DataSet("passage_count", "synthetic", 32, {"count": _best(scores.count)}),
+    DataSet("passage_retrieval_en", "synthetic", 32, _RETRIEVAL),
+    DataSet("passage_retrieval_zh", "synthetic", 32, _RETRIEVAL_ZH),
+    DataSet("lcc", "code", 64, _CODE, chat=False),
+    DataSet("repobench-p", "code", 64, _CODE, chat=False),
+)
+_CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+_E = (
+    "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec",
+    "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
+)  # fmt: skip
+
+
+@Task.register_subclass("longbench")
+@dataclasses.dataclass(frozen=True)
+class LongBench(FileBenchmark):
+    """LongBench's data sets; `length` is the window, of which official prompts leave 500 tokens.
+
+    Aggregations as papers print them: LCEG is `tasks=[en]` flat, LongBench's README
+    `aggregate=category_macro`, SharedLLM the categories of `tasks=[en_without_synthetic]`.
+    """
+
+    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    sets: ClassVar[dict[str, tuple[str, ...]]] = {
+        "en": tuple(data.name for data in _SETS if data.name not in _CHINESE),
+        "zh": _CHINESE,
+        "en_without_synthetic": tuple(
+            data.name for data in _SETS if data.name not in _CHINESE and data.group != "synthetic"
+        ),
+    } | {
+        group: tuple(data.name for data in _SETS if data.group == group)
+        for group in dict.fromkeys(data.group for data in _SETS)
+    }
+    title: ClassVar[str] = "LongBench"
+    source: ClassVar[str] = SOURCE
+
+    reserve: int = 500  # 3,500 tokens of a window of 4,096 are the official budget; LCEG has none
+    e: bool = False  # LongBench-E: 13 of the data sets, with lengths spread evenly
+    code_metric: str = "indel"  # indel: fuzzywuzzy with python-Levenshtein; difflib: without it
+    first_lines: str = "official"  # few-shot tasks; lceg: also English QA and synthetic tasks
+
+    @property
+    def label(self) -> str:
+        return self.name or ("longbench_e" if self.e else "longbench")
+
+    def chosen(self) -> list[DataSet]:
+        return [data for data in super().chosen() if not self.e or data.name in _E]
+
+    def files(self, name: str) -> tuple[str, ...]:
+        file = f"{name}_e.jsonl" if self.e else f"{name}.jsonl"
+        return file, f"data/{file}"
+
+    def check(self, limits: Limits, key: str) -> None:
+        for field, known in (
+            ("code_metric", ("indel", "difflib")), ("first_lines", ("official", "lceg"))
+        ):  # fmt: skip
+            one_of(f"{key}.{field}", getattr(self, field), known)
+        super().check(limits, key)
+        if not self.chosen():
+            raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")
+        if any(data.name in _CHINESE and data.name != "lsht" for data in self.chosen()):
+            metrics.words_zh("")  # says what to install before a model is loaded
+
+    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
+        template, wording = self._template(data.name)
+        for number, row in local_files.rows(path, FIELDS):
+            if (found := fault(row)) is not None:
+                local_files.skip(path, number, found)
+                continue
+            facts = {"wording": wording, "line": number, "id": row.get("_id")}
+            facts["template_text"] = local_files.wording_hash(template)
+            if "classification" in data.scores:
+                facts["all_classes"] = row["all_classes"]
+            if "length" in row:
+                facts["words"] = row["length"]
+            segments = local_files.fill(template, {k: row[k] for k in ("context", "input")})
+            yield Example(segments, row["answers"], facts)
+
+    def _template(self, name: str) -> tuple[str, str]:
+        places = ("dataset2prompt.json", "config/dataset2prompt.json")
+        places += tuple(f"{up}{place}" for up in ("../", "LongBench/") for place in places)
+        found = local_files.json_templates(self.path, places)
+        if found is not None and name in found[0]:
+            return found[0][name], f"official ({found[1]})"
+        found = local_files.lm_eval_template("longbench", name)
+        return (WORDING[name], local_files.OWN_WORDING) if found is None else found
+
+    def judged(self, answer: str, facts: Record) -> dict[str, float]:
+        data = self.known[facts["dataset"]]
+        if self.first_lines == "lceg" and data.name not in _CHINESE:
+            wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")
+            data = dataclasses.replace(data, first_line=data.first_line or wide)
+        found = data.judged(answer, facts)
+        shown = f"code_{self.code_metric}" if data.group == "code" else next(iter(found))
+        return {"score": found[shown], **found}
+
+    def summarise(self, records: Sequence[Record]) -> Record:
+        """Of LongBench-E also the mean over data sets in each band of words."""
+        found = super().summarise(records)
+        if not self.e:
+            return found
+        for band, (low, high) in _BANDS.items():
+            inside = [r for r in records if low <= (r.get("words") or 0) < high]
+            by_set = self.scores_by_set(inside)
+            found[f"words_{band}"] = float(np.mean(list(by_set.values()))) if by_set else None
+            found |= {f"{name}_{band}": score for name, score in by_set.items()}
+        return found
+
+
+def fault(row: dict) -> str | None:
+    """What is wrong with the types of a row."""
+    for name in ("input", "context"):
+        if not isinstance(row[name], str):
+            return f"has {name}={row[name]!r}, no text"
+    answers = row["answers"]
+    if not isinstance(answers, list) or not all(isinstance(a, str) for a in answers) or not answers:
+        return f"has answers={answers!r}, no list of texts"
+    return None

@@ -1,0 +1,188 @@
+"""Many-shot classification of questions: accuracy over the number of demonstrations.
+
+TREC's 50 classes of questions (Li and Roth, COLING 2002) with 1 to 1,000 of them as demonstrations,
+as LCEG (arXiv 2409.12181, figure 2) has it: LongBench's prompt and score, 64 new tokens, the first
+line. Read from LCEG's files in LongBench's format, or drawn from TREC's own two files; then classes
+have this library's names.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from lcjax.errors import InputError, whole_numbers
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import Example
+from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.report import plots
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.tasks import local_files, longbench
+from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+from lcjax.evaluation.tasks.longbench import LongBench
+
+SHOTS = (1, 5, 10, 25, 50, 75, 100, 200, 300, 400, 500, 625, 750, 875, 1000)
+TRAIN, TEST = "train_5500.label", "TREC_10.label"
+SOURCE = (
+    f"TREC's {TRAIN} and {TEST} (cogcomp.seas.upenn.edu/Data/QA/QC), or LCEG's trec_<k>shots.jsonl"
+)
+_SCORES = LongBench.known["trec"].scores
+_SETS = tuple(
+    DataSet(f"trec_{shots}shots", "trec", 64, _SCORES, chat=False, first_line=True)
+    for shots in SHOTS
+)
+# No name is part of another, so that an answer is never right for two.
+CLASSES = {
+    "ABBR:abb": "Short form", "ABBR:exp": "Meaning of an abbreviation",
+    "DESC:def": "Definition", "DESC:desc": "Description", "DESC:manner": "Manner of an action",
+    "DESC:reason": "Reason", "ENTY:animal": "Animal", "ENTY:body": "Organ of the body",
+    "ENTY:color": "Color", "ENTY:cremat": "Invention or work of art", "ENTY:currency": "Currency",
+    "ENTY:dismed": "Disease or medicine", "ENTY:event": "Event", "ENTY:food": "Food",
+    "ENTY:instru": "Musical instrument", "ENTY:lang": "Language", "ENTY:letter": "Letter",
+    "ENTY:other": "Thing of another kind", "ENTY:plant": "Plant", "ENTY:product": "Product",
+    "ENTY:religion": "Religion", "ENTY:sport": "Sport", "ENTY:substance": "Substance",
+    "ENTY:symbol": "Symbol", "ENTY:techmeth": "Technique", "ENTY:termeq": "Equivalent term",
+    "ENTY:veh": "Vehicle", "ENTY:word": "Word with a property", "HUM:desc": "Who a person was",
+    "HUM:gr": "Group or organization", "HUM:ind": "Individual", "HUM:title": "Title",
+    "LOC:city": "City", "LOC:country": "Country", "LOC:mount": "Mountain",
+    "LOC:other": "Place of another kind", "LOC:state": "State", "NUM:code": "Code",
+    "NUM:count": "Number of something", "NUM:date": "Date", "NUM:dist": "Distance",
+    "NUM:money": "Price", "NUM:ord": "Rank", "NUM:other": "Quantity of another kind",
+    "NUM:perc": "Percentage", "NUM:period": "Lasting time", "NUM:speed": "Speed",
+    "NUM:temp": "Temperature", "NUM:volsize": "Size or volume", "NUM:weight": "Weight",
+}  # fmt: skip
+
+
+@Task.register_subclass("many_shot")
+@dataclasses.dataclass(frozen=True)
+class ManyShot(FileBenchmark):
+    """One data set for each number of demonstrations; those that do not fit a length are left out.
+
+    Demonstrations are drawn anew for every question, with `balanced` one of each class in turn.
+    """
+
+    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    title: ClassVar[str] = "Many-shot"
+    source: ClassVar[str] = SOURCE
+
+    max_examples: int | None = 200  # questions; of TREC's own file drawn with `seed`
+    budget_rule: str = "total"
+    balanced: bool = False
+    seed: int = 0
+
+    @property
+    def label(self) -> str:
+        return self.name or "many_shot"
+
+    @property
+    def metric(self) -> Metric:
+        title = "Many-shot TREC, mean over numbers of demonstrations"
+        return Metric("accuracy", title, False, 4)
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        whole_numbers(key, self, 0, "seed")
+        for data in self.chosen():
+            path = local_files.find(self.path, self.files(data.name), key, SOURCE)
+            if path.name == TEST:
+                local_files.find(self.path, (TRAIN,), key, SOURCE)
+
+    def files(self, name: str) -> tuple[str, ...]:
+        return f"{name}.jsonl", TEST
+
+    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
+        if path.name == TEST:
+            yield from self._drawn(data, path)
+            return
+        template = longbench.WORDING["trec"]
+        for number, row in local_files.rows(path, longbench.FIELDS):
+            if (found := longbench.fault(row)) is not None:
+                local_files.skip(path, number, found)
+                continue
+            segments = local_files.fill(template, {k: row[k] for k in ("context", "input")})
+            facts = {"line": number, "all_classes": row["all_classes"]}
+            yield Example(segments, row["answers"], {**facts, "wording": local_files.OWN_WORDING})
+
+    def _drawn(self, data: DataSet, path: Path) -> Iterator[Example]:
+        count = SHOTS[list(self.known).index(data.name)]
+        questions, train = _label_file(path), _label_file(path.with_name(TRAIN))
+        order = np.random.default_rng(self.seed).permutation(len(questions))
+        opening, _, _ = longbench.WORDING["trec"].partition("{context}")
+        for place in order[: self.max_examples]:
+            line, question, answer = questions[place]
+            rng = np.random.default_rng([self.seed, count, line])
+            demos = [
+                Segment("demo", f"Question: {text}\nType: {name}\n")
+                for _, text, name in self._picked(train, count, rng)
+            ]
+            ask = Segment("question", f"Question: {question}\nType:")
+            facts = {"line": line, "all_classes": list(CLASSES.values()), "shots": count}
+            facts["wording"] = local_files.OWN_WORDING
+            yield Example([Segment("instruction", opening), *demos, ask], [answer], facts)
+
+    def _picked(self, train: Sequence, count: int, rng: np.random.Generator) -> list:
+        order = rng.permutation(len(train))
+        if self.balanced:
+            rank: dict[str, int] = {}
+            rounds = []
+            for place in order:
+                name = train[place][2]
+                rank[name] = rank.get(name, -1) + 1
+                rounds.append(rank[name])
+            order = order[np.argsort(rounds, kind="stable")]
+        return [train[place] for place in order[:count]]
+
+    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+        units = super().plan(corpus, length, limits)
+        cut = {u.facts["dataset"] for u in units if u.facts["truncated"] or u.facts["cut_tokens"]}
+        whole = [unit for unit in units if unit.facts["dataset"] not in cut]
+        if not whole:
+            raise InputError(
+                f"lengths: {length} is too short for {self.label} with {self.chosen()[0].name};"
+                " use longer ones, or fewer demonstrations in tasks"
+            )
+        return [dataclasses.replace(unit, index=index) for index, unit in enumerate(whole)]
+
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        longest = max(cell["length"] for cell in cells)
+        own = [cell for cell in cells if cell["length"] == longest]
+        shots = {name: count for name, count in zip(self.known, SHOTS) if name in own[0]}
+        return [
+            *super().figures(cells, records, folder),
+            _curves(own, shots, folder / f"{self.label}_by_shots.png"),
+        ]
+
+
+def _label_file(path: Path) -> list[tuple[int, str, str]]:
+    """Line, question and class of every line `CLASS:fine question`, as TREC writes them."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="latin-1").splitlines(), 1):
+        code, _, question = line.partition(" ")
+        if code in CLASSES and question.strip():
+            found.append((number, question.strip(), CLASSES[code]))
+        elif line.strip():
+            local_files.skip(path, number, f"begins with {code!r}, none of TREC's classes")
+    if not found:
+        raise InputError(f"{path} has no line such as 'NUM:date When ...'; it is not TREC's file")
+    return found
+
+
+def _curves(cells: Sequence[Record], shots: dict[str, int], path: Path) -> Path:
+    """Accuracy over the number of demonstrations, one line a method."""
+    with plots.canvas(path, 8.4, 4.4) as figure:
+        axes = figure.add_subplot()
+        for index, cell in enumerate(cells):
+            values = [cell[name] for name in shots]
+            axes.plot(list(shots.values()), values, label=cell["method"], **plots.look(index))
+        axes.set_xscale("log")
+        axes.set_xticks(list(shots.values()), [f"{count:,}" for count in shots.values()])
+        axes.minorticks_off()
+        axes.set_xlabel("demonstrations")
+        axes.set_ylabel("accuracy")
+        axes.set_title(f"Many-shot TREC at {cells[0]['length']:,} tokens")
+        axes.legend()
+    return path

@@ -1,0 +1,178 @@
+"""A needle in a haystack: one sentence hidden in essays, over lengths, depths and trials.
+
+The grid of Kamradt's test (LLMTest_NeedleInAHaystack), as Fu et al. (arXiv 2402.10171) and LCEG
+(arXiv 2409.12181) run it on base models. Here the length counts everything, needles are random, and
+token ids are put together without specials, so that no BOS marks the needle.
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lcjax.convert.tokenizer import inside
+from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.evaluation import metrics
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import Example, GenerationTask
+from lcjax.evaluation.prompt import Layout, Segment
+from lcjax.evaluation.report import plots
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.tasks.haystack import Haystack
+
+WORDING = "lcjax-1"
+_INSTRUCTION = "Below is a long text, and after it a question about one sentence in it.\n\n"
+_RANDOM = ("The code of the {key} is {value}.", "\n\nQuestion: What is the code of the {key}?")
+_ANSWER = "\nAnswer: The code of the {key} is"
+# The fixed needle is of Kamradt's kind: a thing to do in one city, in this library's words.
+_FIXED = (
+    "The nicest thing to do in San Francisco is to have a sandwich in Dolores Park on a sunny day.",
+    "\n\nQuestion: What is the nicest thing to do in San Francisco?",
+    "\nAnswer: The nicest thing to do in San Francisco is",
+    "have a sandwich in Dolores Park",
+)
+_PLACES = (
+    "lighthouse", "orchard", "foundry", "chapel", "granary", "ferry", "theatre", "quarry",
+    "brewery", "station", "museum", "bakery", "shipyard", "library", "windmill", "harbour",
+)  # fmt: skip
+_COLOURS = ("amber", "crimson", "emerald", "golden", "ivory", "scarlet", "silver", "violet")
+_SCORES = ("value_match", "rouge1_f", "word_recall")
+_NEEDLES = ("random", "kamradt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle:
+    """What is hidden and asked for."""
+
+    sentence: str
+    question: str
+    answer: str  # the beginning of the model's answer
+    value: str  # what has to be in it
+
+
+@Task.register_subclass("niah")
+@dataclasses.dataclass(frozen=True)
+class Niah(GenerationTask):
+    """Needles at evenly spaced depths of the run's `data`, after the sentence that ends there."""
+
+    max_new_tokens: int = 50  # counted in the length, like everything else
+    depths: int = 10  # places of the needle, from the very beginning to the very end
+    trials: int = 1  # needles per length and depth; one makes a cell 0 or 1
+    # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence
+    needle: str = "random"
+    # What tables show. value_match: the value stands in the answer; rouge1_f and word_recall: how
+    # much of the needle's sentence does
+    measure: str = "value_match"
+
+    @property
+    def label(self) -> str:
+        return self.name or ("niah" if self.needle == "random" else f"niah_{self.needle}")
+
+    @property
+    def metric(self) -> Metric:
+        return Metric(self.measure, f"needle in a haystack ({self.measure})", False, 2)
+
+    @property
+    def shown(self) -> str:
+        return self.measure
+
+    @property
+    def needs_data(self) -> bool:
+        return True
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        for field, known in (("needle", _NEEDLES), ("measure", _SCORES)):
+            one_of(f"{key}.{field}", getattr(self, field), known)
+        whole_numbers(key, self, 1, "depths", "trials")
+
+    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
+        layout = self.layout(corpus.tokenizer)
+        haystack = Haystack(corpus, length, limits.max_documents)
+        for place in range(self.depths):
+            depth = place / (self.depths - 1) if self.depths > 1 else 0.5
+            for trial in range(self.trials):
+                # Seeded by what a cell is, so that other lengths or depths do not change it.
+                own = f"niah {limits.seed} {length} {round(depth * 1e6)} {trial}"
+                needle = self._needle(random.Random(own))
+                segments, start = self._segments(layout, haystack, needle, depth, length)
+                facts = {
+                    "protocol": f"niah_{self.needle}",
+                    "wording": WORDING,
+                    "depth": depth,
+                    "trial": trial,
+                    "needle": needle.sentence,
+                    "needle_start": start,
+                }
+                yield Example(segments, [needle.value], facts)
+
+    def _needle(self, rng: random.Random) -> Needle:
+        if self.needle == "kamradt":
+            return Needle(*_FIXED)
+        key = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}"
+        value = str(rng.randint(1_000_000, 9_999_999))
+        sentence, question = (text.format(key=key, value=value) for text in _RANDOM)
+        return Needle(sentence, question, _ANSWER.format(key=key), value)
+
+    def _segments(
+        self, layout: Layout, haystack: Haystack, needle: Needle, depth: float, length: int
+    ) -> tuple[list[Segment], int]:
+        """A prompt that fills the length, and at which token its needle begins."""
+        ids = inside(layout.tokenizer, " " + needle.sentence)
+
+        def around(context: Sequence[int]) -> list[Segment]:
+            return [
+                Segment("instruction", _INSTRUCTION),
+                Segment("context_doc", ids=context),
+                Segment("question", needle.question),
+                Segment("answer_prefix", needle.answer),
+            ]
+
+        bare = layout.prompt(around(ids))
+        room = self.budget(length, self.max_new_tokens).left(bare)
+        if room < haystack.LEAST:
+            least = length - room + haystack.LEAST
+            raise InputError(
+                f"lengths: {length} leaves no room for a haystack in {self.label}, whose"
+                f" instruction, needle and question take {length - room} tokens; use at least"
+                f" {least}"
+            )
+        text = haystack.first(room)
+        cut = haystack.border(text, depth)
+        context = [*text[:cut], *ids, *text[cut:]]
+        return around(context), bare.start("context_doc") + cut
+
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        needle = unit.facts["needle"]
+        return {
+            "value_match": metrics.value_match(answer, unit.facts["references"]),
+            "rouge1_f": metrics.rouge1_f(answer, needle),
+            "word_recall": metrics.word_recall(answer, needle),
+        }
+
+    def summarise(self, records: Sequence[Record]) -> Record:
+        found = super().summarise(records)
+        return {key: value for key, value in found.items() if key != "truncated"}
+
+    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+        """The mean over all cells, and over those within the trained length."""
+        found = {}
+        for method in dict.fromkeys(cell["method"] for cell in cells):
+            own = [cell for cell in cells if cell["method"] == method]
+            inside = [cell["value"] for cell in own if cell["length"] <= cell["trained"]]
+            mean = sum(cell["value"] for cell in own) / len(own)
+            found[method] = {
+                "mean": round(mean, 4),
+                "mean_within_trained": round(sum(inside) / len(inside), 4) if inside else 0,
+            }
+        return found
+
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        trials = f"{self.trials} trial{'s' * (self.trials > 1)} a cell"
+        title = f"Needle in a haystack ({self.measure}), {trials}"
+        return [
+            plots.over_lengths(cells, self.metric, folder / f"{self.label}.png"),
+            plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),
+        ]

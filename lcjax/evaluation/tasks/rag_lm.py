@@ -1,0 +1,174 @@
+"""Language modelling with retrieved chunks: perplexity of a text over the number of chunks read.
+
+CEPE (arXiv 2402.16617, table 2): 2,048 tokens of text and k chunks of 256 that were retrieved for
+the first 256 of them, which are the query and are not scored; k is 0, 8, 20 or 50, so lengths are
+2,048, 4,096, 7,168 and 14,848. The mean over domains of their perplexities is shown.
+
+The chunks stand before the text, the best one next to it. A model with a memory reads them beside
+its decoder with `context: {decoder: 2048, chunk: 256}`, REPLUG one by one with `replug: {decoder:
+2048}`, where all count alike whatever their scores.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from lcjax.errors import InputError, whole_numbers
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.report import plots
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.tasks import local_files
+from lcjax.evaluation.tasks.perplexity import Perplexity
+
+SOURCE = "a JSONL file with input_ids or text, and chunks: [{text or ids, score}], a row a text"
+
+
+@Task.register_subclass("rag_lm")
+@dataclasses.dataclass(frozen=True)
+class RagLm(Task):
+    """Texts with their chunks, from a file of the user's.
+
+    Rows hold `input_ids` (of this model's tokenizer) or `text`; `chunks`, each with `ids` or `text`
+    and perhaps a `score` (without scores the best one comes first); and perhaps a `domain`. There
+    is no BOS, as texts are taken from the middle of documents.
+    """
+
+    needs_data: ClassVar[bool] = False
+
+    path: str = ""  # the JSONL file
+    decoder: int = 2048  # tokens of the text
+    scored: int = 1792  # of these at the end
+    chunk: int = 256  # tokens of a chunk: longer ones are cut, rows with too few left out
+    max_examples: int | None = None  # texts, the first ones; null: all
+
+    @property
+    def label(self) -> str:
+        return self.name or "rag_lm"
+
+    @property
+    def metric(self) -> Metric:
+        return Metric("perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2, 1000)
+
+    @property
+    def _windows(self) -> Perplexity:
+        """The same numbers of the last tokens of a window."""
+        return Perplexity(protocol="last_k", last=self.scored)
+
+    def check(self, limits: Limits, key: str) -> None:
+        whole_numbers(key, self, 1, "decoder", "scored", "chunk", "max_examples")
+        if self.scored >= self.decoder:
+            raise InputError(
+                f"{key}.scored={self.scored} must be below {key}.decoder={self.decoder}: what is"
+                " before was the query"
+            )
+        for length in limits.lengths:
+            if length < self.decoder or (length - self.decoder) % self.chunk:
+                chunks = max(0, round((length - self.decoder) / self.chunk))
+                raise InputError(
+                    f"lengths: {length} must be {key}.decoder={self.decoder} and a number of chunks"
+                    f" of {self.chunk}; nearest: {self.decoder + chunks * self.chunk}"
+                )
+        if not Path(self.path).is_file():
+            raise InputError(f"{key}.path={self.path!r} is no file; give {SOURCE}")
+
+    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+        count, units = (length - self.decoder) // self.chunk, []
+        for line, domain, text, chunks in self._texts(corpus.tokenizer):
+            if len(chunks) < count:
+                continue
+            tokens = np.concatenate([*chunks[len(chunks) - count :], text])
+            first = length - self.scored
+            facts = {
+                "protocol": "rag_lm", "length": length, "stride": None, "bos": "none",
+                "document": line, "domain": domain, "chunks": count, "start": 0, "size": length,
+                "first": first, "weight": 1.0, "bytes": None,
+            }  # fmt: skip
+            units.append(Unit(len(units), (length, first), tokens, facts))
+        return units
+
+    def reach(self, corpus: Corpus) -> tuple[int, str]:
+        most = max((len(chunks) for *_, chunks in self._texts(corpus.tokenizer)), default=0)
+        why = f"{self.path} has texts of {self.decoder} tokens with up to {most} chunks"
+        return self.decoder + most * self.chunk, why
+
+    def _texts(self, tokenizer) -> Iterator[tuple[int, str, np.ndarray, list[np.ndarray]]]:
+        """Line, domain, tokens and chunks of every text, the best chunk last."""
+        path, found = Path(self.path), 0
+        for line, row in local_files.rows(path, ("chunks",)):
+            if found == self.max_examples:
+                return
+            try:
+                text = _ids(row, "input_ids", tokenizer)[: self.decoder]
+                chunks = [_ids(chunk, "ids", tokenizer) for chunk in _ranked(row["chunks"])]
+            except (ValueError, TypeError) as fault:
+                local_files.skip(path, line, str(fault))
+                continue
+            if len(text) < self.decoder:
+                fault = f"has {len(text)} tokens of text, {self.decoder} are read"
+                local_files.skip(path, line, fault)
+                continue
+            found += 1
+            whole = [ids[: self.chunk] for ids in chunks if len(ids) >= self.chunk]
+            yield line, str(row.get("domain", "text")), text, whole
+
+    def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
+        return self._windows.score(model, units, batch)
+
+    def summarise(self, records: Sequence[Record]) -> Record:
+        """The mean over domains of exp(mean of window means), and every domain's."""
+        domains: dict[str, list[Record]] = {}
+        for record in records:
+            domains.setdefault(record["domain"], []).append(record)
+        found = {name: self._windows.summarise(own) for name, own in domains.items()}
+        whole = self._windows.summarise(records)
+        values = {name: entry["value"] for name, entry in found.items()}
+        shown = (
+            {f"domain:{name}": value for name, value in values.items()} if len(found) > 1 else {}
+        )
+        return {
+            **whole,
+            "value": math.fsum(values.values()) / len(values),
+            "aggregate": f"mean over {len(values)} domains",
+            "chunks": records[0]["chunks"],
+            **shown,
+        }
+
+    def example(self, record: Record) -> float | None:
+        return self._windows.example(record)
+
+    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+        """Bootstrap over texts of one domain; none of a mean over several."""
+        if len({record["domain"] for record in records}) > 1:
+            return math.nan, math.nan
+        return self._windows.interval(records)
+
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
+
+
+def _ids(row, name: str, tokenizer) -> np.ndarray:
+    """Token ids of a row, given or from its text; ValueError where it has neither."""
+    if not isinstance(row, dict):
+        raise ValueError("has a chunk that is no object")
+    if isinstance(row.get(name), list) and all(isinstance(i, int) for i in row[name]):
+        return np.asarray(row[name], np.int32)
+    if isinstance(row.get("text"), str):
+        return np.asarray(tokenizer.encode(row["text"]), np.int32)
+    raise ValueError(f"has neither {name} nor a text")
+
+
+def _ranked(chunks) -> list:
+    """The best chunk last."""
+    if not isinstance(chunks, list):
+        raise ValueError("has chunks that are no list")
+    scores = [c.get("score") if isinstance(c, dict) else None for c in chunks]
+    backwards = list(reversed(chunks))
+    if any(score is None for score in scores):
+        return backwards
+    return sorted(backwards, key=lambda chunk: float(chunk["score"]))

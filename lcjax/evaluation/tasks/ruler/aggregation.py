@@ -1,0 +1,113 @@
+"""RULER's aggregation: the most common words of a list, the most frequent ones of a coded text."""
+
+import math
+import random
+import string
+
+from lcjax.convert.tokenizer import inside
+from lcjax.evaluation.prompt import Budget, Layout, Segment
+from lcjax.evaluation.tasks.ruler.niah import FIXED_SEED
+from lcjax.evaluation.tasks.ruler.search import Drawn, Maker
+from lcjax.evaluation.tasks.ruler.wording import Wording
+from lcjax.evaluation.tasks.ruler.words import Words
+
+_COMMON = 10
+_ZETA = math.pi**2 / 6  # of 2
+_WORD = 6  # letters of a coded word
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+class CommonWords(Maker):
+    """Units are distinct words, of which ten stand thirty times and the others three times."""
+
+    new_tokens = 120
+    least = _COMMON + 1
+
+    def __init__(self, wording: Wording, words: Words, tokenizer, fixed: bool, length: int):
+        self._wording, self._tokenizer, self._fixed = wording, tokenizer, fixed
+        self._words = words.all
+        random.Random(FIXED_SEED).shuffle(self._words)
+        self.most = len(self._words)
+        short = length < 4096
+        self._repeats = (6, 1) if short else (30, 3)
+        self._shown = (20, 3, 1) if short else (40, 10, 3)  # words and repeats of the example
+
+    def step(self, length: int) -> int:
+        return 10
+
+    def _list(self, rng: random.Random, units: int, common: int, rare: int):
+        chosen = rng.sample(self._words, units)
+        entries = chosen[:_COMMON] * common + chosen[_COMMON:] * rare
+        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(entries)
+        return _numbered(entries), chosen[:_COMMON]
+
+    def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
+        before, after, answer = self._wording.parts("common_words_extraction", query="")
+        text, found = self._list(rng, *self._shown)
+        example = f"{before}{text}{after}{answer} {_numbered(found)}\n"
+        text, common = self._list(rng, units, *self._repeats)
+        bare = before.rstrip()
+        segments = [
+            Segment("demo", example),
+            Segment("instruction", bare),
+            Segment("context_doc", ids=inside(self._tokenizer, before[len(bare) :] + text)),
+            Segment("question", after),
+            Segment("answer_prefix", answer),
+        ]
+        return Drawn(segments, common)
+
+
+class FrequentWords(Maker):
+    """Units are entries of a text whose words follow a zeta law; the most frequent one is dots."""
+
+    new_tokens = 50
+    least = 27  # so that the fourth word stands once
+
+    def __init__(self, wording: Wording, tokenizer, fixed: bool, budget: Budget, layout: Layout):
+        self._wording, self._tokenizer, self._fixed = wording, tokenizer, fixed
+        self._room = max(budget.left(layout.prompt([])), 0)
+        self._vocabulary = max(self._room // 50, 4)
+
+    def step(self, length: int) -> int:
+        return max(self._room // 32, 1)
+
+    def units(self, layout: Layout, budget: Budget, rng: random.Random) -> int:
+        """From a sixth of the budget on in steps until it is reached, then one step back."""
+        units = max(self._room // _WORD, self.least)
+        vocabulary = self._drawn(rng)
+        while self._left(layout, budget, rng, vocabulary, units) > 0:
+            units += self.step(0)
+        return max(units - self.step(0), self.least)
+
+    def _left(self, layout, budget, rng, vocabulary, units) -> int:
+        return budget.left(layout.prompt(self._of(rng, vocabulary, units).segments))
+
+    def _drawn(self, rng: random.Random) -> list[str]:
+        found: set[str] = set()
+        while len(found) < self._vocabulary:
+            found.add("".join(rng.choices(string.ascii_lowercase, k=_WORD)))
+        words = sorted(found)
+        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(words)
+        return ["...", *words[1:]]
+
+    def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
+        return self._of(rng, self._drawn(rng), units)
+
+    def _of(self, rng: random.Random, vocabulary: list[str], units: int) -> Drawn:
+        counts = [int(units / (rank**2 * _ZETA)) for rank in range(1, len(vocabulary) + 1)]
+        pairs = zip(vocabulary, counts, strict=True)
+        entries = [word for word, count in pairs for _ in range(count)]
+        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(entries)
+        before, after, answer = self._wording.parts("freq_words_extraction", query="")
+        bare = before.rstrip()
+        text = before[len(bare) :] + " ".join(entries)
+        segments = [
+            Segment("instruction", bare),
+            Segment("context_doc", ids=inside(self._tokenizer, text)),
+            Segment("question", after),
+            Segment("answer_prefix", answer),
+        ]
+        return Drawn(segments, vocabulary[1:4], {"counts": counts[:5], "entries": sum(counts)})

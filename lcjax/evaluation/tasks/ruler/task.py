@@ -1,0 +1,186 @@
+"""RULER as a task of a run: which generators, how many questions, one score over all."""
+
+import dataclasses
+import functools
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.evaluation import metrics
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import Example, GenerationTask
+from lcjax.evaluation.prompt import Budget, Layout
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.tasks.ruler.aggregation import CommonWords, FrequentWords
+from lcjax.evaluation.tasks.ruler.niah import KINDS, Needles
+from lcjax.evaluation.tasks.ruler.qa import Passages, read
+from lcjax.evaluation.tasks.ruler.search import Maker, sample
+from lcjax.evaluation.tasks.ruler.summary import GROUPS, over_lengths, tidy
+from lcjax.evaluation.tasks.ruler.tracing import Tracing
+from lcjax.evaluation.tasks.ruler.wording import Wording, wording
+from lcjax.evaluation.tasks.ruler.words import Essays, Words, words
+
+TASKS = (*KINDS, "vt", "cwe", "fwe", "qa_1", "qa_2")
+_DATA = {"qa_1": "squad", "qa_2": "hotpotqa"}
+_SHUFFLES = ("random", "fixed")
+
+
+@Task.register_subclass("ruler")
+@dataclasses.dataclass(frozen=True)
+class Ruler(GenerationTask):
+    """The thirteen tasks of RULER (arXiv 2404.06654), generated to fill each length.
+
+    A length counts everything, BOS too, which upstream leaves out. Essays come from the run's
+    `data`, collapsed to single blanks, in the order of its files.
+    """
+
+    max_new_tokens: int | None = None  # null: 128 for needles, 30 vt, 120 cwe, 50 fwe, 32 qa
+    tasks: tuple[str, ...] = ()  # such as niah_single_1, vt, cwe; empty: all thirteen
+    samples: int = 100  # questions of each; the paper has 500
+    # fixed: upstream's shuffles, the same for all samples; random: another one for each
+    shuffles: str = "random"
+    benchmark: str | None = None  # copy of NVIDIA/RULER with its wording; null: this library's own
+    words: str | None = (
+        None  # one word a line, or a folder with wonderwords' lists; null: installed
+    )
+    squad: str | None = None  # dev-v2.0.json, for qa_1
+    hotpotqa: str | None = None  # hotpot_dev_distractor_v1.json, for qa_2
+
+    @property
+    def label(self) -> str:
+        return self.name or "ruler"
+
+    @property
+    def metric(self) -> Metric:
+        return Metric("score", f"RULER, mean of {len(self.chosen)} tasks", False, 3)
+
+    @property
+    def shown(self) -> str:
+        return "string_match"
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        return self.tasks or TASKS
+
+    @property
+    def needs_data(self) -> bool:
+        return any(name in KINDS and KINDS[name].haystack == "essay" for name in self.chosen)
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        whole_numbers(key, self, 1, "samples")
+        for name in self.chosen:
+            if name not in TASKS:
+                raise InputError(f"{key}.tasks: {name!r} is none of {', '.join(TASKS)}")
+        if len(set(self.chosen)) < len(self.chosen):
+            raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
+        one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
+        wording(self.benchmark, f"{key}.benchmark")
+        if any(self._draws_words(name) for name in self.chosen):
+            words(self.words, f"{key}.words")
+        for name in _DATA.keys() & set(self.chosen):
+            read(getattr(self, _DATA[name]), _DATA[name], f"{key}.{_DATA[name]}")
+
+    @staticmethod
+    def _draws_words(name: str) -> bool:
+        return name == "cwe" or (name in KINDS and KINDS[name].key == "words")
+
+    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
+        source = Generators(self, corpus, limits)
+        for name in self.chosen:
+            maker = source.maker(name, length)
+            budget = source.budget(maker, length)
+            seed = f"ruler {limits.seed} {name} {length}"
+            units = maker.units(source.layout, budget, random.Random(seed))
+            for index in range(source.samples(maker)):
+                own = f"{seed} {index}"
+                found, used = sample(maker, source.layout, budget, own, units, index, name)
+                facts = {
+                    "protocol": "ruler",
+                    "task": name,
+                    "sample": index,
+                    "units": used,
+                    "shuffles": self.shuffles,
+                    **source.wording.facts,
+                    **found.facts,
+                }
+                yield Example(found.segments, found.answers, facts, budget.new_tokens)
+
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        text, references = tidy(answer), unit.facts["references"]
+        flavours = {
+            "all": metrics.string_match_all(text, references),
+            "part": metrics.string_match_part(text, references),
+        }
+        own = "part" if unit.facts["task"] in _DATA else "all"
+        return {"string_match": flavours[own], **flavours}
+
+    def value(self, records: Sequence[Record]) -> float:
+        """The plain mean of the tasks, however many questions each has."""
+        return float(np.mean(list(self._by_task(records).values())))
+
+    def _by_task(self, records: Sequence[Record]) -> dict[str, float]:
+        return {
+            name: float(np.mean(own))
+            for name in self.chosen
+            if (own := [r["correct"] for r in records if r["task"] == name])
+        }
+
+    def summarise(self, records: Sequence[Record]) -> Record:
+        """The mean, each task's score, and those of the four groups of tasks."""
+        scores = self._by_task(records)
+        groups = {
+            name: float(np.mean([scores[task] for task in tasks if task in scores]))
+            for name, tasks in GROUPS.items()
+            if any(task in scores for task in tasks)
+        }
+        found = super().summarise(records)
+        found = {key: value for key, value in found.items() if key not in ("all", "part")}
+        return {**found, **groups, **scores}
+
+    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+        return over_lengths(cells)
+
+
+class Generators:
+    """Makers of one plan, which share words, essays and wording."""
+
+    def __init__(self, task: Ruler, corpus: Corpus, limits: Limits):
+        self._task, self._corpus, self._limits = task, corpus, limits
+        self.layout: Layout = task.layout(corpus.tokenizer)
+        self.wording: Wording = wording(task.benchmark, "benchmark")
+
+    @functools.cached_property
+    def _words(self) -> Words:
+        return words(self._task.words, "words")
+
+    @functools.cached_property
+    def _essays(self) -> Essays:
+        return Essays(self._corpus.texts(), self._corpus.tokenizer)
+
+    def budget(self, maker: Maker, length: int) -> Budget:
+        return self._task.budget(length, self._task.max_new_tokens or maker.new_tokens)
+
+    def samples(self, maker: Maker) -> int:
+        wanted = self._task.samples
+        return min(wanted, len(maker.questions)) if isinstance(maker, Passages) else wanted
+
+    def maker(self, name: str, length: int) -> Maker:
+        fixed, tokenizer = self._task.shuffles == "fixed", self.layout.tokenizer
+        if name in KINDS:
+            kind = KINDS[name]
+            vocabulary = self._words if kind.key == "words" else None
+            essays = self._essays if kind.haystack == "essay" else None
+            return Needles(kind, self.wording, vocabulary, essays, tokenizer, fixed)
+        if name == "vt":
+            return Tracing(self.wording, tokenizer, self._limits.seed)
+        if name == "cwe":
+            return CommonWords(self.wording, self._words, tokenizer, fixed, length)
+        if name == "fwe":
+            budget = self.budget(FrequentWords, length)
+            return FrequentWords(self.wording, tokenizer, fixed, budget, self.layout)
+        path = getattr(self._task, _DATA[name])
+        questions, documents = read(path, _DATA[name], _DATA[name])
+        return Passages(self.wording, questions, documents, tokenizer, fixed)

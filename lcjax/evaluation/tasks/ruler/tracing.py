@@ -1,0 +1,90 @@
+"""RULER's variable tracking: which names got a value, over a chain of assignments in noise."""
+
+import random
+import string
+
+from lcjax.convert.tokenizer import inside
+from lcjax.evaluation.prompt import Budget, Layout, Segment
+from lcjax.evaluation.tasks.ruler.search import Drawn, Maker, search
+from lcjax.evaluation.tasks.ruler.wording import Wording
+
+_HOPS = 4
+_EXAMPLE_TOKENS = 500
+
+
+class _Chain(Maker):
+    """Units are lines of noise; a chain of five names stands among them in order."""
+
+    new_tokens = 30
+    least = _HOPS + 1
+    letters = 5
+
+    def __init__(self, wording: Wording, tokenizer):
+        self._wording, self._tokenizer = wording, tokenizer
+        self._noise = inside(tokenizer, "\n" + wording.noise)
+
+    def step(self, length: int) -> int:
+        return 10 if length >= 4096 else 5
+
+    def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
+        places = sorted(rng.sample(range(units), _HOPS + 1))
+        return self.of(rng, units, places)
+
+    def of(self, rng: random.Random, units: int, places: list[int]) -> Drawn:
+        names: list[str] = []
+        while len(names) <= _HOPS:
+            name = "".join(rng.choices(string.ascii_uppercase, k=self.letters))
+            names += [name] * (name not in names)
+        value = str(rng.randrange(10_000, 99_999))
+        lines = [f"VAR {names[0]} = {value}"]
+        pairs = zip(names[1:], names, strict=False)
+        lines += [f"VAR {new} = VAR {old} " for new, old in pairs]
+        before, after, answer = self._wording.parts(
+            "variable_tracking", query=value, num_v=_HOPS + 1
+        )
+        bare = before.rstrip()
+        blocks = [self._noise] * units
+        for shift, (place, line) in enumerate(zip(places, lines, strict=True)):
+            blocks.insert(place + shift, inside(self._tokenizer, "\n" + line))
+        context = inside(self._tokenizer, before[len(bare) : -1])  # each line has its own newline
+        context += [token for block in blocks for token in block]
+        segments = [
+            Segment("instruction", bare),
+            Segment("context_doc", ids=context),
+            Segment("question", after),
+            Segment("answer_prefix", answer),
+        ]
+        return Drawn(segments, names, {"depths": [round(100 * p / units, 1) for p in places]})
+
+
+class _Example(_Chain):
+    letters = 3
+    new_tokens = 0
+
+    def step(self, length: int) -> int:
+        return 5
+
+
+class Tracing(_Chain):
+    """With one solved example in front, of at most 500 tokens, as upstream."""
+
+    def __init__(self, wording: Wording, tokenizer, seed: int):
+        super().__init__(wording, tokenizer)
+        self._example, layout = _Example(wording, tokenizer), Layout(tokenizer)
+        rng = random.Random(f"vt {seed}")
+        self._units = search(self._example, layout, Budget(_EXAMPLE_TOKENS, 0, bos=False), rng)
+        self._places = sorted(rng.sample(range(self._units), _HOPS + 1))
+
+    def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
+        """The example's places are those of all samples, its names and value are not."""
+        shown = self._example.of(rng, self._units, self._places)
+        solved = [
+            *self._ids(shown),
+            *inside(self._tokenizer, " " + " ".join(shown.answers) + "\n\n"),
+        ]
+        found = super().draw(rng, units, index)
+        return Drawn([Segment("demo", ids=solved), *found.segments], found.answers, found.facts)
+
+    def _ids(self, drawn: Drawn) -> list[int]:
+        prompt = Layout(self._tokenizer).prompt(drawn.segments)
+        return prompt.ids[prompt.tokens("bos") :].tolist()

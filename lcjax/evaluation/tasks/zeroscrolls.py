@@ -1,0 +1,201 @@
+"""ZeroSCROLLS (arXiv 2305.14196), six of its tasks, as CEPE's Table 4 has them.
+
+Rows may be ZeroSCROLLS' own, whose `input` holds the official prompt and where its parts begin, or
+those of SCROLLS, which have references for all of validation: a query, an empty line and the text.
+The latter get this library's own wording, with the text first. Of a text that is too long the head
+is kept, with the official line in place of the rest; CEPE keeps the tail. Generation is greedy.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from lcjax.errors import one_of
+from lcjax.evaluation import metrics
+from lcjax.evaluation.generation import Example
+from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.task import Limits, Record, Task
+from lcjax.evaluation.tasks import local_files
+from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+
+SOURCE = (
+    "ZeroSCROLLS (Hugging Face: tau/zero_scrolls) or SCROLLS (tau/scrolls), a folder a task with"
+    " validation.jsonl in it"
+)
+_FIELDS = ("id", "input", "output")
+_PLACES = ("document_start_index", "document_end_index", "query_start_index")
+_SEPARATOR = "... [The rest of the text is left out]\n\n"
+_ASK = (
+    "{context}\n\nAnswer the question about this text in a few words.%s\n\nQuestion: {question}\n"
+)
+_SUMMARISE = "{context}\n\nThis was %s. Write a summary of it.\n\nSummary:\n"
+WORDING = {
+    "gov_report": _SUMMARISE % "a report of a government agency",
+    "summ_screen_fd": _SUMMARISE % "the script of an episode",
+    "qmsum": (
+        "{context}\n\nThis was said in a meeting. Fulfil the request in a few sentences.\n\n"
+        "Request: {question}\n\nAnswer:\n"
+    ),
+    "narrative_qa": _ASK % "" + "\nAnswer:",
+    "qasper": _ASK % ' Write "unanswerable" where it does not say.' + "\nAnswer:",
+    "quality": (
+        "{context}\n\nWhich of the four answers to the question about this text is right? Give its"
+        " letter.\n\nQuestion: {question}\n\n{options}\n\nAnswer:"
+    ),
+}
+
+
+def _best(metric: Callable) -> Callable[[str, Record], float]:
+    return lambda answer, facts: metrics.best(metric, answer.strip(), facts["references"])
+
+
+def _rouge(name: str) -> Callable[[str, Record], float]:
+    if name == "l":
+        return _best(lambda answer, right: metrics.rouge_l(answer, right, stem=True))
+    return _best(lambda answer, right: metrics.rouge_n(answer, right, int(name), stem=True))
+
+
+_SUMMARY = {"rouge_mean": _best(metrics.rouge_mean), "rouge_l": _rouge("l")} | {
+    "rouge_1": _rouge("1"), "rouge_2": _rouge("2")
+}  # fmt: skip
+_QA = {
+    "f1": _best(metrics.qa_f1), "f1_verdict": _best(metrics.qa_f1_verdict),
+    "exact_match": _best(metrics.exact_match), "rouge_l": _rouge("l"),
+}  # fmt: skip
+_LETTER = {"letter": _best(metrics.letter_match), "letter_cepe": _best(metrics.letter_match_cepe)}
+# What CEPE's table shows instead of the first one.
+_CEPE = {"rouge_mean": "rouge_l", "f1": "f1_verdict", "letter": "letter"}
+_SETS = (
+    DataSet("narrative_qa", "qa", 50, _QA, stop=("\n",)),
+    DataSet("qasper", "qa", 50, _QA, stop=("\n",)),
+    DataSet("quality", "qa", 50, _LETTER, stop=("\n",)),
+    DataSet("gov_report", "summarization", 1024, _SUMMARY),
+    DataSet("summ_screen_fd", "summarization", 1024, _SUMMARY),
+    DataSet("qmsum", "summarization", 1024, _SUMMARY),
+)
+
+
+@Task.register_subclass("zeroscrolls")
+@dataclasses.dataclass(frozen=True)
+class ZeroScrolls(FileBenchmark):
+    """Six tasks of ZeroSCROLLS; with `budget_rule=official` only the prompt counts.
+
+    CEPE's numbers: SCROLLS validation, `flavour=cepe`, `keep=tail`, `max_examples=500`; its
+    GovReport was drawn from the nucleus 0.95, three times, which is not done here.
+    """
+
+    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    sets: ClassVar[dict[str, tuple[str, ...]]] = {
+        group: tuple(data.name for data in _SETS if data.group == group)
+        for group in ("qa", "summarization")
+    }
+    title: ClassVar[str] = "ZeroSCROLLS"
+    source: ClassVar[str] = SOURCE
+
+    budget_rule: str = "total"
+    split: str = "validation"  # references of the official test split are private
+    keep: str = "head"  # of a text that is too long: head (ZeroSCROLLS), tail (CEPE)
+    flavour: str = "zeroscrolls"  # which scores tables show; cepe: F1 with its rule, ROUGE-L
+
+    @property
+    def cut(self) -> str:
+        return {"head": "right", "tail": "left"}[self.keep]
+
+    def files(self, name: str) -> tuple[str, ...]:
+        return f"{name}/{self.split}.jsonl", f"{name}_{self.split}.jsonl", f"{name}.jsonl"
+
+    def check(self, limits: Limits, key: str) -> None:
+        for field, known in (("keep", ("head", "tail")), ("flavour", ("zeroscrolls", "cepe"))):
+            one_of(f"{key}.{field}", getattr(self, field), known)
+        super().check(limits, key)
+
+    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
+        """One example an id: rows that share one hold several references."""
+        examples: dict[str, Example] = {}
+        for number, row in local_files.rows(path, _FIELDS):
+            if not isinstance(row["output"], str) or not isinstance(row["input"], str):
+                local_files.skip(path, number, "has an input or output that is no text")
+                continue
+            try:
+                example = _example(row, data.name, number)
+            except ValueError as fault:
+                local_files.skip(path, number, str(fault))
+                continue
+            before = examples.get(row["id"], example)
+            references = dict.fromkeys([*before.references, *example.references])
+            examples[row["id"]] = dataclasses.replace(before, references=list(references))
+        yield from examples.values()
+
+    def _fitted(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        """Where the text will be cut at its end, the official line says so."""
+        example = super()._fitted(example, data, tokenizer, length)
+        separator, segments = example.facts["separator"], list(example.segments)
+        count = sum(len(tokenizer.encode(segment.text)) for segment in segments)
+        over = count + example.max_new_tokens * (self.budget_rule == "total") > length
+        last = segments[-1]
+        if self.keep == "head" and over and last.kind == "question":
+            text = separator.rstrip() + "\n\n" + last.text.lstrip()
+            segments[-1] = Segment("question", text)
+        facts = {k: v for k, v in example.facts.items() if k != "separator"}
+        return dataclasses.replace(example, segments=segments, facts=facts)
+
+    def cut_official(self, tokenizer, segments, length: int):
+        """Only the text is cut, whatever counts."""
+        return list(segments), 0
+
+    def judged(self, answer: str, facts: Record) -> dict[str, float]:
+        found = self.known[facts["dataset"]].judged(answer, facts)
+        first = next(iter(found))
+        return {"score": found[_CEPE[first] if self.flavour == "cepe" else first], **found}
+
+
+def _example(row: dict, name: str, line: int) -> Example:
+    """An example from a row of either form; ValueError says what does not fit."""
+    facts = {"id": row["id"], "line": line, "wording": local_files.OWN_WORDING}
+    facts["separator"] = row.get("truncation_seperator") or _SEPARATOR
+    if any(field in row for field in _PLACES):
+        text, places = row["input"], [row.get(field) for field in _PLACES]
+        if not all(isinstance(p, int) for p in places) or not 0 <= places[0] <= places[1]:
+            raise ValueError(f"has places {places}, which are no part of its input")
+        start, stop = places[0], min(places[1], len(text))
+        parts = {
+            "instruction": text[:start],
+            "context_doc": text[start:stop],
+            "question": text[stop:],
+        }
+        segments = [Segment(kind, part) for kind, part in parts.items() if part]
+        facts["wording"] = "official (its input)"
+        return Example(segments, [row["output"]], facts)
+    fields, answer = _scrolls(row, name)
+    template = WORDING[name]
+    facts["template_text"] = local_files.wording_hash(template)
+    return Example(local_files.fill(template, fields), [answer], facts)
+
+
+def _scrolls(row: dict, name: str) -> tuple[dict[str, str], str]:
+    """Fields of a template, and the reference, from a row of SCROLLS."""
+    text, answer = row["input"], row["output"].strip()
+    if name in ("gov_report", "summ_screen_fd"):
+        return {"context": text.strip()}, answer
+    if name == "quality":
+        return _quality(text, answer)
+    question, found, document = text.partition("\n\n")
+    if not found:
+        raise ValueError("has no empty line between question and text")
+    return {"context": document.strip(), "question": question.strip()}, answer
+
+
+def _quality(text: str, answer: str) -> tuple[dict[str, str], str]:
+    """A question, four options (A) to (D), the text; the reference becomes its letter."""
+    form = r"(.*?)\s*\(A\)(.*?)\s*\(B\)(.*?)\s*\(C\)(.*?)\s*\(D\)(.*?)\n\n(.*)"
+    found = re.fullmatch(form, text, re.DOTALL)
+    if found is None:
+        raise ValueError("has no options (A) to (D) between question and text")
+    question, *options, document = (part.strip() for part in found.groups())
+    if answer not in options:
+        raise ValueError(f"has output={answer!r}, none of its options")
+    listed = "\n".join(f"({letter}) {option}" for letter, option in zip("ABCD", options))
+    fields = {"context": document, "question": question, "options": listed}
+    return fields, "ABCD"[options.index(answer)]

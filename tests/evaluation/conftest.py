@@ -1,0 +1,1 @@
+"""Makes this folder's support modules importable from the folders below it."""

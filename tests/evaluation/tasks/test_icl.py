@@ -1,0 +1,110 @@
+"""In-context learning: demonstrations, and four scores against the toy model's losses."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmark_support import TOKENIZER, plan
+from evaluation_support import BigramModel, token_loss
+
+from lcjax.errors import InputError
+from lcjax.evaluation.split import SplitModel
+from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks.icl import SCORES, Icl, option_losses
+
+
+def write(folder: Path, name="sst2", labels=(0, 1), test="validation", count=6) -> str:
+    (folder / name).mkdir(parents=True)
+    for split, size in (("train", 8), (test, count)):
+        rows = [
+            {"text": f"{split} words {i}", "label": labels[i % len(labels)]} for i in range(size)
+        ]
+        (folder / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder)
+
+
+def loss(prompt, option):
+    ids = [*prompt, *option]
+    return sum(token_loss(ids[:place], ids[place]) for place in range(len(prompt), len(ids)))
+
+
+def test_four_scores_are_those_of_the_formulas(tmp_path):
+    task = Icl(path=write(tmp_path), tasks=("sst2",), shots=1)
+    units, model = plan(task), BigramModel()
+    records = [task.score(model, [unit], 3)[0] for unit in units]
+    options = [TOKENIZER.encode(" negative"), TOKENIZER.encode(" positive")]
+    sizes = np.asarray(list(map(len, options)))
+    for unit, record in zip(units, records):
+        assert unit.facts["options"] == ["negative", "positive"]
+        given = np.asarray([loss(unit.tokens.tolist(), option) for option in options])
+        bare = np.asarray([loss([0], option) for option in options])
+        right = unit.facts["options"].index(unit.facts["references"][0])
+        scores = (-given, -given / sizes, bare - given, (bare - given) / sizes)
+        expected = {n: float(np.argmax(v) == right) for n, v in zip(SCORES, scores)}
+        assert {name: record["scores"][name] for name in SCORES} == expected
+        assert record["option_nll"] == pytest.approx(given.tolist())
+        assert record["shown"] == "acc_calib" and record["correct"] == expected["acc_calib"]
+    cell = task.summarise([{**u.facts, **r} for u, r in zip(units, records)])
+    value = pytest.approx(cell["value"])
+    assert cell["sst2:acc_calib"] == value and cell["sst2"] == value
+    assert cell["all:acc"] == pytest.approx(np.mean([r["scores"]["acc"] for r in records]))
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 130])
+def test_losses_of_options_do_not_depend_on_batches_or_padding(size):
+    prompt = [1 + i % 200 for i in range(size)]
+    options = [[5, 9], [7], [3, 4, 8, 1]]
+    expected = [loss(prompt, option) for option in options]
+    for batch in (1, 2, 5):
+        found = option_losses(BigramModel(), prompt, options, batch)
+        assert found.tolist() == pytest.approx(expected)
+
+
+def test_demonstrations_are_balanced_and_drawn_for_every_text(tmp_path):
+    labels = ("card_lost", "top_up", "exchange rate")
+    path = write(tmp_path, "banking77", labels, "test")
+    units = plan(Icl(path=path, tasks=("banking77",), shots=6))
+    texts = [TOKENIZER.decode(unit.tokens) for unit in units]
+    names = sorted(label.replace("_", " ") for label in labels)
+    for unit, text in zip(units, texts):
+        assert unit.facts["options"] == names
+        shown = [
+            line.partition(": ")[2] for line in text.split("\n") if line.startswith("Intent: ")
+        ]
+        assert Counter(shown) == dict.fromkeys(names, 2)
+        assert sorted(shown[:3]) == names and text.endswith("\nIntent:")
+    assert len({text.rpartition("Text:")[0] for text in texts}) > 1
+    again = plan(Icl(path=path, tasks=("banking77",), shots=6))
+    assert [u.digest for u in units] == [u.digest for u in again]
+
+
+def test_the_first_texts_or_shuffled_ones_are_asked(tmp_path):
+    path = write(tmp_path, count=40)
+    first = plan(Icl(path=path, tasks=("sst2",), max_examples=5, order="first"))
+    drawn = plan(Icl(path=path, tasks=("sst2",), max_examples=5))
+    assert [unit.facts["line"] for unit in first] == [1, 2, 3, 4, 5]
+    assert [unit.facts["line"] for unit in drawn] != [1, 2, 3, 4, 5] and len(drawn) == 5
+
+
+@pytest.mark.filterwarnings("ignore:.*fits not.*")
+def test_labels_that_fit_not_are_named_and_memories_refused(tmp_path):
+    path = write(tmp_path)
+    file = tmp_path / "sst2" / "validation.jsonl"
+    bad = [{"text": "a", "label": 7}, {"text": "b", "label": "neutral"}]
+    file.write_text(file.read_text() + "\n" + "\n".join(map(json.dumps, bad)))
+    task = Icl(path=path, tasks=("sst2",))
+    with pytest.warns(UserWarning) as warned:
+        units = plan(task)
+    texts = " ".join(str(warning.message) for warning in warned)
+    assert "validation.jsonl:7" in texts and "validation.jsonl:8" in texts and len(units) == 6
+    with pytest.raises(InputError, match="decoder alone"):
+        task.score(SplitModel(BigramModel(), None, 8, 4), units[:1], 1)
+    limits = Limits((1000,))
+    with pytest.raises(InputError, match="shuffled, first"):
+        Icl(path=path, tasks=("sst2",), order="last").check(limits, "tasks.0")
+    with pytest.raises(InputError, match=r"mr.test\.jsonl is missing"):
+        Icl(path=path, tasks=("mr",)).check(limits, "tasks.0")
+    with pytest.raises(InputError, match="too short"):
+        plan(Icl(path=path, tasks=("sst2",), shots=8), 60)

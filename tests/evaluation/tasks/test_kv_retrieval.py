@@ -1,0 +1,63 @@
+"""Key-value retrieval: what the object holds, where the asked pair is, and what counts."""
+
+import json
+import re
+
+import pytest
+from benchmark_support import TOKENIZER, plan, scored
+from evaluation_support import only_the_run
+
+from lcjax.errors import InputError
+from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks.kv_retrieval import KvRetrieval
+
+
+def held(unit):
+    """The pairs of the object in a prompt."""
+    text = TOKENIZER.decode(unit.tokens)
+    return json.loads(re.search(r"\{.*?\n\}", text, re.DOTALL).group())
+
+
+@pytest.mark.parametrize("length", [600, 2000, 2047])
+@pytest.mark.parametrize("template", ["none", "chat"])
+def test_prompts_are_full_and_hold_the_asked_pair_at_its_depth(length, template):
+    units = plan(KvRetrieval(depths=5, template=template), length)
+    for unit, depth in zip(units, (0, 0.25, 0.5, 0.75, 1)):
+        pairs = held(unit)
+        assert length - 90 < unit.facts["size"] <= length
+        assert len(pairs) == unit.facts["pairs"] and unit.facts["depth"] == depth
+        assert list(pairs).index(unit.facts["key"]) == round(depth * (len(pairs) - 1))
+        assert [pairs[unit.facts["key"]]] == unit.facts["references"]
+        text = TOKENIZER.decode(unit.tokens)
+        assert text.endswith("The value of this key is") and text.count(unit.facts["key"]) == 2
+        assert (unit.tokens == 0).sum() == 1
+    keys = [key for unit in units for key in held(unit)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_same_seed_gives_the_same_object_and_trials_leave_each_other_alone():
+    one, two = plan(KvRetrieval(trials=1), 1000), plan(KvRetrieval(trials=2), 1000)
+    assert [u.digest for u in one] == [u.digest for u in two][::2]
+    assert len({unit.digest for unit in two}) == 20
+
+
+def test_a_word_that_is_the_value_counts_and_a_part_of_it_does_not(tmp_path):
+    task = KvRetrieval(depths=3)
+    units = plan(task, 1000)
+    values = [unit.facts["references"][0] for unit in units]
+    records = scored(task, units, [f' "{values[0]}".', f"x{values[1]}", values[2][:-1]])
+    assert [record["correct"] for record in records] == [1, 0, 0]
+    assert [record["scores"]["substring"] for record in records] == [1, 1, 0]
+    assert task.summarise(records)["value"] == pytest.approx(1 / 3)
+    cells = [{"method": "m", "length": 4000, "trained": 4000, **task.summarise(records)}]
+    with only_the_run():
+        assert len(task.figures(cells, [{**r, "trained": 4000} for r in records], tmp_path)) == 2
+
+
+def test_a_length_without_room_is_refused_and_the_least_one_works():
+    with pytest.raises(InputError, match="at least") as error:
+        plan(KvRetrieval(), 300)
+    least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
+    assert plan(KvRetrieval(), least)
+    with pytest.raises(InputError, match="depths"):
+        KvRetrieval(depths=0).check(Limits((1000,)), "tasks.0")

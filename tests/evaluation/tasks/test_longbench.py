@@ -1,0 +1,275 @@
+"""LongBench from miniature files in the official format: wording, cuts, templates, scores."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from benchmark_support import TOKENIZER, Scripted, plan, scored
+from evaluation_support import config_in, only_the_run, records
+
+from lcjax.config import parse
+from lcjax.errors import InputError
+from lcjax.evaluation import EvalConfig, Method, finished, run
+from lcjax.evaluation.commands.export import export
+from lcjax.evaluation.metrics import longbench as scores
+from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks.longbench import LongBench
+
+CLASSES = ["Food", "Other entity", "Entity", "Food other"]
+ANSWERS = {
+    "trec": "Food other", "lsht": "Food", "passage_count": "12", "code": "return x[0]",
+    "passage_retrieval_en": "Paragraph 3", "passage_retrieval_zh": "段落3",
+}  # fmt: skip
+
+
+def row(name, index=0, context="some text. ", **fields):
+    group = LongBench.known[name].group
+    answer = ANSWERS.get(name, ANSWERS.get(group, f"the blue house {index}"))
+    return {
+        "input": f"What is asked {index}?", "context": context * 20, "answers": [answer],
+        "length": 3000 * (index + 1), "dataset": name, "language": "en", "_id": f"{name}{index}",
+        "all_classes": CLASSES if name in ("trec", "lsht") else None, **fields,
+    }  # fmt: skip
+
+
+def write(folder: Path, names, count=2, suffix="", **fields) -> str:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        lines = [json.dumps(row(name, index, **fields)) for index in range(count)]
+        (folder / f"{name}{suffix}.jsonl").write_text("\n".join(lines) + "\n")
+    return str(folder)
+
+
+class _Jieba:
+    @staticmethod
+    def cut(text, cut_all):
+        return iter(text.split())
+
+
+@pytest.fixture
+def jieba(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jieba", _Jieba)
+
+
+def test_right_answers_to_all_tasks_give_1_and_each_group_its_mean(tmp_path, jieba):
+    task = LongBench(path=write(tmp_path, LongBench.known))
+    units = plan(task)
+    assert len(units) == 2 * 21
+    answers = [unit.facts["references"][0] for unit in units]
+    for index, unit in enumerate(units):
+        if task.known[unit.facts["dataset"]].first_line:
+            answers[index] = f"\n{answers[index]}\nand more"
+    found = scored(task, units, answers)
+    cell = task.summarise(found)
+    means = cell["value"], cell["flat"], cell["category_macro"]
+    assert means == pytest.approx((1, 1, 1))
+    assert {name: cell[name] for name in task.known} == pytest.approx(dict.fromkeys(task.known, 1))
+    assert cell["windows"] == 42 and cell["empty"] == 0
+    low, high = task.interval(found)
+    assert low <= cell["value"] + 1e-9 and high >= cell["value"] - 1e-9
+
+
+def test_a_few_shot_answer_counts_up_to_its_first_line_and_another_one_as_a_whole(tmp_path):
+    task = LongBench(path=write(tmp_path, ("triviaqa", "hotpotqa"), 1), tasks=("en",))
+    with pytest.raises(InputError, match=r"narrativeqa\.jsonl is missing.*THUDM/LongBench"):
+        task.check(Limits((4000,)), "tasks.0")
+    task = LongBench(path=task.path, tasks=("triviaqa", "hotpotqa"))
+    hotpot, trivia = scored(task, plan(task), lambda _: "\nblue house 0\nred red")
+    assert trivia["scores"]["qa_f1"] == 1.0
+    assert hotpot["scores"]["qa_f1"] == pytest.approx(0.75)
+    lceg = LongBench(path=task.path, tasks=task.tasks, first_lines="lceg")
+    assert lceg.rescored({**hotpot, "window": 0}, TOKENIZER)["correct"] == 1.0
+
+
+def test_the_mean_over_data_sets_or_over_categories_is_what_the_settings_name(tmp_path):
+    names = ("hotpotqa", "musique", "lcc")
+    path = write(tmp_path, names)
+
+    def answer(text):
+        return "return x[0]" if "line" in text else "nothing"
+
+    flat = LongBench(path=path, tasks=names)
+    found = scored(flat, plan(flat), answer)
+    macro = LongBench(path=path, tasks=names, aggregate="category_macro")
+    assert flat.summarise(found)["value"] == pytest.approx(1 / 3)
+    assert macro.summarise(found)["value"] == pytest.approx(0.5)
+    cell = macro.summarise(found)
+    assert cell["aggregate"] == "category_macro(hotpotqa,musique,lcc)"
+    assert (cell["category:code"], cell["category:multi_doc_qa"]) == (1, 0)
+    assert "mean of 3" in flat.metric.title and "category" in macro.metric.title
+
+
+def test_code_is_scored_by_the_backend_that_is_named(tmp_path):
+    path = write(tmp_path, ("lcc",), 1)
+    answer = "return y[10]"
+    for name, score in (("indel", scores.code_indel), ("difflib", scores.code_difflib)):
+        task = LongBench(path=path, tasks=("lcc",), code_metric=name)
+        (record,) = scored(task, plan(task), lambda _: answer)
+        assert record["correct"] == score(answer, "return x[0]")
+        assert {"code_indel", "code_difflib"} <= set(record["scores"])
+
+
+def test_official_wording_is_read_from_the_folder_and_records_say_so(tmp_path, monkeypatch):
+    path = write(tmp_path, ("trec", "hotpotqa"), 1)
+    task = LongBench(path=path, tasks=("trec", "hotpotqa"))
+    assert {unit.facts["wording"] for unit in plan(task)} == {"lcjax-1"}
+    (tmp_path / "config").mkdir()
+    prompts = {"trec": "Types.\n{context}\n{input}", "hotpotqa": "Read {context}\nQ: {input}\nA: "}
+    (tmp_path / "config" / "dataset2prompt.json").write_text(json.dumps(prompts))
+    hotpot, trec = plan(task)
+    assert hotpot.facts["wording"] == "official (dataset2prompt.json)"
+    text = "some text. " * 20
+    assert TOKENIZER.decode(hotpot.tokens) == f"Read {text}\nQ: What is asked 0?\nA: "
+    assert TOKENIZER.decode(trec.tokens) == f"Types.\n{text}\nWhat is asked 0?"
+    ((start, stop),) = hotpot.payload.movable
+    assert TOKENIZER.decode(hotpot.tokens[start:stop]).strip() == text.strip()
+
+
+def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path, monkeypatch):
+    package = tmp_path / "site" / "lm_eval"
+    (package / "tasks" / "longbench").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError\n")
+    (package / "tasks" / "longbench" / "hotpotqa.yaml").write_text(
+        'doc_to_text: "From: {{context}}\\nQ: {{question}}"\nprocess: !function metrics.f1\n'
+    )
+    info = tmp_path / "site" / "lm_eval-0.4.13.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lm_eval\nVersion: 0.4.13\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    task = LongBench(path=write(tmp_path / "data", ("hotpotqa",), 1), tasks=("hotpotqa",))
+    (unit,) = plan(task)
+    assert unit.facts["wording"] == "lm-eval 0.4.13"
+    assert TOKENIZER.decode(unit.tokens).startswith("From: some text.")
+    assert TOKENIZER.decode(unit.tokens).endswith("\nQ: What is asked 0?")
+
+
+def official_cut(text: str, limit: int) -> list[int]:
+    ids = [0, *TOKENIZER.encode(text)]
+    if len(ids) > limit:
+        half = limit // 2
+        text = "".join(
+            TOKENIZER.decode(part, skip_special=True) for part in (ids[:half], ids[-half:])
+        )
+    return [0, *TOKENIZER.encode(text)]
+
+
+@pytest.mark.parametrize("length", [700, 901, 1200, 5000])
+def test_a_prompt_over_the_budget_loses_its_middle_as_in_the_official_script(tmp_path, length):
+    path = write(tmp_path, ("hotpotqa",), 1, context="abcd efgh ")
+    (tmp_path / "dataset2prompt.json").write_text(
+        json.dumps({"hotpotqa": "Read this:\n{context}\nQuestion: {input}\nAnswer:"})
+    )
+    task = LongBench(path=path, tasks=("hotpotqa",), reserve=600)
+    (unit,) = plan(task, length)
+    whole = f"Read this:\n{'abcd efgh ' * 20}\nQuestion: What is asked 0?\nAnswer:"
+    assert unit.tokens.tolist() == official_cut(whole, length - 600)
+    assert len(unit.tokens) <= max(length - 600, 1)
+    assert (unit.facts["cut_tokens"] > 0) == (len(whole) + 1 > length - 600)
+    if length > 700:
+        ((start, stop),) = unit.payload.movable
+        assert "Question" not in TOKENIZER.decode(unit.tokens[start:stop])
+
+
+def test_a_chat_template_goes_around_all_but_few_shot_and_code_and_is_not_counted(tmp_path):
+    names = ("hotpotqa", "trec", "lcc")
+    task = LongBench(path=write(tmp_path, names, 1), tasks=names, template="chat", reserve=900)
+    hotpot, trec, lcc = plan(task, 1000)
+    assert TOKENIZER.decode(hotpot.tokens).endswith("Answer:[end][assistant]")
+    assert hotpot.payload.tokens("instruction", "context_doc", "question", "bos") <= 100
+    for unit in (trec, lcc):
+        assert "[user]" not in TOKENIZER.decode(unit.tokens) and len(unit.tokens) <= 100
+    assert "answer_prefix" in hotpot.facts["budget"] and "new" not in hotpot.facts["budget"]
+    whole = LongBench(path=task.path, tasks=names, template="chat", budget_rule="total")
+    for unit in plan(whole, 420):
+        assert unit.facts["size"] <= 420
+        # lcc's prompt holds no input.
+        assert ("What is asked 0?" in TOKENIZER.decode(unit.tokens)) != (unit.index == 2)
+
+
+def test_a_line_that_is_broken_is_named_and_the_others_go_on(tmp_path):
+    path = Path(write(tmp_path, ("hotpotqa",), 2)) / "hotpotqa.jsonl"
+    lines = path.read_text().splitlines()
+    bad = ["{not json", json.dumps({"input": "x"}), json.dumps({**row("hotpotqa"), "answers": "a"})]
+    path.write_text("\n".join([lines[0], *bad, "", lines[1]]))
+    task = LongBench(path=str(tmp_path), tasks=("hotpotqa",))
+    with pytest.warns(UserWarning) as warned:
+        units = plan(task)
+    assert [unit.facts["line"] for unit in units] == [1, 6]
+    texts = [str(warning.message) for warning in warned]
+    assert [f"hotpotqa.jsonl:{n}" in text for n, text in zip((2, 3, 4), texts)] == [True] * 3
+    assert "context" in texts[1] and "answers" in texts[2]
+    path.write_text("\n")
+    with pytest.raises(InputError, match="not the official file"):
+        plan(task)
+
+
+def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
+    path = write(tmp_path, ("qasper", "lcc"), 3, suffix="_e")
+    task = LongBench(path=path, tasks=("qasper", "lcc"), e=True)
+    assert len(LongBench(e=True).chosen()) == 13
+    found = scored(task, plan(task), lambda text: "the blue house 0" if "paper" in text else "")
+    cell = task.summarise(found)
+    assert task.label == "longbench_e"
+    assert cell["qasper_0_4k"] == 1 and cell["words_0_4k"] == 0.5
+    assert cell["qasper_8k"] == cell["qasper_4_8k"] == pytest.approx(2 / 3)
+    with pytest.raises(InputError, match="LongBench-E"):
+        LongBench(path=path, tasks=("narrativeqa",), e=True).check(Limits((4000,)), "tasks.0")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tasks": ("hotpot",)}, "hotpot is none of"),
+        ({"path": "nowhere"}, "is no folder.*data.zip"),
+        ({"aggregate": "mean"}, "flat, category_macro"),
+        ({"code_metric": "bleu"}, "indel, difflib"),
+        ({"first_lines": "all"}, "official, lceg"),
+        ({"budget_rule": "none"}, "official, total"),
+        ({"max_examples": 0}, "max_examples"),
+        ({"reserve": 4000}, "leaves no room"),
+        ({"tasks": ("multifieldqa_zh",)}, "pip install jieba"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path, monkeypatch, fields, words):
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    path = write(tmp_path, ("hotpotqa", "multifieldqa_zh"), 1)
+    task = LongBench(**{"path": path, "tasks": ("hotpotqa",), **fields})
+    with pytest.raises(InputError, match=words):
+        task.check(Limits((4000,)), "tasks.0")
+
+
+def test_a_command_line_runs_it_and_writes_records_and_tables(tmp_path):
+    path = write(tmp_path / "longbench", ("hotpotqa", "trec"))
+    config = config_in(tmp_path)
+    arguments = ["--tasks", f"[{{type: longbench, path: {path}, tasks: [trec, hotpotqa]}}]"]
+    arguments += ["--lengths", "[900]", "--run.folder", config.run.folder]
+    config = parse(EvalConfig, arguments)
+    with only_the_run():
+        report = run(config, load=lambda _: Scripted(lambda text: "Food other"))
+    (cell,) = report.cells
+    assert (cell["trec"], cell["hotpotqa"], cell["value"]) == (1, 0, 0.5)
+    found = records(config, "longbench")
+    assert len(found) == 4 and found[0]["dataset"] == "hotpotqa"
+    assert found[0]["answer"] == "Food other" and found[0]["references"] == ["the blue house 0"]
+    assert "LongBench, mean of 2" in report.text and "category:few_shot" in report.text
+    (entry,) = report.summary["tasks"]
+    assert entry["aggregates"]["base"]["flat"] == 50  # in percent, as papers print it
+
+
+def test_predictions_go_back_to_the_official_scorer_with_its_numbers(tmp_path):
+    task = LongBench(path=write(tmp_path / "data", ("trec",)), tasks=("trec",))
+    model = Scripted(lambda text: "Food other" if "asked 0" in text else "none")
+    config = dataclasses.replace(
+        config_in(tmp_path), tasks=(task,), lengths=(900,), methods=(Method("base"),)
+    )
+    with only_the_run():
+        run(config, load=lambda _: model)
+    (predictions, result) = export(
+        finished.read(config.run.folder), ["longbench"], tmp_path / "out"
+    )
+    rows = [json.loads(line) for line in predictions.read_text().splitlines()]
+    assert [row["pred"] for row in rows] == ["Food other", "none"]
+    assert rows[0]["all_classes"] == CLASSES and rows[0]["length"] == 3000
+    assert json.loads(result.read_text()) == {"trec": 50.0}

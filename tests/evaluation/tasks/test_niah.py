@@ -1,0 +1,129 @@
+"""Needles in a haystack, looked at token by token, and what their answers are worth."""
+
+import re
+
+import numpy as np
+import pytest
+from evaluation_support import BigramModel, ByteTokenizer
+
+from lcjax.errors import InputError
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks.haystack import Haystack
+from lcjax.evaluation.tasks.niah import Niah
+
+TOKENIZER = ByteTokenizer()
+ESSAY = "One sentence is short. Another one, which follows it, is rather longer! Is a third one? "
+TEXTS = [("a", ESSAY * 20), ("b", "Here begins the second text. " * 30), ("c", "tiny")]
+
+
+def plan(task, length, seed=0, texts=TEXTS, tokenizer=TOKENIZER):
+    limits = Limits((length,), seed=seed)
+    task.check(limits, "tasks.0")
+    return task.plan(Corpus(texts, tokenizer), length, limits)
+
+
+@pytest.mark.parametrize("template", ["none", "chat"])
+@pytest.mark.parametrize("needle", ["random", "kamradt"])
+@pytest.mark.parametrize("length", [700, 3001])
+def test_a_needle_stands_after_a_sentence_in_a_prompt_that_fills_the_length(
+    length, needle, template
+):
+    units = plan(Niah(depths=5, trials=2, needle=needle, template=template), length)
+    assert len(units) == 10
+    for unit in units:
+        assert len(unit.tokens) + 50 == unit.facts["size"] == length
+        assert unit.tokens[0] == 0 and (unit.tokens == 0).sum() == 1
+        text, sentence = TOKENIZER.decode(unit.tokens), unit.facts["needle"]
+        assert text.count(sentence) == 1 and unit.facts["references"][0] in sentence
+        start = unit.facts["needle_start"]
+        assert TOKENIZER.decode(unit.tokens[start:]).startswith(" " + sentence)
+        before = TOKENIZER.decode(unit.tokens[:start])
+        assert re.search(r"([.!?]|\n\n)$", before) or unit.facts["depth"] == 1
+
+
+def test_depths_are_even_up_to_a_sentence_and_the_last_one_is_the_end():
+    units = plan(Niah(depths=11), 4000)
+    spans = [next(s for s in u.payload.spans if s.kind == "context_doc") for u in units]
+    starts = [u.facts["needle_start"] - s.start for u, s in zip(units, spans)]
+    assert starts == sorted(starts) and starts[0] == 0
+    for unit, span, start in zip(units, spans, starts):
+        room = span.stop - span.start - len(unit.facts["needle"]) - 1
+        assert 0 <= unit.facts["depth"] * room - start <= 60
+    text = TOKENIZER.decode(units[-1].tokens)
+    assert f"{units[-1].facts['needle']}\n\nQuestion:" in text
+
+
+def test_the_haystack_is_the_documents_in_order_and_begins_again():
+    haystack = Haystack(Corpus(TEXTS, TOKENIZER), 10**6)
+    whole = TOKENIZER.decode(haystack.first(5000))
+    once = ESSAY * 20 + "\n\n" + TEXTS[1][1] + "\n\n"
+    assert whole == (once * 3)[:5000]
+    with pytest.raises(InputError, match="no document of the haystack"):
+        Haystack(Corpus(TEXTS[2:], TOKENIZER), 100)
+
+
+def test_only_the_documents_that_a_length_needs_are_tokenised():
+    class Counting(ByteTokenizer):
+        def encode(self, text, *, allow_special=False):
+            assert "second" not in text, "the first document is enough"
+            return super().encode(text, allow_special=allow_special)
+
+    assert plan(Niah(depths=2), 1500, tokenizer=Counting())
+
+
+def test_the_same_seed_gives_the_same_needles_whatever_else_is_asked():
+    def values(**fields):
+        seed = fields.pop("seed", 0)
+        found = plan(Niah(**fields), 1500, seed)
+        return {(u.facts["depth"], u.facts["trial"]): u.facts["references"][0] for u in found}
+
+    more, fewer = values(depths=3, trials=3), values(depths=2, trials=1)
+    assert {key: more[key] for key in fewer} == fewer
+    assert len(set(more.values())) == 9 and values(depths=2, trials=1, seed=1) != fewer
+
+
+def test_answers_are_scored_by_the_value_and_by_words():
+    task = Niah(depths=1)
+    (unit,) = plan(task, 1000)
+    value = unit.facts["references"][0]
+    right = task.judge(f" {value}.", unit, TOKENIZER)
+    assert right["value_match"] == 1 and 0 < right["rouge1_f"] < 1
+    whole = task.judge(unit.facts["needle"], unit, TOKENIZER)
+    assert set(whole.values()) == {1.0}
+    assert set(task.judge("no idea", unit, TOKENIZER).values()) == {0.0}
+
+
+def test_the_share_of_found_needles_comes_from_the_records():
+    model, task = BigramModel(trained=1000), Niah(depths=5, trials=2)
+    cells, records = [], []
+    for length in (700, 3000):
+        units = plan(task, length)
+        found = [
+            {"method": "fake", "length": length, **u.facts, **score}
+            for u, score in zip(units, task.score(model, units, len(units)))
+        ]
+        records += found
+        cells.append({"method": "fake", "length": length, "trained": 1000, **task.summarise(found)})
+    # The fake repeats the last number that it sees.
+    assert cells[0]["value"] == 1.0 and 0 < cells[1]["value"] < 0.6
+    found = task.aggregates(cells, records)["fake"]
+    assert found["mean_within_trained"] == 1.0
+    assert found["mean"] == pytest.approx(np.mean([c["value"] for c in cells]), abs=1e-4)
+
+
+def test_a_length_without_room_is_refused_and_the_least_one_works():
+    with pytest.raises(InputError, match="at least") as error:
+        plan(Niah(needle="kamradt"), 100)
+    least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
+    assert plan(Niah(needle="kamradt"), least)
+    with pytest.raises(InputError):
+        plan(Niah(needle="kamradt"), least - 1)
+
+
+@pytest.mark.parametrize(
+    "field", [{"needle": "hay"}, {"measure": "judge"}, {"depths": 0}, {"template": "x"}]
+)
+def test_settings_that_cannot_work_are_refused(field):
+    with pytest.raises(InputError, match=next(iter(field))):
+        Niah(**field).check(Limits((1000,)), "tasks.1")

@@ -1,0 +1,95 @@
+"""Open-domain questions with passages, from miniature files in the format of CEPE's."""
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmark_support import TOKENIZER, plan, scored
+
+from lcjax.errors import InputError
+from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks.open_qa import OpenQa
+
+
+def row(index, answers, count=12):
+    passages = [{"title": f"T{rank}", "text": f"text {index} {rank}.", "score": str(9 - rank)}
+                for rank in range(count)]  # fmt: skip
+    return {"question": f"who is number {index}?", "answer": answers, "ctxs": passages}
+
+
+def write(folder: Path, name="nq-open", test="test.jsonl") -> str:
+    (folder / name).mkdir(parents=True)
+    rows = [row(index, [f"man {index}", "The Man"]) for index in range(3)]
+    (folder / name / test).write_text("\n".join(map(json.dumps, rows)))
+    train = [row(index, [f"man {index}"]) for index in range(2, 8)]
+    if name != "popqa":
+        (folder / name / "train.jsonl").write_text("\n".join(map(json.dumps, train)))
+    return str(folder)
+
+
+def test_demonstrations_come_first_then_as_many_passages_as_named(tmp_path):
+    task = OpenQa(path=write(tmp_path), tasks=("nq_1", "nq_5"))
+    units = plan(task)
+    assert [unit.facts["passages"] for unit in units] == [1] * 3 + [5] * 3
+    text = TOKENIZER.decode(units[3].tokens)
+    blocks = text.split("\n\n")
+    assert [block.split(" ")[0] for block in blocks] == [
+        *["Passage", "Question:"] * 2, *["Passage"] * 5, "Question:",
+    ]  # fmt: skip
+    assert blocks[-1] == "Question: who is number 0?\nAnswer:"
+    assert blocks[4:9] == [f"Passage (T{rank}): text 0 {rank}." for rank in range(5)]
+    shown = [block for block in blocks[:4] if block.startswith("Question")]
+    # Number 2 stands in both files: what is asked is no demonstration.
+    assert all("number 2?" not in block and " man " in block for block in shown)
+    assert len(units[3].payload.movable) == 7
+    again = plan(OpenQa(path=task.path, tasks=task.tasks))
+    assert [u.digest for u in units] == [u.digest for u in again]
+    assert [u.digest for u in units] != [u.digest for u in plan(OpenQa(path=task.path,
+            tasks=task.tasks, seed=1))]  # fmt: skip
+
+
+def test_popqas_demonstrations_are_its_other_questions(tmp_path):
+    for unit in plan(OpenQa(path=write(tmp_path, "popqa"), tasks=("popqa_1",))):
+        text = TOKENIZER.decode(unit.tokens)
+        assert text.count(unit.facts["question"]) == 1 and text.count("\nAnswer: man") == 2
+
+
+def test_any_alias_counts_and_other_scores_stand_beside(tmp_path):
+    task = OpenQa(path=write(tmp_path), tasks=("nq_1",), demonstrations=0)
+    units = plan(task)
+    assert all(TOKENIZER.decode(unit.tokens).count("Question:") == 1 for unit in units)
+    records = scored(task, units, ["the man", " Man 1.", "man 2 or so"])
+    assert [record["correct"] for record in records] == [1, 1, 0]
+    assert records[2]["scores"]["substring_match"] == 1
+    assert 0 < records[2]["scores"]["f1"] < 1
+    cell = task.summarise(records)
+    assert (cell["value"], cell["nq_1"]) == pytest.approx((2 / 3, 2 / 3))
+
+
+def test_passages_are_cut_before_the_question(tmp_path):
+    task = OpenQa(path=write(tmp_path), tasks=("nq_10",))
+    for unit in plan(task, 350):
+        assert unit.facts["size"] <= 350 and unit.facts["truncated"] > 0
+        text = TOKENIZER.decode(unit.tokens)
+        assert text.endswith(f"{unit.facts['question']}\nAnswer:") and text.startswith(
+            "Passage (T0)"
+        )
+
+
+def test_fewer_examples_are_drawn_and_odd_lines_left_out(tmp_path):
+    path = Path(write(tmp_path)) / "nq-open" / "test.jsonl"
+    bad = {**row(7, ["x"]), "ctxs": [{"title": "no text"}]}
+    path.write_text(path.read_text() + "\n" + json.dumps(bad))
+    task = OpenQa(path=str(tmp_path), tasks=("nq_1",), max_examples=2)
+    with pytest.warns(UserWarning, match=r"test\.jsonl:4 has a passage without a text"):
+        units = plan(task)
+    assert len(units) == 2
+
+
+def test_missing_files_are_named(tmp_path):
+    task = OpenQa(path=write(tmp_path), tasks=("nq_1",))
+    (tmp_path / "nq-open" / "train.jsonl").unlink()
+    with pytest.raises(InputError, match=r"train\.jsonl is missing.*CEPE"):
+        task.check(Limits((1000,)), "tasks.0")
+    with pytest.raises(InputError, match=r"popqa.test\.jsonl is missing"):
+        OpenQa(path=task.path, tasks=("popqa",)).check(Limits((1000,)), "tasks.0")

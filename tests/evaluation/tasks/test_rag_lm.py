@@ -1,0 +1,101 @@
+"""Perplexity with retrieved chunks, against the toy model's losses one by one."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from evaluation_support import BigramModel, ByteTokenizer, token_loss
+
+from lcjax.errors import InputError
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks.rag_lm import RagLm
+
+TOKENIZER = ByteTokenizer()
+SMALL = {"decoder": 12, "scored": 8, "chunk": 4}
+
+
+def ids(seed, size):
+    return np.random.default_rng(seed).integers(1, 257, size).tolist()
+
+
+def write(folder, rows):
+    path = folder / "chunks.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def plan(task, length):
+    limits = Limits((length,))
+    task.check(limits, "tasks.0")
+    return task.plan(Corpus([], TOKENIZER), length, limits)
+
+
+def cell(task, units):
+    model = BigramModel()
+    found = [task.score(model, [unit], 2)[0] for unit in units]
+    return task.summarise([{**unit.facts, **record} for unit, record in zip(units, found)])
+
+
+def expected(tokens):
+    losses = [
+        token_loss(tokens[:place], tokens[place]) for place in range(len(tokens) - 8, len(tokens))
+    ]
+    return math.fsum(losses) / 8
+
+
+def test_chunks_stand_before_the_text_the_best_next_to_it_and_only_its_end_is_scored(tmp_path):
+    chunks = [{"ids": ids(i, 4), "score": score} for i, score in enumerate((0.5, 2.0, 1.0))]
+    task = RagLm(path=write(tmp_path, [{"input_ids": ids(9, 12), "chunks": chunks}]), **SMALL)
+    (unit,) = plan(task, 20)
+    assert unit.tokens.tolist() == ids(2, 4) + ids(1, 4) + ids(9, 12)
+    (bare,) = plan(task, 12)
+    assert bare.tokens.tolist() == ids(9, 12)
+    for one in (unit, bare):
+        assert cell(task, [one])["value"] == pytest.approx(math.exp(expected(one.tokens.tolist())))
+        assert cell(task, [one])["tokens_scored"] == 8
+
+
+def test_domains_count_alike_and_texts_are_tokenised(tmp_path):
+    rows = [
+        {"text": "abcdefghijklmnop", "chunks": [{"text": "wxyz!"}, {"text": "1234"}], "domain": d}
+        for d in ("arxiv", "arxiv", "books")
+    ]
+    rows[2]["text"] = "ponmlkjihgfedcba"
+    task = RagLm(path=write(tmp_path, rows), **SMALL)
+    units = plan(task, 16)
+    assert TOKENIZER.decode(units[0].tokens) == "wxyzabcdefghijkl"
+    found = cell(task, units)
+    values = [math.exp(expected(units[i].tokens.tolist())) for i in (0, 2)]
+    assert found["value"] == pytest.approx(sum(values) / 2)
+    assert found["domain:books"] == pytest.approx(values[1])
+
+
+def test_rows_that_do_not_reach_are_left_out_and_named(tmp_path):
+    good = {"input_ids": ids(1, 12), "chunks": [{"ids": ids(2, 4)}]}
+    rows = [{**good, "input_ids": [1, 2]}, good, {**good, "chunks": [{"score": 1}]}, {"text": "a"}]
+    task = RagLm(path=write(tmp_path, rows), **SMALL)
+    with pytest.warns(UserWarning) as warned:
+        assert len(plan(task, 16)) == 1
+    texts = [str(warning.message) for warning in warned]
+    assert [f"chunks.jsonl:{n}" in text for n, text in zip((1, 3, 4), texts)] == [True] * 3
+    assert plan(RagLm(path=write(tmp_path, [good]), **SMALL), 20) == []
+    assert task.reach(Corpus([], TOKENIZER))[0] == 16
+
+
+@pytest.mark.parametrize(
+    ("length", "fields", "words"),
+    [
+        (18, {}, "nearest: 20"),
+        (8, {}, "nearest: 12"),
+        (12, {"scored": 12}, "must be below"),
+        (12, {"path": "nowhere"}, "is no file"),
+        (12, {"chunk": 0}, "chunk"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path, length, fields, words):
+    path = write(tmp_path, [{"input_ids": ids(1, 12), "chunks": []}])
+    task = RagLm(**{"path": path, **SMALL, **fields})
+    with pytest.raises(InputError, match=words):
+        task.check(Limits((length,)), "tasks.0")

