@@ -99,7 +99,7 @@ def _read_and_write(
         closing = new // marks.every + 1
     tokens, segments, padding, ends = _lay_out(prompts, chunk, marks)
     texts = np.array([len(prompt) for prompt in prompts])
-    rotations = _Rotations(rotation, texts, new + closing, exact)
+    rotations = Rotations(rotation, texts, new + closing, exact)
     # A block that one row fills takes a slot of all rows.
     length = cache_lib.whole_blocks(tokens.shape[1] + new + len(prompts) * closing)
     rotated = False if exact else None  # as the pattern wants it
@@ -107,7 +107,7 @@ def _read_and_write(
         model.config, len(prompts), length, chunk=chunk, rotated=rotated, mesh=mesh
     )
     positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
-    for start in _starts(tokens.shape[1], chunk):
+    for start in starts(tokens.shape[1], chunk):
         part = slice(*start)
         logits, cache = prefill(
             model,
@@ -183,7 +183,7 @@ def _lay_out(prompts, chunk: int, marks: Landmarks | None):
     The latter [B] is the token, counted from the end, that knows what follows; None: the last one.
     """
     if marks is None:
-        return *_pad_left(prompts, chunk), None
+        return *pad_left(prompts, chunk), None
     return aligned(prompts, _bucketed(max(map(len, prompts)), chunk), marks)
 
 
@@ -203,7 +203,7 @@ def _place(count, marks: Landmarks | None):
     return segments, np.concatenate([position, position + 1], 1), ends
 
 
-class _Rotations:
+class Rotations:
     """The rotation of every row before each step, in the shapes of one compiled call."""
 
     def __init__(self, rotation, lengths, new_tokens, exact):
@@ -267,7 +267,7 @@ def _overlap(text: str, stops: Sequence[str]) -> int:
     return max(sizes, default=0)
 
 
-def _pad_left(prompts, chunk):
+def pad_left(prompts, chunk):
     """tokens and segments int32 [B, T], and the padding [B] before each prompt."""
     longest = _bucketed(max(len(prompt) for prompt in prompts), chunk)
     tokens = np.zeros((len(prompts), longest), np.int32)
@@ -303,7 +303,7 @@ def _bucketed(length: int, chunk: int) -> int:
     return whole * chunk + min(between if rest <= between else octave, chunk)
 
 
-def _starts(length: int, chunk: int) -> list[tuple[int, int]]:
+def starts(length: int, chunk: int) -> list[tuple[int, int]]:
     """Chunks of the prompt; the odd one comes first, where there is least to attend to."""
     first = length % chunk
     edges = ([0, first] if first else [0]) + list(range(first + chunk, length + 1, chunk))

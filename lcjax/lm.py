@@ -19,6 +19,7 @@ from lcjax.attention import Landmark, Pattern
 from lcjax.build import ModelSection, Settings, build, resolve_rope
 from lcjax.contexts import Contexts, Row, ask, bucketed, chunk_size, cut, passages, search
 from lcjax.contexts import encode as encode_chunks
+from lcjax.continuations import Continuation, by_cache, by_rows
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
 from lcjax.generate import Piece, Sampling
@@ -233,12 +234,7 @@ class LanguageModel:
           context: what every row reads beside its tokens, as `encode_contexts` takes or gives it.
             Where nothing has been asked of it, it is searched for the token before `first`.
         """
-        if self.config.pattern.prefill_only:
-            kind = Pattern.get_choice_name(type(self.config.pattern))
-            raise InputError(
-                f"model.pattern.type={kind} lets later tokens choose what earlier ones see, so a"
-                " text has no score under it; it is for reading prompts"
-            )
+        self._check_scores()
         tokens = np.asarray(tokens, np.int32)
         rows, length = tokens.shape
         if not 1 <= first < length:
@@ -257,6 +253,35 @@ class LanguageModel:
         if lengths is not None:
             nll[np.arange(length)[None] >= np.asarray(lengths)[:, None]] = 0
         return nll
+
+    def _check_scores(self) -> None:
+        if self.config.pattern.prefill_only:
+            kind = Pattern.get_choice_name(type(self.config.pattern))
+            raise InputError(
+                f"model.pattern.type={kind} lets later tokens choose what earlier ones see, so a"
+                " text has no score under it; it is for reading prompts"
+            )
+
+    def continuations(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[Sequence[int]]],
+        *,
+        context: Contexts | Sequence[Row] | None = None,
+    ) -> list[list[Continuation]]:
+        """What it says of each continuation of each prompt (token ids), the prompt read once.
+
+        `context` is what every prompt reads beside it, as in `generate`.
+        """
+        self._check_scores()
+        if isinstance(self.config.pattern, Landmark):
+            more = {"context": context}
+            nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
+            return by_rows(nll, stream, prompts, continuations)
+        return by_cache(
+            self._model, self.params, prompts, continuations, rotation=self.rotation,
+            memory=self._memory(context, prompts),
+        )  # fmt: skip
 
     def _scored(self, tokens: np.ndarray, first: int, memory: Encoded | None) -> np.ndarray:
         """float32 [B, T - first] by a program that serves texts and starts of about this length."""

@@ -9,12 +9,14 @@ more than one passage and the text: any decoder can read any number of them.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from lcjax.contexts import Row, passages
+from lcjax.continuations import Continuation, by_rows
 from lcjax.errors import InputError, whole_number
 from lcjax.generate import Piece, Sampling
 from lcjax.lm import LanguageModel
@@ -73,6 +75,19 @@ class Replug:
         scored = np.arange(length)
         scored = (scored >= first) & (scored < lengths[:, None])
         return np.where(scored, mixed, 0).astype(np.float32)
+
+    def continuations(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[Sequence[int]]],
+        *,
+        context: Sequence[Row],
+        scores: Scores | None = None,
+    ) -> list[list[Continuation]]:
+        """What the mixture says of each continuation of each prompt; as `LanguageModel`'s."""
+        more = {"context": context, "scores": scores}
+        nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
+        return by_rows(nll, stream, prompts, continuations)
 
     def generate(
         self,

@@ -280,12 +280,12 @@ def test_bad_requests_are_refused_in_one_line(params):
 
 @pytest.mark.parametrize("chunk", [40, 1024, 4096, 10**9])
 def test_prompts_of_all_lengths_are_read_in_a_few_compiled_shapes(chunk):
-    from lcjax.generate import _bucketed, _starts
+    from lcjax.generate import _bucketed, starts
 
     sizes = set()
     for length in range(1, 9000):
         padded = _bucketed(length, chunk)
-        parts = _starts(padded, chunk)
+        parts = starts(padded, chunk)
         assert parts[0][0] == 0 and parts[-1][1] == padded >= length
         sizes |= {stop - start for start, stop in parts}
         # What is read for nothing: a third of the odd chunk, or a few dozen tokens.

@@ -14,6 +14,7 @@ import numpy as np
 
 from lcjax.contexts import chunk_size
 from lcjax.contexts import cut as chunks_of
+from lcjax.continuations import Continuation
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
@@ -90,6 +91,10 @@ class ContextSplit:
         prompts = [[*part.head, *part.rest] for part in parts]
         return model.generate(prompts, sampling, context=self._encoded(model, passages, chunk))
 
+    def continuations(self, model, parts: list["Part"], options, passages: list, chunk: int):
+        prompts = [[*part.head, *part.rest] for part in parts]
+        return model.continuations(prompts, options, context=self._encoded(model, passages, chunk))
+
     def _encoded(self, model, passages: list, chunk: int):
         return model.encode_contexts(passages, chunk=chunk)
 
@@ -132,6 +137,15 @@ class ReplugSplit(ContextSplit):
         return Replug(model, batch=len(tokens)).nll(tokens, context=passages, **options)
 
     def generate(self, model, parts: list["Part"], sampling, passages: list, chunk: int):
+        prompts, context = self._read(parts, passages)
+        return Replug(model).generate(prompts, sampling, context=context)
+
+    def continuations(self, model, parts: list["Part"], options, passages: list, chunk: int):
+        prompts, context = self._read(parts, passages)
+        replug = Replug(model, batch=len(prompts))
+        return replug.continuations(prompts, options, context=context)
+
+    def _read(self, parts: list["Part"], passages: list) -> tuple[list, list]:
         """Every passage has the beginning of the prompt, such as BOS and instruction, before it."""
         context = [
             [np.concatenate([part.head, passage]) for passage in own]
@@ -141,7 +155,7 @@ class ReplugSplit(ContextSplit):
             list(part.rest) if own else [*part.head, *part.rest]
             for part, own in zip(parts, passages, strict=True)
         ]
-        return Replug(model).generate(prompts, sampling, context=context)
+        return prompts, context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,22 +200,37 @@ class SplitModel:
         `movable` are first and end of the documents of each prompt, which alone may be read beside
         the decoder, the earliest first; None: all but the last token.
         """
+        parts, passages = self._parts(prompts, movable, sampling.max_new_tokens)
+        return self._split.generate(self._model, parts, sampling, passages, self._chunk)
+
+    def continuations(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[Sequence[int]]],
+        movable: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> list[list[Continuation]]:
+        """As `LanguageModel.continuations`; what follows a prompt counts as the decoder's."""
+        longest = max(len(ids) for row in continuations for ids in row)
+        parts, passages = self._parts(prompts, movable, longest)
+        return self._split.continuations(self._model, parts, continuations, passages, self._chunk)
+
+    def _parts(self, prompts, movable, new: int) -> tuple[list["Part"], list[list[np.ndarray]]]:
+        """How prompts are cut that `new` tokens follow, and the chunks that are read beside."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         spans = [[(0, len(row) - 1)] for row in rows] if movable is None else movable
-        new = sampling.max_new_tokens
         parts = [self._part(row, own, new) for row, own in zip(rows, spans, strict=True)]
         passages = [
             self._kept([chunk for text in part.beside for chunk in self._passages(text)])
             for part in parts
         ]
-        return self._split.generate(self._model, parts, sampling, passages, self._chunk)
+        return parts, passages
 
     def _part(self, row: np.ndarray, spans: Sequence[tuple[int, int]], new: int) -> Part:
         moved = self._moved(len(row) + new, spans)
         if sum(stop - start for start, stop in moved) < len(row) + new - self.decoder:
             raise InputError(
                 f"context.decoder={self.decoder} leaves no room for a prompt beside"
-                f" max_new_tokens={new}; raise it"
+                f" {new} new tokens; raise it"
             )
         if not moved:
             return Part(row[:0], row, [])

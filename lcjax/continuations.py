@@ -1,0 +1,188 @@
+"""Scores of several continuations of one prompt, such as the answers to a multiple-choice question.
+
+A prompt goes into the cache once, and each of its continuations is read after it, as generation
+reads a prompt and then writes: of a question with four answers a quarter of the work is left. Where
+all continuations are single tokens, the prompt's own logits say everything.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax import cache as cache_lib
+from lcjax import distributed
+from lcjax.errors import InputError
+from lcjax.generate import Piece, Rotations, chunk_size, pad_left, prefill, read_on, starts
+from lcjax.loss import over_chunks
+from lcjax.models import Decoder, head
+from lcjax.models.memory import Encoded
+from lcjax.rope import Rotation
+from lcjax.sampling import Sampling
+from lcjax.sharding import keep_rows, padding_rows
+
+Ids = Sequence[int]
+
+
+class Continuation(NamedTuple):
+    """What a model says of a continuation."""
+
+    nll: np.ndarray  # float32 [m], -log p of every token behind all before it
+    greedy: bool  # whether the model itself would write it, the most probable token each time
+
+
+def check(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]) -> None:
+    """Refuses prompts or continuations without a token."""
+    if len(prompts) != len(continuations) or not len(prompts):
+        raise InputError(
+            f"continuations={len(continuations)} lists for {len(prompts)} prompts; give a list of"
+            " continuations for each prompt, and at least one prompt"
+        )
+    if not all(len(prompt) for prompt in prompts):
+        raise InputError("prompts: one has no token to predict from; begin it with BOS")
+    if not all(len(row) and all(len(ids) for ids in row) for row in continuations):
+        raise InputError("continuations: each prompt needs at least one, and each a token")
+
+
+def by_cache(
+    model: Decoder,
+    params: dict,
+    prompts: Sequence[Ids],
+    continuations: Sequence[Sequence[Ids]],
+    *,
+    rotation: Callable[[int], Rotation],
+    prefill_chunk: int | None = None,
+    memory: Encoded | None = None,
+) -> list[list[Continuation]]:
+    """What `model` says of the continuations of each prompt; arguments as `generate.stream`'s.
+
+    A prompt's rotation is that of its length with its longest continuation. Programs are compiled
+    for a few sizes of prompts and of continuations.
+    """
+    check(prompts, continuations)
+    longest = np.array([max(map(len, row)) for row in continuations])
+    model.config.check_length(max(map(len, prompts)) + int(longest.max()) - 1)
+    count, filler = len(prompts), padding_rows(model.mesh, len(prompts))
+    prompts = [*prompts, *[prompts[0]] * filler]
+    rounds = _rounds([*continuations, *[continuations[0]] * filler])
+    lengths = np.array([len(prompt) for prompt in prompts])
+    turned = Rotations(rotation, lengths, np.pad(longest, (0, filler), "edge"), False).at(0)
+    room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, chunk_size(prefill_chunk)
+    logits, cache = _read_prompts(model, params, prompts, room, chunk, turned, memory)
+
+    def follow(cache, tokens, targets, real, positions):
+        return _follow(model, params, cache, tokens, targets, real, positions, turned, memory)
+
+    found = [_read_round(follow, logits, cache, lengths, *each, chunk) for each in rounds]
+    return [
+        [
+            Continuation(nll[row, : len(ids)], bool(best[row, : len(ids)].all()))
+            for ids, (nll, best) in zip(continuations[row], found)
+        ]
+        for row in range(count)
+    ]
+
+
+def _read_prompts(model, params, prompts, room: int, chunk: int, turned: Rotation, memory):
+    """The logits [B, V] after the prompts, and a cache with them and `room` for more tokens."""
+    tokens, segments, padding = pad_left(prompts, chunk)
+    slots = cache_lib.whole_blocks(tokens.shape[1] + room)
+    cache = cache_lib.create(model.config, len(prompts), slots, chunk=chunk, mesh=model.mesh)
+    positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
+    for part in (slice(*edges) for edges in starts(tokens.shape[1], chunk)):
+        texts = tokens[:, part], segments[:, part], positions[:, part]
+        logits, cache = prefill(model, params, cache, *texts, turned, None, memory)
+    return logits, cache
+
+
+def _read_round(follow, logits, cache, lengths, ids, sizes, chunk: int) -> list[np.ndarray]:
+    """-log p and whether it is the most probable, [B, m] each, of one continuation per prompt."""
+    parts = [tuple(x[:, None] for x in _first(logits, ids[:, 0]))]
+    for start in range(0, ids.shape[1] - 1, chunk):
+        text, targets = (x[:, start : start + chunk] for x in (ids[:, :-1], ids[:, 1:]))
+        places = start + np.arange(text.shape[1])[None]
+        real = (places < sizes[:, None] - 1).astype(np.int32)
+        scores, cache = follow(cache, text, targets, real, lengths[:, None] + places)
+        parts.append(scores)
+    return [
+        np.concatenate([distributed.gather(x) for x in kind], 1)
+        for kind in zip(*parts, strict=True)
+    ]
+
+
+def _rounds(continuations: Sequence[Sequence[Ids]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The first continuation of every prompt, then the second, ...: ids int32 [B, m], sizes [B].
+
+    A prompt without as many repeats its first one, and nobody looks at it.
+    """
+    found = []
+    for number in range(max(map(len, continuations))):
+        rows = [row[number] if number < len(row) else row[0] for row in continuations]
+        sizes = np.array([len(ids) for ids in rows])
+        more = int(sizes.max()) - 1  # tokens that are read: the last one is only predicted
+        ids = np.zeros((len(rows), 1 + (max(8, 1 << (more - 1).bit_length()) if more else 0)))
+        for row, own in enumerate(rows):
+            ids[row, : len(own)] = own
+        found.append((ids.astype(np.int32), sizes))
+    return found
+
+
+@jax.jit
+def _first(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """-log p of `targets` [B], and whether each is the most probable, of logits [B, V]."""
+    picked = jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
+    return jax.nn.logsumexp(logits, -1) - picked, logits.argmax(-1) == targets
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _follow(model, params, cache, tokens, targets, segments, positions, rotation, memory):
+    """The same [B, T] of the tokens after `tokens`, and a cache with `tokens` [B, T] in it.
+
+    The one given stays as it is, for the next continuation.
+    """
+    hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation, memory)
+    scores = over_chunks(
+        _scored, hidden, head(params, model.config), keep_rows(targets, model.mesh)
+    )
+    return scores, cache
+
+
+def _scored(hidden, projection, targets):
+    logits = projection(hidden)
+    picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - picked, logits.argmax(-1) == targets
+
+
+def by_rows(
+    nll: Callable[..., np.ndarray],
+    stream: Callable[[Sequence[Ids], Sampling], Iterable[Piece]],
+    prompts: Sequence[Ids],
+    continuations: Sequence[Sequence[Ids]],
+) -> list[list[Continuation]]:
+    """As `by_cache`, for what scores whole texts: each prompt is read with every continuation.
+
+    `nll` is called with tokens, first and lengths, as `LanguageModel.nll`; `stream` writes what
+    continuations are compared with, the most probable tokens.
+    """
+    check(prompts, continuations)
+    written: list[list[int]] = [[] for _ in prompts]
+    most = max(len(ids) for row in continuations for ids in row)
+    for piece in stream(prompts, Sampling(max_new_tokens=most)):
+        written[piece.row] += piece.ids
+    found: list[list[Continuation]] = [[] for _ in prompts]
+    begins = [len(prompt) for prompt in prompts]
+    for ids, sizes in _rounds(continuations):
+        ends = begins + sizes
+        tokens = np.zeros((len(prompts), ends.max()), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : ends[row]] = [*prompt, *ids[row, : sizes[row]]]
+        losses = np.asarray(nll(tokens, first=min(begins), lengths=ends))
+        for row, own in enumerate(continuations):
+            if len(found[row]) < len(own):
+                size = sizes[row]
+                same = written[row][:size] == ids[row, :size].tolist()
+                found[row].append(Continuation(losses[row, begins[row] : ends[row]], same))
+    return found

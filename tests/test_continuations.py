@@ -1,0 +1,110 @@
+"""Continuations of a prompt that is read once, beside the scores of whole texts."""
+
+import numpy as np
+import pytest
+from tiny_lm import ids, sharper
+
+from lcjax.attention import Landmark, SelfExtend, Streaming
+from lcjax.build import ModelSection
+from lcjax.errors import InputError
+from lcjax.generate import Sampling
+from lcjax.lm import LanguageModel
+from lcjax.replug import Replug
+from lcjax.rope import DynamicNTK
+from lcjax.sharding import Mesh
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+PROMPTS = [ids(1, 70), ids(2, 9), ids(3, 130)]
+OPTIONS = [[ids(4, 1), ids(5, 12)], [ids(6, 30)], [ids(7, 3), ids(8, 1), ids(9, 17)]]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return sharper(LanguageModel.load(ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))))
+
+
+def by_whole_texts(lm, prompts, options):
+    """The same by `nll` of all texts at once."""
+    texts = [(prompt, option) for prompt, row in zip(prompts, options) for option in row]
+    tokens = np.zeros((len(texts), 288), np.int32)
+    for row, (prompt, option) in enumerate(texts):
+        tokens[row, : len(prompt) + len(option)] = prompt + option
+    scored = zip(texts, lm.nll(tokens), strict=True)
+    losses = [row[len(a) : len(a) + len(b)] for (a, b), row in scored]
+    return [[losses.pop(0) for _ in row] for row in options]
+
+
+def assert_same(found, wanted, atol=2e-4):
+    assert [len(row) for row in found] == [len(row) for row in wanted]
+    for row, losses in zip(found, wanted, strict=True):
+        for one, loss in zip(row, losses, strict=True):
+            np.testing.assert_allclose(one.nll, loss, atol=atol)
+
+
+def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
+    lm = lm.with_method(length=512)
+    assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))
+
+
+def test_long_prompts_and_continuations_are_read_in_chunks(lm, monkeypatch):
+    monkeypatch.setattr("lcjax.continuations.chunk_size", lambda wanted: 64)
+    lm = lm.with_method(length=512)
+    options = [[ids(5, 150)], [ids(6, 70)], [ids(7, 2)]]
+    assert_same(lm.continuations(PROMPTS, options), by_whole_texts(lm, PROMPTS, options))
+
+
+def test_what_the_model_itself_writes_is_greedy_and_nothing_else_is(lm):
+    lm = lm.with_method(length=512)
+    written = [[] for _ in PROMPTS]
+    for piece in lm.stream(PROMPTS, Sampling(max_new_tokens=6, min_new_tokens=6)):
+        written[piece.row] += piece.ids
+    options = [[own, own[:1], [*own[:5], own[5] ^ 1], [own[0] ^ 1]] for own in written]
+    for row in lm.continuations(PROMPTS, options):
+        assert [one.greedy for one in row] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Streaming(sinks=4, recent=40),
+        pytest.param(SelfExtend(group=4, window=32), marks=pytest.mark.slow),
+        pytest.param(
+            Landmark(block=8, top_k=62, train_length=512, token=258), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["ring", "group", "landmarks"],
+)
+def test_patterns_score_continuations_as_they_read_prompts(lm, pattern):
+    lm = lm.with_method(pattern=pattern, length=512)
+    assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))
+
+
+def test_on_a_mesh_every_device_has_rows_and_nothing_changes(lm):
+    section = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
+    spread = sharper(LanguageModel.load(section, mesh=Mesh(data=2, fsdp=2, tensor=2)))
+    found, wanted = (
+        one.with_method(length=512).continuations(PROMPTS, OPTIONS) for one in (spread, lm)
+    )
+    assert_same(found, [[one.nll for one in row] for row in wanted])
+
+
+def test_replug_mixes_what_each_passage_says_of_a_continuation(lm):
+    lm = lm.with_method(length=512)
+    passages = [[ids(11, 20), ids(12, 7)], [ids(13, 5)], []]
+    found = Replug(lm).continuations(PROMPTS, OPTIONS, context=passages)
+    for prompt, row, own, scored in zip(PROMPTS, OPTIONS, passages, found, strict=True):
+        for option, one in zip(row, scored, strict=True):
+            text = np.array([prompt + option])
+            wanted = Replug(lm).nll(text, context=[own], first=len(prompt))[0, len(prompt) :]
+            np.testing.assert_allclose(one.nll, wanted, atol=2e-4)
+
+
+def test_a_prompt_or_a_continuation_without_a_token_is_refused(lm):
+    for prompts, options, said in (
+        ([[]], [[[1]]], "begin it with BOS"),
+        ([[1]], [[[]]], "each a token"),
+        ([[1], [2]], [[[1]]], "1 lists for 2 prompts"),
+    ):
+        with pytest.raises(InputError, match=said):
+            lm.continuations(prompts, options)
