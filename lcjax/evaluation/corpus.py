@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from lcjax.errors import InputError
 
+T = TypeVar("T")
 BOS_RULES = ("auto", "always", "never")
 
 
@@ -71,6 +73,13 @@ class Corpus:
         self._source = iter(texts)
         self._entries: list[_Entry] = []
         self._bytes_of: dict[int, float] = {}  # token id -> bytes; nan: part of a character
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives when `key` is first asked for: what a task reads for all lengths."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def documents(self, minimum: int = 2, limit: int | None = None) -> list[Document]:
         """The first `limit` documents (None: all) of at least `minimum` tokens, in corpus order."""

@@ -1,4 +1,4 @@
-"""Tasks that let a model write an answer and compare it with references."""
+"""Tasks that ask with a prompt, and those among them that let a model write the answer."""
 
 import abc
 import dataclasses
@@ -14,6 +14,9 @@ from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, 
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Task, Unit
+from lcjax.sampling import Sampling
+
+OWN_WORDING = "lcjax-1"  # of prompts in this library's words, for records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,65 +27,43 @@ class Example:
     references: Sequence[str]
     facts: Record = dataclasses.field(default_factory=dict)
     max_new_tokens: int | None = None  # None: the task's
-    stop: tuple[str, ...] | None = None  # None: the task's
+    stop: tuple[str, ...] = ()  # text before the first of these is the answer
+    template: str | None = None  # None: the task's
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationTask(Task):
-    """Examples become prompts, prompts answers, and answers a number for each metric.
+class PromptTask(Task):
+    """Questions as prompts. Examples of about one length run in one compiled function."""
 
-    A subclass says which examples there are at a length (`examples`) and what an answer is worth
-    (`judge`); all flavours of `judge` stand in the record, and `metric.name` names the one that
-    tables show. Examples of about one length run in one compiled function.
-    """
-
-    generates: ClassVar[bool] = True
     needs_data: ClassVar[bool] = False
     cut: ClassVar[str] = "refuse"  # what happens to prompts over budget, as `fit` takes it
-
-    max_new_tokens: int = 64  # counted in the length, like everything else
-    template: str = "none"  # chat: the tokenizer's chat template around the text
+    # Settings of those that write answers; without annotation, as a dataclass would keep them.
+    template = "none"
+    max_new_tokens = None
 
     @abc.abstractmethod
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterable[Example]:
         """The questions at one length; they depend on nothing but these arguments."""
 
-    @abc.abstractmethod
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        """What an answer is worth to each metric, 0 to 1; `unit.facts` holds the references."""
-
-    @property
-    @abc.abstractmethod
-    def shown(self) -> str:
-        """The flavour of `judge` that tables show."""
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Text before the first of these is the answer; the model's own end always counts."""
-        return ()
-
     def budget(self, length: int, new_tokens: int) -> Budget:
         """What `length` counts."""
         return Budget(length, new_tokens)
-
-    def check(self, limits: Limits, key: str) -> None:
-        one_of(f"{key}.template", self.template, TEMPLATES)
-        whole_numbers(key, self, 1, "max_new_tokens")
 
     def layout(self, tokenizer) -> Layout:
         return Layout(tokenizer, self.template)
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
-        layout = self.layout(corpus.tokenizer)
-        found = enumerate(self.examples(corpus, length, limits))
-        return [self._unit(index, example, layout, length) for index, example in found]
+        layouts = {kind: Layout(corpus.tokenizer, kind) for kind in TEMPLATES}
+        return [
+            self._unit(index, example, layouts[example.template or self.template], length)
+            for index, example in enumerate(self.examples(corpus, length, limits))
+        ]
 
     def _unit(self, index: int, example: Example, layout: Layout, length: int) -> Unit:
         new = example.max_new_tokens or self.max_new_tokens
-        budget, stop = self.budget(length, new), example.stop
+        budget = self.budget(length, new)
         prompt = layout.prompt(example.segments)
         prompt = fit(prompt, budget, layout.tokenizer, self.cut, self.label)
-        stop = self.stops if stop is None else stop
         facts = {
             "protocol": self.label,
             "length": length,
@@ -97,12 +78,43 @@ class GenerationTask(Task):
         }
         if index == 0:  # what a reader wants to see once
             facts["prompt"] = layout.tokenizer.decode(prompt.ids)
-        shape = (_bucket(len(prompt.ids)), new, tuple(stop))
+        shape = (_bucket(len(prompt.ids)), new, tuple(example.stop))
         return Unit(index, shape, prompt.ids, facts, prompt)
 
-    def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        from lcjax.sampling import Sampling
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
 
+
+@dataclasses.dataclass(frozen=True)
+class GenerationTask(PromptTask):
+    """Answers that are written greedily and judged by rules.
+
+    A subclass gives `examples`, and says what an answer is worth (`judge`); all flavours of `judge`
+    stand in the record, and `metric.name` names the one that tables show.
+    """
+
+    generates: ClassVar[bool] = True
+
+    max_new_tokens: int = 64  # counted in the length, like everything else
+    template: str = "none"  # chat: the tokenizer's chat template around the text
+
+    @abc.abstractmethod
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        """What an answer is worth to each metric, 0 to 1; `unit.facts` holds the references."""
+
+    @property
+    @abc.abstractmethod
+    def shown(self) -> str:
+        """The flavour of `judge` that tables show."""
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        one_of(f"{key}.template", self.template, TEMPLATES)
+        whole_numbers(key, self, 1, "max_new_tokens")
+
+    def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         _, new, stop = units[0].shape
         prompts: list[Prompt] = [unit.payload for unit in units]
         prompts += prompts[:1] * (batch - len(prompts))  # always the compiled shape
@@ -121,25 +133,24 @@ class GenerationTask(Task):
         return {**record, **self._record(record["answer"], unit, tokenizer)}
 
     def summarise(self, records: Sequence[Record]) -> Record:
-        """The mean of every flavour that all records have."""
+        """The mean of the shown flavour, and of every other that all records have."""
         names = [n for n in records[0]["scores"] if all(n in r["scores"] for r in records)]
         means = {name: float(np.mean([r["scores"][name] for r in records])) for name in names}
-        empty = sum(not record["answer"].strip() for record in records)
-        truncated = sum(record["truncated"] > 0 for record in records)
-        counts = {"windows": len(records), "empty": empty, "truncated": truncated}
-        return {"value": self.value(records), **counts, **means}
+        value = float(np.mean([record["correct"] for record in records]))
+        return {"value": value, **counts(records), **means}
 
-    def value(self, records: Sequence[Record]) -> float:
-        return float(np.mean([record["correct"] for record in records]))
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
+def counts(records: Sequence[Record]) -> Record:
+    """Examples of a cell, those without an answer, and those whose prompt was made shorter."""
+    return {
+        "windows": len(records),
+        "empty": sum(not record["answer"].strip() for record in records),
+        "truncated": sum(bool(r["truncated"] or r.get("cut_tokens")) for r in records),
+    }
 
 
 def _bucket(tokens: int) -> int:
-    """The next of 64, 96, 128, 192, 256, ... tokens: prompts of one bucket run together."""
+    """The next of 48, 64, 96, 128, 192, ... tokens: prompts of one bucket run together."""
     octave = 1 << max(tokens - 1, 63).bit_length()
     between = octave * 3 // 4
     return between if tokens <= between else octave

@@ -287,13 +287,14 @@ class _Runner:
         for unit in units:
             shapes.setdefault(unit.shape, []).append(unit)
         floor, size = measure.reset_peak(), self._config.batch_size
+        scorer = task.scorer(model, size)
         for group in shapes.values():
             for start in range(0, len(group), size):
                 chunk = fed = group[start : start + size]
                 if isinstance(model, SplitModel):
                     fed = [model.fed(unit, every, self._limits.seed) for unit in chunk]
                 with measure.Stopwatch() as watch:
-                    scores = task.score(model, fed, size)
+                    scores = scorer(fed)
                 cost = {
                     "seconds": (watch.seconds - watch.compiling) / len(chunk),
                     "compile_seconds": watch.compiling / len(chunk),
@@ -302,8 +303,8 @@ class _Runner:
                 }
                 yield [
                     {
-                        **facts, "window": u.index, "digest": u.digest, **u.facts, **score,
-                        "read": _read(model, u), **cost,
+                        **facts, "window": u.index, "digest": u.digest, **u.facts,
+                        "read": _read(model, u), **score, **cost,
                     }
                     for u, score in zip(chunk, scores, strict=True)
                 ]  # fmt: skip

@@ -3,14 +3,13 @@
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import draccus
 import numpy as np
 
-from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.statistics import bootstrap, wilson
 
@@ -64,13 +63,15 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     generates: ClassVar[bool] = False  # whether `score` writes text, which fills a cache
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
+    # Settings that say what an answer is worth: they alone may change when a run is scored again.
+    judging: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # name of its files; empty: made from the settings
 
     @property
-    @abc.abstractmethod
     def label(self) -> str:
-        """Unique name of the task within a run."""
+        """Unique name of the task within a run; without a name, that of its type."""
+        return self.name or self.get_choice_name(type(self))
 
     @property
     @abc.abstractmethod
@@ -90,7 +91,14 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        """One record per unit of one shape, in order, from one call of the model."""
+        """One record per unit of one shape, in order, from one call of the model.
+
+        The tokens that it took are the unit's, unless a record says others as `read`.
+        """
+
+    def scorer(self, model, batch: int) -> Callable[[Sequence[Unit]], list[Record]]:
+        """`score` of one model, batch after batch: for a task that asks it something only once."""
+        return lambda units: self.score(model, units, batch)
 
     @abc.abstractmethod
     def summarise(self, records: Sequence[Record]) -> Record:
@@ -101,10 +109,8 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
         None where the record has none, such as a loss that is not a number.
         """
-        for key in ("score", "correct"):
-            if record.get(key) is not None:
-                return float(record[key])
-        return None
+        correct = record.get("correct")
+        return None if correct is None else float(correct)
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """95 % interval of `value`: Wilson's of a share, else a bootstrap of examples; or NaN."""
@@ -115,18 +121,11 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     def references(self, record: Record) -> list[str]:
         """The right answers, from a record or the facts of a unit; none where nothing is asked."""
-        for key in ("references", "outputs", "answers", "key"):
-            if record.get(key) is not None:
-                found = record[key]
-                return [str(item) for item in found] if isinstance(found, list) else [str(found)]
-        return []
+        return [str(item) for item in record.get("references", ())]
 
     def rescored(self, record: Record, tokenizer) -> Record:
         """The record as these settings judge its answer, without asking the model again."""
-        raise InputError(
-            f"tasks: {self.label} keeps no answers that could be judged again; score only a run of"
-            " tasks that do, or run it again"
-        )
+        return record
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         """Numbers over all lengths, by method name."""

@@ -1,4 +1,4 @@
-"""Benchmarks of several data sets in official files: LongBench, InfiniteBench, ZeroSCROLLS."""
+"""Benchmarks of several data sets in official files, as far as they are alike."""
 
 import abc
 import dataclasses
@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import Example, GenerationTask
-from lcjax.evaluation.metrics import first_line
-from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Segment, cut_text
+from lcjax.evaluation.generation import Example, GenerationTask, PromptTask, counts
+from lcjax.evaluation.prompt import Budget, Segment, cut_text
 from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Metric, Record, Unit
 from lcjax.evaluation.tasks.local_files import find
@@ -24,6 +24,13 @@ AGGREGATES = ("flat", "category_macro")
 BUDGETS = ("official", "total")
 
 
+def best_of(metric: Callable[[str, str], float], *, strip: bool = False) -> Score:
+    """The highest score over all references; `strip` takes the blanks around the answer away."""
+    return lambda answer, facts: metrics.best(
+        metric, answer.strip() if strip else answer, facts["references"]
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class DataSet:
     """One file of a benchmark: what is generated for it, and how that is scored."""
@@ -31,37 +38,38 @@ class DataSet:
     name: str
     group: str  # category, as the benchmark's own table has it
     new_tokens: int
-    scores: Mapping[str, Score]  # the first is the official one
+    scores: Mapping[str, Score]  # the first one is what tables show
     chat: bool = True  # whether a chat template may go around its prompts
     first_line: bool = False  # whether only the first line of an answer counts
     stop: tuple[str, ...] = ()
 
+    def showing(self, name: str) -> "DataSet":
+        """The same, with another one of the scores in the tables."""
+        return dataclasses.replace(self, scores={name: self.scores[name], **self.scores})
+
     def judged(self, answer: str, facts: Record) -> dict[str, float]:
-        text = first_line(answer) if self.first_line else answer
-        return {name: float(score(text, facts)) for name, score in self.scores.items()}
+        """All flavours of one answer, the shown one also as `score`."""
+        text = metrics.first_line(answer) if self.first_line else answer
+        found = {name: float(score(text, facts)) for name, score in self.scores.items()}
+        return {"score": next(iter(found.values())), **found}
 
 
 @dataclasses.dataclass(frozen=True)
-class FileBenchmark(GenerationTask):
-    """Prompts from local files, cut by the official rule or by the library's own.
+class FileBenchmark(PromptTask):
+    """Data sets in local files, and a mean over them.
 
-    `budget=official`: the whole prompt, of which `reserve` tokens of the length are left for the
-    rest, loses its middle as text and is tokenised again; a chat template and the answer come on
-    top. `budget=total`: everything counts, and only the document is cut.
+    A subclass says where the files stand (`files`) and what they ask (`read`).
     """
 
+    judging: ClassVar[tuple[str, ...]] = ("aggregate",)
     known: ClassVar[Mapping[str, DataSet]] = {}
     sets: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # names for several data sets
     title: ClassVar[str] = ""
     source: ClassVar[str] = ""  # where the files come from
-    cut: ClassVar[str] = "middle"
 
     path: str = ""  # folder with the official files
     tasks: tuple[str, ...] = ()  # data sets, or names of several; empty: all
     max_examples: int | None = None  # of every data set, the first ones; null: all
-    max_new_tokens: int | None = None  # null: the official number of each data set
-    budget_rule: str = "official"
-    reserve: int = 0  # tokens of the length that prompts leave free, with the official budget
     aggregate: str = "flat"  # flat: mean over data sets; category_macro: over means of categories
 
     @abc.abstractmethod
@@ -69,16 +77,11 @@ class FileBenchmark(GenerationTask):
         """Names under which the file of a data set may stand in `path`."""
 
     @abc.abstractmethod
-    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
-        """Examples of a file, with prompts of full length."""
+    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+        """Examples of a file, with prompts of full length.
 
-    @property
-    def label(self) -> str:
-        return self.name or self.title.lower()
-
-    @property
-    def shown(self) -> str:
-        return "score"
+        `corpus.once` keeps what several lengths or data sets read.
+        """
 
     @property
     def metric(self) -> Metric:
@@ -93,77 +96,29 @@ class FileBenchmark(GenerationTask):
         return [data for name, data in self.known.items() if name in wanted or not self.tasks]
 
     def check(self, limits: Limits, key: str) -> None:
-        for field, known in (
-            ("template", TEMPLATES), ("budget_rule", BUDGETS), ("aggregate", AGGREGATES)
-        ):  # fmt: skip
-            one_of(f"{key}.{field}", getattr(self, field), known)
+        super().check(limits, key)
+        one_of(f"{key}.aggregate", self.aggregate, AGGREGATES)
         unknown = [name for name in self.tasks if name not in self.known and name not in self.sets]
         if unknown:
             known = ", ".join([*self.sets, *self.known])
             raise InputError(f"{key}.tasks: {unknown[0]} is none of {known}")
-        whole_numbers(key, self, 1, "max_examples", "max_new_tokens")
-        whole_numbers(key, self, 0, "reserve")
-        if self.budget_rule == "official" and limits.lengths[0] <= self.reserve:
-            raise InputError(
-                f"lengths: {limits.lengths[0]} leaves no room beside {key}.reserve={self.reserve};"
-                " use longer ones, or lower it"
-            )
+        whole_numbers(key, self, 1, "max_examples")
         for data in self.chosen():
             find(self.path, self.files(data.name), key, self.source)
 
-    def budget(self, length: int, new_tokens: int) -> Budget:
-        total = self.budget_rule == "total"
-        return Budget(length, new_tokens, template=total, new=total)
-
-    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
-        layouts = {kind: Layout(corpus.tokenizer, kind) for kind in TEMPLATES}
-        units: list[Unit] = []
-        for example in self.examples(corpus, length, limits):
-            data = self.known[example.facts["dataset"]]
-            layout = layouts[self.template if data.chat else "none"]
-            units.append(self._unit(len(units), example, layout, length))
-        return units
-
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
         for data in self.chosen():
-            path = find(self.path, self.files(data.name), self.label, self.source)
-            count = 0
-            for example in itertools.islice(self.read(data, path), self.max_examples):
-                count += 1
-                yield self._fitted(example, data, corpus.tokenizer, length)
-            if not count:
+            path, empty = find(self.path, self.files(data.name), self.label, self.source), True
+            for example in itertools.islice(self.read(data, path, corpus), self.max_examples):
+                empty = False
+                yield self.asked(example, data, corpus.tokenizer, length)
+            if empty:
                 raise InputError(f"{path} has no line that fits; it is not the official file")
 
-    def _fitted(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
-        segments, lost = list(example.segments), 0
-        if self.budget_rule == "official":
-            segments, lost = self.cut_official(tokenizer, segments, length - self.reserve)
-        facts = {"dataset": data.name, "protocol": f"{self.label}_{self.budget_rule}"}
-        return dataclasses.replace(
-            example,
-            segments=segments,
-            facts={**facts, "cut_tokens": lost, **example.facts},
-            max_new_tokens=self.max_new_tokens or data.new_tokens,
-            stop=data.stop,
-        )
-
-    def cut_official(
-        self, tokenizer, segments: Sequence[Segment], length: int
-    ) -> tuple[list[Segment], int]:
-        """A prompt cut as the official script does, and the tokens that it lost."""
-        return cut_segments(tokenizer, segments, length)
-
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        return self.judged(answer, unit.facts)
-
-    def judged(self, answer: str, facts: Record) -> dict[str, float]:
-        """All flavours of one answer, the one that tables show first as `score`."""
-        scores = self.known[facts["dataset"]].judged(answer, facts)
-        return {"score": next(iter(scores.values())), **scores}
-
-    def value(self, records: Sequence[Record]) -> float:
-        weights = self._weights(records)
-        return float(np.dot(weights, [record["correct"] for record in records]))
+    def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        """An example of a data set as it is asked at one length."""
+        facts = {"dataset": data.name, **example.facts}
+        return dataclasses.replace(example, facts=facts, max_new_tokens=data.new_tokens)
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """Bootstrap of the value; where all examples count alike, of their mean or share."""
@@ -175,16 +130,16 @@ class FileBenchmark(GenerationTask):
     def _weights(self, records: Sequence[Record]) -> np.ndarray:
         """What share each record has in the value: data sets or categories count alike."""
         names = [record["dataset"] for record in records]
-        counts = {name: names.count(name) for name in set(names)}
-        groups = [self.known[name].group for name in counts]
+        sizes = {name: names.count(name) for name in set(names)}
+        groups = [self.known[name].group for name in sizes]
         flat = self.aggregate == "flat"
         share = {
-            name: 1 / len(counts)
+            name: 1 / len(sizes)
             if flat
             else 1 / len(set(groups)) / groups.count(self.known[name].group)
-            for name in counts
+            for name in sizes
         }
-        return np.asarray([share[name] / counts[name] for name in names])
+        return np.asarray([share[name] / sizes[name] for name in names])
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """The value, what it is a mean of, both means, categories, data sets; all from 0 to 1."""
@@ -192,29 +147,37 @@ class FileBenchmark(GenerationTask):
         groups: dict[str, list[float]] = {}
         for name, score in scores.items():
             groups.setdefault(self.known[name].group, []).append(score)
-        means = {name: float(np.mean(values)) for name, values in groups.items()}
-        return {
-            "value": self.value(records),
-            "windows": len(records),
-            "empty": sum(not record["answer"].strip() for record in records),
-            "truncated": sum(bool(r["cut_tokens"] or r["truncated"]) for r in records),
-            "aggregate": f"{self.aggregate}({','.join(scores)})",
+        by_group = {name: float(np.mean(values)) for name, values in groups.items()}
+        means = {
             "flat": float(np.mean(list(scores.values()))),
-            "category_macro": float(np.mean(list(means.values()))),
-            **{f"category:{name}": mean for name, mean in means.items()},
+            "category_macro": float(np.mean(list(by_group.values()))),
+        }
+        return {
+            "value": means[self.aggregate],
+            **counts(records),
+            "aggregate": f"{self.aggregate}({','.join(scores)})",
+            **means,
+            **{f"category:{name}": mean for name, mean in by_group.items()},
             **scores,
         }
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
-        """The paper's table at the longest length, in percent: categories, data sets, means."""
+        """The paper's table at the longest length, in percent: categories, data sets, means.
+
+        None where a method was not asked what another one was.
+        """
         longest = max(cell["length"] for cell in cells)
-        names = [name for name in self.known if name in cells[0]]
+        own = [cell for cell in cells if cell["length"] == longest]
+        names = [name for name in self.known if any(name in cell for cell in own)]
         groups = dict.fromkeys(f"category:{self.known[name].group}" for name in names)
+
+        def percent(score: float | None) -> float | None:
+            return None if score is None else round(100 * score, 2)
+
         shown = [*groups, *names, "flat", "category_macro"]
         return {
-            cell["method"]: {"length": longest} | {key: round(100 * cell[key], 2) for key in shown}
-            for cell in cells
-            if cell["length"] == longest
+            cell["method"]: {"length": longest, **{key: percent(cell.get(key)) for key in shown}}
+            for cell in own
         }
 
     def scores_by_set(self, records: Sequence[Record]) -> dict[str, float]:
@@ -223,6 +186,75 @@ class FileBenchmark(GenerationTask):
         for record in records:
             found.setdefault(record["dataset"], []).append(record["correct"])
         return {name: float(np.mean(found[name])) for name in self.known if name in found}
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerBenchmark(FileBenchmark, GenerationTask):
+    """Answers that each data set judges by its own rules."""
+
+    max_new_tokens: int | None = None  # null: the official number of each data set
+    budget_rule: str = "total"  # total: everything counts; official: the template and answer do not
+
+    @property
+    def shown(self) -> str:
+        return "score"
+
+    def rules(self, data: DataSet) -> DataSet:
+        """A data set as the settings of the task judge it."""
+        return data
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        one_of(f"{key}.budget_rule", self.budget_rule, BUDGETS)
+
+    def budget(self, length: int, new_tokens: int) -> Budget:
+        total = self.budget_rule == "total"
+        return Budget(length, new_tokens, template=total, new=total)
+
+    def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        example = super().asked(example, data, tokenizer, length)
+        return dataclasses.replace(
+            example,
+            facts={"protocol": f"{self.label}_{self.budget_rule}", **example.facts},
+            max_new_tokens=self.max_new_tokens or data.new_tokens,
+            stop=data.stop,
+            template=None if data.chat else "none",
+        )
+
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        return self.rules(self.known[unit.facts["dataset"]]).judged(answer, unit.facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextCutBenchmark(AnswerBenchmark):
+    """Prompts that lose their middle, by the official rule or by the library's own.
+
+    `budget_rule=official`: the whole prompt, of which `reserve` tokens of the length are left for
+    the rest, is cut as text and tokenised again; a chat template and the answer come on top.
+    `budget_rule=total`: everything counts, and only the document is cut.
+    """
+
+    cut: ClassVar[str] = "middle"
+
+    budget_rule: str = "official"
+    reserve: int = 0  # tokens of the length that prompts leave free, with the official budget
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        whole_numbers(key, self, 0, "reserve")
+        if self.budget_rule == "official" and limits.lengths[0] <= self.reserve:
+            raise InputError(
+                f"lengths: {limits.lengths[0]} leaves no room beside {key}.reserve={self.reserve};"
+                " use longer ones, or lower it"
+            )
+
+    def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        example = super().asked(example, data, tokenizer, length)
+        if self.budget_rule == "total":
+            return example
+        segments, lost = cut_segments(tokenizer, example.segments, length - self.reserve)
+        facts = {**example.facts, "cut_tokens": lost}
+        return dataclasses.replace(example, segments=segments, facts=facts)
 
 
 def cut_segments(

@@ -12,8 +12,9 @@ demonstrations CEPE gives to the encoder, are refused.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,8 +22,8 @@ import numpy as np
 
 from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation.corpus import start_token
-from lcjax.evaluation.generation import Example
+from lcjax.evaluation.corpus import Corpus, start_token
+from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
@@ -83,46 +84,33 @@ class Icl(FileBenchmark):
     their number or else of the alphabet.
     """
 
-    generates: ClassVar[bool] = False
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
     title: ClassVar[str] = "In-context learning"
     source: ClassVar[str] = SOURCE
-    cut: ClassVar[str] = "refuse"
 
     max_examples: int | None = 250
-    budget_rule: str = "total"
     shots: int = 2
     # Which texts are asked: drawn with the seed, or the first ones (CEPE; of sorted files these
     # are of one class)
     order: str = "shuffled"
     seed: int = 42
 
-    @property
-    def label(self) -> str:
-        return self.name or "icl"
-
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         whole_numbers(key, self, 0, "shots", "seed")
         one_of(f"{key}.order", self.order, ORDERS)
-        if self.template != "none":
-            raise InputError(f"{key}.template={self.template} is not for options; use none")
         for data in self.chosen():
             local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
 
     def files(self, name: str) -> tuple[str, ...]:
         return (f"{name}/{self.known[name].test}.jsonl",)
 
-    def cut_official(self, tokenizer, segments: Sequence[Segment], length: int):
-        """Nothing is cut: demonstrations that do not fit are refused."""
-        return list(segments), 0
-
-    def read(self, data: IclSet, path: Path) -> Iterator[Example]:
-        train = list(_rows(path.with_name("train.jsonl"), data))
+    def read(self, data: IclSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+        files = (path.with_name("train.jsonl"), path)
+        train, rows = corpus.once((Icl, path), lambda: [list(_rows(p, data)) for p in files])
         labels = {label for _, _, label in train}
         options = [name for name in data.classes if name in labels] or sorted(labels)
         by_class = [[row for row in train if row[2] == option] for option in options]
-        rows = list(_rows(path, data))
         if self.order == "shuffled":
             rng = np.random.default_rng(self.seed)
             rows = [rows[place] for place in rng.permutation(len(rows))]
@@ -136,7 +124,7 @@ class Icl(FileBenchmark):
                 Segment("demo", f"Text: {t}\n{data.field}: {name}\n\n") for _, t, name in demos
             ]
             parts.append(Segment("question", f"Text: {text}\n{data.field}:"))
-            facts = {"line": line, "options": options, "wording": local_files.OWN_WORDING}
+            facts = {"line": line, "options": options, "wording": OWN_WORDING}
             yield Example(parts, [label], {**facts, "shots": self.shots})
 
     def _demonstrations(self, by_class: Sequence[list], rng: np.random.Generator) -> list:
@@ -150,22 +138,30 @@ class Icl(FileBenchmark):
         return drawn[: self.shots]
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
+        return self.scorer(model, batch)(units)
+
+    def scorer(self, model, batch: int) -> Callable[[Sequence[Unit]], list[Record]]:
+        """What the options are worth behind nothing but BOS is computed once for each data set."""
         if isinstance(model, SplitModel):
             raise InputError(
                 f"tasks: {self.label} is read by the decoder alone; leave it out for methods with"
                 " a memory, context or replug"
             )
         bos = start_token(model.tokenizer, "auto")
-        found, bare = [], {}
-        for unit in units:
+
+        @functools.cache
+        def bare(options: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
+            return None if bos is None else option_losses(model, [bos], options, batch)
+
+        def ranked(unit: Unit) -> Record:
             names = unit.facts["options"]
-            options = [inside(model.tokenizer, f" {name}") for name in names]
+            options = tuple(tuple(inside(model.tokenizer, f" {name}")) for name in names)
             losses = option_losses(model, unit.tokens.tolist(), options, batch)
-            data = unit.facts["dataset"]
-            if bos is not None and data not in bare:
-                bare[data] = option_losses(model, [bos], options, batch)
-            found.append(self._ranked(unit, losses, bare.get(data), list(map(len, options))))
-        return found
+            sizes = list(map(len, options))
+            read = sum(sizes) + len(sizes) * len(unit.tokens)
+            return {**self._ranked(unit, losses, bare(options), sizes), "read": read}
+
+        return lambda units: [ranked(unit) for unit in units]
 
     def _ranked(
         self, unit: Unit, losses: np.ndarray, bare: np.ndarray | None, sizes: Sequence[int]
@@ -186,9 +182,6 @@ class Icl(FileBenchmark):
             "option_nll": losses.tolist(),
             "option_nll_bos": None if bare is None else bare.tolist(),
         }
-
-    def rescored(self, record: Record, tokenizer) -> Record:
-        return Task.rescored(self, record, tokenizer)
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """Also the mean over sets of each of the four scores."""

@@ -14,11 +14,12 @@ from typing import ClassVar
 
 from lcjax.errors import one_of
 from lcjax.evaluation import metrics
-from lcjax.evaluation.generation import Example
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import infinitebench as scores
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, best_of
 
 SOURCE = (
     "InfiniteBench's data (Hugging Face: xinrongzhang2022/InfiniteBench), one <task>.jsonl a task;"
@@ -70,10 +71,6 @@ def _one(metric: Callable) -> Callable[[str, Record], float]:
     return lambda answer, facts: metric(answer, facts["references"][0])
 
 
-def _best(metric: Callable) -> Callable[[str, Record], float]:
-    return lambda answer, facts: metrics.best(metric, answer, facts["references"])
-
-
 def _math_find(answer: str, facts: Record) -> float:
     try:
         return scores.math_find(answer, facts["references"])
@@ -97,11 +94,11 @@ _SETS = (
     DataSet("passkey", "retrieval", 6, _DIGITS),
     DataSet("number_string", "retrieval", 12, _DIGITS),
     DataSet("kv_retrieval", "retrieval", 50, {"word_match": _one(scores.kv_retrieval)}),
-    DataSet("longbook_sum_eng", "english", 1200, {"rouge_lsum": _best(_lsum)}),
-    DataSet("longbook_qa_eng", "english", 40, {"qa_f1": _best(metrics.qa_f1)}),
+    DataSet("longbook_sum_eng", "english", 1200, {"rouge_lsum": best_of(_lsum)}),
+    DataSet("longbook_qa_eng", "english", 40, {"qa_f1": best_of(metrics.qa_f1)}),
     DataSet("longbook_choice_eng", "english", 40, _CHOICE),
     DataSet("longdialogue_qa_eng", "english", 40, {"name": _of_label(scores.dialogue)}),
-    DataSet("longbook_qa_chn", "chinese", 40, {"character_f1": _best(metrics.qa_f1_characters)}),
+    DataSet("longbook_qa_chn", "chinese", 40, {"character_f1": best_of(metrics.qa_f1_characters)}),
     DataSet("code_debug", "code", 5, _DEBUG),
     DataSet("code_run", "code", 5, {"last_number": _of_label(scores.code_run)}),
     DataSet("math_calc", "math", 30_000, {"prefix": _of_label(scores.math_calc)}),
@@ -111,7 +108,7 @@ _SETS = (
 
 @Task.register_subclass("infinitebench")
 @dataclasses.dataclass(frozen=True)
-class InfiniteBench(FileBenchmark):
+class InfiniteBench(TextCutBenchmark):
     """InfiniteBench's tasks; the official length of prompts is 131,072 tokens."""
 
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
@@ -133,7 +130,7 @@ class InfiniteBench(FileBenchmark):
         one_of(f"{key}.family", self.family, _VARIABLES)
         super().check(limits, key)
 
-    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
         template, wording = self._template(data.name)
         for number, row in local_files.rows(path, _FIELDS):
             try:
@@ -153,7 +150,7 @@ class InfiniteBench(FileBenchmark):
         found = local_files.python_templates(self.path, places, _VARIABLES[self.family])
         if found is not None and found[0].get(name):
             return found[0][name], f"official ({found[1]}, {self.family})"
-        return WORDING[name], local_files.OWN_WORDING
+        return WORDING[name], OWN_WORDING
 
 
 def _fields(row: dict, name: str) -> dict[str, str]:

@@ -7,21 +7,18 @@ many pairs as it holds, everything counted, and the asked one is at evenly space
 
 import dataclasses
 import uuid
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from lcjax.convert.tokenizer import inside
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import Example, GenerationTask
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import infinitebench, string_match_all
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.task import Limits, Metric, Task, Unit
+from lcjax.evaluation.tasks.grid import DepthTask, Spot
 
-WORDING = "lcjax-1"
 _INSTRUCTION = "Here is a JSON object. You will be asked for the value of one of its keys.\n\n{"
 _QUESTION = '\n}}\n\nKey: "{key}"'
 _ANSWER = "\nThe value of this key is"
@@ -29,16 +26,10 @@ _ANSWER = "\nThe value of this key is"
 
 @Task.register_subclass("kv_retrieval")
 @dataclasses.dataclass(frozen=True)
-class KvRetrieval(GenerationTask):
+class KvRetrieval(DepthTask):
     """Right where the value is a word of the answer; `substring` counts it anywhere."""
 
     max_new_tokens: int = 50  # counted in the length, like everything else; a UUID is about 25
-    depths: int = 10  # places of the asked pair, from the first to the last one
-    trials: int = 1  # objects per length and depth
-
-    @property
-    def label(self) -> str:
-        return self.name or "kv_retrieval"
 
     @property
     def metric(self) -> Metric:
@@ -48,22 +39,9 @@ class KvRetrieval(GenerationTask):
     def shown(self) -> str:
         return "word_match"
 
-    def check(self, limits: Limits, key: str) -> None:
-        super().check(limits, key)
-        whole_numbers(key, self, 1, "depths", "trials")
-
-    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
-        for place in range(self.depths):
-            depth = place / (self.depths - 1) if self.depths > 1 else 0.5
-            for trial in range(self.trials):
-                # Seeded by what a cell is, so that other lengths or depths do not change it.
-                seeds = [limits.seed, length, round(depth * 1e6), trial]
-                rng = np.random.default_rng(seeds)
-                yield self._example(corpus.tokenizer, length, depth, trial, rng)
-
-    def _example(
-        self, tokenizer, length: int, depth: float, trial: int, rng: np.random.Generator
-    ) -> Example:
+    def hidden(self, corpus: Corpus, spot: Spot, limits: Limits) -> Example:
+        tokenizer, length = corpus.tokenizer, spot.length
+        rng = np.random.default_rng(spot.seeds)
         key, value = _uuid(rng), _uuid(rng)
         needle = f'\n "{key}": "{value}"'
         size = len(inside(tokenizer, f",{needle}"))
@@ -85,15 +63,12 @@ class KvRetrieval(GenerationTask):
             raise InputError(
                 f"lengths: {length} holds no two pairs of {self.label}; use at least {least}"
             )
-        place = round(depth * len(pairs))
+        place = round(spot.depth * len(pairs))
         pairs.insert(place, needle)
         # The first one has no comma before it.
         parts = [pairs[0], *(f",{pair}" for pair in pairs[1:])]
         ids = [token for part in parts for token in inside(tokenizer, part)]
-        facts = {
-            "wording": WORDING, "depth": depth, "trial": trial, "pairs": len(pairs),
-            "place": place, "key": key,
-        }  # fmt: skip
+        facts = {"pairs": len(pairs), "place": place, "key": key}
         return Example([frame[0], Segment("context_doc", ids=ids), *frame[1:]], [value], facts)
 
     def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
@@ -102,18 +77,6 @@ class KvRetrieval(GenerationTask):
             "word_match": infinitebench.kv_retrieval(answer, references[0]),
             "substring": string_match_all(answer, references),
         }
-
-    def references(self, record: Record) -> list[str]:
-        return list(record["references"])
-
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        title = f"Key-value retrieval, {self.trials} trial{'s' * (self.trials > 1)} a cell"
-        return [
-            *super().figures(cells, records, folder),
-            plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),
-        ]
 
 
 def _uuid(rng: np.random.Generator) -> str:

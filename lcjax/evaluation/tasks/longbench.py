@@ -18,23 +18,20 @@ import numpy as np
 
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
-from lcjax.evaluation.generation import Example
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, best_of
 from lcjax.evaluation.tasks.longbench_wording import WORDING
 
 SOURCE = (
     "LongBench's data.zip (Hugging Face: THUDM/LongBench), one <task>.jsonl a data set;"
     " dataset2prompt.json of its code belongs beside them"
 )
-FIELDS = ("input", "context", "answers", "all_classes")
+_FIELDS = ("input", "context", "answers", "all_classes")
 _BANDS = {"0_4k": (0, 4000), "4_8k": (4000, 8000), "8k": (8000, float("inf"))}  # words
-
-
-def _best(metric):
-    return lambda answer, facts: metrics.best(metric, answer, facts["references"])
 
 
 def _classes(answer: str, facts: Record) -> float:
@@ -45,15 +42,15 @@ def _classes(answer: str, facts: Record) -> float:
     )
 
 
-_F1 = {"qa_f1": _best(metrics.qa_f1)}
-_F1_ZH = {"qa_f1_zh": _best(metrics.qa_f1_zh)}
-_ROUGE = {"rouge_l_sets": _best(metrics.rouge_l_sets)}
-_ROUGE_ZH = {"rouge_l_sets_zh": _best(metrics.rouge_l_sets_zh)}
+_F1 = {"qa_f1": best_of(metrics.qa_f1)}
+_F1_ZH = {"qa_f1_zh": best_of(metrics.qa_f1_zh)}
+_ROUGE = {"rouge_l_sets": best_of(metrics.rouge_l_sets)}
+_ROUGE_ZH = {"rouge_l_sets_zh": best_of(metrics.rouge_l_sets_zh)}
 _CLASS = {"classification": _classes}
-_INDEL, _DIFFLIB = _best(scores.code_indel), _best(scores.code_difflib)
+_INDEL, _DIFFLIB = best_of(scores.code_indel), best_of(scores.code_difflib)
 _CODE = {"code_indel": _INDEL, "code_difflib": _DIFFLIB}
-_RETRIEVAL = {"retrieval": _best(scores.retrieval)}
-_RETRIEVAL_ZH = {"retrieval_zh": _best(scores.retrieval_zh)}
+_RETRIEVAL = {"retrieval": best_of(scores.retrieval)}
+_RETRIEVAL_ZH = {"retrieval_zh": best_of(scores.retrieval_zh)}
 _SHOTS = {"chat": False, "first_line": True}
 
 _SETS = (
@@ -73,7 +70,7 @@ _SETS = (
     DataSet("triviaqa", "few_shot", 32, _F1, **_SHOTS),
     DataSet("samsum", "few_shot", 128, _ROUGE, **_SHOTS),
     DataSet("lsht", "few_shot", 64, _CLASS, **_SHOTS),
-    DataSet("passage_count", "synthetic", 32, {"count": _best(scores.count)}),
+    DataSet("passage_count", "synthetic", 32, {"count": best_of(scores.count)}),
     DataSet("passage_retrieval_en", "synthetic", 32, _RETRIEVAL),
     DataSet("passage_retrieval_zh", "synthetic", 32, _RETRIEVAL_ZH),
     DataSet("lcc", "code", 64, _CODE, chat=False),
@@ -88,13 +85,14 @@ _E = (
 
 @Task.register_subclass("longbench")
 @dataclasses.dataclass(frozen=True)
-class LongBench(FileBenchmark):
+class LongBench(TextCutBenchmark):
     """LongBench's data sets; `length` is the window, of which official prompts leave 500 tokens.
 
     Aggregations as papers print them: LCEG is `tasks=[en]` flat, LongBench's README
     `aggregate=category_macro`, SharedLLM the categories of `tasks=[en_without_synthetic]`.
     """
 
+    judging: ClassVar[tuple[str, ...]] = ("aggregate", "code_metric", "first_lines")
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
     sets: ClassVar[dict[str, tuple[str, ...]]] = {
         "en": tuple(data.name for data in _SETS if data.name not in _CHINESE),
@@ -136,20 +134,8 @@ class LongBench(FileBenchmark):
         if any(data.name in _CHINESE and data.name != "lsht" for data in self.chosen()):
             metrics.words_zh("")  # says what to install before a model is loaded
 
-    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
-        template, wording = self._template(data.name)
-        for number, row in local_files.rows(path, FIELDS):
-            if (found := fault(row)) is not None:
-                local_files.skip(path, number, found)
-                continue
-            facts = {"wording": wording, "line": number, "id": row.get("_id")}
-            facts["template_text"] = local_files.wording_hash(template)
-            if "classification" in data.scores:
-                facts["all_classes"] = row["all_classes"]
-            if "length" in row:
-                facts["words"] = row["length"]
-            segments = local_files.fill(template, {k: row[k] for k in ("context", "input")})
-            yield Example(segments, row["answers"], facts)
+    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+        return examples(path, *self._template(data.name), classes="classification" in data.scores)
 
     def _template(self, name: str) -> tuple[str, str]:
         places = ("dataset2prompt.json", "config/dataset2prompt.json")
@@ -158,16 +144,13 @@ class LongBench(FileBenchmark):
         if found is not None and name in found[0]:
             return found[0][name], f"official ({found[1]})"
         found = local_files.lm_eval_template("longbench", name)
-        return (WORDING[name], local_files.OWN_WORDING) if found is None else found
+        return (WORDING[name], OWN_WORDING) if found is None else found
 
-    def judged(self, answer: str, facts: Record) -> dict[str, float]:
-        data = self.known[facts["dataset"]]
-        if self.first_lines == "lceg" and data.name not in _CHINESE:
-            wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")
-            data = dataclasses.replace(data, first_line=data.first_line or wide)
-        found = data.judged(answer, facts)
-        shown = f"code_{self.code_metric}" if data.group == "code" else next(iter(found))
-        return {"score": found[shown], **found}
+    def rules(self, data: DataSet) -> DataSet:
+        wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")
+        if self.first_lines == "lceg" and wide and data.name not in _CHINESE:
+            data = dataclasses.replace(data, first_line=True)
+        return data.showing(f"code_{self.code_metric}") if data.group == "code" else data
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """Of LongBench-E also the mean over data sets in each band of words."""
@@ -182,7 +165,23 @@ class LongBench(FileBenchmark):
         return found
 
 
-def fault(row: dict) -> str | None:
+def examples(path: Path, template: str, wording: str, *, classes: bool) -> Iterator[Example]:
+    """Rows of a file in LongBench's format; `classes` are what the score needs to know."""
+    for number, row in local_files.rows(path, _FIELDS):
+        if (fault := _fault(row)) is not None:
+            local_files.skip(path, number, fault)
+            continue
+        facts = {"wording": wording, "line": number, "id": row.get("_id")}
+        facts["template_text"] = local_files.wording_hash(template)
+        if classes:
+            facts["all_classes"] = row["all_classes"]
+        if "length" in row:
+            facts["words"] = row["length"]
+        segments = local_files.fill(template, {k: row[k] for k in ("context", "input")})
+        yield Example(segments, row["answers"], facts)
+
+
+def _fault(row: dict) -> str | None:
     """What is wrong with the types of a row."""
     for name in ("input", "context"):
         if not isinstance(row[name], str):

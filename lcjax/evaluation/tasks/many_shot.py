@@ -15,12 +15,12 @@ import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import Example
+from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.tasks import local_files, longbench
-from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark
 from lcjax.evaluation.tasks.longbench import LongBench
 
 SHOTS = (1, 5, 10, 25, 50, 75, 100, 200, 300, 400, 500, 625, 750, 875, 1000)
@@ -57,7 +57,7 @@ CLASSES = {
 
 @Task.register_subclass("many_shot")
 @dataclasses.dataclass(frozen=True)
-class ManyShot(FileBenchmark):
+class ManyShot(TextCutBenchmark):
     """One data set for each number of demonstrations; those that do not fit a length are left out.
 
     Demonstrations are drawn anew for every question, with `balanced` one of each class in turn.
@@ -71,10 +71,6 @@ class ManyShot(FileBenchmark):
     budget_rule: str = "total"
     balanced: bool = False
     seed: int = 0
-
-    @property
-    def label(self) -> str:
-        return self.name or "many_shot"
 
     @property
     def metric(self) -> Metric:
@@ -92,22 +88,16 @@ class ManyShot(FileBenchmark):
     def files(self, name: str) -> tuple[str, ...]:
         return f"{name}.jsonl", TEST
 
-    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
-        if path.name == TEST:
-            yield from self._drawn(data, path)
-            return
-        template = longbench.WORDING["trec"]
-        for number, row in local_files.rows(path, longbench.FIELDS):
-            if (found := longbench.fault(row)) is not None:
-                local_files.skip(path, number, found)
-                continue
-            segments = local_files.fill(template, {k: row[k] for k in ("context", "input")})
-            facts = {"line": number, "all_classes": row["all_classes"]}
-            yield Example(segments, row["answers"], {**facts, "wording": local_files.OWN_WORDING})
+    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+        if path.name != TEST:
+            template = longbench.WORDING["trec"]
+            return longbench.examples(path, template, OWN_WORDING, classes=True)
+        files = corpus.once(
+            (ManyShot, path), lambda: (_label_file(path), _label_file(path.with_name(TRAIN)))
+        )
+        return self._drawn(SHOTS[list(self.known).index(data.name)], *files)
 
-    def _drawn(self, data: DataSet, path: Path) -> Iterator[Example]:
-        count = SHOTS[list(self.known).index(data.name)]
-        questions, train = _label_file(path), _label_file(path.with_name(TRAIN))
+    def _drawn(self, count: int, questions: Sequence, train: Sequence) -> Iterator[Example]:
         order = np.random.default_rng(self.seed).permutation(len(questions))
         opening, _, _ = longbench.WORDING["trec"].partition("{context}")
         for place in order[: self.max_examples]:
@@ -119,7 +109,7 @@ class ManyShot(FileBenchmark):
             ]
             ask = Segment("question", f"Question: {question}\nType:")
             facts = {"line": line, "all_classes": list(CLASSES.values()), "shots": count}
-            facts["wording"] = local_files.OWN_WORDING
+            facts["wording"] = OWN_WORDING
             yield Example([Segment("instruction", opening), *demos, ask], [answer], facts)
 
     def _picked(self, train: Sequence, count: int, rng: np.random.Generator) -> list:
@@ -136,7 +126,8 @@ class ManyShot(FileBenchmark):
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         units = super().plan(corpus, length, limits)
-        cut = {u.facts["dataset"] for u in units if u.facts["truncated"] or u.facts["cut_tokens"]}
+        lost = (unit.facts["truncated"] or unit.facts.get("cut_tokens") for unit in units)
+        cut = {unit.facts["dataset"] for unit, tokens in zip(units, lost) if tokens}
         whole = [unit for unit in units if unit.facts["dataset"] not in cut]
         if not whole:
             raise InputError(
@@ -150,7 +141,8 @@ class ManyShot(FileBenchmark):
     ) -> list[Path]:
         longest = max(cell["length"] for cell in cells)
         own = [cell for cell in cells if cell["length"] == longest]
-        shots = {name: count for name, count in zip(self.known, SHOTS) if name in own[0]}
+        asked = zip(self.known, SHOTS)
+        shots = {name: n for name, n in asked if any(name in cell for cell in own)}
         return [
             *super().figures(cells, records, folder),
             _curves(own, shots, folder / f"{self.label}_by_shots.png"),
@@ -176,7 +168,7 @@ def _curves(cells: Sequence[Record], shots: dict[str, int], path: Path) -> Path:
     with plots.canvas(path, 8.4, 4.4) as figure:
         axes = figure.add_subplot()
         for index, cell in enumerate(cells):
-            values = [cell[name] for name in shots]
+            values = [cell.get(name, float("nan")) for name in shots]
             axes.plot(list(shots.values()), values, label=cell["method"], **plots.look(index))
         axes.set_xscale("log")
         axes.set_xticks(list(shots.values()), [f"{count:,}" for count in shots.values()])

@@ -7,20 +7,19 @@ token ids are put together without specials, so that no BOS marks the needle.
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import ClassVar
 
 from lcjax.convert.tokenizer import inside
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import Example, GenerationTask
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Layout, Segment
-from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.tasks.grid import DepthTask, Spot
 from lcjax.evaluation.tasks.haystack import Haystack
 
-WORDING = "lcjax-1"
 _INSTRUCTION = "Below is a long text, and after it a question about one sentence in it.\n\n"
 _RANDOM = ("The code of the {key} is {value}.", "\n\nQuestion: What is the code of the {key}?")
 _ANSWER = "\nAnswer: The code of the {key} is"
@@ -52,12 +51,13 @@ class Needle:
 
 @Task.register_subclass("niah")
 @dataclasses.dataclass(frozen=True)
-class Niah(GenerationTask):
+class Niah(DepthTask):
     """Needles at evenly spaced depths of the run's `data`, after the sentence that ends there."""
 
+    needs_data: ClassVar[bool] = True
+    judging: ClassVar[tuple[str, ...]] = ("measure",)
+
     max_new_tokens: int = 50  # counted in the length, like everything else
-    depths: int = 10  # places of the needle, from the very beginning to the very end
-    trials: int = 1  # needles per length and depth; one makes a cell 0 or 1
     # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence
     needle: str = "random"
     # What tables show. value_match: the value stands in the answer; rouge1_f and word_recall: how
@@ -76,35 +76,21 @@ class Niah(GenerationTask):
     def shown(self) -> str:
         return self.measure
 
-    @property
-    def needs_data(self) -> bool:
-        return True
-
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         for field, known in (("needle", _NEEDLES), ("measure", _SCORES)):
             one_of(f"{key}.{field}", getattr(self, field), known)
-        whole_numbers(key, self, 1, "depths", "trials")
 
-    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
+    def hidden(self, corpus: Corpus, spot: Spot, limits: Limits) -> Example:
+        haystack = corpus.once(
+            (Haystack, limits),
+            lambda: Haystack(corpus, max(limits.lengths), limits.max_documents),
+        )
+        needle = self._needle(random.Random(f"niah {' '.join(map(str, spot.seeds))}"))
         layout = self.layout(corpus.tokenizer)
-        haystack = Haystack(corpus, length, limits.max_documents)
-        for place in range(self.depths):
-            depth = place / (self.depths - 1) if self.depths > 1 else 0.5
-            for trial in range(self.trials):
-                # Seeded by what a cell is, so that other lengths or depths do not change it.
-                own = f"niah {limits.seed} {length} {round(depth * 1e6)} {trial}"
-                needle = self._needle(random.Random(own))
-                segments, start = self._segments(layout, haystack, needle, depth, length)
-                facts = {
-                    "protocol": f"niah_{self.needle}",
-                    "wording": WORDING,
-                    "depth": depth,
-                    "trial": trial,
-                    "needle": needle.sentence,
-                    "needle_start": start,
-                }
-                yield Example(segments, [needle.value], facts)
+        segments, start = self._segments(layout, haystack, needle, spot.depth, spot.length)
+        facts = {"protocol": f"niah_{self.needle}", "needle": needle.sentence}
+        return Example(segments, [needle.value], {**facts, "needle_start": start})
 
     def _needle(self, rng: random.Random) -> Needle:
         if self.needle == "kamradt":
@@ -150,10 +136,6 @@ class Niah(GenerationTask):
             "word_recall": metrics.word_recall(answer, needle),
         }
 
-    def summarise(self, records: Sequence[Record]) -> Record:
-        found = super().summarise(records)
-        return {key: value for key, value in found.items() if key != "truncated"}
-
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         """The mean over all cells, and over those within the trained length."""
         found = {}
@@ -166,13 +148,3 @@ class Niah(GenerationTask):
                 "mean_within_trained": round(sum(inside) / len(inside), 4) if inside else 0,
             }
         return found
-
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        trials = f"{self.trials} trial{'s' * (self.trials > 1)} a cell"
-        title = f"Needle in a haystack ({self.measure}), {trials}"
-        return [
-            plots.over_lengths(cells, self.metric, folder / f"{self.label}.png"),
-            plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),
-        ]

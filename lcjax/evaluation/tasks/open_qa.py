@@ -9,6 +9,7 @@ with the decoder.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -17,12 +18,13 @@ import numpy as np
 
 from lcjax.errors import whole_numbers
 from lcjax.evaluation import metrics
-from lcjax.evaluation.generation import Example
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics.text import flat
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of
 
 PASSAGES = (1, 5, 10, 15, 20, 30, 60)
 SOURCE = (
@@ -38,10 +40,7 @@ _FILES = {
 _FIELDS = ("question", "answer", "ctxs")
 
 
-def _best(metric):
-    return lambda answer, facts: metrics.best(metric, answer.strip(), facts["references"])
-
-
+_best = functools.partial(best_of, strip=True)
 _SCORES = {
     "exact_match": _best(metrics.exact_match), "substring_match": _best(metrics.substring_match),
     "f1": _best(metrics.qa_f1_verdict),
@@ -63,7 +62,7 @@ class _Row:
 
 @Task.register_subclass("open_qa")
 @dataclasses.dataclass(frozen=True)
-class OpenQa(FileBenchmark):
+class OpenQa(AnswerBenchmark):
     """Data sets are `nq_10` and so on; the end of the last passages is cut, never the question."""
 
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
@@ -74,13 +73,8 @@ class OpenQa(FileBenchmark):
     source: ClassVar[str] = SOURCE
     cut: ClassVar[str] = "right"
 
-    budget_rule: str = "total"
     demonstrations: int = 2
     seed: int = 42  # of the demonstrations, and of the questions where max_examples leaves some out
-
-    @property
-    def label(self) -> str:
-        return self.name or "open_qa"
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
@@ -94,41 +88,40 @@ class OpenQa(FileBenchmark):
         folder, test, _ = _FILES[self.known[name].group]
         return (f"{folder}/{test}",)
 
-    def cut_official(self, tokenizer, segments: Sequence[Segment], length: int):
-        """Only passages are cut, whatever counts."""
-        return list(segments), 0
-
-    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+        train = path.with_name(_FILES[data.group][2])
+        rows, pool = corpus.once((self, path), lambda: self._chosen(path, train))
         count = PASSAGES[[d.name for d in _SETS if d.group == data.group].index(data.name)]
-        rows = list(_rows(path, count))
+        for row in rows:
+            shown = self._picked(pool, row)
+            parts = [Segment("demo", _text(demo, demo.passages[:1], done=True)) for demo in shown]
+            passages = row.passages[:count]
+            parts += [Segment("context_doc", f"{passage}\n\n") for passage in passages]
+            parts.append(Segment("question", _text(row, [], done=False)))
+            facts = {"line": row.line, "wording": OWN_WORDING}
+            facts |= {"passages": len(passages), "question": row.question}
+            yield Example(parts, row.answers, facts)
+
+    def _chosen(self, path: Path, train: Path) -> tuple[list[_Row], list[_Row]]:
+        """What is asked, and questions with answers to draw demonstrations from.
+
+        What is asked is left out of these, but for PopQA's, which are the same, one by one.
+        """
+        every = list(_rows(path, max(PASSAGES)))
+        rows = every
         if self.max_examples is not None and len(rows) > self.max_examples:
             order = np.random.default_rng(self.seed).permutation(len(rows))[: self.max_examples]
             rows = [rows[place] for place in order]
+        if train == path or not self.demonstrations:
+            return rows, every
         asked = {metrics.normalise(row.question) for row in rows}
-        demos = self._pool(data, path, asked)
-        for row in rows:
-            shown = self._picked(demos, row)
-            parts = [Segment("demo", _text(demo, demo.passages[:1], done=True)) for demo in shown]
-            parts += [Segment("context_doc", f"{passage}\n\n") for passage in row.passages]
-            parts.append(Segment("question", _text(row, [], done=False)))
-            facts = {"line": row.line, "wording": local_files.OWN_WORDING}
-            facts |= {"passages": len(row.passages), "question": row.question}
-            yield Example(parts, row.answers, facts)
-
-    def _pool(self, data: DataSet, path: Path, asked: set[str]) -> list[_Row]:
-        """Questions with answers; those that are asked are left out, but for PopQA's one by one."""
-        if not self.demonstrations:
-            return []
-        train = path.with_name(_FILES[data.group][2])
-        rows = _rows(train, 1)
-        if train == path:
-            return list(rows)
-        return [row for row in rows if metrics.normalise(row.question) not in asked]
+        pool = (row for row in _rows(train, 1) if metrics.normalise(row.question) not in asked)
+        return rows, list(pool)
 
     def _picked(self, pool: Sequence[_Row], row: _Row) -> list[_Row]:
         rng = np.random.default_rng([self.seed, row.line])
         # One more than wanted, as one of them may be the question itself.
-        places = rng.permutation(len(pool))[: self.demonstrations + 1] if pool else []
+        places = rng.permutation(len(pool))[: self.demonstrations + 1]
         found = [pool[place] for place in places if pool[place].question != row.question]
         return found[: self.demonstrations]
 

@@ -9,20 +9,19 @@ BOS, chat template, answer prefix and the tokens to be generated.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import Example, GenerationTask
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Layout, Segment
-from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.tasks.grid import DepthTask, Spot
 
-WORDING = "lcjax-1"
 _INSTRUCTION = (
     "Somewhere in the following notes a secret number is written down. Everything else in them is "
     "idle talk. Find the number and remember it, because you will be asked for it.\n\n"
@@ -45,18 +44,14 @@ _MATCHES = ("first_integer", "first_digits", "token_ids")
 
 @Task.register_subclass("passkey")
 @dataclasses.dataclass(frozen=True)
-class Passkey(GenerationTask):
+class Passkey(DepthTask):
     """Five-digit keys at evenly spaced depths, measured in tokens."""
 
-    depths: int = 10  # places of the key, from the very beginning to the very end
-    trials: int = 1  # keys per length and depth
+    judging: ClassVar[tuple[str, ...]] = ("match",)
+
     max_new_tokens: int = 10  # counted in the length, like everything else
     repeat: int = 2  # how often the line states the key (2 in the published versions)
     match: str = "first_integer"  # first_integer (YaRN), first_digits (InfiniteBench), token_ids
-
-    @property
-    def label(self) -> str:
-        return self.name or "passkey"
 
     @property
     def metric(self) -> Metric:
@@ -69,26 +64,15 @@ class Passkey(GenerationTask):
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         one_of(f"{key}.match", self.match, _MATCHES)
-        whole_numbers(key, self, 1, "depths", "trials", "repeat")
+        whole_numbers(key, self, 1, "repeat")
 
-    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
-        layout = self.layout(corpus.tokenizer)
-        for place in range(self.depths):
-            depth = place / (self.depths - 1) if self.depths > 1 else 0.5
-            for trial in range(self.trials):
-                # Seeded by what a cell is, so that other lengths or depths do not change it.
-                rng = np.random.default_rng([limits.seed, length, round(depth * 1e6), trial])
-                key = str(rng.integers(10_000, 100_000))
-                segments, start = self._segments(layout, key, depth, length, int(rng.integers(6)))
-                facts = {
-                    "protocol": f"passkey_{self.match}",
-                    "wording": WORDING,
-                    "depth": depth,
-                    "key_start": start,
-                    "trial": trial,
-                    "key": key,
-                }
-                yield Example(segments, [key], facts)
+    def hidden(self, corpus: Corpus, spot: Spot, limits: Limits) -> Example:
+        rng = np.random.default_rng(spot.seeds)
+        key = str(rng.integers(10_000, 100_000))
+        layout, first = self.layout(corpus.tokenizer), int(rng.integers(len(_FILLER)))
+        segments, start = self._segments(layout, key, spot.depth, spot.length, first)
+        facts = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
+        return Example(segments, [key], facts)
 
     def _segments(
         self, layout: Layout, key: str, depth: float, length: int, offset: int
@@ -138,15 +122,6 @@ class Passkey(GenerationTask):
                 if cell["value"] >= percent / 100:
                     entry[f"k_max_{percent}"] = max(entry[f"k_max_{percent}"], cell["length"])
         return found
-
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        title = f"Passkey accuracy, {self.trials} trial{'s' * (self.trials > 1)} a cell"
-        return [
-            plots.over_lengths(cells, self.metric, folder / f"{self.label}.png"),
-            plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),
-        ]
 
 
 def judge(answer: str, key: str, tokenizer) -> dict[str, bool]:

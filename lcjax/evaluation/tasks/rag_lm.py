@@ -26,6 +26,8 @@ from lcjax.evaluation.tasks.perplexity import Perplexity
 
 SOURCE = "a JSONL file with input_ids or text, and chunks: [{text or ids, score}], a row a text"
 
+Text = tuple[int, str, np.ndarray, list[np.ndarray]]  # line, domain, tokens; chunks, best one last
+
 
 @Task.register_subclass("rag_lm")
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +46,6 @@ class RagLm(Task):
     scored: int = 1792  # of these at the end
     chunk: int = 256  # tokens of a chunk: longer ones are cut, rows with too few left out
     max_examples: int | None = None  # texts, the first ones; null: all
-
-    @property
-    def label(self) -> str:
-        return self.name or "rag_lm"
 
     @property
     def metric(self) -> Metric:
@@ -77,7 +75,7 @@ class RagLm(Task):
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         count, units = (length - self.decoder) // self.chunk, []
-        for line, domain, text, chunks in self._texts(corpus.tokenizer):
+        for line, domain, text, chunks in self._texts(corpus):
             if len(chunks) < count:
                 continue
             tokens = np.concatenate([*chunks[len(chunks) - count :], text])
@@ -91,12 +89,14 @@ class RagLm(Task):
         return units
 
     def reach(self, corpus: Corpus) -> tuple[int, str]:
-        most = max((len(chunks) for *_, chunks in self._texts(corpus.tokenizer)), default=0)
+        most = max((len(chunks) for *_, chunks in self._texts(corpus)), default=0)
         why = f"{self.path} has texts of {self.decoder} tokens with up to {most} chunks"
         return self.decoder + most * self.chunk, why
 
-    def _texts(self, tokenizer) -> Iterator[tuple[int, str, np.ndarray, list[np.ndarray]]]:
-        """Line, domain, tokens and chunks of every text, the best chunk last."""
+    def _texts(self, corpus: Corpus) -> list[Text]:
+        return corpus.once(self, lambda: list(self._read(corpus.tokenizer)))
+
+    def _read(self, tokenizer) -> Iterator[Text]:
         path, found = Path(self.path), 0
         for line, row in local_files.rows(path, ("chunks",)):
             if found == self.max_examples:

@@ -7,18 +7,20 @@ is kept, with the official line in place of the rest; CEPE keeps the tail. Gener
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 from lcjax.errors import one_of
 from lcjax.evaluation import metrics
-from lcjax.evaluation.generation import Example
+from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.task import Limits, Record, Task
+from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of
 
 SOURCE = (
     "ZeroSCROLLS (Hugging Face: tau/zero_scrolls) or SCROLLS (tau/scrolls), a folder a task with"
@@ -47,22 +49,20 @@ WORDING = {
 }
 
 
-def _best(metric: Callable) -> Callable[[str, Record], float]:
-    return lambda answer, facts: metrics.best(metric, answer.strip(), facts["references"])
+_best = functools.partial(best_of, strip=True)
 
 
-def _rouge(name: str) -> Callable[[str, Record], float]:
-    if name == "l":
-        return _best(lambda answer, right: metrics.rouge_l(answer, right, stem=True))
-    return _best(lambda answer, right: metrics.rouge_n(answer, right, int(name), stem=True))
+def _rouge_n(size: int) -> Score:
+    return _best(lambda answer, right: metrics.rouge_n(answer, right, size, stem=True))
 
 
-_SUMMARY = {"rouge_mean": _best(metrics.rouge_mean), "rouge_l": _rouge("l")} | {
-    "rouge_1": _rouge("1"), "rouge_2": _rouge("2")
+_ROUGE_L = {"rouge_l": _best(functools.partial(metrics.rouge_l, stem=True))}
+_SUMMARY = {"rouge_mean": _best(metrics.rouge_mean), **_ROUGE_L} | {
+    "rouge_1": _rouge_n(1), "rouge_2": _rouge_n(2)
 }  # fmt: skip
 _QA = {
     "f1": _best(metrics.qa_f1), "f1_verdict": _best(metrics.qa_f1_verdict),
-    "exact_match": _best(metrics.exact_match), "rouge_l": _rouge("l"),
+    "exact_match": _best(metrics.exact_match), **_ROUGE_L,
 }  # fmt: skip
 _LETTER = {"letter": _best(metrics.letter_match), "letter_cepe": _best(metrics.letter_match_cepe)}
 # What CEPE's table shows instead of the first one.
@@ -79,13 +79,14 @@ _SETS = (
 
 @Task.register_subclass("zeroscrolls")
 @dataclasses.dataclass(frozen=True)
-class ZeroScrolls(FileBenchmark):
+class ZeroScrolls(AnswerBenchmark):
     """Six tasks of ZeroSCROLLS; with `budget_rule=official` only the prompt counts.
 
     CEPE's numbers: SCROLLS validation, `flavour=cepe`, `keep=tail`, `max_examples=500`; its
     GovReport was drawn from the nucleus 0.95, three times, which is not done here.
     """
 
+    judging: ClassVar[tuple[str, ...]] = ("aggregate", "flavour")
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
     sets: ClassVar[dict[str, tuple[str, ...]]] = {
         group: tuple(data.name for data in _SETS if data.group == group)
@@ -94,7 +95,6 @@ class ZeroScrolls(FileBenchmark):
     title: ClassVar[str] = "ZeroSCROLLS"
     source: ClassVar[str] = SOURCE
 
-    budget_rule: str = "total"
     split: str = "validation"  # references of the official test split are private
     keep: str = "head"  # of a text that is too long: head (ZeroSCROLLS), tail (CEPE)
     flavour: str = "zeroscrolls"  # which scores tables show; cepe: F1 with its rule, ROUGE-L
@@ -111,7 +111,7 @@ class ZeroScrolls(FileBenchmark):
             one_of(f"{key}.{field}", getattr(self, field), known)
         super().check(limits, key)
 
-    def read(self, data: DataSet, path: Path) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
         """One example an id: rows that share one hold several references."""
         examples: dict[str, Example] = {}
         for number, row in local_files.rows(path, _FIELDS):
@@ -128,9 +128,9 @@ class ZeroScrolls(FileBenchmark):
             examples[row["id"]] = dataclasses.replace(before, references=list(references))
         yield from examples.values()
 
-    def _fitted(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+    def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Where the text will be cut at its end, the official line says so."""
-        example = super()._fitted(example, data, tokenizer, length)
+        example = super().asked(example, data, tokenizer, length)
         separator, segments = example.facts["separator"], list(example.segments)
         count = sum(len(tokenizer.encode(segment.text)) for segment in segments)
         over = count + example.max_new_tokens * (self.budget_rule == "total") > length
@@ -141,19 +141,14 @@ class ZeroScrolls(FileBenchmark):
         facts = {k: v for k, v in example.facts.items() if k != "separator"}
         return dataclasses.replace(example, segments=segments, facts=facts)
 
-    def cut_official(self, tokenizer, segments, length: int):
-        """Only the text is cut, whatever counts."""
-        return list(segments), 0
-
-    def judged(self, answer: str, facts: Record) -> dict[str, float]:
-        found = self.known[facts["dataset"]].judged(answer, facts)
-        first = next(iter(found))
-        return {"score": found[_CEPE[first] if self.flavour == "cepe" else first], **found}
+    def rules(self, data: DataSet) -> DataSet:
+        shown = next(iter(data.scores))
+        return data.showing(_CEPE[shown]) if self.flavour == "cepe" else data
 
 
 def _example(row: dict, name: str, line: int) -> Example:
     """An example from a row of either form; ValueError says what does not fit."""
-    facts = {"id": row["id"], "line": line, "wording": local_files.OWN_WORDING}
+    facts = {"id": row["id"], "line": line, "wording": OWN_WORDING}
     facts["separator"] = row.get("truncation_seperator") or _SEPARATOR
     if any(field in row for field in _PLACES):
         text, places = row["input"], [row.get(field) for field in _PLACES]

@@ -10,7 +10,7 @@ import numpy as np
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import Example, GenerationTask
+from lcjax.evaluation.generation import Example, GenerationTask, counts
 from lcjax.evaluation.prompt import Budget, Layout
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.tasks.ruler.aggregation import CommonWords, FrequentWords
@@ -49,10 +49,6 @@ class Ruler(GenerationTask):
     hotpotqa: str | None = None  # hotpot_dev_distractor_v1.json, for qa_2
 
     @property
-    def label(self) -> str:
-        return self.name or "ruler"
-
-    @property
     def metric(self) -> Metric:
         return Metric("score", f"RULER, mean of {len(self.chosen)} tasks", False, 3)
 
@@ -88,7 +84,7 @@ class Ruler(GenerationTask):
         return name == "cwe" or (name in KINDS and KINDS[name].key == "words")
 
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
-        source = Generators(self, corpus, limits)
+        source = corpus.once((self, limits), lambda: Generators(self, corpus, limits))
         for name in self.chosen:
             maker = source.maker(name, length)
             budget = source.budget(maker, length)
@@ -117,10 +113,6 @@ class Ruler(GenerationTask):
         own = "part" if unit.facts["task"] in _DATA else "all"
         return {"string_match": flavours[own], **flavours}
 
-    def value(self, records: Sequence[Record]) -> float:
-        """The plain mean of the tasks, however many questions each has."""
-        return float(np.mean(list(self._by_task(records).values())))
-
     def _by_task(self, records: Sequence[Record]) -> dict[str, float]:
         return {
             name: float(np.mean(own))
@@ -129,16 +121,15 @@ class Ruler(GenerationTask):
         }
 
     def summarise(self, records: Sequence[Record]) -> Record:
-        """The mean, each task's score, and those of the four groups of tasks."""
+        """The plain mean of the tasks, each task's score, and those of the four groups of tasks."""
         scores = self._by_task(records)
         groups = {
             name: float(np.mean([scores[task] for task in tasks if task in scores]))
             for name, tasks in GROUPS.items()
             if any(task in scores for task in tasks)
         }
-        found = super().summarise(records)
-        found = {key: value for key, value in found.items() if key not in ("all", "part")}
-        return {**found, **groups, **scores}
+        value = float(np.mean(list(scores.values())))  # however many questions each has
+        return {"value": value, **counts(records), **groups, **scores}
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         return over_lengths(cells)
@@ -182,5 +173,5 @@ class Generators:
             budget = self.budget(FrequentWords, length)
             return FrequentWords(self.wording, tokenizer, fixed, budget, self.layout)
         path = getattr(self._task, _DATA[name])
-        questions, documents = read(path, _DATA[name], _DATA[name])
-        return Passages(self.wording, questions, documents, tokenizer, fixed)
+        found = self._corpus.once((Passages, path), lambda: read(path, _DATA[name], _DATA[name]))
+        return Passages(self.wording, *found, tokenizer, fixed)
