@@ -6,8 +6,9 @@ They are the source of truth of a run; tables and figures are made from them alo
 import hashlib
 import json
 import math
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 FORMAT = 2
 MARKER = "run.json"  # what the records were made with
 REPORT = "report.html"
-_OWN = (MARKER, "config.yaml", "summary.json", REPORT, ERROR, "records", "tables", "figures")
+CONFIG = "config.yaml"
+_OWN = (
+    MARKER, CONFIG, "summary.json", REPORT, ERROR, "records", "tables", "figures", "export",
+)  # fmt: skip
 _FREE = ("run", "batch_size", "mesh", "distributed")  # keys that may change when a run is continued
 
 Key = tuple[str, int, int]  # method, length, index of the unit
@@ -74,9 +78,7 @@ class Store:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._replaces = False
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
-        entry = {"format": FORMAT, "hash": self.hash, "config": self._settings}
-        write_whole(self._marker, json.dumps(entry, indent=1, default=str) + "\n")
-        dump(self._config, self.folder / "config.yaml")
+        describe(self.folder, self._config, self._settings)
 
     def _compare(self, before: Record, settings: Mapping) -> None:
         if before["hash"] == self.hash:
@@ -98,7 +100,7 @@ class Store:
         )
 
     def path(self, task: str) -> Path:
-        return self.folder / "records" / f"{task}.jsonl"
+        return records_file(self.folder, task)
 
     def read(self, task: str) -> dict[Key, Record]:
         """All finished records; a line that a killed process left half written is cut off.
@@ -122,16 +124,11 @@ class Store:
         if whole < len(data) and distributed.first():
             with path.open("r+b") as file:
                 file.truncate(whole)
-        records = {}
-        for number, line in enumerate(data[:whole].splitlines(), 1):
-            try:
-                record = json.loads(line)
-                key = record["method"], record["length"], record["window"]
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-                raise InputError(
-                    f"{path}:{number} is not a record; delete that line, it will be computed again"
-                ) from None
-            records[key] = record
+        records, damaged = parse(data[:whole])
+        if damaged:
+            raise InputError(
+                f"{path}:{damaged[0]} is not a record; delete that line, it will be computed again"
+            )
         return records
 
     def append(self, task: str, records: Sequence[Record]) -> None:
@@ -142,7 +139,60 @@ class Store:
         if not distributed.first():
             return
         with self.path(task).open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(clean(record)) + "\n" for record in records))
+            file.write(to_lines(records))
+
+
+def records_file(folder: Path, task: str) -> Path:
+    """Where a run keeps the records of a task."""
+    return folder / "records" / f"{task}.jsonl"
+
+
+def to_lines(records: Iterable[Mapping], *, ascii: bool = True) -> str:
+    """One line of strict JSON each."""
+    lines = (json.dumps(clean(record), ensure_ascii=ascii) + "\n" for record in records)
+    return "".join(lines)
+
+
+def parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
+    """The last record of each unit, and the numbers of lines that are none."""
+    records: dict[Key, Record] = {}
+    damaged = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            records[record["method"], record["length"], record["window"]] = record
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            damaged.append(number)
+    return records, damaged
+
+
+def by_cell(
+    records: Iterable[Record], methods: Sequence[str] | None = None
+) -> dict[tuple[str, int], list[Record]]:
+    """Records by method and length, those of a cell by their units.
+
+    Methods in the order given; None: as they come.
+    """
+    records = list(records)
+    order = list(methods or dict.fromkeys(record["method"] for record in records))
+    cells: dict[tuple[str, int], list[Record]] = {}
+    for record in sorted(
+        records, key=lambda r: (order.index(r["method"]), r["length"], r["window"])
+    ):
+        cells.setdefault((record["method"], record["length"]), []).append(record)
+    return cells
+
+
+def describe(folder: Path, config: "EvalConfig", settings: Mapping) -> None:
+    """Notes in a run folder what its records are made with."""
+    entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings}
+    write_whole(folder / MARKER, json.dumps(entry, indent=1, default=str) + "\n")
+    dump(config, folder / CONFIG)
+
+
+def folder_name(name: str) -> str:
+    """The name of a method or run as that of a folder."""
+    return re.sub(r"[^\w.+-]+", "_", name).strip("_.") or "_"
 
 
 def clean(value):

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from lcjax import cost, distributed
 from lcjax.build import ModelSection, check_source
+from lcjax.convert import ByteTokenizer
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
@@ -38,7 +39,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     does a study whose training was stopped.
     """
     limits, trainings = check(config), study.trainings(config)
-    ready = study.with_trained(config, trainings)
+    ready = study.with_trained(config)
     if load is None:
         made = {training.run.folder for training in trainings.values()}
         for section in sections(ready):
@@ -128,6 +129,16 @@ def sections(config: EvalConfig) -> list[ModelSection]:
         else dataclasses.replace(config.model, path=method.path, **own)
         for method in config.methods
     ]
+
+
+def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
+    """The tokenizer of a model that is not opened; `load` opens one by path."""
+    path = section.tokenizer or section.path
+    if path is not None:
+        return load(path)
+    if section.preset is not None:
+        return ByteTokenizer()
+    raise InputError("model.path is not set; its tokenizer says how long a prompt is")
 
 
 def _split(method: Method, model) -> ContextSplit | None:

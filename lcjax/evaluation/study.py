@@ -7,7 +7,6 @@ stopped goes on.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lcjax import config as config_lib
 from lcjax.build import check_source
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method, Study
+from lcjax.evaluation.records import folder_name
 from lcjax.evaluation.report.tables import markdown
 from lcjax.training import TrainConfig
 from lcjax.training import folder as folder_lib
@@ -93,8 +93,7 @@ def _from_model(
 def _folder(config: EvalConfig, method: Method | None) -> Path:
     if method is None:
         return Path(config.run.folder, _BASE)
-    name = re.sub(r"[^\w.+-]+", "_", method.name).strip("_.")
-    return Path(config.run.folder, "trained", name or "_")
+    return Path(config.run.folder, "trained", folder_name(method.name))
 
 
 def _refuse_shared_folders(found: Trainings) -> None:
@@ -113,17 +112,17 @@ def settings(found: Trainings) -> dict[str, Any]:
     return {name or _BASE: folder_lib.decisive(training) for name, training in found.items()}
 
 
-def with_trained(config: EvalConfig, found: Trainings) -> EvalConfig:
+def with_trained(config: EvalConfig) -> EvalConfig:
     """`config` with the folders of the trainings in place of the trainings."""
     methods = tuple(
-        dataclasses.replace(m, path=found[m.name].run.folder, train=None)
+        dataclasses.replace(m, path=str(_folder(config, m)), train=None)
         if m.train is not None
         else m
         for m in config.methods
     )
     model = config.model
-    if "" in found:
-        model = dataclasses.replace(model, path=found[""].run.folder)
+    if config.study is not None and config.study.base is not None:
+        model = dataclasses.replace(model, path=str(_folder(config, None)))
     return dataclasses.replace(config, model=model, methods=methods, study=None)
 
 

@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 
 from lcjax.config import dump
 from lcjax.errors import InputError
-from lcjax.evaluation import Method, Passkey, Perplexity, finished, run
+from lcjax.evaluation import Method, Passkey, Perplexity, Ruler, finished, run
 from lcjax.evaluation.commands.compare import compare
 from lcjax.evaluation.commands.export import export
 from lcjax.evaluation.commands.main import main
 from lcjax.evaluation.commands.make_data import make_data
+from lcjax.evaluation.commands.score import score
 from lcjax.rope import Linear
 
 TASKS = (Perplexity(protocol="last_k", last=8), Passkey(depths=2, trials=2))
@@ -158,11 +159,11 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied
     options = {"tokenizer": lambda path: ByteTokenizer()}
     words = ["--model.path=somewhere", "--tasks.1.match=first_digits"]
     with pytest.raises(InputError, match="model decides what the model was asked"):
-        finished.score(copied, None, words, **options)
+        score(copied, None, words, **options)
     _with_path(copied)
     for rule, value in (("first_digits", 0.0), ("first_integer", 1.0)):
         out = copied.parent / rule
-        report = finished.score(copied, out, [f"--tasks.1.match={rule}"], **options)
+        report = score(copied, out, [f"--tasks.1.match={rule}"], **options)
         assert {c["value"] for c in report.cells if c["task"] == "passkey"} == {value}
         again = finished.read(out)
         (task, lines) = list(again.tasks.items())[1]
@@ -170,7 +171,33 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied
         assert {line["protocol"] for line in lines} == {f"passkey_{rule}"}
     assert path.read_bytes() == before
     with pytest.raises(InputError, match="holds records already"):
-        finished.score(copied, out, [], **options)
+        score(copied, out, [], **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks.1.depths=3"], "tasks.1.depths decides.*of passkey score may change name, match"),
+        (["--tasks.0.last=4"], "tasks.0.last decides.*of perplexity_last_k score may change name"),
+        (["--tasks=[{type: passkey}]"], "score keeps the tasks of the run"),
+        (["--tasks=[{type: niah}, {type: passkey}]"], "tasks.0.type decides"),
+        (["--lengths=[500]"], "lengths decides"),
+    ],
+)
+def test_score_refuses_what_changes_the_question(copied, words, message):
+    with pytest.raises(InputError, match=message):
+        score(copied, None, words)
+    assert not (copied.parent / "first_scored").exists()
+
+
+def test_score_finds_the_records_of_a_task_that_gets_another_name(copied, undrawn):
+    _with_path(copied)
+    report = score(copied, None, ["--tasks.1.name=again"], tokenizer=lambda _: ByteTokenizer())
+    assert {cell["task"] for cell in report.cells} == {"perplexity_last_k", "again"}
+    out = copied.parent / "first_scored"
+    lines = [(f / "records" / n).read_text().count("\n") for f, n in (
+        (copied, "passkey.jsonl"), (out, "again.jsonl"))]  # fmt: skip
+    assert lines[0] == lines[1] > 0
 
 
 def _with_path(folder):
@@ -210,11 +237,11 @@ def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
     assert 0 <= value["accuracy,none"] <= 1 and results["n-samples"]["passkey_500"]["original"] == 4
     assert results["higher_is_better"]["perplexity_last_k_500"] == {"perplexity": False}
     assert len(list((out / "lm_eval" / "base").glob("samples_*.jsonl"))) == 4
-    folder = out / "longbench" / "500" / "pred" / "a_b_c"
+    folder = out / "longbench" / "passkey" / "500" / "pred" / "a_b_c"
     (first, *_) = map(json.loads, (folder / "passkey.jsonl").read_text().splitlines())
     assert first.keys() == {"pred", "answers", "all_classes", "length"}
     assert json.loads((folder / "result.json").read_text()).keys() == {"passkey"}
-    folder = out / "ruler" / "base" / "500"
+    folder = out / "ruler" / "passkey" / "base" / "500"
     header, names, scores, nulls = (folder / "summary.csv").read_text().splitlines()
     assert (header, names, nulls) == ("0,1", "Tasks,passkey", "Nulls,0/4")
     assert scores == f"Score,{100 * value['accuracy,none']}"
@@ -225,13 +252,32 @@ def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
         export(run, ["csv"], out)
 
 
+def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn):
+    """LongBench and ZeroSCROLLS both have a qasper; RULER's two tasks share all names."""
+    tasks = tuple(Ruler(name=name, tasks=("vt",), samples=2) for name in ("few", "more"))
+    config = dataclasses.replace(
+        config, tasks=(tasks[0], dataclasses.replace(tasks[1], samples=3)), methods=(Method("a"),),
+        lengths=(4000,), model=dataclasses.replace(config.model, path="somewhere"),
+        run=dataclasses.replace(config.run, folder=str(tmp_path / "run")),
+    )  # fmt: skip
+    files = make_data(config, tmp_path / "data", tokenizer=lambda path: ByteTokenizer())
+    run(config, load=fake(trained=600))
+    exported = export(finished.read(tmp_path / "run"), ["longbench", "ruler"], tmp_path / "export")
+    for own in (
+        files,
+        *([f for f in exported if kind in f.parts] for kind in ("longbench", "ruler")),
+    ):
+        counts = [f.read_text().count("\n") for f in own if f.name == "vt.jsonl"]
+        assert counts == [2, 3]
+
+
 def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
     path = dataclasses.replace(config.model, path="somewhere")
     with_path = dataclasses.replace(config, model=path)
     files = make_data(with_path, tmp_path, tokenizer=lambda path: ByteTokenizer())
     assert [file.relative_to(tmp_path).as_posix() for file in files] == [
-        "500/passkey.jsonl",
-        "1000/passkey.jsonl",
+        "passkey/500/passkey.jsonl",
+        "passkey/1000/passkey.jsonl",
     ]
     lines = [json.loads(line) for line in files[1].read_text().splitlines()]
     records = [r for r in finished.read(config.run.folder).tasks[TASKS[1]] if r["length"] == 1000]

@@ -6,10 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
+from evaluation_support import ByteTokenizer, fake, only_the_run
 
+from lcjax.build import ModelSection
 from lcjax.config import parse
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, run, study
+from lcjax.evaluation import EvalConfig, Passkey, RunSection, run, study
+from lcjax.evaluation.commands.make_data import make_data
+from lcjax.evaluation.commands.score import score
 from lcjax.training import TrainConfig
 
 BASE = """
@@ -106,7 +110,7 @@ def test_stages_come_first_in_their_order_and_stay_in_their_own_folders(folder, 
     study.check_paths(config, found)  # model.path will be there
     done = stub(monkeypatch)
     assert study.run(config, found) and done == ["encoder_run", "main_run"]
-    ready = study.with_trained(config, found)
+    ready = study.with_trained(config)
     assert ready.model.path == f"{folder}/main_run" and ready.methods == config.methods
 
 
@@ -194,10 +198,53 @@ def test_names_that_make_one_folder_are_refused(folder):
 
 def test_a_method_that_is_trained_may_be_read_with_another_pattern(folder):
     ready = study.with_trained(
-        read(folder, old="name: PI,", new="name: PI, pattern: {type: sliding, window: 16},"),
-        study.trainings(read(folder)),
+        read(folder, old="name: PI,", new="name: PI, pattern: {type: sliding, window: 16},")
     )
     method = ready.methods[1]
     assert method.pattern.window == 16 and method.train is None
     assert method.path == str(folder / "out" / "trained" / "PI")
     assert ready.model.path == str(folder / "out" / "base") and ready.study is None
+
+
+def test_a_study_is_scored_again_with_the_tokenizers_of_its_models_and_keeps_its_trainings(
+    folder, monkeypatch
+):
+    stub(monkeypatch)
+    tasks = "[{type: passkey, depths: 2, max_new_tokens: 8}]"
+    config = read(folder, "--tasks", tasks, "--lengths", "[900]")
+    with only_the_run():
+        run(config, load=fake(trained=1000))
+        moved, opened = folder / "moved", []
+        (folder / "out").rename(moved)
+
+        def tokenizer(path):
+            opened.append(path)
+            return ByteTokenizer()
+
+        report = score(moved, None, ["--tasks.0.match=token_ids"], tokenizer=tokenizer)
+    own = [f"{moved}/trained/PI", f"{moved}/trained/PI_bf16"]
+    assert opened == [f"{moved}/base", *own]
+    before, after = (
+        json.loads((f / "run.json").read_text()) for f in (moved, report.files[0].parent)
+    )
+    assert after["config"]["trainings"] == before["config"]["trainings"] != {}
+    notes = [(f / "tables" / "training.md").read_text() for f in (moved, report.files[0].parent)]
+    assert notes[0] == notes[1] and "Trained first" in report.text
+
+
+def test_another_tokenizer_of_the_config_is_the_one_that_answers_are_read_by(folder, monkeypatch):
+    config = EvalConfig(
+        model=ModelSection(path="somewhere", tokenizer="elsewhere"),
+        tasks=(Passkey(depths=2),), lengths=(900,), run=RunSection(str(folder / "out")),
+    )  # fmt: skip
+    opened = []
+
+    def tokenizer(path):
+        opened.append(path)
+        return ByteTokenizer()
+
+    with only_the_run():
+        run(config, load=fake(trained=1000))
+        score(folder / "out", tokenizer=tokenizer)
+        make_data(config, folder / "data", tokenizer=tokenizer)
+    assert opened == ["elsewhere"] * 2

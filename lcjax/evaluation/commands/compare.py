@@ -10,6 +10,7 @@ import draccus
 
 from lcjax.errors import InputError
 from lcjax.evaluation.finished import Finished, read
+from lcjax.evaluation.records import by_cell, folder_name
 from lcjax.evaluation.report import cell_of, page, plots
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.statistics import Difference, paired
@@ -43,7 +44,7 @@ def compare(folders: Sequence[str | Path], out: str | Path | None = None) -> Com
     runs = _named([read(folder) for folder in folders])
     names = list(runs)
     if out is None:
-        out = Path(folders[0]).parent / f"compare_{'_'.join(names)}"
+        out = Path(folders[0]).parent / f"compare_{folder_name('_'.join(names))}"
     out = Path(out)
     tasks: dict[str, dict[str, tuple[Task, list[Record]]]] = {}
     for name, run in runs.items():
@@ -91,15 +92,13 @@ def _part(
 ) -> _Part:
     groups: dict[tuple[str, str], dict[int, list[Record]]] = {}
     cells = []
+    by_run = {name: (task, by_cell(records)) for name, (task, records) in own.items()}
     for (name, method), label in rows.items():
-        task, records = own.get(name, (None, []))
-        by_length: dict[int, list[Record]] = {}
-        for record in sorted(records, key=lambda r: (r["length"], r["window"])):
-            if record["method"] == method:
-                by_length.setdefault(record["length"], []).append(record)
+        task, found = by_run.get(name, (None, {}))
+        by_length = {n: records for (other, n), records in found.items() if other == method}
         if by_length:
             groups[name, method] = by_length
-            cells += [cell_of(task, label, n, found) for n, found in by_length.items()]
+            cells += [cell_of(task, label, n, records) for n, records in by_length.items()]
     task = next(iter(own.values()))[0]
     differences = _differences(task, groups, rows)
     figure = plots.over_lengths(cells, task.metric, out / "figures" / f"{task.label}.png")

@@ -1,16 +1,18 @@
 """Records in the formats of the official scorers, which can then judge the same answers.
 
 lm_eval: `results.json` and `samples_*.jsonl` of lm-evaluation-harness, one folder a method.
-longbench: `pred/METHOD/DATASET.jsonl` and `result.json`, as LongBench's `eval.py` reads and writes.
-ruler: `METHOD/LENGTH/TASK.jsonl` and `summary.csv`, as RULER's `evaluate.py` reads and writes.
+longbench: `TASK/LENGTH/pred/METHOD/SET.jsonl` and `result.json`, the latter two folders as
+LongBench's `eval.py` reads and writes them.
+ruler: `TASK/METHOD/LENGTH/SET.jsonl` and `summary.csv`, the latter as RULER's `evaluate.py` does.
+
+Tasks have folders of their own, as several may have a data set of one name (qasper, gov_report).
 """
 
 import csv
 import io
 import json
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation.finished import Finished
-from lcjax.evaluation.records import clean
+from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.task import Record, Task
 from lcjax.files import write_whole
 
@@ -30,18 +32,8 @@ def export(run: Finished, formats: Sequence[str], out: Path) -> list[Path]:
     return [path for name in formats for path in _FORMATS[name](run, out / name)]
 
 
-def _cells(run: Finished) -> Iterator[tuple[str, Task, int, list[Record]]]:
-    """(method, task, length, records) of every cell, in the order of the run."""
-    for method in run.order:
-        for task, records in run.tasks.items():
-            own = [record for record in records if record["method"] == method]
-            for length in sorted({record["length"] for record in own}):
-                found = [record for record in own if record["length"] == length]
-                yield method, task, length, sorted(found, key=lambda record: record["window"])
-
-
 def _answered(run: Finished, name: str) -> list[tuple[str, Task, int, list[Record]]]:
-    cells = [cell for cell in _cells(run) if all("answer" in record for record in cell[3])]
+    cells = [cell for cell in run.cells() if all("answer" in record for record in cell[3])]
     if not cells:
         raise InputError(
             f"--export={name}: {run.folder} has no answers, which that format is made of; lm_eval"
@@ -57,20 +49,27 @@ def part_of(task: Task, facts: Mapping[str, Any]) -> str:
 
 def _folder(run: Finished, method: str) -> str:
     """The name of a method as that of a folder; two that become equal are counted."""
-    plain = [re.sub(r"[^\w.+-]+", "_", name).strip("_.") or "_" for name in run.order]
+    plain = [folder_name(name) for name in run.order]
     place = run.order.index(method)
     twins = plain[:place].count(plain[place])
     return f"{plain[place]}_{twins + 1}" if twins else plain[place]
 
 
-def _lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    write_whole(path, "".join(json.dumps(clean(row), ensure_ascii=False) + "\n" for row in rows))
+def _lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    write_whole(path, to_lines(rows, ascii=False))
     return path
+
+
+def _by_part(task: Task, records: Sequence[Record]) -> dict[str, list[Record]]:
+    parts: dict[str, list[Record]] = {}
+    for record in records:
+        parts.setdefault(part_of(task, record), []).append(record)
+    return parts
 
 
 def _lm_eval(run: Finished, out: Path) -> list[Path]:
     methods: dict[str, list[tuple[Task, int, list[Record]]]] = {}
-    for method, task, length, records in _cells(run):
+    for method, task, length, records in run.cells():
         methods.setdefault(method, []).append((task, length, records))
     files = []
     for method, cells in methods.items():
@@ -140,45 +139,39 @@ def _sample(task: Task, record: Record, metric: str) -> dict[str, Any]:
 
 def _longbench(run: Finished, out: Path) -> list[Path]:
     """One folder of predictions for each method and length, in LongBench's own numbers of 0-100."""
-    folders: dict[Path, dict[str, list[tuple[Task, Record]]]] = {}
-    for method, task, length, records in _answered(run, "longbench"):
-        sets = folders.setdefault(out / str(length) / "pred" / _folder(run, method), {})
-        for record in records:
-            sets.setdefault(part_of(task, record), []).append((task, record))
     files = []
-    for folder, sets in folders.items():
-        for name, found in sets.items():
-            rows = [
+    for method, task, length, records in _answered(run, "longbench"):
+        folder = out / task.label / str(length) / "pred" / _folder(run, method)
+        parts = _by_part(task, records)
+        for name, own in parts.items():
+            rows = (
                 {
                     "pred": record["answer"],
                     "answers": task.references(record),
                     "all_classes": record.get("all_classes"),
                     "length": record.get("words", record["size"]),
                 }
-                for task, record in found
-            ]
+                for record in own
+            )
             files.append(_lines(folder / f"{name}.jsonl", rows))
         files.append(folder / "result.json")
-        scores = {name: _percent(found) for name, found in sets.items()}
+        scores = {name: _percent(task, own) for name, own in parts.items()}
         write_whole(files[-1], json.dumps(scores, ensure_ascii=False, indent=4))
     return files
 
 
-def _percent(found: Sequence[tuple[Task, Record]]) -> float:
-    values = [task.example(record) for task, record in found]
+def _percent(task: Task, records: Sequence[Record]) -> float:
+    values = [task.example(record) for record in records]
     return round(100 * float(np.mean([v for v in values if v is not None])), 2)
 
 
 def _ruler(run: Finished, out: Path) -> list[Path]:
-    folders: dict[Path, dict[str, list[tuple[Task, Record]]]] = {}
-    for method, task, length, records in _answered(run, "ruler"):
-        tasks = folders.setdefault(out / _folder(run, method) / str(length), {})
-        for record in records:
-            tasks.setdefault(part_of(task, record), []).append((task, record))
     files = []
-    for folder, tasks in folders.items():
-        for name, found in tasks.items():
-            rows = [
+    for method, task, length, records in _answered(run, "ruler"):
+        folder = out / task.label / _folder(run, method) / str(length)
+        parts = _by_part(task, records)
+        for name, own in parts.items():
+            rows = (
                 {
                     "index": record["window"],
                     "pred": record["answer"],
@@ -188,23 +181,23 @@ def _ruler(run: Finished, out: Path) -> list[Path]:
                     "truncation": record.get("truncated", -1),
                     "length": record["size"],
                 }
-                for task, record in found
-            ]
+                for record in own
+            )
             files.append(_lines(folder / f"{name}.jsonl", rows))
         files.append(folder / "summary.csv")
-        write_whole(files[-1], _ruler_summary(tasks))
+        write_whole(files[-1], _ruler_summary(task, parts))
     return files
 
 
-def _ruler_summary(tasks: Mapping[str, Sequence[tuple[Task, Record]]]) -> str:
+def _ruler_summary(task: Task, parts: Mapping[str, Sequence[Record]]) -> str:
     """The table that RULER's script writes: its columns are numbered, its rows named."""
     nulls = [
-        f"{sum(not record['answer'].strip() for _, record in found)}/{len(found)}"
-        for found in tasks.values()
+        f"{sum(not record['answer'].strip() for record in own)}/{len(own)}"
+        for own in parts.values()
     ]
     rows = [
-        ["Tasks", *tasks],
-        ["Score", *(_percent(found) for found in tasks.values())],
+        ["Tasks", *parts],
+        ["Score", *(_percent(task, own) for own in parts.values())],
         ["Nulls", *nulls],
     ]
     out = io.StringIO()

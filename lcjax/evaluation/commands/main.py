@@ -11,6 +11,7 @@ from lcjax.evaluation import finished
 from lcjax.evaluation.commands.compare import compare
 from lcjax.evaluation.commands.export import export
 from lcjax.evaluation.commands.make_data import make_data
+from lcjax.evaluation.commands.score import score
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.run import run
 
@@ -21,7 +22,7 @@ python eval.py report RUN [RUN ...] [--export=lm_eval,longbench,ruler]
     tables, figures and report.html again, from the records alone; with --export also
     RUN/export/FORMAT, which the official scorers read
 python eval.py score RUN [--out=FOLDER] [--tasks.0.KEY=VALUE ...]
-    judges the answers again, by other settings of the tasks; default folder: RUN_scored
+    judges the answers again, by other scores of the tasks; default folder: RUN_scored
 python eval.py compare RUN RUN [...] [--out=FOLDER]
     compare.html: the runs side by side, differences example by example
 python eval.py make-data --config FILE [--out=FOLDER] [--KEY=VALUE ...]
@@ -88,10 +89,10 @@ def _report(words: list[str]) -> None:
     if not folders:
         raise InputError("report: name the folder of a run, such as runs/quickstart_eval")
     for folder in folders:
-        made = finished.rebuild(folder)
+        found = finished.read(folder)
+        made = finished.rebuild(found)
         files = list(made.files)
         if "export" in options:
-            found = finished.read(folder)
             formats = [name.strip() for name in options["export"].split(",") if name.strip()]
             files += export(found, formats, found.folder / "export")
         _said(made.text, files)
@@ -101,7 +102,7 @@ def _score(words: list[str]) -> None:
     folders, options, overrides = _taken(words, "out")
     if len(folders) != 1:
         raise InputError(f"score takes one run, not {len(folders)}: python eval.py score RUN")
-    made = finished.score(folders[0], options.get("out"), overrides)
+    made = score(folders[0], options.get("out"), overrides)
     _said(made.text, made.files)
 
 

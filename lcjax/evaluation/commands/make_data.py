@@ -1,6 +1,5 @@
 """The prompts of a config's tasks as JSONL, in RULER's layout, without any model."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 from lcjax.convert.load import load_tokenizer
 from lcjax.data import documents
 from lcjax.errors import InputError
+from lcjax.evaluation import study
 from lcjax.evaluation.commands.export import part_of
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.records import clean
-from lcjax.evaluation.run import check
+from lcjax.evaluation.records import to_lines
+from lcjax.evaluation.run import check, tokenizer_of
 from lcjax.evaluation.task import Task, Unit
 from lcjax.files import write_whole
 
@@ -23,18 +23,16 @@ def make_data(
     *,
     tokenizer: Callable[[str], Any] = load_tokenizer,
 ) -> list[Path]:
-    """Writes `OUT/LENGTH/TASK.jsonl` for every task, or sub-task, that generates.
+    """Writes `OUT/TASK/LENGTH/SET.jsonl` for every data set or sub-task of tasks that generate.
 
     A line has RULER's keys: index, input (the prompt as text), outputs (what counts as right),
     length (tokens, with those to be generated), and `others` with all that a record says of the
-    unit. `out` None is `data` in the run folder. Only the tokenizer of model.path is read.
+    unit. `out` None is `data` in the run folder. Only the tokenizer of `model` is read.
     """
     limits = check(config)
     tasks = [task for task in config.tasks if task.generates]
     if not tasks:
         raise InputError("tasks: none of them asks for an answer, so there is no prompt to write")
-    if config.model.path is None:
-        raise InputError("model.path is not set; its tokenizer says how long a prompt is")
     out = Path(out) if out is not None else Path(config.run.folder) / "data"
     data = config.data
     source = (
@@ -42,21 +40,20 @@ def make_data(
         if any(task.needs_data for task in tasks)
         else ()
     )
-    corpus = Corpus(source, tokenizer(config.model.path))
+    corpus = Corpus(source, tokenizer_of(study.with_trained(config).model, tokenizer))
     files = []
     for task in tasks:
         for length in limits.lengths:
             units = task.plan(corpus, length, limits)
             if not units:
                 raise InputError(f"lengths: {length} gives no prompt in {task.label}")
-            texts: dict[str, str] = {}
+            parts: dict[str, list[Unit]] = {}
             for unit in units:
-                line = json.dumps(_line(task, unit, corpus.tokenizer), ensure_ascii=False)
-                name = part_of(task, unit.facts)
-                texts[name] = texts.get(name, "") + line + "\n"
-            for name, text in texts.items():
-                files.append(out / str(length) / f"{name}.jsonl")
-                write_whole(files[-1], text)
+                parts.setdefault(part_of(task, unit.facts), []).append(unit)
+            for name, own in parts.items():
+                files.append(out / task.label / str(length) / f"{name}.jsonl")
+                lines = (_line(task, unit, corpus.tokenizer) for unit in own)
+                write_whole(files[-1], to_lines(lines, ascii=False))
     return files
 
 
@@ -67,5 +64,5 @@ def _line(task: Task, unit: Unit, tokenizer) -> dict[str, Any]:
         "input": tokenizer.decode(unit.tokens.tolist()),
         "outputs": task.references(unit.facts),
         "length": unit.facts["size"],
-        "others": clean({"id": unit.index, "digest": unit.digest, **facts}),
+        "others": {"id": unit.index, "digest": unit.digest, **facts},
     }

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.task import Record, Task
 
 MOST = 12  # of one cell; the records hold all
@@ -17,6 +18,11 @@ _HIDDEN = frozenset(
     | {"answer", "references", "key", "correct", "score", "scored", "prompt", "budget", "first"}
     | {"nan", "template", "prompt_tokens", "max_new_tokens", "decoder", "nll", "bytes"}
 )
+
+
+def anchor(*words: object) -> str:
+    """A name for a place in the page."""
+    return re.sub(r"[^\w.-]+", "-", "-".join(map(str, words)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,21 +39,23 @@ def of_task(task: Task, records: Sequence[Record]) -> Shown:
     """What a reader wants to look into: mistakes, or hard windows where nothing is answered."""
     answers = any("answer" in record for record in records)
     heads = _columns(records)
-    cells: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
-        cells.setdefault((record["method"], record["length"]), []).append(record)
     longest, groups = max((record["length"] for record in records), default=0), []
-    for (method, length), own in cells.items():
+    for (method, length), own in by_cell(records).items():
         if not answers and length < longest:
             continue
         found = _wrong(task, own) if answers else _hard(task, own)
         if found:
-            name = re.sub(r"[^\w.-]+", "-", f"examples-{task.label}-{method}-{length}")
             rows = [_row(task, record, heads, answers) for record in found[:MOST]]
             groups.append(
-                {"method": method, "length": length, "anchor": name, "rows": rows,
-                 "count": len(found), "of": len(own)}
-            )  # fmt: skip
+                {
+                    "method": method,
+                    "length": length,
+                    "anchor": anchor("examples", task.label, method, length),
+                    "rows": rows,
+                    "count": len(found),
+                    "of": len(own),
+                }
+            )
     prompts = [record["prompt"] for record in records if record.get("prompt")]
     shortest = min(prompts, key=len, default=None)
     if shortest is not None and len(shortest) > 4000:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import yaml
 
 from lcjax.evaluation.report import examples
+from lcjax.evaluation.report.examples import anchor
 from lcjax.evaluation.report.page_style import SCRIPT, STYLE
 from lcjax.evaluation.report.page_svg import inline
 from lcjax.evaluation.report.page_templates import TEMPLATES
-from lcjax.evaluation.report.tables import ranked
+from lcjax.evaluation.report.tables import aggregated, ranked
 from lcjax.evaluation.task import Record, Task
 from lcjax.files import write_whole
 
@@ -75,11 +75,6 @@ def _environment():
     )
     made.filters["count"] = lambda value: f"{value:,}"
     return made
-
-
-def anchor(*words: object) -> str:
-    """A name for a place in the page."""
-    return re.sub(r"[^\w.-]+", "-", "-".join(map(str, words)))
 
 
 def _lead(sections: Sequence[Section]) -> str:
@@ -196,12 +191,7 @@ def interval_text(cell: Record, metric) -> str:
 def _aggregates(found: Mapping[str, Record]) -> dict[str, Any] | None:
     if not found:
         return None
-    heads = list(next(iter(found.values())))
-    rows = {
-        name: [f"{v:,.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v)
-               for v in (entry[head] for head in heads)]
-        for name, entry in found.items()
-    }  # fmt: skip
+    heads, rows = aggregated(found)
     return {"heads": heads, "rows": rows}
 
 
@@ -210,6 +200,8 @@ _CAPTIONS = {
     " one standard error over documents.",
     "by_depth": "Every panel has the same scale. The dashed line stands behind the last length that"
     " the model was trained for; hatched cells were not measured.",
+    "by_shots": "One line a method, at the longest length: the score over the number of"
+    " demonstrations.",
     "cost": "Tokens read or written per second without compilation, and the peak of the busiest"
     " device (on a CPU: of the process), over all tasks.",
     "perplexity_accuracy": "Each point is a method. r is Pearson's correlation, ρ Spearman's, with"

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 
-from lcjax.evaluation.records import FORMAT, REPORT, clean, fingerprint
+from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
 from lcjax.evaluation.report import charts, page
-from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
+from lcjax.evaluation.report.tables import aggregated, grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric, Record, Task
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
+NOTES = "tables/training.md"
 _COMMON = ("protocol", "stride", "bos", "trained", "tokenizer")
 
 
@@ -80,7 +81,7 @@ def write(
     texts = [text for _, text, _ in sections]
     sections = [section for section, _, _ in sections]
     if notes:
-        files.append(folder / "tables" / "training.md")
+        files.append(folder / NOTES)
         files[-1].write_text(notes, encoding="utf-8")
         texts.append(notes)
     summary = {
@@ -107,10 +108,8 @@ def _section(
     folder: Path, task: Task, unsorted: Sequence[Record], order: Sequence[str]
 ) -> tuple[page.Section, str, list[Path]]:
     """What is said of one task, the text of its tables, and their files."""
-    records = sorted(unsorted, key=lambda r: (order.index(r["method"]), r["length"], r["window"]))
-    groups: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record["method"], record["length"]), []).append(record)
+    groups = by_cell(unsorted, order)
+    records = [record for group in groups.values() for record in group]
     cells = [cell_of(task, *key, group) for key, group in groups.items()]
     aggregates = task.aggregates(cells, records)
     text = _tables(task, cells, aggregates)
@@ -165,10 +164,8 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
         parts.append("Perplexity without the windows that gave NaN:\n")
         parts.append(markdown(grid(cells, "value_without_nan", task.metric)))
     if aggregates:
-        keys = list(next(iter(aggregates.values())))
-        rows = [["method", *keys]]
-        rows += [[name, *(f"{entry[k]:,}" for k in keys)] for name, entry in aggregates.items()]
-        parts.append(markdown(rows))
+        heads, rows = aggregated(aggregates)
+        parts.append(markdown([["method", *heads], *([name, *row] for name, row in rows.items())]))
     parts.append("Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n")
     parts.append(markdown(_cost_grid(cells)))
     if any(cell["peak_bytes"] is None for cell in cells):

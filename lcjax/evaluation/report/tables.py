@@ -7,7 +7,7 @@ the second where three or more compete: **bold** and _underlined_.
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lcjax.evaluation.task import Metric, Record
@@ -70,6 +70,21 @@ def _text(value: float | None, metric: Metric) -> str:
     if math.isnan(value):
         return "nan"
     return f"{value:,.{metric.decimals}f}" if value <= metric.dash_above else "–"
+
+
+def aggregated(found: Mapping[str, Record]) -> tuple[list[str], dict[str, list[str]]]:
+    """Names and printed numbers of what a task says over all lengths, by method.
+
+    A field stays empty where a method lacks what another one has.
+    """
+    heads = list(dict.fromkeys(head for entry in found.values() for head in entry))
+    return heads, {name: [_plain(entry.get(h)) for h in heads] for name, entry in found.items()}
+
+
+def _plain(value: float | str | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
