@@ -289,6 +289,15 @@ class SplitModel:
 def generate(model, prompts: Sequence[Prompt], sampling) -> list[str]:
     """Answers to prompts, whose documents a split model reads beside its decoder."""
     rows = [prompt.ids.tolist() for prompt in prompts]
-    if isinstance(model, SplitModel):
-        return model.generate(rows, sampling, [prompt.movable for prompt in prompts])
-    return model.generate(rows, sampling)
+    return model.generate(rows, sampling, *_beside(model, prompts))
+
+
+def continuations(model, prompts: Sequence[Prompt], options) -> list[list[Continuation]]:
+    """What `model` says of the options (token ids) behind each prompt, read as in `generate`."""
+    rows = [prompt.ids.tolist() for prompt in prompts]
+    return model.continuations(rows, options, *_beside(model, prompts))
+
+
+def _beside(model, prompts: Sequence[Prompt]) -> list:
+    """What a split model may read beside its decoder; nothing to say to others."""
+    return [[prompt.movable for prompt in prompts]] if isinstance(model, SplitModel) else []

@@ -61,7 +61,8 @@ class Metric:
 class Task(draccus.ChoiceRegistry, abc.ABC):
     """A benchmark. Units do not depend on the method, so all methods answer the same questions."""
 
-    generates: ClassVar[bool] = False  # whether `score` writes text, which fills a cache
+    # Whether `score` fills a cache: with text, or with a prompt that several options follow.
+    generates: ClassVar[bool] = False
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
     # Settings that say what an answer is worth: they alone may change when a run is scored again.
     judging: ClassVar[tuple[str, ...]] = ()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from lcjax.continuations import Continuation
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, RunSection, measure, run
 from lcjax.rope import Linear
@@ -59,6 +60,11 @@ def token_loss(context, token, bonus: float = 2.0) -> float:
     return TABLE[context[-1], token] + bonus / len(context)
 
 
+def losses_behind(prompt, tokens, bonus: float = 2.0) -> list[float]:
+    ids = [*prompt, *tokens]
+    return [token_loss(ids[:n], ids[n], bonus) for n in range(len(prompt), len(ids))]
+
+
 class BigramModel:
     """LanguageModel's protocol over `token_loss`; counts calls and can die or break on the way.
 
@@ -97,6 +103,13 @@ class BigramModel:
         if self.broken is not None:
             losses[tokens == self.broken] = np.nan
         return losses
+
+    def continuations(self, prompts, continuations):
+        self.log.append(("continuations", len(prompts)))
+        return [
+            [Continuation(np.array(losses_behind(prompt, ids, self.bonus)), False) for ids in row]
+            for prompt, row in zip(prompts, continuations, strict=True)
+        ]
 
     def generate(self, prompts, sampling):
         """Answers with the last key of the prompt, if it lies within the trained length."""

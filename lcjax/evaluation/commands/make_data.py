@@ -11,6 +11,7 @@ from lcjax.evaluation import study
 from lcjax.evaluation.commands.export import part_of
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import GenerationTask
 from lcjax.evaluation.records import to_lines
 from lcjax.evaluation.run import check, tokenizer_of
 from lcjax.evaluation.task import Task, Unit
@@ -30,7 +31,7 @@ def make_data(
     unit. `out` None is `data` in the run folder. Only the tokenizer of `model` is read.
     """
     limits = check(config)
-    tasks = [task for task in config.tasks if task.generates]
+    tasks = [task for task in config.tasks if isinstance(task, GenerationTask)]
     if not tasks:
         raise InputError("tasks: none of them asks for an answer, so there is no prompt to write")
     out = Path(out) if out is not None else Path(config.run.folder) / "data"

@@ -7,8 +7,8 @@ and the option with the highest score:
     acc_norm    that / tokens of the option       acc_calib_norm  that / tokens of the option
 
 Each set shows the one that CEPE's table chose by Llama-2 with two demonstrations. Options are
-tokenised behind a blank, as inside a text. Read by the decoder alone: models with a memory, whose
-demonstrations CEPE gives to the encoder, are refused.
+tokenised behind a blank, as inside a text. A model with a memory reads the demonstrations that do
+not fit its decoder beside it, the first ones, as CEPE gives them to the encoder.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.convert.tokenizer import inside
-from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.errors import one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus, start_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
-from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.split import SplitModel
+from lcjax.evaluation.prompt import Prompt, Segment
+from lcjax.evaluation.split import continuations
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
@@ -84,6 +84,7 @@ class Icl(FileBenchmark):
     their number or else of the alphabet.
     """
 
+    generates: ClassVar[bool] = True
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
     title: ClassVar[str] = "In-context learning"
     source: ClassVar[str] = SOURCE
@@ -141,27 +142,27 @@ class Icl(FileBenchmark):
         return self.scorer(model, batch)(units)
 
     def scorer(self, model, batch: int) -> Callable[[Sequence[Unit]], list[Record]]:
-        """What the options are worth behind nothing but BOS is computed once for each data set."""
-        if isinstance(model, SplitModel):
-            raise InputError(
-                f"tasks: {self.label} is read by the decoder alone; leave it out for methods with"
-                " a memory, context or replug"
-            )
+        """What options are worth behind nothing but BOS is asked once for each data set."""
         bos = start_token(model.tokenizer, "auto")
 
         @functools.cache
-        def bare(options: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
-            return None if bos is None else option_losses(model, [bos], options, batch)
+        def tokens(name: str) -> tuple[int, ...]:
+            return tuple(inside(model.tokenizer, f" {name}"))
 
-        def ranked(unit: Unit) -> Record:
-            names = unit.facts["options"]
-            options = tuple(tuple(inside(model.tokenizer, f" {name}")) for name in names)
-            losses = option_losses(model, unit.tokens.tolist(), options, batch)
-            sizes = list(map(len, options))
-            read = sum(sizes) + len(sizes) * len(unit.tokens)
-            return {**self._ranked(unit, losses, bare(options), sizes), "read": read}
+        @functools.cache
+        def bare(options: tuple[tuple[int, ...], ...]) -> np.ndarray:
+            return _losses(model, [Prompt(np.array([bos], np.int32), ())], [options])[0]
 
-        return lambda units: [ranked(unit) for unit in units]
+        def ranked(units: Sequence[Unit]) -> list[Record]:
+            filled = [*units, *units[:1] * (batch - len(units))]  # always the compiled shape
+            options = [tuple(map(tokens, unit.facts["options"])) for unit in filled]
+            losses = _losses(model, [unit.payload for unit in filled], options)
+            return [
+                self._ranked(unit, loss, None if bos is None else bare(own), list(map(len, own)))
+                for unit, loss, own in zip(units, losses, options)
+            ]
+
+        return ranked
 
     def _ranked(
         self, unit: Unit, losses: np.ndarray, bare: np.ndarray | None, sizes: Sequence[int]
@@ -181,6 +182,7 @@ class Icl(FileBenchmark):
             "shown": shown,
             "option_nll": losses.tolist(),
             "option_nll_bos": None if bare is None else bare.tolist(),
+            "read": len(unit.tokens) + sum(sizes),
         }
 
     def summarise(self, records: Sequence[Record]) -> Record:
@@ -195,26 +197,12 @@ class Icl(FileBenchmark):
         return found
 
 
-def option_losses(
-    model, prompt: Sequence[int], options: Sequence[Sequence[int]], batch: int
-) -> np.ndarray:
-    """-log p of each option behind the prompt, summed over its tokens, float64 [options]."""
-    # Few compiled shapes: places are rounded, and what is before the option is not looked at.
-    first = max(1, len(prompt) // 64 * 64)
-    longest = len(prompt) + max(map(len, options))
-    width = -(-longest // 64) * 64
-    rows = [[*prompt, *option] for option in options]
-    found: list[float] = []
-    for start in range(0, len(rows), batch):
-        chunk = rows[start : start + batch]
-        filled = chunk + chunk[:1] * (batch - len(chunk))
-        tokens = np.zeros((batch, width), np.int32)
-        for index, row in enumerate(filled):
-            tokens[index, : len(row)] = row
-        sizes = np.asarray([len(row) for row in filled], np.int32)
-        nll = np.asarray(model.nll(tokens, first=first, lengths=sizes), np.float64)
-        found += [nll[i, len(prompt) : len(row)].sum() for i, row in enumerate(chunk)]
-    return np.asarray(found)
+def _losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]:
+    """-log p of each option behind its prompt, summed over its tokens, float64 [options]."""
+    return [
+        np.asarray([np.sum(one.nll, dtype=np.float64) for one in row])
+        for row in continuations(model, prompts, options)
+    ]
 
 
 def _rows(path: Path, data: IclSet) -> Iterator[tuple[int, str, str]]:

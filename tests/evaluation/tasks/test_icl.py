@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan
-from evaluation_support import BigramModel, token_loss
+from evaluation_support import BigramModel, losses_behind
 
 from lcjax.errors import InputError
+from lcjax.evaluation import ContextSplit
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.icl import SCORES, Icl, option_losses
+from lcjax.evaluation.tasks.icl import SCORES, Icl
 
 
 def write(folder: Path, name="sst2", labels=(0, 1), test="validation", count=6) -> str:
@@ -26,8 +27,7 @@ def write(folder: Path, name="sst2", labels=(0, 1), test="validation", count=6) 
 
 
 def loss(prompt, option):
-    ids = [*prompt, *option]
-    return sum(token_loss(ids[:place], ids[place]) for place in range(len(prompt), len(ids)))
+    return sum(losses_behind(prompt, option))
 
 
 def test_four_scores_are_those_of_the_formulas(tmp_path):
@@ -52,14 +52,33 @@ def test_four_scores_are_those_of_the_formulas(tmp_path):
     assert cell["all:acc"] == pytest.approx(np.mean([r["scores"]["acc"] for r in records]))
 
 
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 130])
-def test_losses_of_options_do_not_depend_on_batches_or_padding(size):
-    prompt = [1 + i % 200 for i in range(size)]
-    options = [[5, 9], [7], [3, 4, 8, 1]]
-    expected = [loss(prompt, option) for option in options]
-    for batch in (1, 2, 5):
-        found = option_losses(BigramModel(), prompt, options, batch)
-        assert found.tolist() == pytest.approx(expected)
+def test_a_batch_is_one_call_and_bos_alone_is_asked_once_for_all_batches(tmp_path):
+    task = Icl(path=write(tmp_path, count=5), tasks=("sst2",), shots=1)
+    units, model = plan(task), BigramModel()
+    score = task.scorer(model, 2)
+    records = [record for i in range(0, 5, 2) for record in score(units[i : i + 2])]
+    assert model.log == [("continuations", n) for n in (2, 1, 2, 2)]
+    for unit, record in zip(units, records, strict=True):
+        (alone,) = task.score(model, [unit], 1)
+        assert alone == record
+        assert record["read"] == len(unit.tokens) + len(" negative") + len(" positive")
+
+
+def test_what_a_decoder_has_no_room_for_of_the_demonstrations_is_read_beside_it(tmp_path):
+    class Beside(BigramModel):
+        def encode_contexts(self, passages, chunk):
+            return [b"".join(bytes(i - 1 for i in piece) for piece in own) for own in passages]
+
+        def continuations(self, prompts, options, context):
+            asked.extend((TOKENIZER.decode(p), c.decode()) for p, c in zip(prompts, context))
+            return super().continuations(prompts, options)
+
+    asked, task = [], Icl(path=write(tmp_path, count=1), tasks=("sst2",), shots=4)
+    (unit,) = plan(task)
+    task.score(SplitModel(Beside(), ContextSplit(decoder=64, chunk=32), 64, 32), [unit], 1)
+    (read, beside), bare = asked
+    assert beside + read == TOKENIZER.decode(unit.tokens) and bare == ("", "")
+    assert len(read) + len(" negative") + 1 == 64 and read.endswith("Sentiment:")
 
 
 def test_demonstrations_are_balanced_and_drawn_for_every_text(tmp_path):
@@ -89,7 +108,7 @@ def test_the_first_texts_or_shuffled_ones_are_asked(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fits not.*")
-def test_labels_that_fit_not_are_named_and_memories_refused(tmp_path):
+def test_labels_that_fit_not_are_named(tmp_path):
     path = write(tmp_path)
     file = tmp_path / "sst2" / "validation.jsonl"
     bad = [{"text": "a", "label": 7}, {"text": "b", "label": "neutral"}]
@@ -99,8 +118,6 @@ def test_labels_that_fit_not_are_named_and_memories_refused(tmp_path):
         units = plan(task)
     texts = " ".join(str(warning.message) for warning in warned)
     assert "validation.jsonl:7" in texts and "validation.jsonl:8" in texts and len(units) == 6
-    with pytest.raises(InputError, match="decoder alone"):
-        task.score(SplitModel(BigramModel(), None, 8, 4), units[:1], 1)
     limits = Limits((1000,))
     with pytest.raises(InputError, match="shuffled, first"):
         Icl(path=path, tasks=("sst2",), order="last").check(limits, "tasks.0")
