@@ -5,6 +5,7 @@ of a cluster with GPUs). What one of them alone may do, such as writing a log, p
 """
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -188,6 +189,28 @@ def same(value: str) -> bool:
         return True
     digests = multihost_utils.process_allgather(np.uint32(zlib.crc32(value.encode())))
     return bool((digests == digests[0]).all())
+
+
+def from_first(make: Callable[[], str]) -> str:
+    """The text that `make` gives the first process, in all of them, and its InputError likewise.
+
+    For what depends on a network, or on chance: only the first process makes it.
+    """
+    if jax.process_count() == 1:
+        return make()
+    found = {"text": "", "fault": ""}
+    if first():
+        try:
+            found["text"] = make()
+        except InputError as error:
+            found["fault"] = str(error) or "unknown"
+    data = np.frombuffer(json.dumps(found).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    data = data if first() else np.zeros(size, np.uint8)
+    found = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
+    if found["fault"]:
+        raise InputError(found["fault"])
+    return found["text"]
 
 
 def gather(x: Any) -> np.ndarray:

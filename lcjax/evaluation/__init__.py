@@ -13,6 +13,7 @@ from lcjax.evaluation.tasks import (
     Icl,
     InfiniteBench,
     KvRetrieval,
+    LmEval,
     LongBench,
     ManyShot,
     Niah,
@@ -25,7 +26,7 @@ from lcjax.evaluation.tasks import (
 )
 
 __all__ = [
-    "ContextSplit", "EvalConfig", "Icl", "InfiniteBench", "KvRetrieval", "LongBench", "ManyShot",
-    "Method", "Niah", "OpenQa", "Passkey", "Perplexity", "RagLm", "ReplugSplit", "Report", "Ruler",
-    "RunSection", "Task", "ZeroScrolls", "run",
+    "ContextSplit", "EvalConfig", "Icl", "InfiniteBench", "KvRetrieval", "LmEval", "LongBench",
+    "ManyShot", "Method", "Niah", "OpenQa", "Passkey", "Perplexity", "RagLm", "ReplugSplit",
+    "Report", "Ruler", "RunSection", "Task", "ZeroScrolls", "run",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The benchmarks, one a file; each is a type of `tasks`."""
 
+from lcjax.evaluation.lm_eval import LmEval
 from lcjax.evaluation.tasks.icl import Icl
 from lcjax.evaluation.tasks.infinitebench import InfiniteBench
 from lcjax.evaluation.tasks.kv_retrieval import KvRetrieval
@@ -14,6 +15,6 @@ from lcjax.evaluation.tasks.ruler import Ruler
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
 
 __all__ = [
-    "Icl", "InfiniteBench", "KvRetrieval", "LongBench", "ManyShot", "Niah", "OpenQa", "Passkey",
-    "Perplexity", "RagLm", "Ruler", "ZeroScrolls",
+    "Icl", "InfiniteBench", "KvRetrieval", "LmEval", "LongBench", "ManyShot", "Niah", "OpenQa",
+    "Passkey", "Perplexity", "RagLm", "Ruler", "ZeroScrolls",
 ]  # fmt: skip

@@ -1,0 +1,120 @@
+"""A model's answers to requests: longest first, in batches of one size, prompts read once."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from lcjax.errors import InputError
+from lcjax.evaluation.lm_eval.requests import Choice, Request, Rolling, Writing
+from lcjax.evaluation.split import SplitModel
+
+# (sum of log p, whether the model would write it), sum of log p, or a text
+Answer = tuple[float, bool] | float | str
+
+
+def respond(
+    model,
+    requests: Sequence[Request],
+    batch: int,
+    told: Callable[[int, Answer], None] | None = None,
+) -> list[Answer]:
+    """What `model` answers to each request; `told` hears of each number and answer at once.
+
+    Every call of the model has `batch` rows, those that are lacking repeat the first one.
+    """
+    found: list[Answer | None] = [None] * len(requests)
+    for number, answer in _answers(model, requests, batch):
+        found[number] = answer
+        if told is not None:
+            told(number, answer)
+    return found
+
+
+def _answers(model, requests, batch: int) -> Iterator[tuple[int, Answer]]:
+    kinds = {Choice: _choices, Rolling: _rolling, Writing: _writings}
+    for kind, answered in kinds.items():
+        own = [(n, request) for n, request in enumerate(requests) if isinstance(request, kind)]
+        own.sort(key=lambda pair: -pair[1].size)
+        yield from answered(model, own, batch)
+
+
+def _choices(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
+    """Continuations of one prompt stay together."""
+    by_prompt: dict[tuple[int, ...], list[tuple[int, Choice]]] = {}
+    for number, request in numbered:
+        by_prompt.setdefault(request.prompt, []).append((number, request))
+    for some in _batches(list(by_prompt), batch):
+        filled = _filled(some, batch)
+        options = [[request.continuation for _, request in by_prompt[prompt]] for prompt in filled]
+        scored = model.continuations(filled, options, *_beside(model, filled))
+        for prompt, row in zip(some, scored):
+            for (number, _), one in zip(by_prompt[prompt], row, strict=True):
+                yield number, (-float(np.sum(one.nll, dtype=np.float64)), bool(one.greedy))
+
+
+def _rolling(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
+    if numbered and isinstance(model, SplitModel):
+        raise InputError(
+            "tasks: one asks for the likelihood of whole texts, which this method reads in part"
+            " beside its decoder; leave it out, or use type=perplexity with protocol=last_k"
+        )
+    _check_room(model, numbered)
+    sums = {number: 0.0 for number, _ in numbered}
+    left = {number: len(request.windows) for number, request in numbered}
+    windows = [(number, window) for number, request in numbered for window in request.windows]
+    yield from ((number, 0.0) for number, count in left.items() if not count)  # an empty text
+    for some in _batches(sorted(windows, key=lambda pair: -pair[1].size), batch):
+        rows = [window for _, window in _filled(some, batch)]
+        tokens = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
+        for row, window in enumerate(rows):
+            tokens[row, : window.size] = window.prompt + window.continuation
+        first, lengths = min(len(row.prompt) for row in rows), [row.size for row in rows]
+        nll = model.nll(tokens, first=first, lengths=np.array(lengths))
+        for losses, (number, window) in zip(nll, some):
+            scored = losses[len(window.prompt) : window.size]
+            sums[number] -= float(np.sum(scored, dtype=np.float64))
+            left[number] -= 1
+            if not left[number]:
+                yield number, sums[number]
+
+
+def _check_room(model, numbered) -> None:
+    """Where positions are learned, the last token of a window needs one, though only predicted."""
+    most = model.config.max_length
+    learned = getattr(model.config, "position", None) == "learned"
+    sizes = [window.size for _, request in numbered for window in request.windows]
+    if learned and max(sizes, default=0) > most:
+        raise InputError(
+            f"lengths: whole texts are scored in windows of one token more, and this model has"
+            f" {most} positions; use at most {most - 1}"
+        )
+
+
+def _writings(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
+    """Prompts that are continued alike run together."""
+    kinds: dict[object, list[tuple[int, Writing]]] = {}
+    for number, request in numbered:
+        kinds.setdefault(request.sampling, []).append((number, request))
+    for sampling, own in kinds.items():
+        for some in _batches(own, batch):
+            prompts = [request.prompt for _, request in _filled(some, batch)]
+            texts = model.generate(prompts, sampling, *_beside(model, prompts))
+            yield from ((number, text) for (number, _), text in zip(some, texts))
+
+
+def _batches(items: list, batch: int) -> Iterator[list]:
+    for start in range(0, len(items), batch):
+        yield items[start : start + batch]
+
+
+def _filled(items: list, batch: int) -> list:
+    return items + items[:1] * (batch - len(items))
+
+
+def _beside(model, prompts: Sequence[Sequence[int]]) -> tuple:
+    """What of each prompt may be read beside the decoder: all but BOS and the last token."""
+    if not isinstance(model, SplitModel):
+        return ()
+    bos = model.tokenizer.bos_id
+    starts = [int(bos is not None and prompt[0] == bos) for prompt in prompts]
+    return ([[(start, len(prompt) - 1)] for start, prompt in zip(starts, prompts)],)

@@ -1,0 +1,158 @@
+"""Beside the harness itself: its own model of transformers, and its own program."""
+
+import json
+
+import numpy as np
+import pytest
+from harness_support import language_model, write_tasks
+
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness, the extra eval")
+
+from lcjax import convert
+from lcjax.errors import InputError
+from lcjax.evaluation import EvalConfig, LmEval, Method, ReplugSplit, RunSection, run
+from lcjax.evaluation.lm_eval.adapter import HarnessModel
+from lcjax.evaluation.lm_eval.harness import Suite
+
+pytestmark = pytest.mark.slow  # importing and indexing the harness alone takes ten seconds
+
+NAMES = ["tiny_choice", "tiny_choice_bare", "tiny_last_word", "tiny_texts", "tiny_writing"]
+LENGTH = 96
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return language_model()
+
+
+def evaluated(model, tasks, names=NAMES, **options):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=tasks, include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=names, task_manager=manager, bootstrap_iters=0, **options
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def ours(lm, tasks):
+    return evaluated(HarnessModel(lm, max_length=LENGTH, batch_size=3), tasks)
+
+
+@pytest.fixture(scope="module")
+def theirs(lm, tasks, tmp_path_factory):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="the harness's model of transformers needs it")
+    from lm_eval.models.huggingface import HFLM
+
+    folder = str(tmp_path_factory.mktemp("model"))
+    convert.save_hf(folder, lm.params, lm.config.replace(scan_layers=False), lm.tokenizer)
+    model = HFLM(pretrained=folder, device="cpu", dtype="float32", max_length=LENGTH, batch_size=2)
+    return evaluated(model, tasks)
+
+
+def answers(found, name):
+    return [sample["resps"] for sample in found["samples"][name]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_equal_those_of_the_harness_with_transformers(ours, theirs, name):
+    mine, wanted = answers(ours, name), answers(theirs, name)
+    assert len(mine) == len(wanted) > 0
+    for one, two in zip(mine, wanted, strict=True):
+        if name == "tiny_writing":
+            assert one == two
+        elif name == "tiny_texts":
+            np.testing.assert_allclose(one, two, rtol=1e-4)
+        else:
+            np.testing.assert_allclose(
+                [pair[0] for row in one for pair in row],
+                [float(pair[0]) for row in two for pair in row],
+                atol=1e-3,
+            )
+            assert [p[1] for row in one for p in row] == [p[1] for row in two for p in row]
+    for key, value in theirs["results"][name].items():
+        if "," in key and isinstance(value, float):
+            assert ours["results"][name][key] == pytest.approx(value, rel=1e-4)
+
+
+def config(include_path, folder, methods=(Method("base"),), **settings):
+    return EvalConfig(
+        methods=methods,
+        tasks=(LmEval(include_path=include_path, **settings),),
+        lengths=(LENGTH,),
+        batch_size=3,
+        run=RunSection(str(folder), "resume"),
+    )
+
+
+def test_a_run_of_eval_py_gives_the_numbers_of_the_harness(lm, tasks, ours, tmp_path):
+    names = ("tiny_group", "tiny_last_word:acc", "tiny_texts", "tiny_writing")
+    report = run(config(tasks, tmp_path, tasks=names), load=lambda section: lm)
+    (cell,) = report.cells
+    wanted = ours["results"]
+    for name, keys in (
+        ("tiny_last_word", ("perplexity,none", "acc,none")),
+        ("tiny_texts", ("word_perplexity,none", "bits_per_byte,none")),
+        ("tiny_writing", ("exact_match,none",)),
+    ):
+        for key in keys:
+            found = cell[f"{name}:{key.removesuffix(',none')}"]
+            assert found == pytest.approx(wanted[name][key], rel=1e-5)
+    both = [wanted[name]["acc,none"] for name in ("tiny_choice", "tiny_choice_bare")]
+    assert cell["tiny_group:acc"] == pytest.approx(np.mean(both))
+    counted = [
+        cell[k] for k in ("tiny_group:acc", "tiny_last_word:acc", "tiny_writing:exact_match")
+    ]
+    assert cell["value"] == pytest.approx(np.mean(counted))
+    assert "tiny_texts (word_perplexity)" in report.text
+    lines = (tmp_path / "records" / "lm_eval.jsonl").read_text().splitlines()
+    assert len(lines) == 8 * 4 + 3
+    again = run(config(tasks, tmp_path, tasks=names), load=lambda section: lm)
+    assert again.cells[0]["value"] == cell["value"]
+
+
+def test_chat_examples_are_turns_in_the_models_format(lm, tasks, tmp_path):
+    settings = {"tasks": ("tiny_choice",), "template": "chat", "system": "Be kind."}
+    run(config(tasks, tmp_path, **settings), load=lambda section: lm)
+    lines = (tmp_path / "records" / "lm_eval.jsonl").read_text().splitlines()
+    (prompt,) = [row["prompt"] for row in map(json.loads, lines) if "prompt" in row]
+    assert prompt.startswith("<s>system\nBe kind.</s><s>user\nQuestion")
+    assert prompt.count("</s><s>assistant\n") == 2 and prompt.endswith("<s>assistant\n")
+
+
+def test_the_same_chat_gives_the_same_answers_in_the_harness_with_transformers(lm, tasks, theirs):
+    del theirs  # only to leave out what it leaves out
+    model = HarnessModel(lm, max_length=LENGTH, batch_size=3)
+    found = evaluated(model, tasks, ["tiny_choice"], apply_chat_template=True)
+    first = found["samples"]["tiny_choice"][0]["arguments"][0][0]
+    assert first.startswith("<s>user\nQuestion") and model.tok_encode(first).count(0) == 0
+
+
+def test_methods_that_read_beside_the_decoder_answer_all_but_whole_texts(lm, tasks, tmp_path):
+    methods = (Method("alone"), Method("replug", replug=ReplugSplit(decoder=40, chunk=24)))
+    names = ("tiny_choice", "tiny_writing")
+    report = run(
+        config(tasks, tmp_path, tasks=names, methods=methods, max_examples=2),
+        load=lambda section: lm,
+    )
+    assert [cell["windows"] for cell in report.cells] == [4, 4]
+    with pytest.raises(InputError, match="which this method reads in part"):
+        run(
+            config(tasks, tmp_path / "b", tasks=("tiny_texts:bits_per_byte",), methods=methods[1:]),
+            load=lambda section: lm,
+        )
+
+
+def test_names_that_are_unknown_or_count_down_are_refused_at_once(tasks, tmp_path, lm):
+    with pytest.raises(InputError, match="did you mean tiny_choice"):
+        Suite(["tiny_chioce"], include_path=tasks)
+    with pytest.raises(InputError, match="name them, .*tiny_texts:word_perplexity"):
+        run(config(tasks, tmp_path, tasks=("tiny_texts",)), load=lambda section: lm)
