@@ -9,6 +9,7 @@ from collections import Counter
 
 from lcjax.evaluation.metrics.porter import stem as stem_of
 from lcjax.evaluation.metrics.sequences import lcs_length, lcs_pairs
+from lcjax.evaluation.metrics.text import f1, overlap_f1
 
 
 def words(text: str, *, stem: bool) -> list[str]:
@@ -22,15 +23,14 @@ def rouge_n(prediction: str, reference: str, size: int, *, stem: bool) -> float:
     bags = []
     for text in (prediction, reference):
         found = words(text, stem=stem)
-        bags.append(Counter(zip(*(found[start:] for start in range(size)))))
-    same = sum((bags[0] & bags[1]).values())
-    return _f1(same, bags[0].total(), bags[1].total())
+        bags.append(list(zip(*(found[start:] for start in range(size)))))
+    return overlap_f1(*bags)
 
 
 def rouge_l(prediction: str, reference: str, *, stem: bool) -> float:
     """F1 of the longest common subsequence of words."""
     found, expected = words(prediction, stem=stem), words(reference, stem=stem)
-    return _f1(lcs_length(found, expected), len(found), len(expected))
+    return f1(lcs_length(found, expected), len(found), len(expected))
 
 
 def rouge_lsum(prediction: str, reference: str, *, stem: bool) -> float:
@@ -51,7 +51,7 @@ def rouge_lsum(prediction: str, reference: str, *, stem: bool) -> float:
                 hits += 1
                 left[word] -= 1
                 wanted[word] -= 1
-    return _f1(hits, *sizes)
+    return f1(hits, *sizes)
 
 
 def rouge_mean(prediction: str, reference: str) -> float:
@@ -59,10 +59,3 @@ def rouge_mean(prediction: str, reference: str) -> float:
     scores = [rouge_n(prediction, reference, size, stem=True) for size in (1, 2)]
     product = scores[0] * scores[1] * rouge_l(prediction, reference, stem=True)
     return product ** (1 / 3)
-
-
-def _f1(same: int, found: int, expected: int) -> float:
-    if not same:
-        return 0.0
-    precision, recall = same / found, same / expected
-    return 2 * precision * recall / (precision + recall)

@@ -7,7 +7,7 @@ of a model that repeats itself. Here they are scored.
 """
 
 from lcjax.evaluation.metrics.sequences import lcs_pairs
-from lcjax.evaluation.metrics.text import words_zh
+from lcjax.evaluation.metrics.text import f1, words_zh
 
 
 def rouge_l_sets(prediction: str, reference: str) -> float:
@@ -20,11 +20,8 @@ def rouge_l_sets(prediction: str, reference: str) -> float:
         for other in found:
             # Which one of several longest subsequences counts follows from the order of the two.
             shared |= {sentence[place] for _, place in lcs_pairs(other, sentence)}
-    precision, recall = (
-        len(shared) / len({word for sentence in sentences for word in sentence})
-        for sentences in (found, expected)
-    )
-    return 2 * precision * recall / (precision + recall + 1e-8)
+    sizes = (len({word for line in lines for word in line}) for lines in (found, expected))
+    return f1(len(shared), *sizes, epsilon=1e-8)
 
 
 def rouge_l_sets_zh(prediction: str, reference: str) -> float:

@@ -7,7 +7,7 @@ def lcs_length(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """How long the longest common subsequence is."""
     if not first or not second:
         return 0
-    return _grown(_columns(first, second)[-1], len(first))
+    return len(first) - _columns(first, second)[-1].bit_count()
 
 
 def lcs_pairs(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
@@ -45,7 +45,3 @@ def _columns(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[int]
         met = column & places.get(item, 0)
         columns.append(((column + met) | (column - met)) & full)
     return columns
-
-
-def _grown(column: int, size: int) -> int:
-    return size - column.bit_count()

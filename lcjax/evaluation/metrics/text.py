@@ -44,13 +44,21 @@ def words_zh(text: str) -> list[str]:
     return list(jieba.cut(text, cut_all=False))
 
 
-def overlap_f1(found: Sequence[Hashable], expected: Sequence[Hashable]) -> float:
-    """F1 of two bags of items; 0 where they share nothing, and so where one is empty."""
-    same = sum((Counter(found) & Counter(expected)).values())
+def f1(same: int, found: int, expected: int, *, epsilon: float = 0.0) -> float:
+    """Of so many items found and expected, of which so many are the same; 0 where none is.
+
+    `epsilon` is what some scorers add to the denominator.
+    """
     if not same:
         return 0.0
-    precision, recall = same / len(found), same / len(expected)
-    return 2 * precision * recall / (precision + recall)
+    precision, recall = same / found, same / expected
+    return 2 * precision * recall / (precision + recall + epsilon)
+
+
+def overlap_f1(found: Sequence[Hashable], expected: Sequence[Hashable]) -> float:
+    """F1 of two bags of items."""
+    same = (Counter(found) & Counter(expected)).total()
+    return f1(same, len(found), len(expected))
 
 
 def flat(references) -> list:

@@ -18,7 +18,6 @@ import yaml
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Segment
 
-OWN_WORDING = "lcjax-1"
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -111,23 +110,26 @@ def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], s
 def python_templates(
     folder: str, names: Sequence[str], variable: str
 ) -> tuple[dict[str, str], str] | None:
-    """A dict of strings that a Python file assigns to `variable`; the file is not executed."""
+    """A dict of strings that a Python file assigns to `variable`, and the file's name."""
     for name in names:
         path = Path(folder) / name
-        if not path.is_file():
-            continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except SyntaxError as error:
-            raise InputError(f"{path}:{error.lineno} is no Python; restore or remove it") from None
-        for node in tree.body:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if any(isinstance(t, ast.Name) and t.id == variable for t in targets):
-                if not isinstance(node.value, ast.Dict):
-                    continue
-                pairs = zip(node.value.keys, node.value.values, strict=True)
+        for value in assigned(path, variable) if path.is_file() else ():
+            if isinstance(value, ast.Dict):
+                pairs = zip(value.keys, value.values, strict=True)
                 return {_string(k): _string(v) for k, v in pairs if k is not None}, path.name
     return None
+
+
+def assigned(path: Path, name: str) -> Iterator[ast.expr]:
+    """What a Python file assigns to a name, in its order; the file is not executed."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no Python ({error}); restore or remove it") from None
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            yield node.value
 
 
 def _string(node: ast.expr) -> str:

@@ -4,10 +4,8 @@ import math
 import random
 import string
 
-from lcjax.convert.tokenizer import inside
 from lcjax.evaluation.prompt import Budget, Layout, Segment
-from lcjax.evaluation.tasks.ruler.niah import FIXED_SEED
-from lcjax.evaluation.tasks.ruler.search import Drawn, Maker
+from lcjax.evaluation.tasks.ruler.search import FIXED_SEED, Drawn, Maker
 from lcjax.evaluation.tasks.ruler.wording import Wording
 from lcjax.evaluation.tasks.ruler.words import Words
 
@@ -27,7 +25,7 @@ class CommonWords(Maker):
     least = _COMMON + 1
 
     def __init__(self, wording: Wording, words: Words, tokenizer, fixed: bool, length: int):
-        self._wording, self._tokenizer, self._fixed = wording, tokenizer, fixed
+        super().__init__(wording, tokenizer, fixed)
         self._words = words.all
         random.Random(FIXED_SEED).shuffle(self._words)
         self.most = len(self._words)
@@ -41,23 +39,17 @@ class CommonWords(Maker):
     def _list(self, rng: random.Random, units: int, common: int, rare: int):
         chosen = rng.sample(self._words, units)
         entries = chosen[:_COMMON] * common + chosen[_COMMON:] * rare
-        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(entries)
+        self.shuffle(rng, entries)
         return _numbered(entries), chosen[:_COMMON]
 
     def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
-        before, after, answer = self._wording.parts("common_words_extraction", query="")
+        parts = self._wording.parts("common_words_extraction", query="")
         text, found = self._list(rng, *self._shown)
-        example = f"{before}{text}{after}{answer} {_numbered(found)}\n"
+        before = parts.instruction + parts.glue
+        example = f"{before}{text}{parts.question}{parts.answer} {_numbered(found)}\n"
         text, common = self._list(rng, units, *self._repeats)
-        bare = before.rstrip()
-        segments = [
-            Segment("demo", example),
-            Segment("instruction", bare),
-            Segment("context_doc", ids=inside(self._tokenizer, before[len(bare) :] + text)),
-            Segment("question", after),
-            Segment("answer_prefix", answer),
-        ]
-        return Drawn(segments, common)
+        asked = parts.around(self.ids(parts.glue + text))
+        return Drawn([Segment("demo", example), *asked], common)
 
 
 class FrequentWords(Maker):
@@ -67,7 +59,7 @@ class FrequentWords(Maker):
     least = 27  # so that the fourth word stands once
 
     def __init__(self, wording: Wording, tokenizer, fixed: bool, budget: Budget, layout: Layout):
-        self._wording, self._tokenizer, self._fixed = wording, tokenizer, fixed
+        super().__init__(wording, tokenizer, fixed)
         self._room = max(budget.left(layout.prompt([])), 0)
         self._vocabulary = max(self._room // 50, 4)
 
@@ -90,7 +82,7 @@ class FrequentWords(Maker):
         while len(found) < self._vocabulary:
             found.add("".join(rng.choices(string.ascii_lowercase, k=_WORD)))
         words = sorted(found)
-        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(words)
+        self.shuffle(rng, words)
         return ["...", *words[1:]]
 
     def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
@@ -100,14 +92,7 @@ class FrequentWords(Maker):
         counts = [int(units / (rank**2 * _ZETA)) for rank in range(1, len(vocabulary) + 1)]
         pairs = zip(vocabulary, counts, strict=True)
         entries = [word for word, count in pairs for _ in range(count)]
-        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(entries)
-        before, after, answer = self._wording.parts("freq_words_extraction", query="")
-        bare = before.rstrip()
-        text = before[len(bare) :] + " ".join(entries)
-        segments = [
-            Segment("instruction", bare),
-            Segment("context_doc", ids=inside(self._tokenizer, text)),
-            Segment("question", after),
-            Segment("answer_prefix", answer),
-        ]
+        self.shuffle(rng, entries)
+        parts = self._wording.parts("freq_words_extraction", query="")
+        segments = parts.around(self.ids(parts.glue + " ".join(entries)))
         return Drawn(segments, vocabulary[1:4], {"counts": counts[:5], "entries": sum(counts)})

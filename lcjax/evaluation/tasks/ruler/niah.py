@@ -5,14 +5,11 @@ import random
 
 import numpy as np
 
-from lcjax.convert.tokenizer import inside
-from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.tasks.ruler.search import Drawn, Maker
 from lcjax.evaluation.tasks.ruler.wording import Wording
 from lcjax.evaluation.tasks.ruler.words import Essays, Words, drawn
 
 DEPTHS = tuple(int(x) for x in np.round(np.linspace(0, 100, 40)))  # per cent of the sentences
-FIXED_SEED = 42  # of upstream's shuffles, which are the same for all samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +43,17 @@ class Needles(Maker):
 
     def __init__(self, kind: Kind, wording: Wording, words: Words, essays: Essays | None, tokenizer,
                  fixed: bool):  # fmt: skip
-        self.kind, self._wording, self._words, self._essays = kind, wording, words, essays
-        self._tokenizer, self._fixed = tokenizer, fixed
+        super().__init__(wording, tokenizer, fixed)
+        self.kind, self._words, self._essays = kind, words, essays
         self.least = kind.keys * kind.values  # lines to put needles between
         if kind.haystack == "essay":
             self.least = 1
-        self._noise = self._line(wording.noise)
+        self._noise = self.ids("\n" + wording.noise)
 
     def step(self, length: int) -> int:
         if self.kind.haystack == "essay":
             return 500
         return 25 if length >= 4096 else 5
-
-    def _line(self, text: str, before: str = "\n") -> list[int]:
-        return inside(self._tokenizer, before + text)
 
     def _needle(self, key: str, value: str) -> str:
         return self._wording.needle.format(type_needle_v=self.kind.value, key=key, value=value)
@@ -73,7 +67,7 @@ class Needles(Maker):
         values = [[self._random(rng, kind.value) for _ in range(kind.values)] for _ in keys]
         pairs = zip(keys, values, strict=True)
         needles = [self._needle(key, value) for key, own in pairs for value in own]
-        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(needles)
+        self.shuffle(rng, needles)
         chosen = rng.sample(range(kind.keys), kind.queries)
         queries = [keys[i] for i in chosen]
         answers = [value for i in chosen for value in values[i]]
@@ -81,19 +75,12 @@ class Needles(Maker):
         if len(queries) > 1:
             query = ", ".join(queries[:-1]) + ", and " + queries[-1]
         one = kind.queries * kind.values == 1
-        before, after, answer = self._wording.parts(
+        parts = self._wording.parts(
             "niah", singular=one, query=query, type_needle_v=kind.value[:-1] if one else kind.value
         )
         hide = self._in_essay if kind.haystack == "essay" else self._between_lines
-        bare = before.rstrip()
-        context, places = hide(rng, units, needles, before[len(bare) :])
-        segments = [
-            Segment("instruction", bare),
-            Segment("context_doc", ids=context),
-            Segment("question", after),
-            Segment("answer_prefix", answer),
-        ]
-        return Drawn(segments, answers, {"depths": places, "query": query})
+        context, places = hide(rng, units, needles, parts.glue)
+        return Drawn(parts.around(context), answers, {"depths": places, "query": query})
 
     def _in_essay(self, rng, units: int, needles: list[str], glue: str):
         sentences = self._essays.first(units)
@@ -101,11 +88,11 @@ class Needles(Maker):
         blocks, last = [], 0
         for needle, depth in zip(needles, depths, strict=True):
             place = len(sentences) * depth // 100
-            blocks += [*sentences[last:place], self._line(needle, " ")]
+            blocks += [*sentences[last:place], self.ids(" " + needle)]
             last = place
         blocks += sentences[last:]
         context = [token for block in blocks for token in block]
-        return inside(self._tokenizer, glue) + context, depths
+        return self.ids(glue) + context, depths
 
     def _between_lines(self, rng, units: int, needles: list[str], glue: str):
         if self.kind.haystack == "noise":
@@ -113,11 +100,11 @@ class Needles(Maker):
         else:
             kinds = self.kind.key, self.kind.value
             lines = [
-                self._line(self._needle(*(self._random(rng, kind) for kind in kinds)))
+                self.ids("\n" + self._needle(*(self._random(rng, kind) for kind in kinds)))
                 for _ in range(units)
             ]
         places = sorted(rng.sample(range(units), len(needles)), reverse=True)
         for place, needle in zip(places, needles, strict=True):
-            lines.insert(place, self._line(needle))
+            lines.insert(place, self.ids("\n" + needle))
         context = [token for line in lines for token in line]
         return context, sorted(round(100 * place / units, 1) for place in places)

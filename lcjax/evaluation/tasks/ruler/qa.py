@@ -5,10 +5,7 @@ import json
 import random
 from pathlib import Path
 
-from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError
-from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.tasks.ruler.niah import FIXED_SEED
 from lcjax.evaluation.tasks.ruler.search import Drawn, Maker
 from lcjax.evaluation.tasks.ruler.wording import Wording
 
@@ -79,10 +76,10 @@ class Passages(Maker):
     new_tokens = 32
 
     def __init__(self, wording: Wording, questions, documents: list[str], tokenizer, fixed: bool):
-        self._wording, self.questions, self._documents = wording, questions, documents
-        self._tokenizer, self._fixed = tokenizer, fixed
+        super().__init__(wording, tokenizer, fixed)
+        self.questions, self._documents = questions, documents
         self.least = self.least_of(0)
-        self._ids: dict[int, list[int]] = {}
+        self._known: dict[int, list[int]] = {}  # ids by document
 
     def step(self, length: int) -> int:
         return 10
@@ -96,15 +93,10 @@ class Passages(Maker):
             chosen = self._chosen(rng, question, max(units, len(question.gold)))
         else:
             chosen = [place % pool for place in range(units)]
-        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(chosen)
-        before, after, answer = self._wording.parts("qa", query=question.text)
-        documents = [self._document(n, place) for n, place in enumerate(chosen, 1)]
-        segments = [
-            Segment("instruction", before.rstrip()),
-            *(Segment("context_doc", ids=ids) for ids in documents),
-            Segment("question", after),
-            Segment("answer_prefix", answer),
-        ]
+        self.shuffle(rng, chosen)
+        parts = self._wording.parts("qa", query=question.text)
+        documents = (self._document(n, place) for n, place in enumerate(chosen, 1))
+        segments = parts.around(*documents)
         gold = [chosen.index(place) + 1 for place in question.gold]
         return Drawn(segments, question.answers, {"query": question.text, "gold": gold})
 
@@ -118,6 +110,6 @@ class Passages(Maker):
         return gold + near + rng.sample(others, min(extra - len(near), len(others)))
 
     def _document(self, number: int, place: int) -> list[int]:
-        if place not in self._ids:
-            self._ids[place] = inside(self._tokenizer, "\n" + self._documents[place])
-        return inside(self._tokenizer, f"\n\nDocument {number}:") + self._ids[place]
+        if place not in self._known:
+            self._known[place] = self.ids("\n" + self._documents[place])
+        return self.ids(f"\n\nDocument {number}:") + self._known[place]

@@ -5,8 +5,12 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
+from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Budget, Layout, Segment
+from lcjax.evaluation.tasks.ruler.wording import Wording
+
+FIXED_SEED = 42  # of upstream's shuffles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +23,17 @@ class Drawn:
 
 
 class Maker(abc.ABC):
-    """Draws questions of one task with so many units of haystack."""
+    """Draws questions of one task with so many units of haystack.
+
+    With `fixed` the shuffles are upstream's, the same for all samples.
+    """
 
     new_tokens: int  # tokens to generate, of which the length leaves room
     least: int = 1  # units below which there is no question
     most: int | None = None  # units beyond which there are none
+
+    def __init__(self, wording: Wording, tokenizer, fixed: bool = False):
+        self._wording, self._tokenizer, self._fixed = wording, tokenizer, fixed
 
     @abc.abstractmethod
     def step(self, length: int) -> int:
@@ -40,6 +50,13 @@ class Maker(abc.ABC):
     def units(self, layout: Layout, budget: Budget, rng: random.Random) -> int:
         """Units that a random draw fills the budget with."""
         return search(self, layout, budget, rng)
+
+    def shuffle(self, rng: random.Random, items: list) -> None:
+        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(items)
+
+    def ids(self, text: str) -> list[int]:
+        """Of `text` inside a longer one."""
+        return inside(self._tokenizer, text)
 
     def fits(self, layout: Layout, budget: Budget, drawn: Drawn) -> bool:
         return budget.left(layout.prompt(drawn.segments)) >= 0

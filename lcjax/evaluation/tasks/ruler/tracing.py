@@ -3,7 +3,6 @@
 import random
 import string
 
-from lcjax.convert.tokenizer import inside
 from lcjax.evaluation.prompt import Budget, Layout, Segment
 from lcjax.evaluation.tasks.ruler.search import Drawn, Maker, search
 from lcjax.evaluation.tasks.ruler.wording import Wording
@@ -20,8 +19,8 @@ class _Chain(Maker):
     letters = 5
 
     def __init__(self, wording: Wording, tokenizer):
-        self._wording, self._tokenizer = wording, tokenizer
-        self._noise = inside(tokenizer, "\n" + wording.noise)
+        super().__init__(wording, tokenizer)
+        self._noise = self.ids("\n" + wording.noise)
 
     def step(self, length: int) -> int:
         return 10 if length >= 4096 else 5
@@ -39,22 +38,14 @@ class _Chain(Maker):
         lines = [f"VAR {names[0]} = {value}"]
         pairs = zip(names[1:], names, strict=False)
         lines += [f"VAR {new} = VAR {old} " for new, old in pairs]
-        before, after, answer = self._wording.parts(
-            "variable_tracking", query=value, num_v=_HOPS + 1
-        )
-        bare = before.rstrip()
+        parts = self._wording.parts("variable_tracking", query=value, num_v=_HOPS + 1)
         blocks = [self._noise] * units
         for shift, (place, line) in enumerate(zip(places, lines, strict=True)):
-            blocks.insert(place + shift, inside(self._tokenizer, "\n" + line))
-        context = inside(self._tokenizer, before[len(bare) : -1])  # each line has its own newline
+            blocks.insert(place + shift, self.ids("\n" + line))
+        context = self.ids(parts.glue[:-1])  # each line has its own newline
         context += [token for block in blocks for token in block]
-        segments = [
-            Segment("instruction", bare),
-            Segment("context_doc", ids=context),
-            Segment("question", after),
-            Segment("answer_prefix", answer),
-        ]
-        return Drawn(segments, names, {"depths": [round(100 * p / units, 1) for p in places]})
+        depths = [round(100 * place / units, 1) for place in places]
+        return Drawn(parts.around(context), names, {"depths": depths})
 
 
 class _Example(_Chain):
@@ -78,13 +69,10 @@ class Tracing(_Chain):
     def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
         """The example's places are those of all samples, its names and value are not."""
         shown = self._example.of(rng, self._units, self._places)
-        solved = [
-            *self._ids(shown),
-            *inside(self._tokenizer, " " + " ".join(shown.answers) + "\n\n"),
-        ]
+        solved = [*self._read(shown), *self.ids(" " + " ".join(shown.answers) + "\n\n")]
         found = super().draw(rng, units, index)
         return Drawn([Segment("demo", ids=solved), *found.segments], found.answers, found.facts)
 
-    def _ids(self, drawn: Drawn) -> list[int]:
+    def _read(self, drawn: Drawn) -> list[int]:
         prompt = Layout(self._tokenizer).prompt(drawn.segments)
         return prompt.ids[prompt.tokens("bos") :].tolist()

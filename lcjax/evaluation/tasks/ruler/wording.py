@@ -6,10 +6,14 @@ Templates are read, never executed. Own ones are about as long, so that as much 
 import ast
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from lcjax.errors import InputError
+from lcjax.evaluation.generation import OWN_WORDING
+from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.tasks.local_files import assigned
 
 _FOLDERS = ("scripts/data/synthetic", "data/synthetic", "synthetic", ".")
 _OWN = {
@@ -64,8 +68,8 @@ class Wording:
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return {"wording": self.source, "wording_hash": digest}
 
-    def parts(self, family: str, *, singular: bool = False, **fields) -> tuple[str, str, str]:
-        """What stands before the context, what after it, and the answer's beginning.
+    def parts(self, family: str, *, singular: bool = False, **fields) -> "Parts":
+        """A template with its fields filled in, cut at the context.
 
         `singular` is RULER's own replacement of words where there is one answer.
         """
@@ -75,7 +79,27 @@ class Wording:
         before, found, after = prompt.partition("{context}")
         if not found:
             raise InputError(f"RULER's template {family!r} has no {{context}}; restore the file")
-        return before.format(**fields), after.format(**fields), answer.format(**fields)
+        before, *rest = (text.format(**fields) for text in (before, after, answer))
+        bare = before.rstrip()
+        return Parts(bare, before[len(bare) :], *rest)
+
+
+class Parts(NamedTuple):
+    """What stands around the context of a prompt."""
+
+    instruction: str
+    glue: str  # blanks and line ends before the context
+    question: str
+    answer: str  # the beginning of it
+
+    def around(self, *context: Sequence[int]) -> list[Segment]:
+        """Segments of the prompt, with ids of the documents of its context."""
+        return [
+            Segment("instruction", self.instruction),
+            *(Segment("context_doc", ids=ids) for ids in context),
+            Segment("question", self.question),
+            Segment("answer_prefix", self.answer),
+        ]
 
 
 def _singular(text: str) -> str:
@@ -87,7 +111,7 @@ def _singular(text: str) -> str:
 def wording(benchmark: str | None, key: str) -> Wording:
     """Own words, or those in a folder with NVIDIA's RULER."""
     if benchmark is None:
-        return Wording(_OWN, _NEEDLE, _NOISE, "lcjax-1")
+        return Wording(_OWN, _NEEDLE, _NOISE, OWN_WORDING)
     root = Path(benchmark)
     for folder in _FOLDERS:
         constants, niah = root / folder / "constants.py", root / folder / "niah.py"
@@ -107,20 +131,9 @@ def wording(benchmark: str | None, key: str) -> Wording:
 
 def _value(path: Path, name: str, key: str):
     """The first literal that a Python file gives to a name."""
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise InputError(f"{key}: {path} is no Python ({error}); restore it") from None
-    for value in _assigned(tree, name):
+    for value in assigned(path, name):
         try:
             return ast.literal_eval(value)
         except ValueError:
             continue
     raise InputError(f"{key}: {path} gives {name} no value that can be read; restore it")
-
-
-def _assigned(tree: ast.AST, name: str) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            yield node.value
