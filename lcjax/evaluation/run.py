@@ -108,6 +108,11 @@ def check(config: EvalConfig) -> Limits:
 def _check_split(method: Method, task: Task, key: str, limits: Limits) -> None:
     """Refuses to score what the decoder does not read."""
     split, protocol = method.context or method.replug, getattr(task, "protocol", "last_k")
+    if split is not None and split.source == "foreign" and task.generates:
+        raise InputError(
+            f"{key}: {task.label} asks with prompts, and the method {method.name} reads chunks of"
+            " other documents (source=foreign), which texts have; leave one of them out"
+        )
     if split is None or protocol == "last_k" or (split.decoder or 0) >= limits.lengths[-1]:
         return
     raise InputError(

@@ -46,6 +46,13 @@ class ByteTokenizer:
         return "<s>" + turns + "[assistant]" * add_generation_prompt
 
 
+class BlankInFront(ByteTokenizer):
+    """Writes a blank in front of any text, as sentencepiece does."""
+
+    def encode(self, text, *, allow_special=False):
+        return super().encode(" " + text, allow_special=allow_special)
+
+
 def bigram_table(seed: int = 0) -> np.ndarray:
     """-log p(next | token), float64 [V, V]."""
     logits = np.random.default_rng(seed).normal(size=(VOCAB, VOCAB))

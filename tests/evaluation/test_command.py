@@ -229,6 +229,14 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
     assert "All settings that decide a number are the same" in page.said
 
 
+def test_runs_in_folders_of_one_name_are_compared_in_a_folder_beside_the_first(copied, undrawn):
+    twin = shutil.copytree(copied, copied.parent / "other" / "first")
+    found = compare([copied, twin])
+    assert {file.parent for file in found.files} == {
+        copied.parent / f"compare_{copied.parent.name}_first_other_first"
+    }
+
+
 def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
     assert main(["report", str(copied), "--export=lm_eval,longbench,ruler"]) == 0
     out = copied / "export"

@@ -42,6 +42,8 @@ def test_an_old_run_is_replaced_on_request_but_only_once_the_new_one_can_start(c
     )
     own = Path(config.run.folder) / "notes.txt"
     own.write_text("mine")
+    exported = Path(config.run.folder) / "export" / "ruler"
+    exported.mkdir(parents=True)
 
     def absent(section):
         raise InputError("model.path=absent: no such file or folder")
@@ -49,11 +51,11 @@ def test_an_old_run_is_replaced_on_request_but_only_once_the_new_one_can_start(c
     before = records(config)
     with pytest.raises(InputError, match="absent"):
         run(other, load=absent)
-    assert records(config) == before
+    assert records(config) == before and exported.exists()
     report = run(other, load=fake())
     assert {record["stride"] for record in records(other)} == {2}
     assert report.cells[0]["windows"] > sum(r["length"] == 12 for r in before) / 2
-    assert own.read_text() == "mine"
+    assert own.read_text() == "mine" and not exported.exists()
 
 
 def test_the_folder_of_a_training_run_is_not_written_into(config):

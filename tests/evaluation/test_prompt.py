@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from evaluation_support import ByteTokenizer
+from evaluation_support import BlankInFront, ByteTokenizer
 
 from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError
@@ -13,13 +13,6 @@ from lcjax.evaluation.split import ContextSplit, ReplugSplit, generate
 from lcjax.sampling import Sampling
 
 TOKENIZER = ByteTokenizer()
-
-
-class BlankInFront(ByteTokenizer):
-    """Writes a blank in front of any text, as sentencepiece does."""
-
-    def encode(self, text, *, allow_special=False):
-        return super().encode(" " + text, allow_special=allow_special)
 
 
 class NoSystem(ByteTokenizer):

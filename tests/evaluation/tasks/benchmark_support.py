@@ -26,10 +26,17 @@ class Scripted:
         return [self.answer(text) for text in texts]
 
 
-def plan(task, length=4000):
-    limits = Limits((length,))
+def plan(task, length=4000, *, texts=(), tokenizer=TOKENIZER, seed=0):
+    """Units at one length, of settings that are checked first."""
+    limits = Limits((length,), seed=seed)
     task.check(limits, "tasks.0")
-    return task.plan(Corpus([], TOKENIZER), length, limits)
+    return task.plan(Corpus(texts, tokenizer), length, limits)
+
+
+def plan_at(task, lengths, texts=()):
+    """Units at several lengths, as a run has them."""
+    limits, corpus = Limits(tuple(lengths)), Corpus(texts, TOKENIZER)
+    return [task.plan(corpus, length, limits) for length in lengths]
 
 
 def scored(task, units, answer):

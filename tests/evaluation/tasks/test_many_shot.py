@@ -7,6 +7,7 @@ from benchmark_support import TOKENIZER, plan, scored
 from evaluation_support import only_the_run
 
 from lcjax.errors import InputError
+from lcjax.evaluation.report.tables import aggregated
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.many_shot import CLASSES, ManyShot
 
@@ -73,6 +74,30 @@ def test_the_first_line_is_scored_and_the_curve_is_drawn(trec, tmp_path):
         files = task.figures([cell], records, tmp_path / "figures")
     assert [file.name for file in files] == ["many_shot.png", "many_shot_by_shots.png"]
     assert all(file.exists() for file in files)
+
+
+def test_numbers_that_only_some_lengths_or_methods_have_stand_in_the_table(trec, tmp_path):
+    task = ManyShot(path=trec, tasks=("trec_1shots", "trec_100shots"))
+
+    def cell(method, length, scores):
+        records = [
+            {"dataset": name, "correct": score, "answer": "x", "truncated": 0}
+            for name, score in scores.items()
+        ]
+        return {"method": method, "length": length, "trained": 10, **task.summarise(records)}
+
+    cells = [
+        cell("a", 600, {"trec_1shots": 1.0}),
+        cell("a", 9000, {"trec_1shots": 0.5, "trec_100shots": 1.0}),
+        cell("b", 9000, {"trec_1shots": 0.25}),  # another tokenizer: 100 do not fit
+    ]
+    found = task.aggregates(cells, [])
+    assert found["a"]["trec_100shots"] == 100 and found["a"]["flat"] == 75
+    assert found["b"]["trec_100shots"] is None and found["b"]["trec_1shots"] == 25
+    heads, rows = aggregated(found)
+    assert rows["b"][heads.index("trec_100shots")] == ""
+    with only_the_run():
+        assert task.figures(cells, [], tmp_path)[1].exists()
 
 
 def test_files_in_longbenchs_format_are_read_as_they_are(tmp_path):

@@ -1,9 +1,12 @@
 """Needles in a haystack, looked at token by token, and what their answers are worth."""
 
+import functools
 import re
 
+import benchmark_support
 import numpy as np
 import pytest
+from benchmark_support import TOKENIZER
 from evaluation_support import BigramModel, ByteTokenizer
 
 from lcjax.errors import InputError
@@ -12,15 +15,11 @@ from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.haystack import Haystack
 from lcjax.evaluation.tasks.niah import Niah
 
-TOKENIZER = ByteTokenizer()
 ESSAY = "One sentence is short. Another one, which follows it, is rather longer! Is a third one? "
 TEXTS = [("a", ESSAY * 20), ("b", "Here begins the second text. " * 30), ("c", "tiny")]
 
 
-def plan(task, length, seed=0, texts=TEXTS, tokenizer=TOKENIZER):
-    limits = Limits((length,), seed=seed)
-    task.check(limits, "tasks.0")
-    return task.plan(Corpus(texts, tokenizer), length, limits)
+plan = functools.partial(benchmark_support.plan, texts=TEXTS)
 
 
 @pytest.mark.parametrize("template", ["none", "chat"])
@@ -75,7 +74,7 @@ def test_only_the_documents_that_a_length_needs_are_tokenised():
 def test_the_same_seed_gives_the_same_needles_whatever_else_is_asked():
     def values(**fields):
         seed = fields.pop("seed", 0)
-        found = plan(Niah(**fields), 1500, seed)
+        found = plan(Niah(**fields), 1500, seed=seed)
         return {(u.facts["depth"], u.facts["trial"]): u.facts["references"][0] for u in found}
 
     more, fewer = values(depths=3, trials=3), values(depths=2, trials=1)

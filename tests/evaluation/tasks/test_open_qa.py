@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmark_support import TOKENIZER, plan, scored
+from benchmark_support import TOKENIZER, plan, plan_at, scored
 
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.open_qa import OpenQa
 
 
@@ -46,6 +47,13 @@ def test_demonstrations_come_first_then_as_many_passages_as_named(tmp_path):
     assert [u.digest for u in units] == [u.digest for u in again]
     assert [u.digest for u in units] != [u.digest for u in plan(OpenQa(path=task.path,
             tasks=task.tasks, seed=1))]  # fmt: skip
+
+
+def test_a_file_is_read_once_for_all_lengths_and_numbers_of_passages(tmp_path, monkeypatch):
+    read, rows = [], local_files.rows
+    monkeypatch.setattr(local_files, "rows", lambda *a: read.append(a[0].name) or rows(*a))
+    plans = plan_at(OpenQa(path=write(tmp_path), tasks=("nq_1", "nq_5")), (2000, 3000))
+    assert [len(units) for units in plans] == [6, 6] and read == ["test.jsonl", "train.jsonl"]
 
 
 def test_popqas_demonstrations_are_its_other_questions(tmp_path):

@@ -5,28 +5,13 @@ import re
 
 import numpy as np
 import pytest
-from evaluation_support import BigramModel, ByteTokenizer
+from benchmark_support import TOKENIZER, plan
+from evaluation_support import BigramModel, BlankInFront, ByteTokenizer
 
 from lcjax.errors import InputError
 from lcjax.evaluation import Passkey
-from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.passkey import judge
-
-TOKENIZER = ByteTokenizer()
-
-
-class BlankInFront(ByteTokenizer):
-    """Writes a blank in front of any text, as sentencepiece does."""
-
-    def encode(self, text, *, allow_special=False):
-        return super().encode(" " + text, allow_special=allow_special)
-
-
-def plan(task, length, tokenizer=TOKENIZER, seed=0):
-    limits = Limits((length,), seed=seed)
-    task.check(limits, "tasks.0")
-    return task.plan(Corpus([], tokenizer), length, limits)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +21,7 @@ def plan(task, length, tokenizer=TOKENIZER, seed=0):
 @pytest.mark.parametrize("length", [900, 1024, 1501, 4096])
 def test_prompt_and_answer_fill_the_budget_exactly_with_one_bos(length, template, tokenizer):
     task = Passkey(template=template, depths=5, max_new_tokens=9)
-    for unit in plan(task, length, tokenizer):
+    for unit in plan(task, length, tokenizer=tokenizer):
         assert len(unit.tokens) + 9 == unit.facts["size"] == length
         assert unit.tokens.min() >= 0
         if tokenizer.bos_id is not None:

@@ -5,14 +5,15 @@ import math
 
 import numpy as np
 import pytest
-from evaluation_support import BigramModel, ByteTokenizer, token_loss
+from benchmark_support import TOKENIZER, plan, plan_at
+from evaluation_support import BigramModel, token_loss
 
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.rag_lm import RagLm
 
-TOKENIZER = ByteTokenizer()
 SMALL = {"decoder": 12, "scored": 8, "chunk": 4}
 
 
@@ -24,12 +25,6 @@ def write(folder, rows):
     path = folder / "chunks.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
-
-
-def plan(task, length):
-    limits = Limits((length,))
-    task.check(limits, "tasks.0")
-    return task.plan(Corpus([], TOKENIZER), length, limits)
 
 
 def cell(task, units):
@@ -82,6 +77,14 @@ def test_rows_that_do_not_reach_are_left_out_and_named(tmp_path):
     assert [f"chunks.jsonl:{n}" in text for n, text in zip((1, 3, 4), texts)] == [True] * 3
     assert plan(RagLm(path=write(tmp_path, [good]), **SMALL), 20) == []
     assert task.reach(Corpus([], TOKENIZER))[0] == 16
+
+
+def test_the_file_is_read_once_for_all_lengths(tmp_path, monkeypatch):
+    good = {"input_ids": ids(1, 12), "chunks": [{"ids": ids(2, 4)}]}
+    read, rows = [], local_files.rows
+    monkeypatch.setattr(local_files, "rows", lambda *a: read.append(a[0]) or rows(*a))
+    short, long = plan_at(RagLm(path=write(tmp_path, [good]), **SMALL), (12, 16))
+    assert len(short[0].tokens) == 12 and len(long[0].tokens) == 16 and len(read) == 1
 
 
 @pytest.mark.parametrize(

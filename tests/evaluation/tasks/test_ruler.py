@@ -11,19 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation_support import ByteTokenizer
+from benchmark_support import TOKENIZER as BYTES
+from benchmark_support import plan, plan_at
 
 from lcjax.convert.load import load_tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.task import Limits, Unit
 from lcjax.evaluation.tasks.ruler import Ruler
+from lcjax.evaluation.tasks.ruler import task as task_lib
 from lcjax.evaluation.tasks.ruler.niah import DEPTHS
 from lcjax.evaluation.tasks.ruler.summary import over_lengths, tidy
 from lcjax.evaluation.tasks.ruler.task import TASKS, Generators
 from lcjax.evaluation.tasks.ruler.wording import wording
 
-BYTES = ByteTokenizer()
 # Units of evaluation.md 2.8: upstream's generators with SmolLM2's tokenizer, at 4,096 and 8,192.
 SIZES = {
     "niah_single_1": (155, 319), "niah_multikey_2": (165, 337), "niah_multikey_3": (46, 97),
@@ -89,13 +90,7 @@ def files(tmp_path_factory):
     ]
     (folder / "hotpot.json").write_text(json.dumps(hotpot))
     own = {"words": f"{folder}/words.txt", "squad": f"{folder}/squad.json"}
-    return own | {"hotpotqa": f"{folder}/hotpot.json"}, " ".join(paragraph)
-
-
-def plan(task, length, tokenizer=BYTES, text="", seed=0):
-    limits = Limits((length,), seed=seed)
-    task.check(limits, "tasks.0")
-    return task.plan(Corpus([("essay", text)], tokenizer), length, limits)
+    return own | {"hotpotqa": f"{folder}/hotpot.json"}, [("essay", " ".join(paragraph))]
 
 
 @pytest.mark.parametrize("task", [needs(name) for name in SIZES])
@@ -128,10 +123,10 @@ def essays():
 def test_prompts_fill_the_budget_with_one_bos_and_hold_their_answers(
     files, task, shuffles, template
 ):
-    own, text = files
+    own, texts = files
     length = 9000
     found = Ruler(tasks=(task,), samples=3, shuffles=shuffles, template=template, **own)
-    for unit in plan(found, length, text=text):
+    for unit in plan(found, length, texts=texts):
         assert unit.facts["size"] == len(unit.tokens) + unit.facts["max_new_tokens"] <= length
         assert unit.tokens[0] == 0 and (unit.tokens == 0).sum() == 1
         prompt = BYTES.decode(unit.tokens)
@@ -144,12 +139,12 @@ def test_prompts_fill_the_budget_with_one_bos_and_hold_their_answers(
 
 
 def test_the_kinds_of_needles_have_their_keys_values_and_distractors(files):
-    own, text = files
+    own, texts = files
     for task, needles, answers in (
         ("niah_single_1", 1, 1), ("niah_single_3", 1, 1), ("niah_multikey_1", 4, 1),
         ("niah_multivalue", 4, 4), ("niah_multiquery", 4, 4),
     ):  # fmt: skip
-        for unit in plan(Ruler(tasks=(task,), samples=4, **own), 8000, text=text):
+        for unit in plan(Ruler(tasks=(task,), samples=4, **own), 8000, texts=texts):
             found = re.findall(r"One of the secret lucky \w+ for (\S+) is: (\S+)\.", _context(unit))
             assert len(found) == needles and len(unit.facts["references"]) == answers
             wanted = dict.fromkeys(unit.facts["query"].replace("and ", "").split(", "))
@@ -168,22 +163,34 @@ def _context(unit):
 
 
 def test_one_answer_is_asked_for_in_the_singular(files):
-    own, text = files
-    (one,) = plan(Ruler(tasks=("niah_single_2",), samples=1, **own), 4000, text=text)
-    (many,) = plan(Ruler(tasks=("niah_multivalue",), samples=1, **own), 4000, text=text)
+    own, texts = files
+    (one,) = plan(Ruler(tasks=("niah_single_2",), samples=1, **own), 4000, texts=texts)
+    (many,) = plan(Ruler(tasks=("niah_multivalue",), samples=1, **own), 4000, texts=texts)
     one, many = (BYTES.decode(unit.tokens) for unit in (one, many))
     assert one.startswith("A secret lucky number is written") and one.endswith("above is")
     assert many.startswith("Some secret lucky numbers are written") and many.endswith("above are")
 
 
 def test_needles_stand_at_forty_depths_alike(files):
-    own, text = files
-    units = plan(Ruler(tasks=("niah_multikey_1",), samples=300, **own), 2000, text=text)
+    own, texts = files
+    units = plan(Ruler(tasks=("niah_multikey_1",), samples=300, **own), 2000, texts=texts)
     counts = collections.Counter(depth for unit in units for depth in unit.facts["depths"])
     assert set(counts) == set(DEPTHS) and len(DEPTHS) == 40
     expected = 4 * 300 / 40
     chi = sum((counts[depth] - expected) ** 2 / expected for depth in DEPTHS)
     assert chi < 62.4, "chi-square of 39 degrees of freedom, one in a hundred"
+
+
+def test_words_essays_and_questions_are_read_once_for_all_lengths(files, monkeypatch):
+    own, texts = files
+    read = []
+    for name in ("words", "read", "Essays"):
+        used = getattr(task_lib, name)
+        noted = lambda *a, used=used, name=name: read.append(name) or used(*a)  # noqa: E731
+        monkeypatch.setattr(task_lib, name, noted)
+    task = Ruler(tasks=("niah_single_2", "qa_1"), samples=1, **own)
+    assert all(plan_at(task, (3000, 4000, 5000), texts))
+    assert sorted(read) == ["Essays", "read", "words"]
 
 
 def test_variables_stand_in_the_order_of_their_chain_behind_a_solved_example(files):
@@ -236,21 +243,21 @@ def test_gold_documents_stand_at_upstreams_places_where_shuffles_are_fixed(files
 
 @pytest.mark.parametrize("task", TASKS)
 def test_tiny_lengths_end_with_the_least_that_works(files, task):
-    own, text = files
+    own, texts = files
     with pytest.raises(
         InputError, match=rf"lengths: 30 is too short for {task}.*at least"
     ) as error:
-        plan(Ruler(tasks=(task,), samples=2, **own), 30, text=text)
+        plan(Ruler(tasks=(task,), samples=2, **own), 30, texts=texts)
     least = int(re.search(r"at least (\d+)", str(error.value)).group(1))
-    assert plan(Ruler(tasks=(task,), samples=1, **own), least + 200, text=text)
+    assert plan(Ruler(tasks=(task,), samples=1, **own), least + 200, texts=texts)
 
 
 def test_the_same_seed_gives_the_same_bytes_in_every_process(files):
-    own, text = files
+    own, texts = files
     tasks = ("niah_multikey_2", "niah_multiquery", "vt", "cwe", "fwe", "qa_2")
     task = Ruler(tasks=tasks, samples=2, **own)
-    assert digest(plan(task, 7000, text=text)) == "cacee8d1ff9b"
-    assert digest(plan(task, 7000, text=text, seed=1)) != "cacee8d1ff9b"
+    assert digest(plan(task, 7000, texts=texts)) == "cacee8d1ff9b"
+    assert digest(plan(task, 7000, texts=texts, seed=1)) != "cacee8d1ff9b"
 
 
 def digest(units):
