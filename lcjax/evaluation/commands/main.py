@@ -1,5 +1,6 @@
 """`python eval.py [run | score | report | compare | make-data] ...`; without a word it is run."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,8 +17,9 @@ from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.run import run
 
 USAGE = """\
-python eval.py [run] --config FILE [--KEY=VALUE ...]
-    asks every method what no record answers yet, and writes the report
+python eval.py [run] --config FILE [--tasks NAME,NAME] [--KEY=VALUE ...]
+    asks every method what no record answers yet, and writes the report; --tasks piqa,hellaswag is
+    short for --tasks.0.tasks=[piqa,hellaswag], and --include_path for that of tasks.0
 python eval.py report RUN [RUN ...] [--export=lm_eval,longbench,ruler]
     tables, figures and report.html again, from the records alone; with --export also
     RUN/export/FORMAT, which the official scorers read
@@ -37,11 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in _COMMANDS:
         return _guarded(_COMMANDS[words[0]], words[1:])
     if words and words[0] == "run":
-        return distributed.main(EvalConfig, run, words[1:])
+        return distributed.main(EvalConfig, run, _written_out(words[1:]))
     if words and not words[0].startswith("-"):
         known = near(words[0], ["run", *_COMMANDS])
         return _guarded(_unknown(words[0], known), [])
-    return distributed.main(EvalConfig, run, words)
+    return distributed.main(EvalConfig, run, _written_out(words))
+
+
+def _written_out(words: Sequence[str]) -> list[str]:
+    """`words` with the short options in full: names after --tasks are those of the first task."""
+    found, names = list(words), ("--tasks", "--include_path")
+    for place, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if key not in names or (not equals and place + 1 == len(words)):
+            continue
+        if key == "--tasks" and re.match(r"\s*\[?\s*\{", value if equals else words[place + 1]):
+            continue  # tasks themselves
+        found[place] = f"--tasks.0.{key[2:]}{equals}{value}"
+    return found
 
 
 def _unknown(word: str, known: str) -> Callable[[list[str]], None]:

@@ -125,7 +125,7 @@ def test_chat_examples_are_turns_in_the_models_format(lm, tasks, tmp_path):
     lines = (tmp_path / "records" / "lm_eval.jsonl").read_text().splitlines()
     (prompt,) = [row["prompt"] for row in map(json.loads, lines) if "prompt" in row]
     assert prompt.startswith("<s>system\nBe kind.</s><s>user\nQuestion")
-    assert prompt.count("</s><s>assistant\n") == 2 and prompt.endswith("<s>assistant\n")
+    assert prompt.count("<s>assistant") == 2 and prompt.endswith("</s><s>assistant")
 
 
 def test_the_same_chat_gives_the_same_answers_in_the_harness_with_transformers(lm, tasks, theirs):

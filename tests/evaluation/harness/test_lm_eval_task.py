@@ -1,0 +1,228 @@
+"""The harness's tasks through a run, with a model and a harness that are known in closed form."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from evaluation_support import BigramModel, only_the_run, token_loss
+
+from lcjax.continuations import Continuation
+from lcjax.errors import InputError
+from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, run
+from lcjax.evaluation.commands import main as command
+from lcjax.evaluation.lm_eval import answers, harness, numbers
+from lcjax.evaluation.lm_eval.requests import Encoder
+from lcjax.rope import Linear
+
+LENGTH = 40
+
+
+class Model(BigramModel):
+    """Also scores continuations, one token after another, and notes the prompts it is given."""
+
+    def with_method(self, **changes):
+        copy = super().with_method(**changes)
+        return Model(bonus=copy.bonus, log=self.log)
+
+    def continuations(self, prompts, continuations):
+        self.log.append([len(prompt) for prompt in prompts])
+        found = []
+        for prompt, row in zip(prompts, continuations, strict=True):
+            texts = [[*prompt, *ids] for ids in row]
+            losses = [np.array(losses_of(text, len(prompt), self.bonus)) for text in texts]
+            found.append([Continuation(loss, bool(loss.sum() < 9)) for loss in losses])
+        return found
+
+
+def losses_of(text, first, bonus=2.0):
+    return [token_loss(text[:place], text[place], bonus) for place in range(first, len(text))]
+
+
+CHOICES = {"pick": ["bxq", "ccy", "dzd"], "pick_more": ["xq", "yy"]}
+
+
+def questions():
+    """Task, number, context and choices: the first is right, and comes in turn."""
+    for name, choices in CHOICES.items():
+        for number in range(len(choices)):
+            context = f"{name} {'long ' * number}is"
+            yield name, number, context, choices[number:] + choices[:number]
+
+
+class Suite:
+    """Two tasks of choices in a group, one of whole texts, one of written answers."""
+
+    opened = 0
+
+    def __init__(self, names, **settings):
+        type(self).opened += 1
+        self.names, self.settings = names, settings
+
+    def documents(self, chat, **more):
+        found = []
+        facts = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 0}
+        for name, number, context, choices in questions():
+            asked = [("loglikelihood", [context, f" {choice}"], 1) for choice in choices]
+            more = {"references": [choices[0]]}
+            found.append(harness.Document("both", name, number, asked, facts | more))
+        facts = {"metric": "word_perplexity", "lower": ["word_perplexity"], "by_size": True}
+        facts |= {"aggregation": {"word_perplexity": "weighted_perplexity"}, "shots": 0}
+        asked = [("loglikelihood_rolling", ["a text of words, " * 5], 1)]
+        found.append(harness.Document("texts", "texts", 0, asked, facts))
+        facts = {"metric": "hit", "lower": [], "aggregation": {"hit": "own"}, "by_size": True}
+        asked = [("generate_until", ["The key is 123", {"max_gen_toks": 4}], 2)]
+        found.append(harness.Document("write", "write", 0, asked, facts | {"shots": 0}))
+        return [d for d in found if d.task in self.names]
+
+    def judge(self, dataset, number, given):
+        if dataset == "write":
+            return {"hit,none": [text == " 123." for text in given[0]]}
+        if dataset == "texts":
+            return {"word_perplexity,none": [given[0][0], 20]}
+        return {"acc,none": float(np.argmax([row[0][0] for row in given]) == 0)}
+
+    def aggregate(self, dataset, metric, values):
+        assert (dataset, metric) == ("write", "hit")
+        return float(np.mean(values))
+
+
+@pytest.fixture
+def task(monkeypatch):
+    monkeypatch.setattr(harness, "installed", lambda: None)
+    monkeypatch.setattr(harness, "Suite", Suite)
+    return LmEval(tasks=("both", "texts", "write"))
+
+
+def config(task, folder):
+    methods = (Method("base"), Method("half", rope=Linear(factor=2.0)))
+    where = RunSection(str(folder), "resume")
+    return EvalConfig(methods=methods, tasks=(task,), lengths=(LENGTH,), batch_size=2, run=where)
+
+
+def wanted(bonus):
+    """(accuracy of the choices, perplexity of the text) by brute force."""
+    encoder, right = Encoder(Model().tokenizer, LENGTH), []
+    for _, _, context, choices in questions():
+        pairs = [encoder.pair(context, f" {choice}") for choice in choices]
+        sums = [sum(losses_of([*a, *b], len(a), bonus)) for a, b in pairs]
+        right.append(float(np.argmin(sums) == 0))
+    ids, total = encoder.ids("a text of words, " * 5), 0.0
+    for start in range(0, len(ids), LENGTH):
+        end = min(start + LENGTH, len(ids))
+        read = [0, *ids][max(end - LENGTH, 0) : end + 1]
+        total += sum(losses_of(read, len(read) - (end - start), bonus))
+    return np.mean(right), np.exp(total / 20)
+
+
+def test_a_run_has_the_numbers_of_brute_force_by_method_and_task(task, tmp_path):
+    log: list = []
+    with only_the_run():
+        report = run(config(task, tmp_path), load=lambda section: Model(log=log))
+    for cell, bonus in zip(report.cells, (2.0, 1.0), strict=True):
+        accuracy, perplexity = wanted(bonus)
+        assert cell["both:acc"] == pytest.approx(accuracy)
+        assert cell["texts:word_perplexity"] == pytest.approx(perplexity)
+        assert cell["write:hit"] == 1.0
+        assert cell["value"] == pytest.approx((accuracy + 1) / 2)  # less of the third is better
+    assert "| both (acc) | texts (word_perplexity) | write (hit) |" in report.text
+    assert 0 < wanted(2.0)[0] < 1
+    asked = [sizes for sizes in log if isinstance(sizes, list)]
+    assert all(len(sizes) == 2 for sizes in asked)  # one compiled shape
+    assert asked[:3] == sorted(asked[:3], reverse=True)  # the longest first
+
+
+def test_a_run_goes_on_where_it_was_stopped(task, tmp_path):
+    dies = Model(log=[], fail_after=None)
+    calls = []
+
+    def stop(self, prompts, continuations):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return Model.continuations(dies, prompts, continuations)
+
+    class Stopped(Model):
+        continuations = stop
+
+        def with_method(self, **changes):
+            return self
+
+    with only_the_run(), pytest.raises(KeyboardInterrupt):
+        run(config(task, tmp_path), load=lambda section: Stopped())
+    path = tmp_path / "records" / "lm_eval.jsonl"
+    before = path.read_text().splitlines()
+    assert 0 < len(before) < 14
+    with only_the_run():
+        run(config(task, tmp_path), load=lambda section: Model())
+    lines = path.read_text().splitlines()
+    assert lines[: len(before)] == before and len(lines) == 14
+    record = next(row for row in map(json.loads, lines) if row["dataset"] == "pick")
+    assert len(record["responses"]) == 3 and record["references"][0] in CHOICES["pick"]
+    assert record["correct"] == (record["answer"].strip() == record["references"][0])
+
+
+def test_the_harness_is_opened_once_for_all_lengths_and_methods(task, tmp_path):
+    Suite.opened = 0
+    made = dataclasses.replace(config(task, tmp_path), lengths=(32, LENGTH))
+    with only_the_run():
+        run(made, load=lambda section: Model())
+    assert Suite.opened == 1
+
+
+def test_numbers_of_which_less_is_better_must_be_named(task, tmp_path):
+    alone = dataclasses.replace(task, tasks=("texts",))
+    with pytest.raises(InputError, match="name them, .*texts:word_perplexity"):
+        run(config(alone, tmp_path), load=lambda section: Model())
+    named = dataclasses.replace(task, tasks=("texts:word_perplexity",))
+    assert named.metric.lower_is_better and not task.metric.lower_is_better
+    with only_the_run():
+        report = run(config(named, tmp_path), load=lambda section: Model())
+    assert report.cells[0]["value"] == pytest.approx(wanted(2.0)[1])
+
+
+def test_a_group_is_the_mean_over_its_tasks_by_size_or_alike():
+    rows = [("a", 1.0), ("a", 1.0), ("a", 1.0), ("b", 0.0)]
+    records = [
+        {"task": "g", "dataset": name, "scores": {"acc,none": value}, "aggregation": {}}
+        for name, value in rows
+    ]
+    for by_size, value in ((True, 0.75), (False, 0.5)):
+        found = numbers.of_tasks([r | {"by_size": by_size} for r in records], own=None)
+        assert found == {"g": {"acc,none": value}}
+
+
+def test_answers_come_back_in_order_whatever_is_asked():
+    encoder, model = Encoder(Model().tokenizer, LENGTH), Model()
+    asked = [
+        encoder.request("generate_until", ["key 7", {"max_gen_toks": 3}]),
+        encoder.request("loglikelihood", ["ab", " c"]),
+        encoder.request("loglikelihood_rolling", ["some words"]),
+        encoder.request("loglikelihood", ["a longer context", " d"]),
+        encoder.request("loglikelihood", ["ab", " ef"]),
+    ]
+    heard = {}
+    found = answers.respond(model, asked, 2, heard.__setitem__)
+    assert found == [heard[number] for number in range(5)] and found[0] == " 7."
+    for number in (1, 3, 4):
+        text = [*asked[number].prompt, *asked[number].continuation]
+        total = sum(losses_of(text, len(asked[number].prompt)))
+        assert found[number][0] == pytest.approx(-total)
+    assert model.log[0] == [17, 3]  # of three prompts two are the same, and read once
+
+
+def test_names_on_the_command_line_are_those_of_the_first_task(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(command.distributed, "main", lambda cls, run, words: seen.append(words))
+    command.main(["--config", "x.yaml", "--tasks", "piqa,hellaswag", "--include_path=mine"])
+    command.main(["run", "--tasks=[{type: passkey}]"])
+    assert seen == [
+        ["--config", "x.yaml", "--tasks.0.tasks", "piqa,hellaswag", "--tasks.0.include_path=mine"],
+        ["--tasks=[{type: passkey}]"],
+    ]
+
+
+def test_without_the_harness_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs lm-evaluation-harness; pip install"):
+        harness.installed()
