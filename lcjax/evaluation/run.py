@@ -14,15 +14,15 @@ from tqdm import tqdm
 
 from lcjax import cost, distributed
 from lcjax.build import ModelSection, check_source
-from lcjax.convert import ByteTokenizer
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.methods import sections, split_of, subject_of
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
-from lcjax.evaluation.split import ContextSplit, SplitModel
+from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.lm import LanguageModel
 from lcjax.sharding import Mesh, make_mesh, padding_rows
@@ -125,41 +125,6 @@ def _labels(config: EvalConfig) -> list[str]:
     return [task.label for task in config.tasks]
 
 
-def sections(config: EvalConfig) -> list[ModelSection]:
-    """What is loaded for each method: of another checkpoint, its own position method counts."""
-    own = dict.fromkeys(("base", "preset", "rope", "pattern", "memory", "tokenizer"))
-    return [
-        config.model
-        if method.path is None
-        else dataclasses.replace(config.model, path=method.path, **own)
-        for method in config.methods
-    ]
-
-
-def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
-    """The tokenizer of a model that is not opened; `load` opens one by path."""
-    path = section.tokenizer or section.path
-    if path is not None:
-        return load(path)
-    if section.preset is not None:
-        return ByteTokenizer()
-    raise InputError("model.path is not set; its tokenizer says how long a prompt is")
-
-
-def _split(method: Method, model) -> ContextSplit | None:
-    """How windows are cut, where not all of a window is the decoder's."""
-    memory = getattr(model.config, "memory", None)
-    return method.context or method.replug or (None if memory is None else ContextSplit())
-
-
-def _subject(model, method: Method, changes: dict, length: int):
-    """`model` as `method` has it, for windows of `length` tokens."""
-    split = _split(method, model)
-    if split is None:
-        return model.with_method(**changes, length=length)
-    return split.of(model.with_method(**changes), length)
-
-
 class _Runner:
     """Loads models one after another, and asks them what no record answers yet."""
 
@@ -204,7 +169,7 @@ class _Runner:
     def _needs(self, section: ModelSection, methods: Sequence[Method], model: LanguageModel) -> str:
         """What the largest batch needs of each device, and whether it keeps them all busy."""
         batch, length = self._config.batch_size, self._limits.lengths[-1]
-        splits = [_split(method, model) for method in methods]
+        splits = [split_of(method, model) for method in methods]
         longest = max(length if s is None else s.tokens(model, length) for s in splits)
         contexts = [c for c in (s and s.context(model, length) for s in splits) if c]
         memory = cost.generation_memory(
@@ -254,8 +219,6 @@ class _Runner:
 
     def _method(self, method: Method, model, bar: tqdm) -> None:
         plan = self._plan(model.tokenizer)
-        changes = {"rope": method.rope, "pattern": method.pattern}
-        changes = {key: value for key, value in changes.items() if value is not None}
         for length in self._limits.lengths:
             facts = {"method": method.name, "length": length, "trained": model.config.max_length}
             facts["tokenizer"] = model.tokenizer.fingerprint
@@ -263,7 +226,7 @@ class _Runner:
             for task in self._config.tasks:
                 left = self._left(task, method.name, plan[task.label, length], bar)
                 if left and subject is None:
-                    subject = _subject(model, method, changes, length)
+                    subject = subject_of(model, method, length)
                     if isinstance(subject, SplitModel):
                         facts["decoder"] = subject.decoder
                 bar.set_description(f"{method.name} {length:,} {task.label}")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lcjax.evaluation import Passkey, Perplexity
-from lcjax.evaluation.report import charts, plots
+from lcjax.evaluation.report import charts, page, plots
 from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
 
@@ -187,3 +187,13 @@ def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
     broken = {task: own[: 2 + (task is passkey)] for task, own in cells.items()}
     assert charts.together(broken, tmp_path) == []
     assert charts.together({passkey: cells[passkey]}, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("icl", "trained length"), ("many_shot_by_shots", "demonstrations"), ("a_by_depth", "scale")],
+)
+def test_a_figure_says_what_it_shows(tmp_path, name, words):
+    (tmp_path / f"{name}.svg").write_text("<svg></svg>")
+    (figure,) = page.figures_of([tmp_path / f"{name}.png"], "a")
+    assert words in figure["caption"]

@@ -12,8 +12,9 @@ from lcjax.evaluation.commands.export import part_of
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import GenerationTask
+from lcjax.evaluation.methods import tokenizer_of
 from lcjax.evaluation.records import to_lines
-from lcjax.evaluation.run import check, tokenizer_of
+from lcjax.evaluation.run import check
 from lcjax.evaluation.task import Task, Unit
 from lcjax.files import write_whole
 

@@ -13,8 +13,8 @@ from lcjax.errors import InputError
 from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.finished import Finished, read
+from lcjax.evaluation.methods import sections, tokenizer_of
 from lcjax.evaluation.records import CONFIG, describe, records_file, to_lines
-from lcjax.evaluation.run import sections, tokenizer_of
 from lcjax.evaluation.task import Record
 from lcjax.files import write_whole
 

@@ -47,8 +47,8 @@ def write(
         "lead": _lead(sections),
         "overview": _overview(sections) if len(sections) > 1 else None,
         "tasks": parts,
-        "figures": _figures(figures, "all"),
-        "cost": {"rows": costs(cells), "figures": _figures([cost_figure], "cost")},
+        "figures": figures_of(figures, "all"),
+        "cost": {"rows": costs(cells), "figures": figures_of([cost_figure], "cost")},
         "facts": _facts(summary, cells),
         "config": yaml.safe_dump(summary["config"], sort_keys=False, allow_unicode=True),
         "notes": _notes(notes),
@@ -149,7 +149,7 @@ def task_part(section: Section) -> dict[str, Any]:
         "facts": facts,
         "table": _table(section, shown),
         "aggregates": _aggregates(section.aggregates),
-        "figures": _figures(section.figures, anchor(task.label)),
+        "figures": figures_of(section.figures, anchor(task.label)),
         "examples": shown,
         "bits": len({cell["tokenizer"] for cell in cells}) > 1 and "bits_per_byte" in first,
     }
@@ -210,7 +210,8 @@ _CAPTIONS = {
 }
 
 
-def _figures(paths: Sequence[Path], name: str) -> list[dict[str, str]]:
+def figures_of(paths: Sequence[Path], name: str) -> list[dict[str, str]]:
+    """Pictures in the page, each with its caption."""
     found = []
     for index, path in enumerate(paths):
         svg = inline(path, f"{name}-{index}")

@@ -236,6 +236,7 @@ class TextCutBenchmark(AnswerBenchmark):
 
     cut: ClassVar[str] = "middle"
 
+    # official: the prompt is cut as text, template and answer come on top; total: everything counts
     budget_rule: str = "official"
     reserve: int = 0  # tokens of the length that prompts leave free, with the official budget
 

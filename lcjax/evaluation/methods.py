@@ -1,0 +1,48 @@
+"""What a method of a config stands for: a section to open, a tokenizer, a model for a length."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from lcjax.build import ModelSection
+from lcjax.convert import ByteTokenizer
+from lcjax.errors import InputError
+from lcjax.evaluation.config import EvalConfig, Method
+from lcjax.evaluation.split import ContextSplit
+
+
+def sections(config: EvalConfig) -> list[ModelSection]:
+    """What is loaded for each method: of another checkpoint, its own position method counts."""
+    own = dict.fromkeys(("base", "preset", "rope", "pattern", "memory", "tokenizer"))
+    return [
+        config.model
+        if method.path is None
+        else dataclasses.replace(config.model, path=method.path, **own)
+        for method in config.methods
+    ]
+
+
+def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
+    """The tokenizer of a model that is not opened; `load` opens one by path."""
+    path = section.tokenizer or section.path
+    if path is not None:
+        return load(path)
+    if section.preset is not None:
+        return ByteTokenizer()
+    raise InputError("model.path is not set; its tokenizer says how long a prompt is")
+
+
+def split_of(method: Method, model) -> ContextSplit | None:
+    """How windows are cut, where not all of a window is the decoder's."""
+    memory = getattr(model.config, "memory", None)
+    return method.context or method.replug or (None if memory is None else ContextSplit())
+
+
+def subject_of(model, method: Method, length: int):
+    """`model` as `method` has it, for windows of `length` tokens."""
+    changes = {"rope": method.rope, "pattern": method.pattern}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    split = split_of(method, model)
+    if split is None:
+        return model.with_method(**changes, length=length)
+    return split.of(model.with_method(**changes), length)
