@@ -63,12 +63,12 @@ class FileBenchmark(PromptTask):
 
     judging: ClassVar[tuple[str, ...]] = ("aggregate",)
     known: ClassVar[Mapping[str, DataSet]] = {}
-    sets: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # names for several data sets
+    sets: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # names for several, beside categories
     title: ClassVar[str] = ""
     source: ClassVar[str] = ""  # where the files come from
 
     path: str = ""  # folder with the official files
-    tasks: tuple[str, ...] = ()  # data sets, or names of several; empty: all
+    tasks: tuple[str, ...] = ()  # data sets, categories, or names of several; empty: all
     max_examples: int | None = None  # of every data set, the first ones; null: all
     aggregate: str = "flat"  # flat: mean over data sets; category_macro: over means of categories
 
@@ -92,16 +92,23 @@ class FileBenchmark(PromptTask):
 
     def chosen(self) -> list[DataSet]:
         """The data sets of `tasks`, in the benchmark's order."""
-        wanted = {n for name in self.tasks for n in self.sets.get(name, (name,))}
+        several = self._several()
+        wanted = {n for name in self.tasks for n in several.get(name, (name,))}
         return [data for name, data in self.known.items() if name in wanted or not self.tasks]
+
+    def _several(self) -> dict[str, Sequence[str]]:
+        """Data sets by what names several of them."""
+        groups: dict[str, list[str]] = {}
+        for data in self.known.values():
+            groups.setdefault(data.group, []).append(data.name)
+        return {**groups, **self.sets}
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         one_of(f"{key}.aggregate", self.aggregate, AGGREGATES)
-        unknown = [name for name in self.tasks if name not in self.known and name not in self.sets]
-        if unknown:
-            known = ", ".join([*self.sets, *self.known])
-            raise InputError(f"{key}.tasks: {unknown[0]} is none of {known}")
+        names = dict.fromkeys([*self._several(), *self.known])
+        for name in self.tasks:
+            one_of(f"{key}.tasks", name, names)
         whole_numbers(key, self, 1, "max_examples")
         for data in self.chosen():
             find(self.path, self.files(data.name), key, self.source)

@@ -112,10 +112,6 @@ class InfiniteBench(TextCutBenchmark):
     """InfiniteBench's tasks; the official length of prompts is 131,072 tokens."""
 
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
-    sets: ClassVar[dict[str, tuple[str, ...]]] = {
-        group: tuple(data.name for data in _SETS if data.group == group)
-        for group in dict.fromkeys(data.group for data in _SETS)
-    }
     title: ClassVar[str] = "InfiniteBench"
     source: ClassVar[str] = SOURCE
 

@@ -100,9 +100,6 @@ class LongBench(TextCutBenchmark):
         "en_without_synthetic": tuple(
             data.name for data in _SETS if data.name not in _CHINESE and data.group != "synthetic"
         ),
-    } | {
-        group: tuple(data.name for data in _SETS if data.group == group)
-        for group in dict.fromkeys(data.group for data in _SETS)
     }
     title: ClassVar[str] = "LongBench"
     source: ClassVar[str] = SOURCE

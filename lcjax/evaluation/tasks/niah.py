@@ -145,6 +145,6 @@ class Niah(DepthTask):
             mean = sum(cell["value"] for cell in own) / len(own)
             found[method] = {
                 "mean": round(mean, 4),
-                "mean_within_trained": round(sum(inside) / len(inside), 4) if inside else 0,
+                "mean_within_trained": round(sum(inside) / len(inside), 4) if inside else None,
             }
         return found

@@ -66,9 +66,6 @@ class OpenQa(AnswerBenchmark):
     """Data sets are `nq_10` and so on; the end of the last passages is cut, never the question."""
 
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
-    sets: ClassVar[dict[str, tuple[str, ...]]] = {
-        name: tuple(data.name for data in _SETS if data.group == name) for name in _FILES
-    }
     title: ClassVar[str] = "Open-domain QA"
     source: ClassVar[str] = SOURCE
     cut: ClassVar[str] = "right"

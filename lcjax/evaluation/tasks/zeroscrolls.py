@@ -88,10 +88,6 @@ class ZeroScrolls(AnswerBenchmark):
 
     judging: ClassVar[tuple[str, ...]] = ("aggregate", "flavour")
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
-    sets: ClassVar[dict[str, tuple[str, ...]]] = {
-        group: tuple(data.name for data in _SETS if data.group == group)
-        for group in ("qa", "summarization")
-    }
     title: ClassVar[str] = "ZeroSCROLLS"
     source: ClassVar[str] = SOURCE
 

@@ -221,7 +221,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tasks": ("hotpot",)}, "hotpot is none of"),
+        ({"tasks": ("hotpot",)}, "tasks='hotpot' is none of"),
         ({"path": "nowhere"}, "is no folder.*data.zip"),
         ({"aggregate": "mean"}, "flat, category_macro"),
         ({"code_metric": "bleu"}, "indel, difflib"),
