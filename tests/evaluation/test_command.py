@@ -229,6 +229,21 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
     assert "All settings that decide a number are the same" in page.said
 
 
+def test_what_is_judged_by_two_rules_is_compared_in_two_tables(copied, undrawn):
+    _with_path(copied)
+    out = copied.parent / "by_tokens"
+    score(copied, out, ["--tasks.1.match=token_ids"], tokenizer=lambda _: ByteTokenizer())
+    found = compare([copied, out])
+    assert all(
+        f"passkey accuracy ({rule})" in found.text for rule in ("first_integer", "token_ids")
+    )
+    across = [d for d in found.differences if d["row"][:5] != d["against"][:5]]
+    assert {d["task"] for d in across} == {"perplexity_last_k"}
+    assert {cell["task"] for cell in found.cells} == {
+        "perplexity_last_k", "passkey_first_integer", "passkey_token_ids",
+    }  # fmt: skip
+
+
 def test_runs_in_folders_of_one_name_are_compared_in_a_folder_beside_the_first(copied, undrawn):
     twin = shutil.copytree(copied, copied.parent / "other" / "first")
     found = compare([copied, twin])

@@ -46,13 +46,27 @@ def compare(folders: Sequence[str | Path], out: str | Path | None = None) -> Com
     if out is None:
         out = Path(folders[0]).parent / f"compare_{folder_name('_'.join(names))}"
     out = Path(out)
-    tasks: dict[str, dict[str, tuple[Task, list[Record]]]] = {}
+    rows = _rows(runs)
+    parts = [_part(task, own, rows, out) for task, own in _by_task(runs)]
+    return _write(out, runs, parts)
+
+
+def _by_task(runs: dict[str, Finished]) -> list[tuple[Task, dict[str, list[Record]]]]:
+    """Records of every task by run; what is judged in two ways is not one number, but two."""
+    found: dict[tuple, tuple[Task, dict[str, list[Record]]]] = {}
     for name, run in runs.items():
         for task, records in run.tasks.items():
-            tasks.setdefault(task.label, {})[name] = (task, records)
-    rows = _rows(runs)
-    parts = [_part(own, rows, out) for own in tasks.values()]
-    return _write(out, runs, parts)
+            rules = (task.label, *(getattr(task, field) for field in task.judging))
+            found.setdefault(rules, (task, {}))[1][name] = records
+    labels = [label for label, *_ in found]
+    return [
+        (task if labels.count(task.label) == 1 else _named_after(task, rules), own)
+        for rules, (task, own) in found.items()
+    ]
+
+
+def _named_after(task: Task, rules: Sequence[object]) -> Task:
+    return dataclasses.replace(task, name="_".join(map(str, rules)))
 
 
 def _named(runs: Sequence[Finished]) -> dict[str, Finished]:
@@ -88,18 +102,17 @@ class _Part:
 
 
 def _part(
-    own: dict[str, tuple[Task, list[Record]]], rows: dict[tuple[str, str], str], out: Path
+    task: Task, own: dict[str, list[Record]], rows: dict[tuple[str, str], str], out: Path
 ) -> _Part:
     groups: dict[tuple[str, str], dict[int, list[Record]]] = {}
     cells = []
-    by_run = {name: (task, by_cell(records)) for name, (task, records) in own.items()}
+    by_run = {name: by_cell(records) for name, records in own.items()}
     for (name, method), label in rows.items():
-        task, found = by_run.get(name, (None, {}))
+        found = by_run.get(name, {})
         by_length = {n: records for (other, n), records in found.items() if other == method}
         if by_length:
             groups[name, method] = by_length
             cells += [cell_of(task, label, n, records) for n, records in by_length.items()]
-    task = next(iter(own.values()))[0]
     differences = _differences(task, groups, rows)
     figure = plots.over_lengths(cells, task.metric, out / "figures" / f"{task.label}.png")
     return _Part(task, cells, differences, [figure])
