@@ -9,12 +9,11 @@ from typing import Any, TypedDict
 import jax
 
 from lcjax import convert
-from lcjax.attention import Bidirectional, Pattern
+from lcjax.attention import Pattern
 from lcjax.convert import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.convert.memory import add_memory
 from lcjax.errors import InputError
-from lcjax.memory import Cepe, CepeSection, MemorySection, SharedLlmSection
-from lcjax.memory.initial import check_width
+from lcjax.memory import Memory, MemorySection
 from lcjax.models import PRESETS, Decoder, ModelConfig, preset
 from lcjax.models.config import check_choice
 from lcjax.models.initial import random_params, with_learned_rope
@@ -96,38 +95,20 @@ def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
     on_cpu = jax.default_backend() == "cpu"
     changes["dtype"] = section.dtype or ("float32" if on_cpu else "bfloat16")
     if section.memory is not None:
-        changes |= _memory(section.memory, config)
+        changes["memory"] = _memory(section.memory, config)
     return config.replace(**changes)
 
 
-def _memory(section: MemorySection, config: ModelConfig) -> dict[str, Any]:
+def _memory(section: MemorySection, config: ModelConfig) -> Memory:
     """What a decoder's config gets with this section."""
     if config.memory is not None:
         raise InputError(
             "model.memory: this checkpoint has a memory already; leave the section out"
         )
-    shared = isinstance(section, SharedLlmSection)
-    memory = section.memory(config) if shared else _cepe(section, config)
-    # Layers are scanned where they are all alike.
-    return {
-        "memory": memory,
-        "scan_layers": config.scan_layers and memory.alike(config.num_layers),
-    }
-
-
-def _cepe(section: CepeSection, config: ModelConfig) -> Cepe:
-    """With the architecture of the encoder that `section` names."""
-    if section.encoder in PRESETS:
-        encoder = preset(section.encoder)
-    else:
-        encoder = convert.load_config(convert.resolve(section.encoder, weights=False))
-    if not isinstance(encoder.pattern, Bidirectional):
-        raise InputError(
-            f"model.memory.encoder={section.encoder} is no encoder: its tokens do not see those"
-            " after them; give a masked language model, such as hyen/LLaMA-MLM-Large"
-        )
-    check_width(encoder, config)
-    return Cepe(states=encoder, layers=section.layers or config.num_layers)
+    name = section.encoder
+    if name is None or name in PRESETS:
+        return section.memory(config, name and preset(name))
+    return section.memory(config, convert.load_config(convert.resolve(name, weights=False)))
 
 
 def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
@@ -148,8 +129,9 @@ def check_source(section: ModelSection) -> None:
     for key in ("path", "base", "tokenizer"):
         if (name := getattr(section, key)) is not None:
             _check_there(f"model.{key}", name)
-    if isinstance(section.memory, CepeSection) and section.memory.encoder not in PRESETS:
-        _check_there("model.memory.encoder", section.memory.encoder)
+    encoder = section.memory and section.memory.encoder
+    if encoder is not None and encoder not in PRESETS:
+        _check_there("model.memory.encoder", encoder)
 
 
 def _check_there(key: str, name: str) -> None:

@@ -116,7 +116,7 @@ def create(
         return (*pair, *(zeros((*stack, *note), jnp.float32) for note in notes))
 
     return Cache(
-        layers=layer(count) if config.scan_layers else tuple(layer() for _ in range(count)),
+        layers=layer(count) if config.stacked else tuple(layer() for _ in range(count)),
         segments=zeros((batch, slots), jnp.int32),
         positions=zeros((batch, slots), jnp.float32),  # may be fractional
         index=zeros((batch, slots), jnp.int32),

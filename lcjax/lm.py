@@ -49,8 +49,9 @@ class LanguageModel:
         """
         config = model.config.for_inference()
         self.config, self.tokenizer, self.length = config, tokenizer, length
-        if config.scan_layers:
-            params, config = unstack_layers(params, config), config.replace(scan_layers=False)
+        if config.stacked:
+            params = unstack_layers(params, config)
+        config = config.replace(scan_layers=False)
         self.params = params
         # The rotation is an argument of every call: methods share one compiled function.
         self._model = Decoder(config.replace(rope=Default(theta=10_000.0)), model.mesh)
@@ -77,10 +78,9 @@ class LanguageModel:
             source, make_mesh(mesh) if isinstance(mesh, Mesh) else mesh
         )
         config = model.config
-        if config.scan_layers:
+        if config.stacked:
             unstack_layers_in_place(params, config)
-            model = Decoder(config.replace(scan_layers=False), model.mesh)
-        return cls(model, params, tokenizer)
+        return cls(Decoder(config.replace(scan_layers=False), model.mesh), params, tokenizer)
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:

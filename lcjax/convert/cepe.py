@@ -38,8 +38,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
             f" {encoder.width}; correct one of them"
         )
     memory = Cepe(states=encoder, layers=hf.get("num_cross_attn_layers") or config.num_layers)
-    alike = memory.alike(config.num_layers)
-    return config.replace(memory=memory, scan_layers=config.scan_layers and alike)
+    return config.replace(memory=memory)
 
 
 def _encoder_from_hf(hf: dict[str, Any], where: str) -> ModelConfig:

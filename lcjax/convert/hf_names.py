@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lcjax.memory import SharedLlm
 from lcjax.models.config import ModelConfig
 
 _LLAMA = (
@@ -151,7 +150,7 @@ def _reading(config: ModelConfig) -> list[Entry]:
     """Cross-attention: stacked like the layers where all have it, else a leaf for each."""
     reading = config.memory.reading(config.num_layers)
     sizes = _sizes(config) | {"E": config.memory.states.width}
-    shared = isinstance(config.memory, SharedLlm)
+    shared = config.memory.shared_keys
     flags = {"": True, "states": not shared, "bias": shared and config.qkv_bias}
     rows = [row for row in _READING if flags[row[4]]]
     if all(reading):

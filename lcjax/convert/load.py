@@ -77,10 +77,8 @@ def load(
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
-    params = read_params(
-        source, config, mesh=mesh, host=host and config.scan_layers, progress=progress
-    )
-    return params if config.scan_layers else spread_layers(params, config), config, tokenizer
+    params = read_params(source, config, mesh=mesh, host=host and config.stacked, progress=progress)
+    return params if config.stacked else spread_layers(params, config), config, tokenizer
 
 
 def _check_no_base(path: Path, value: Any, kind: str, key: str = "base") -> None:

@@ -33,7 +33,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         rope = landmark.config_from_hf({"model_type": "llama"} | inner, where).rope
         states = states.replace(rope=rope)
     memory = SharedLlm(states, **(_noted(hf[_OWN]) if _OWN in hf else _released(hf, where)))
-    return config.replace(memory=memory, scan_layers=False)
+    return config.replace(memory=memory)
 
 
 def _noted(note: dict[str, Any]) -> dict[str, Any]:

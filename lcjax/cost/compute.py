@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import Places
-from lcjax.memory import SharedLlm
 from lcjax.models import Decoder, ModelConfig
 from pallas_kernels import by_heads
 
@@ -173,10 +172,7 @@ def _context_flops(
 def _seen_within(config: ModelConfig, chunk: int) -> float:
     """Keys that a token sees while its chunk is encoded, on average."""
     memory = config.memory
-    if not isinstance(memory, SharedLlm):
-        return visible_keys(memory.states, chunk)
-    sizes = [chunk >> level for level in memory.tree.levels]
-    return sum(size * (size + 1) / 2 for size in sizes) / chunk
+    return sum(size * visible_keys(memory.states, size) for size in memory.parts(chunk)) / chunk
 
 
 def _search_flops(

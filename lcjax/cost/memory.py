@@ -265,7 +265,7 @@ def _kept(
         return _slopes(plain, None, trained)
     reading = count if layers is not None else sum(config.memory.reading(count))
     memory = config.memory.unasked().of_layers(reading)
-    reader = plain.replace(num_layers=reading, memory=memory, scan_layers=memory.alike(reading))
+    reader = plain.replace(num_layers=reading, memory=memory)
     found = _slopes(reader, chunk, trained)
     if reading < count:
         fewer = plain.replace(num_layers=reading)
@@ -280,8 +280,10 @@ def _slopes(config: ModelConfig, chunk: int | None, trained: Callable[[str], boo
     """
 
     def any_trained(path: str) -> bool:
-        each = [path.replace("layers/", f"layers_{i}/", 1) for i in range(config.num_layers)]
-        return trained(path) or (path.startswith("layers/") and any(map(trained, each)))
+        if trained(path) or not path.startswith("layers/"):
+            return trained(path)
+        rest = path.removeprefix("layers/")
+        return any(trained(f"layers_{index}/{rest}") for index in range(config.num_layers))
 
     return _residuals(config, chunk, frozenset(filter(any_trained, parameter_shapes(config))))
 

@@ -1,22 +1,56 @@
 """The `model.memory` section of a config: which memory a checkpoint gets."""
 
+import abc
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import draccus
+import jax
 
-from lcjax.attention import Causal
+from lcjax.attention import Bidirectional, Causal
 from lcjax.errors import InputError
+from lcjax.memory.cepe import Cepe
 from lcjax.memory.context_tree import Tree
+from lcjax.memory.initial import check_width, with_lower_model, with_memory
 from lcjax.memory.policies import Policy, Right, policy_note, policy_of
 from lcjax.memory.shared_llm import SharedLlm
 from lcjax.models.config import ModelConfig
+from lcjax.models.memory import Memory
 
 
 @dataclass(frozen=True)
-class MemorySection(draccus.ChoiceRegistry):
+class MemorySection(draccus.ChoiceRegistry, abc.ABC):
     """A memory for a decoder that has none; a checkpoint that has one brings its own."""
+
+    # Where the encoder comes from: a checkpoint, or a preset's name; None: from the decoder itself.
+    encoder: ClassVar[str | None] = None
+
+    @abc.abstractmethod
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Memory:
+        """Of a decoder with this config, which checks it; `encoder` is that of `self.encoder`."""
+
+    @abc.abstractmethod
+    def begun(
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> dict:
+        """`params` of a decoder whose config has the memory, and those with which it begins.
+
+        `encoder`: the weights of `self.encoder`.
+        """
+
+    def note(self) -> dict[str, Any]:
+        """The section as plain values, with the `type` of each choice."""
+        return {"type": self.get_choice_name(type(self))} | dataclasses.asdict(self)
+
+    @classmethod
+    def noted(cls, fields: dict[str, Any]) -> "MemorySection":
+        """Of the values of a `note` but its type."""
+        return cls(**fields)
 
 
 @MemorySection.register_subclass("cepe")
@@ -38,6 +72,25 @@ class CepeSection(MemorySection):
                 f"model.memory.layers={self.layers} must be at least 1; null: all; without"
                 " any, leave model.memory out"
             )
+
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Cepe:
+        if not isinstance(encoder.pattern, Bidirectional):
+            raise InputError(
+                f"model.memory.encoder={self.encoder} is no encoder: its tokens do not see those"
+                " after them; give a masked language model, such as hyen/LLaMA-MLM-Large"
+            )
+        check_width(encoder, config)
+        return Cepe(states=encoder, layers=self.layers or config.num_layers)
+
+    def begun(
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> dict:
+        weights = {name: branch for name, branch in encoder.items() if name != "mlm"}
+        return with_memory(params, config, weights, out=self.out, mesh=mesh)
 
 
 @MemorySection.register_subclass("shared_llm")
@@ -70,13 +123,7 @@ class SharedLlmSection(MemorySection):
                 " model.memory out"
             )
 
-    def memory(self, config: ModelConfig) -> SharedLlm:
-        """Of a decoder with this config, which checks it."""
-        if self.layers > config.num_layers:
-            raise InputError(
-                f"model.memory.layers={self.layers} is more than the {config.num_layers} layers of"
-                f" the model, of which the lower model is made; at most {config.num_layers}"
-            )
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> SharedLlm:
         return SharedLlm(
             states=lower_config(config, self.layers),
             chunk=self.chunk,
@@ -85,6 +132,23 @@ class SharedLlmSection(MemorySection):
             placement=self.placement,
             positions=self.positions,
         )
+
+    def begun(
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> dict:
+        return with_lower_model(params, config, out=self.out, mesh=mesh)
+
+    def note(self) -> dict[str, Any]:
+        return super().note() | {"policy": policy_note(self.policy)}
+
+    @classmethod
+    def noted(cls, fields: dict[str, Any]) -> "SharedLlmSection":
+        read = {"policy": policy_of(fields["policy"]), "ratios": tuple(fields["ratios"])}
+        return cls(**fields | read)
 
 
 def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
@@ -104,19 +168,7 @@ def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
     )
 
 
-def to_note(section: MemorySection) -> dict[str, Any]:
-    """`section` as plain values, with the `type` of each choice."""
-    note = dataclasses.asdict(section)
-    if isinstance(section, SharedLlmSection):
-        note["policy"] = policy_note(section.policy)
-    return {"type": MemorySection.get_choice_name(type(section))} | note
-
-
 def from_note(note: dict[str, Any]) -> MemorySection:
-    """The inverse of `to_note`; a note without a type is of CEPE, the first of them."""
-    fields = dict(note)
-    kind = MemorySection.get_choice_class(fields.pop("type", "cepe"))
-    if "policy" in fields:
-        fields["policy"] = policy_of(fields["policy"])
-        fields["ratios"] = tuple(fields["ratios"])
-    return kind(**fields)
+    """The inverse of `MemorySection.note`; a note without a type is of CEPE, the first of them."""
+    kind = MemorySection.get_choice_class(note.get("type", "cepe"))
+    return kind.noted({key: value for key, value in note.items() if key != "type"})

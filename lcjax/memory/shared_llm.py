@@ -73,6 +73,13 @@ class SharedLlm(Memory):
     def longest(self) -> int:
         return self.chunk
 
+    def parts(self, chunk: int) -> tuple[int, ...]:
+        return tuple(chunk >> level for level in self.tree.levels)
+
+    @property
+    def shared_keys(self) -> bool:
+        return True
+
     @property
     def ordered(self) -> bool:
         return True

@@ -68,7 +68,7 @@ class ModelConfig:
     context_parallel: str = "ring"
     memory: Memory | None = None  # a context beside the window, and the layers that read it
     lora: LoRA | None = None
-    scan_layers: bool = True  # one compiled layer, weights stacked [L, ...]
+    scan_layers: bool = True  # layers that are alike are compiled as one (see `stacked`)
 
     def __post_init__(self):
         for field in _CHOICES:
@@ -88,11 +88,6 @@ class ModelConfig:
             )
         if self.memory is not None:
             self.memory.check(self)
-            if self.scan_layers and not self.memory.alike(self.num_layers):
-                raise InputError(
-                    "model.scan_layers=true needs layers that are all alike, and some do not read"
-                    " the memory as others do; set scan_layers=false"
-                )
         if self.position == "rope":
             return
         if not isinstance(self.rope, Default):
@@ -120,6 +115,14 @@ class ModelConfig:
                 f"{length} tokens are more than the {self.max_length} positions that a model with "
                 "position=learned has rows for; give it less text"
             )
+
+    @property
+    def stacked(self) -> bool:
+        """Whether weights lie in stacks [L, ...] under `layers`, not one by one under `layers_0`.
+
+        They do not where layers are not all alike: `lcjax.models.runs` scans those that are.
+        """
+        return self.scan_layers and (self.memory is None or self.memory.alike(self.num_layers))
 
     @property
     def rotary_dim(self) -> int:

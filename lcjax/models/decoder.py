@@ -12,6 +12,7 @@ from lcjax import cache as cache_lib
 from lcjax.attention import order_indices
 from lcjax.errors import InputError
 from lcjax.loss import Projection
+from lcjax.models import runs
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Keep, Norm
 from lcjax.models.lookup import look_up
@@ -80,6 +81,16 @@ class ParallelBlock(nn.Module):
 _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
 
 
+def _block(config: ModelConfig, *, scanned: bool) -> type[nn.Module]:
+    """The block of `config`, of which a training step computes again what `remat` says."""
+    block = _BLOCKS[config.block]
+    if config.remat == "none":
+        return block
+    # Inside a scan nothing can be merged across layers anyway; without one, XLA must be kept from
+    # undoing the recomputation.
+    return nn.remat(block, policy=_REMAT_POLICIES[config.remat], prevent_cse=not scanned)
+
+
 class Decoder(nn.Module):
     """A causal language model that returns hidden states; `logits` projects the wanted ones.
 
@@ -96,16 +107,11 @@ class Decoder(nn.Module):
         self.embed = nn.Embed(
             c.vocab_size, c.width, param_dtype=dtype, embedding_init=nn.initializers.normal(0.02)
         )
-        block = _BLOCKS[c.block]
-        if c.remat != "none":
-            # Inside a scan nothing can be merged across layers anyway; without one, XLA must be
-            # kept from undoing the recomputation.
-            block = nn.remat(block, policy=_REMAT_POLICIES[c.remat], prevent_cse=not c.scan_layers)
         memory = c.memory
         reading = (False,) * c.num_layers if memory is None else memory.reading(c.num_layers)
-        if c.scan_layers:
+        if c.stacked:
             self.layers = nn.scan(
-                block,
+                _block(c, scanned=True),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, 0),
@@ -113,6 +119,7 @@ class Decoder(nn.Module):
                 length=c.num_layers,
             )(c, self.mesh, reading[0])
         else:
+            block = _block(c, scanned=False)
             self.layers = [block(c, self.mesh, reads) for reads in reading]
         if memory is not None:
             self.encoder = memory.encoder(c, self.mesh)
@@ -183,22 +190,33 @@ class Decoder(nn.Module):
             index = view.q_index if cache is not None else index
             positions = positions if index is None else index
         x = self.position(x, positions, segments)
-        if c.scan_layers:
-            x, layers = self.layers(x, context, layers)
-        else:
-            kept, readers = [], 0
-            for index, block in enumerate(self.layers):
-                if memory is not None and block.reads:
-                    context = context._replace(memory=memory.of_layer(readers))
-                    readers += 1
-                x, layer = block(x, context, None if layers is None else layers[index])
-                kept.append(layer)
-            layers = tuple(kept)
+        x, layers = (self.layers if c.stacked else self._apart)(x, context, layers)
         if cache is not None:
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
         return self.final_norm(x), cache if keep is None else layers
+
+    def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
+        """The layers where each has its weights by itself: one by one, or run by run."""
+        c, blocks, kept = self.config, self.layers, []
+        reads = [block.reads for block in blocks]
+        memories = runs.memories(context.memory, reads)
+        found = runs.single(c.num_layers)
+        if c.scan_layers and layers is None and context.keep is None and not self.is_initializing():
+            weights = [block.variables["params"] for block in blocks]
+            found = runs.alike(weights, reads)
+        for run in found:
+            if len(run) > 1:
+                block = _block(c, scanned=True)(c, self.mesh, reads[run.start], parent=None)
+                parts = weights[run.start : run.stop], memories[run.start : run.stop]
+                x = runs.scan(block, *parts, x, context, self.mesh)
+                continue
+            (index,) = run
+            here = context._replace(memory=memories[index])
+            x, layer = blocks[index](x, here, None if layers is None else layers[index])
+            kept.append(layer)
+        return x, tuple(kept)
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         mesh = None if self.is_initializing() else self.mesh

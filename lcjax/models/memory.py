@@ -105,6 +105,15 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         """Places that a chunk of so many tokens takes in what is read."""
         return tokens
 
+    def parts(self, chunk: int) -> tuple[int, ...]:
+        """Tokens of each part of a chunk of so many that is encoded without seeing the others."""
+        return (chunk,)
+
+    @property
+    def shared_keys(self) -> bool:
+        """Whether the encoder says keys and values, so that layers project queries alone."""
+        return False
+
     @property
     def ordered(self) -> bool:
         """Whether the encoder takes the `numbers` of chunks, and what is drawn: `key`, `tags`."""

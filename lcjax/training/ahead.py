@@ -15,7 +15,6 @@ from lcjax.build import ModelSection, resolve
 from lcjax.convert.load import SMOLLM2
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
-from lcjax.memory import CepeSection
 from lcjax.models import PRESETS, ModelConfig, preset
 from lcjax.models.initial import abstract_params
 from lcjax.models.presets import HUB
@@ -33,11 +32,10 @@ def model_of(config: TrainConfig) -> ModelConfig:
     section = config.model
     if section.dtype is None:
         section = dataclasses.replace(section, dtype="bfloat16")
-    if isinstance(section.memory, CepeSection):
-        encoder = _like(section.memory.encoder)
-        section = dataclasses.replace(
-            section, memory=dataclasses.replace(section.memory, encoder=encoder)
-        )
+    memory = section.memory
+    if memory is not None and memory.encoder is not None:
+        memory = dataclasses.replace(memory, encoder=_like(memory.encoder))
+        section = dataclasses.replace(section, memory=memory)
     model = resolve(section, _architecture(section))
     landmarks = Landmarks.read_by(model.pattern)
     if landmarks is not None and landmarks.token == model.vocab_size + 1:

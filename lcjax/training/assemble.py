@@ -13,7 +13,6 @@ from lcjax.convert.landmark import with_landmark
 from lcjax.convert.run_folder import Base, fingerprint
 from lcjax.errors import InputError
 from lcjax.host import moved
-from lcjax.memory.section import to_note
 from lcjax.models import Decoder, ModelConfig
 from lcjax.sharding import param_shardings, replicated
 from lcjax.training.batches import check_context
@@ -136,5 +135,5 @@ def base_of(config: TrainConfig, assembly: Assembly) -> Base:
         average=config.train.ema is not None,
         frozen=fingerprint(assembly.frozen),
         base=config.model.base,
-        memory=config.model.memory and to_note(config.model.memory),
+        memory=config.model.memory and config.model.memory.note(),
     )

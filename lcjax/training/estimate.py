@@ -66,8 +66,8 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     }
     waiting = {"host": memory.host} if memory.host else {}
     for name, size in (memory.parts | {"cache": cached} | waiting).items():
-        note = notes.get(name, "")
-        print(f"  {name:16} {size / 1e9:8.2f} GB{note}")
+        if size or name != "context":  # that of texts which are generated
+            print(f"  {name:16} {size / 1e9:8.2f} GB{notes.get(name, '')}")
     print(*(f"  {line}\n" for line in undivided(model, mesh)), sep="", end="")
     fits = memory.total <= chip.usable
     print(

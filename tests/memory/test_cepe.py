@@ -270,7 +270,7 @@ def test_a_saved_folder_is_read_back_bit_for_bit(layers, tmp_path):
     config = convert.load_config(tmp_path / "model")
     assert config.memory == model.config.memory
     found = read_params(SafetensorsFolder(tmp_path / "model"), config)
-    found = found if config.scan_layers else spread_layers(found, config)
+    found = found if config.stacked else spread_layers(found, config)
     assert jax.tree.structure(found) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, found, params)
 

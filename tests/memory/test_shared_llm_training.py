@@ -18,7 +18,7 @@ from lcjax.convert.weights import read_params, spread_layers
 from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.memory import Policy, QueryAware, Random, Right, SharedLlmSection, Tree
-from lcjax.memory.section import from_note, to_note
+from lcjax.memory.section import from_note
 from lcjax.models import Decoder, preset
 from lcjax.rope.positions import PlainPositions
 from lcjax.sharding import Mesh, make_mesh
@@ -106,13 +106,6 @@ def test_in_validation_and_inference_nothing_is_drawn():
     assert LanguageModel(model, params, ByteTokenizer()).config.memory == plain.memory
 
 
-def test_layers_that_read_the_keys_of_others_are_not_scanned():
-    config = small(layers=2)[0].config
-    assert not config.scan_layers
-    with pytest.raises(InputError, match="some do not read the memory as others do"):
-        config.replace(scan_layers=True)
-
-
 def test_a_question_is_the_last_token_before_what_is_learned_and_never_the_answer():
     model, params = small(policy=QueryAware(), noise=None)
     plain = batch(2)
@@ -179,7 +172,7 @@ def test_a_saved_folder_is_read_back_bit_for_bit(changes, tmp_path):
     assert config.memory == model.config.memory
     source = SafetensorsFolder(tmp_path / "model")
     found = read_params(source, config)
-    found = found if config.scan_layers else spread_layers(found, config)
+    found = found if config.stacked else spread_layers(found, config)
     assert jax.tree.structure(found) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, found, params)
     first = {"bottom": 0, "top": 1, "interleaved": 0}[config.memory.placement]
@@ -220,7 +213,7 @@ def test_sizes_of_the_7b_models():
 
 def test_a_note_of_a_section_is_read_back():
     for section in (SECTION, dataclasses.replace(SECTION, policy=QueryAware(), noise=None)):
-        assert from_note(to_note(section)) == section
+        assert from_note(section.note()) == section
 
 
 def test_a_policy_without_a_name_is_not_saved():
@@ -264,7 +257,7 @@ def test_training_with_a_context_takes_memory(remat):
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"layers": 3}, "layers=3 is more than the 2 layers"),
+        ({"layers": 3}, "layers=3 must lie in 1 ... 2, the layers"),
         ({"layers": 0}, "layers=0 must be at least 1"),
         ({"chunk": 20}, "chunk=20 must be a multiple of 2.3 = 8.*nearest: 16, 24"),
         ({"ratios": (16, 2, 1)}, "one of 16 tokens is kept at level 1.*at most 8 there"),
