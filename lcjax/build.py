@@ -16,6 +16,7 @@ from lcjax.errors import InputError
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import PRESETS, Decoder, ModelConfig, preset
 from lcjax.models.config import check_choice
+from lcjax.models.encoder import encoder_config, encoder_params
 from lcjax.models.initial import random_params, with_learned_rope
 from lcjax.rope import Rope
 
@@ -30,6 +31,9 @@ class ModelSection:
     rope: Rope | None = None  # position method; null: the checkpoint's own
     pattern: Pattern | None = None  # attention pattern; null: the checkpoint's own
     memory: MemorySection | None = None  # a context beside the window; null: the checkpoint's own
+    # An encoder for a memory out of the first so many layers of path, to be trained with
+    # data.masking; null: the model as it is.
+    encoder_layers: int | None = None
     # With a preset, instead of rotations: alibi, t5, sinusoidal or learned.
     position: str | None = None
     dtype: str | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
@@ -49,6 +53,11 @@ class ModelSection:
             )
         if self.base is not None and self.path is None:
             raise InputError(f"model.base={self.base!r}: give the adapters' folder as model.path")
+        if self.encoder_layers is not None and (self.path is None or self.memory is not None):
+            raise InputError(
+                f"model.encoder_layers={self.encoder_layers} makes an encoder of the checkpoint"
+                " model.path, without a memory of its own; set one, leave model.memory out"
+            )
         # Here and not only in ModelConfig: a checkpoint takes minutes to read.
         for field in ("dtype", "param_dtype", "remat", "context_parallel"):
             value = getattr(self, field)
@@ -65,6 +74,7 @@ class Settings(TypedDict, total=False):
     rope: Rope | None
     pattern: Pattern | None
     memory: MemorySection | None
+    encoder_layers: int | None
     position: str | None
     dtype: str | None
     param_dtype: str | None
@@ -76,6 +86,8 @@ class Settings(TypedDict, total=False):
 
 def resolve(section: ModelSection, config: ModelConfig) -> ModelConfig:
     """`config` with the method and the numerics of `section`."""
+    if section.encoder_layers is not None:
+        config = encoder_config(config, section.encoder_layers)
     changes: dict[str, Any] = {
         "remat": section.remat, "context_parallel": section.context_parallel
     }  # fmt: skip
@@ -156,9 +168,11 @@ def build(
             base=section.base,
             mesh=mesh,
             param_dtype=section.param_dtype,
-            host=host and section.memory is None,
+            host=host and section.memory is None and section.encoder_layers is None,
         )
         config = resolve(section, config)
+        if section.encoder_layers is not None:
+            params = encoder_params(params, config, mesh)
         params = with_learned_rope(params, config, section.seed)
     else:
         config = resolve(section, preset(section.preset))

@@ -41,7 +41,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     limits, trainings = check(config), study.trainings(config)
     ready = study.with_trained(config)
     if load is None:
-        made = {training.run.folder for training in trainings.values()}
+        made = study.made_by(trainings)
         for section in sections(ready):
             if section.path not in made:
                 check_source(section)

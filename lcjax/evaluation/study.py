@@ -126,10 +126,15 @@ def with_trained(config: EvalConfig) -> EvalConfig:
     return dataclasses.replace(config, model=model, methods=methods, study=None)
 
 
+def made_by(found: Trainings) -> set[str]:
+    """What stands for the trained models: their run folders, and what these export."""
+    folders = [Path(training.run.folder) for training in found.values()]
+    return {str(path) for folder in folders for path in (folder, folder / "model")}
+
+
 def check_paths(config: EvalConfig, found: Trainings) -> None:
     """Refuses trainings whose folders hold something else, before the first one starts."""
-    made = {training.run.folder for training in found.values()}
-    if found and "" not in found and config.model.path not in made:
+    if found and "" not in found and config.model.path not in made_by(found):
         check_source(config.model)
     for training in _as_wanted(config, found).values():
         folder_lib.check(training)

@@ -107,7 +107,9 @@ def test_stages_come_first_in_their_order_and_stay_in_their_own_folders(folder, 
     config = dataclasses.replace(config, methods=config.methods[:1])
     found = study.trainings(config)
     assert list(found) == ["stage encoder", "stage main"]
-    study.check_paths(config, found)  # model.path will be there
+    for path in ("main_run", "main_run/model"):  # will be there
+        model = dataclasses.replace(config.model, path=f"{folder}/{path}")
+        study.check_paths(dataclasses.replace(config, model=model), found)
     done = stub(monkeypatch)
     assert study.run(config, found) and done == ["encoder_run", "main_run"]
     ready = study.with_trained(config)

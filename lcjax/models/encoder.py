@@ -1,0 +1,73 @@
+"""An encoder out of the first layers of a decoder: it begins with what they know of a language.
+
+A decoder becomes an encoder by letting its tokens see the later ones and by learning to fill in
+masked tokens (LLM2Vec, BehnamGhader et al. 2024, arXiv 2404.05961, sec. 2): far less training than
+from random weights. `lcjax.memory.cepe` reads contexts with the result.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from lcjax.attention import Bidirectional
+from lcjax.errors import InputError
+from lcjax.models.config import ModelConfig
+from lcjax.sharding import param_shardings
+
+
+def encoder_config(config: ModelConfig, layers: int) -> ModelConfig:
+    """Of the first `layers` layers of a decoder, and one token more, [MASK]."""
+    if not 1 <= layers <= config.num_layers:
+        raise InputError(
+            f"model.encoder_layers={layers} must lie in 1 ... {config.num_layers}, the layers of"
+            " the checkpoint"
+        )
+    if config.memory is not None or config.mlm_head:
+        kind = "an encoder already" if config.mlm_head else "a model with a memory"
+        raise InputError(
+            f"model.encoder_layers={layers}: the checkpoint is {kind}; give a plain decoder, or"
+            " leave it out"
+        )
+    return config.replace(
+        vocab_size=config.vocab_size + 1,
+        num_layers=layers,
+        tie_embeddings=True,
+        head_bias=False,
+        mlm_head=True,
+        pattern=Bidirectional(),
+        scan_layers=True,
+    )
+
+
+def encoder_params(
+    params: dict, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
+) -> dict:
+    """Parameters for `encoder_config` from those of the decoder, whose layers are stacked.
+
+    [MASK] begins as the mean of all tokens. The norm at the end is the one through which the next
+    layer's attention would look, as cross-attention looks at what an encoder says. The dense layer
+    of the head begins as the identity.
+    """
+    count, dtype = config.num_layers, jnp.dtype(config.param_dtype)
+
+    def begin(given: dict) -> dict:
+        norms, table = given["layers"]["attention_norm"], given["embed"]["embedding"]
+        inner = count < norms["scale"].shape[0]
+        mean = table.mean(0, keepdims=True, dtype=jnp.float32).astype(table.dtype)
+        dense = {
+            "kernel": jnp.eye(config.width, dtype=dtype),
+            "bias": jnp.zeros(config.width, dtype),
+        }
+        return {
+            "embed": {"embedding": jnp.concatenate([table, mean])},
+            "layers": jax.tree.map(lambda x: x[:count], given["layers"]),
+            "final_norm": jax.tree.map(lambda x: x[count], norms) if inner else given["final_norm"],
+            "mlm": {
+                "dense": dense,
+                "norm": {"scale": jnp.ones(config.width, dtype)},
+                "bias": jnp.zeros(config.vocab_size, dtype),
+            },
+        }
+
+    given = {name: params[name] for name in ("embed", "layers", "final_norm")}
+    layout = None if mesh is None else param_shardings(mesh, jax.eval_shape(begin, given))
+    return jax.jit(begin, out_shardings=layout)(given)

@@ -1,0 +1,106 @@
+"""Encoders out of the first layers of a decoder: what they begin with, and that they are read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_lm import ids
+
+from lcjax import convert
+from lcjax.attention import Bidirectional
+from lcjax.build import ModelSection, build
+from lcjax.convert import ByteTokenizer
+from lcjax.errors import InputError
+from lcjax.lm import LanguageModel
+from lcjax.memory import CepeSection
+from lcjax.models import Decoder, preset
+from lcjax.models.initial import random_params
+from lcjax.sharding import Mesh, make_mesh
+
+CONFIG = preset("tiny").replace(num_layers=3, mlp_width=96)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    """Folder and parameters of a decoder whose norms all differ."""
+    params = random_params(CONFIG, 3)
+    keys = iter(jax.random.split(jax.random.key(4), 3))
+    for branch in (params["layers"]["attention_norm"], params["layers"]["mlp_norm"]):
+        branch["scale"] = jax.random.uniform(next(keys), branch["scale"].shape, minval=0.5)
+    params["final_norm"]["scale"] = jax.random.uniform(next(keys), (CONFIG.width,), minval=0.5)
+    folder = tmp_path_factory.mktemp("decoder") / "model"
+    convert.save_hf(folder, params, CONFIG, ByteTokenizer())
+    return str(folder), params
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_states_are_those_of_the_first_layers_seen_from_both_sides(decoder, layers):
+    folder, given = decoder
+    model, params, _ = build(ModelSection(path=folder, encoder_layers=layers))
+    tokens = jnp.asarray([ids(1, 20), ids(2, 20)])
+    found, _ = model.apply({"params": params}, tokens)
+    # The same layers under the same name, and the norm of the layer behind them.
+    first = jax.tree.map(lambda x: x[:layers], given["layers"])
+    inner = layers < CONFIG.num_layers
+    scale = given["layers"]["attention_norm"]["scale"][layers] if inner else None
+    norm = {"scale": scale} if inner else given["final_norm"]
+    plain = CONFIG.replace(num_layers=layers, pattern=Bidirectional())
+    wanted, _ = Decoder(plain).apply(
+        {"params": given | {"layers": first, "final_norm": norm}}, tokens
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    later = tokens.at[:, -1].add(1)
+    changed, _ = model.apply({"params": params}, later)
+    assert np.abs(changed - found)[:, 0].max() > 1e-4, "the first token sees the last one"
+
+
+def test_mask_is_the_mean_token_and_can_be_written(decoder):
+    folder, given = decoder
+    model, params, tokenizer = build(ModelSection(path=folder, encoder_layers=2))
+    table = params["embed"]["embedding"]
+    assert table.shape[0] == CONFIG.vocab_size + 1 and model.config.mlm_head
+    np.testing.assert_allclose(table[-1], given["embed"]["embedding"].mean(0), atol=1e-6)
+    tokens = jnp.full((1, 4), tokenizer.vocab_size)
+    hidden, _ = model.apply({"params": params}, tokens)
+    logits = model.apply({"params": params}, hidden, method="logits")
+    assert logits.shape == (1, 4, CONFIG.vocab_size + 1) and np.isfinite(logits).all()
+
+
+def test_a_decoder_reads_with_an_encoder_of_its_own_layers(decoder, tmp_path):
+    folder, _ = decoder
+    model, params, tokenizer = build(ModelSection(path=folder, encoder_layers=2))
+    convert.save_hf(tmp_path / "encoder", params, model.config, tokenizer)
+    section = CepeSection(encoder=str(tmp_path / "encoder"), out="copy")
+    lm = LanguageModel.load(folder, memory=section)
+    tokens, context = np.array([ids(1, 20)]), [[ids(5, 30)]]
+    assert lm.config.memory.states.num_layers == 2
+    assert np.abs(lm.nll(tokens, context=context) - lm.nll(tokens)).max() > 1e-3
+
+
+def test_on_a_mesh_it_begins_alike(decoder):
+    mesh = make_mesh(Mesh(fsdp=4, tensor=2))
+    section = ModelSection(path=decoder[0], encoder_layers=2)
+    (_, one, _), (_, spread, _) = build(section), build(section, mesh)
+    assert len(spread["layers"]["mlp"]["up"]["kernel"].sharding.device_set) == 8
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one, spread)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"encoder_layers": 0}, "encoder_layers=0 must lie in 1 ... 3"),
+        ({"encoder_layers": 4}, "encoder_layers=4 must lie in 1 ... 3"),
+        ({"encoder_layers": 2, "memory": CepeSection()}, "leave model.memory out"),
+        ({"encoder_layers": 2, "path": None, "preset": "tiny"}, "makes an encoder of the check"),
+    ],
+)
+def test_bad_sections_are_refused(decoder, settings, message):
+    with pytest.raises(InputError, match=message):
+        build(ModelSection(**({"path": decoder[0]} | settings)))
+
+
+def test_an_encoder_is_no_decoder_to_make_one_of(decoder, tmp_path):
+    model, params, tokenizer = build(ModelSection(path=decoder[0], encoder_layers=2))
+    convert.save_hf(tmp_path / "encoder", params, model.config, tokenizer)
+    with pytest.raises(InputError, match="is an encoder already"):
+        build(ModelSection(path=str(tmp_path / "encoder"), encoder_layers=1))
