@@ -1,9 +1,22 @@
 """Tasks of lm-evaluation-harness (extra `eval`), asked of every model of this library.
 
-`task.LmEval` is a type of `tasks` in a config of eval.py. `adapter.HarnessModel` is a model for the
-harness itself: lm_eval.simple_evaluate(model=HarnessModel(lm), tasks=["piqa"]).
+`LmEval` is a type of `tasks` in a config of eval.py. `HarnessModel` is a model for the harness's
+own programs: lm_eval.simple_evaluate(model=HarnessModel(lm), tasks=["piqa"]).
 """
+
+from typing import Any
 
 from lcjax.evaluation.lm_eval.task import LmEval
 
-__all__ = ["LmEval"]
+__all__ = ["HarnessModel", "LmEval"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "HarnessModel":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from lcjax.evaluation.lm_eval.harness import installed
+
+    installed()  # the class is one of the harness's
+    from lcjax.evaluation.lm_eval.adapter import HarnessModel
+
+    return HarnessModel

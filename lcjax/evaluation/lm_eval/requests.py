@@ -24,6 +24,7 @@ class Choice:
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
+    cut: int = dataclasses.field(default=0, compare=False)  # tokens that the prompt has lost
 
     @property
     def size(self) -> int:
@@ -35,6 +36,7 @@ class Rolling:
     """How likely is a whole text? Each window scores its second part behind its first."""
 
     windows: tuple[Choice, ...]
+    cut = 0  # nothing is lost
 
     @property
     def size(self) -> int:
@@ -47,6 +49,7 @@ class Writing:
 
     prompt: tuple[int, ...]
     sampling: Sampling
+    cut: int = dataclasses.field(default=0, compare=False)
 
     @property
     def size(self) -> int:
@@ -107,7 +110,7 @@ class Encoder:
             )
         # The last token is predicted and not read, so there may be one more.
         over = max(len(prompt) + len(continuation) - self.length - 1, 0)
-        return Choice(tuple(prompt[over:]), tuple(continuation))
+        return Choice(tuple(prompt[over:]), tuple(continuation), over)
 
     def rolling(self, text: str) -> Rolling:
         """Blocks of `length` tokens one after another; the last one reads back to be as long."""
@@ -126,7 +129,8 @@ class Encoder:
                 f"lengths: {self.length} leaves no prompt beside {sampling.max_new_tokens} new"
                 " tokens; use longer ones, or set max_new_tokens"
             )
-        return Writing(tuple(self.ids(context)[-room:]), sampling)
+        ids = self.ids(context)
+        return Writing(tuple(ids[-room:]), sampling, max(len(ids) - room, 0))
 
 
 def sampling_of(settings: Mapping[str, Any], new_tokens: int, seed: int) -> Sampling:

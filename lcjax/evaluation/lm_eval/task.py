@@ -163,6 +163,7 @@ class LmEval(Task):
             "dataset": document.dataset,
             "document": document.number,
             "size": _read(requests),
+            "truncated": max(request.cut for request in requests),
             **document.facts,
             "metric": self._wanted.get(document.task, document.facts["metric"]),
         }
@@ -207,7 +208,8 @@ class LmEval(Task):
             for key, value in values.items()
         }
         value = float(np.mean(counted)) if counted else math.nan
-        return {"value": value, "windows": len(records), **every}
+        truncated = sum(record["truncated"] > 0 for record in records)
+        return {"value": value, "windows": len(records), "truncated": truncated, **every}
 
     def _own(self, dataset: str, metric: str, values: Sequence[Any]) -> float:
         return self._suite().aggregate(dataset, metric, values)

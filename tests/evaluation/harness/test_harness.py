@@ -11,7 +11,7 @@ pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness, the extra ev
 from lcjax import convert
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, LmEval, Method, ReplugSplit, RunSection, run
-from lcjax.evaluation.lm_eval.adapter import HarnessModel
+from lcjax.evaluation.lm_eval import HarnessModel
 from lcjax.evaluation.lm_eval.harness import Suite
 
 pytestmark = pytest.mark.slow  # importing and indexing the harness alone takes ten seconds
@@ -81,6 +81,16 @@ def test_answers_equal_those_of_the_harness_with_transformers(ours, theirs, name
     for key, value in theirs["results"][name].items():
         if "," in key and isinstance(value, float):
             assert ours["results"][name][key] == pytest.approx(value, rel=1e-4)
+
+
+def test_what_the_harness_has_in_its_cache_is_not_asked_again(lm, tasks, ours, tmp_path):
+    model = HarnessModel(lm, max_length=LENGTH, batch_size=3)
+    options = {"names": ["tiny_choice", "tiny_writing"], "use_cache": str(tmp_path / "answers")}
+    evaluated(model, tasks, **options)
+    model._model = None  # nobody to ask
+    again = evaluated(model, tasks, **options)
+    for name in options["names"]:
+        assert answers(again, name) == answers(ours, name)
 
 
 def config(include_path, folder, methods=(Method("base"),), **settings):

@@ -9,7 +9,7 @@ from evaluation_support import BigramModel, only_the_run, token_loss
 
 from lcjax.continuations import Continuation
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, run
+from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, lm_eval, run
 from lcjax.evaluation.commands import main as command
 from lcjax.evaluation.lm_eval import answers, harness, numbers
 from lcjax.evaluation.lm_eval.requests import Encoder
@@ -226,3 +226,5 @@ def test_without_the_harness_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs lm-evaluation-harness; pip install"):
         harness.installed()
+    with pytest.raises(InputError, match="pip install"):
+        getattr(lm_eval, "HarnessModel")  # noqa: B009

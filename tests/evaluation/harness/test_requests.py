@@ -37,7 +37,7 @@ def test_bos_stands_once_also_where_a_template_writes_it():
 
 def test_a_prompt_too_long_loses_its_beginning_and_the_last_token_is_not_read():
     found = ENCODER.request("loglikelihood", ["x" * 30, "yz"])
-    assert found == Choice(tuple(ids("x" * 15)), tuple(ids("yz")))
+    assert found == Choice(tuple(ids("x" * 15)), tuple(ids("yz"))) and found.cut == 16
     with pytest.raises(InputError, match="too short for a continuation of 17 tokens"):
         ENCODER.request("loglikelihood", ["x", "y" * 17])
 
@@ -64,7 +64,7 @@ def test_an_empty_text_without_bos_has_no_windows():
 
 def test_prompts_leave_room_for_what_is_written():
     found = ENCODER.request("generate_until", ["x" * 30, {"until": "\n", "max_gen_toks": 6}])
-    assert isinstance(found, Writing) and len(found.prompt) == 10
+    assert isinstance(found, Writing) and (len(found.prompt), found.cut) == (10, 21)
     assert found.sampling.stop == ("\n",) and found.sampling.max_new_tokens == 6
     with pytest.raises(InputError, match="16 leaves no prompt beside 16 new tokens"):
         ENCODER.request("generate_until", ["x", {"max_gen_toks": 16}])
