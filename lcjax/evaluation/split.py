@@ -40,6 +40,9 @@ class ContextSplit:
     trained_context: int | None = None
     # Which half of a node is split again (SharedLLM): right, query, random; null: the model's own.
     policy: Policy | None = None
+    # Of how many tokens one is kept at each level of a tree (SharedLLM), so also how many levels;
+    # null: as the model was trained.
+    ratios: tuple[int, ...] | None = None
 
     def __post_init__(self):
         whole_numbers("context", self, 1, "decoder", "chunk", "trained_context")
@@ -50,7 +53,8 @@ class ContextSplit:
         """`model` for windows of `length` tokens."""
         memory, decoder = model.config.memory, self.tokens(model, length)
         check_memory(memory)
-        for name, kind in (("trained_context", Cepe), ("policy", SharedLlm)):
+        settings = (("trained_context", Cepe), ("policy", SharedLlm), ("ratios", SharedLlm))
+        for name, kind in settings:
             if (value := getattr(self, name)) is None:
                 continue
             if not isinstance(memory, kind):
@@ -58,6 +62,8 @@ class ContextSplit:
                     f"context.{name}={value} is a setting of {kind.__name__}, and this model has"
                     f" {type(memory).__name__}; leave it out"
                 )
+            if name == "ratios":
+                name, value = "tree", dataclasses.replace(memory.tree, ratios=value)
             memory = dataclasses.replace(memory, **{name: value})
         subject = model.with_method(memory=memory, length=decoder)
         return SplitModel(subject, self, decoder, self.size(model))
@@ -110,7 +116,7 @@ class ReplugSplit(ContextSplit):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("trained_context", "policy"):
+        for name in ("trained_context", "policy", "ratios"):
             if getattr(self, name) is not None:
                 raise InputError(f"replug.{name} is for a memory; leave it out")
 

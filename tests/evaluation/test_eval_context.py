@@ -23,7 +23,7 @@ from lcjax.evaluation import (
 from lcjax.evaluation.task import Unit
 from lcjax.generate import Sampling
 from lcjax.lm import LanguageModel
-from lcjax.memory import CepeSection, QueryAware, SharedLlmSection
+from lcjax.memory import CepeSection, QueryAware, SharedLlmSection, Tree
 from lcjax.replug import Replug
 
 TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
@@ -191,17 +191,24 @@ def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
         Method("right"),
         Method("query", context=ContextSplit(policy=QueryAware())),
         Method("none", context=ContextSplit(chunks=0)),
+        Method("sparse", context=ContextSplit(ratios=(8, 4))),
     )
     config = dataclasses.replace(config, model=own, methods=methods)
     report = run(config, load=lambda section: model)
     cells = {cell["method"]: cell["loss"] for cell in report.cells}
-    assert len(set(cells.values())) == 3
+    assert len(set(cells.values())) == 4
     asking = model.with_method(memory=dataclasses.replace(model.config.memory, policy=QueryAware()))
     encode, bos = model.tokenizer.encode, model.tokenizer.bos_id
     tokens = np.array([[bos, *encode(text)][:96] for _, text in texts((140, 120, 150))])
     context = asking.encode_contexts([[row[:48]] for row in tokens], query=tokens[:, 48:80])
     wanted = asking.nll(tokens[:, 48:], first=32, context=context)[:, 32:].mean()
     assert cells["query"] == pytest.approx(float(wanted), abs=1e-5)
+    memory = dataclasses.replace(model.config.memory, tree=Tree((8, 4)))
+    sparse = model.with_method(memory=memory)
+    wanted = sparse.nll(tokens[:, 48:], first=32, context=[[row[:48]] for row in tokens])[:, 32:]
+    assert cells["sparse"] == pytest.approx(float(wanted.mean()), abs=1e-5)
+    with pytest.raises(InputError, match="multiple of 2\\^5 = 32"):
+        ContextSplit(ratios=(1,) * 5).of(model, 96)
     with pytest.raises(InputError, match="trained_context=9 is a setting of Cepe, and this model"):
         ContextSplit(trained_context=9).of(model, 96)
 
