@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lcjax import config as config_lib
+from lcjax.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.evaluation import report
+from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.methods import sections
 from lcjax.evaluation.records import CONFIG, MARKER, by_cell, fingerprint, parse, records_file
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
@@ -35,6 +37,13 @@ class Finished:
     @property
     def order(self) -> list[str]:
         return [method.name for method in self.config.methods]
+
+    @property
+    def models(self) -> dict[str, ModelSection]:
+        """What each method was loaded from; a run may have been moved, with what it trained."""
+        here = dataclasses.replace(self.config.run, folder=str(self.folder))
+        config = study.with_trained(dataclasses.replace(self.config, run=here))
+        return dict(zip(self.order, sections(config), strict=True))
 
     def cells(self) -> Iterator[tuple[str, Task, int, list[Record]]]:
         """(method, task, length, records) of every cell, in the order of the run."""

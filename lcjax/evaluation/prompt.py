@@ -26,7 +26,6 @@ from lcjax.evaluation.corpus import start_token
 KINDS = ("system", "instruction", "context_doc", "demo", "question", "answer_prefix")
 SHRINKABLE = ("context_doc", "demo")  # may be cut, and may be read beside the decoder
 TEMPLATES = ("none", "chat")
-CUTS = ("refuse", "middle", "left", "right")
 _SYSTEM, _USER = "@@lcjax-system@@", "@@lcjax-body@@"  # places of texts while a template is filled
 
 

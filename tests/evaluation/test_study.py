@@ -12,8 +12,10 @@ from lcjax.build import ModelSection
 from lcjax.config import parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Passkey, RunSection, run, study
+from lcjax.evaluation.commands.export import export
 from lcjax.evaluation.commands.make_data import make_data
 from lcjax.evaluation.commands.score import score
+from lcjax.evaluation.finished import read as read_run
 from lcjax.training import TrainConfig
 
 BASE = """
@@ -226,6 +228,13 @@ def test_a_study_is_scored_again_with_the_tokenizers_of_its_models_and_keeps_its
         report = score(moved, None, ["--tasks.0.match=token_ids"], tokenizer=tokenizer)
     own = [f"{moved}/trained/PI", f"{moved}/trained/PI_bf16"]
     assert opened == [f"{moved}/base", *own]
+    exported = export(read_run(moved), ["lm_eval"], folder / "exported")
+    models = {
+        json.loads(file.read_text())["config"]["model_args"]
+        for file in exported if file.name == "results.json"
+    }  # fmt: skip
+    named = zip(("base", "trained/PI", "trained/PI_bf16"), ("base", "PI", "PI, bf16"))
+    assert models == {f"path={moved}/{where},method={name}" for where, name in named}
     before, after = (
         json.loads((f / "run.json").read_text()) for f in (moved, report.files[0].parent)
     )

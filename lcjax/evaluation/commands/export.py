@@ -98,13 +98,12 @@ def _lm_eval(run: Finished, out: Path) -> list[Path]:
 
 def _lm_eval_frame(run: Finished, method: str) -> dict[str, Any]:
     names = ("results", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better")
-    own = next(entry for entry in run.config.methods if entry.name == method)
-    model = own.path or run.config.model.path or run.config.model.preset
+    model = run.models[method]
     return {
         **{name: {} for name in (*names, "n-samples")},
         "config": {
             "model": "lcjax",
-            "model_args": f"path={model},method={method}",
+            "model_args": f"path={model.path or model.preset},method={method}",
             "batch_size": run.config.batch_size,
             "device": run.made.get("device"),
             "random_seed": run.config.seed,

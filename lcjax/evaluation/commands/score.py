@@ -10,10 +10,10 @@ import draccus
 from lcjax import config as config_lib
 from lcjax.convert.load import load_tokenizer
 from lcjax.errors import InputError
-from lcjax.evaluation import report, study
+from lcjax.evaluation import report
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.finished import Finished, read
-from lcjax.evaluation.methods import sections, tokenizer_of
+from lcjax.evaluation.methods import tokenizer_of
 from lcjax.evaluation.records import CONFIG, describe, records_file, to_lines
 from lcjax.evaluation.task import Record
 from lcjax.files import write_whole
@@ -89,11 +89,7 @@ class _Tokenizers:
     """That of the model which wrote a record, opened when it is first asked for."""
 
     def __init__(self, run: Finished, load: Callable[[str], Any]):
-        # A run may have been moved, and what a study trained with it.
-        here = dataclasses.replace(run.config.run, folder=str(run.folder))
-        config = study.with_trained(dataclasses.replace(run.config, run=here))
-        self._sections = dict(zip(run.order, sections(config), strict=True))
-        self._load, self._opened = load, {}
+        self._sections, self._load, self._opened = run.models, load, {}
 
     def of(self, record: Record) -> Any:
         """None where nothing was answered."""
