@@ -86,9 +86,8 @@ class OpenQa(AnswerBenchmark):
         return (f"{folder}/{test}",)
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
-        train = path.with_name(_FILES[data.group][2])
-        rows, pool = corpus.once((self, path), lambda: self._chosen(path, train))
-        count = PASSAGES[[d.name for d in _SETS if d.group == data.group].index(data.name)]
+        rows, pool = corpus.once((self, path), lambda: self._rows(data.group, path))
+        count = _passages(data)
         for row in rows:
             shown = self._picked(pool, row)
             parts = [Segment("demo", _text(demo, demo.passages[:1], done=True)) for demo in shown]
@@ -99,12 +98,14 @@ class OpenQa(AnswerBenchmark):
             facts |= {"passages": len(passages), "question": row.question}
             yield Example(parts, row.answers, facts)
 
-    def _chosen(self, path: Path, train: Path) -> tuple[list[_Row], list[_Row]]:
+    def _rows(self, group: str, path: Path) -> tuple[list[_Row], list[_Row]]:
         """What is asked, and questions with answers to draw demonstrations from.
 
         What is asked is left out of these, but for PopQA's, which are the same, one by one.
         """
-        every = list(_rows(path, max(PASSAGES)))
+        train = path.with_name(_FILES[group][2])
+        most = max(_passages(data) for data in self.chosen() if data.group == group)
+        every = list(_rows(path, most))
         rows = every
         if self.max_examples is not None and len(rows) > self.max_examples:
             order = np.random.default_rng(self.seed).permutation(len(rows))[: self.max_examples]
@@ -121,6 +122,11 @@ class OpenQa(AnswerBenchmark):
         places = rng.permutation(len(pool))[: self.demonstrations + 1]
         found = [pool[place] for place in places if pool[place].question != row.question]
         return found[: self.demonstrations]
+
+
+def _passages(data: DataSet) -> int:
+    """How many of them a data set such as nq_10 reads."""
+    return int(data.name.rpartition("_")[2])
 
 
 def _rows(path: Path, passages: int) -> Iterator[_Row]:
