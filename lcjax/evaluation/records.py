@@ -38,7 +38,7 @@ Key = tuple[str, int, int]  # method, length, index of the unit
 
 def fingerprint(settings: Mapping) -> str:
     """Hash of everything that decides what a run computes."""
-    text = json.dumps({"format": FORMAT, **_binding(settings)}, sort_keys=True, default=str)
+    text = json.dumps({"format": FORMAT, **binding(settings)}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -84,7 +84,7 @@ class Store:
         if before["hash"] == self.hash:
             return
         old, new = (
-            flatten(_plain(_binding(tree)), separator=".", lists=True)
+            flatten(_plain(binding(tree)), separator=".", lists=True)
             for tree in (before["config"], settings)
         )
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
@@ -204,7 +204,8 @@ def clean(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _binding(settings: Mapping) -> dict:
+def binding(settings: Mapping) -> dict:
+    """The settings that decide what a run computes."""
     return {key: value for key, value in settings.items() if key not in _FREE}
 
 

@@ -246,7 +246,15 @@ def test_what_is_judged_by_two_rules_is_compared_in_two_tables(copied, undrawn):
 
 def test_runs_in_folders_of_one_name_are_compared_in_a_folder_beside_the_first(copied, undrawn):
     twin = shutil.copytree(copied, copied.parent / "other" / "first")
+    settings = (twin / "run.json").read_text()
+    changes = (('"stride": 100', '"stride": 99'), ('"batch_size": 2', '"batch_size": 7'))
+    for before, after in changes:
+        assert before in settings
+        settings = settings.replace(before, after)
+    (twin / "run.json").write_text(settings)
     found = compare([copied, twin])
+    said = Page(found.files[0].read_text(encoding="utf-8")).said
+    assert "stride" in said and "batch_size" not in said
     assert {file.parent for file in found.files} == {
         copied.parent / f"compare_{copied.parent.name}_first_other_first"
     }

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import draccus
-
 from lcjax.errors import InputError
 from lcjax.evaluation.finished import Finished, read
-from lcjax.evaluation.records import by_cell, folder_name
+from lcjax.evaluation.records import binding, by_cell, folder_name
 from lcjax.evaluation.report import cell_of, page, plots
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.statistics import Difference, paired
@@ -259,16 +257,9 @@ def _note(found: Difference) -> str:
 
 def _changed(runs: dict[str, Finished]) -> dict[str, list[str]]:
     """Settings that decide numbers and are not the same in all runs."""
-    trees = [
-        flatten(draccus.encode(run.config), separator=".", lists=True) for run in runs.values()
-    ]
-    keys = sorted(set().union(*trees))
-    free = ("run.", "batch_size", "mesh.", "distributed.")
-    return {
-        key: [_plain(tree.get(key)) for tree in trees]
-        for key in keys
-        if not key.startswith(free) and len({_plain(tree.get(key)) for tree in trees}) > 1
-    }
+    trees = [flatten(binding(run.settings), separator=".", lists=True) for run in runs.values()]
+    rows = {key: [_plain(tree.get(key)) for tree in trees] for key in sorted(set().union(*trees))}
+    return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
 def _plain(value: Any) -> str:
