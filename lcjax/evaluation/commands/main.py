@@ -28,7 +28,7 @@ python eval.py score RUN [--out=FOLDER] [--tasks.0.KEY=VALUE ...]
 python eval.py compare RUN RUN [...] [--out=FOLDER]
     compare.html: the runs side by side, differences example by example
 python eval.py make-data --config FILE [--out=FOLDER] [--KEY=VALUE ...]
-    the prompts as JSONL in RULER's layout; only the tokenizer of model.path is read
+    the prompts as JSONL with RULER's keys; only the model's tokenizer is read
 python eval.py run --help
     every key of a config, its default and what it means"""
 

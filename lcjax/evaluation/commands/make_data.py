@@ -1,4 +1,4 @@
-"""The prompts of a config's tasks as JSONL, in RULER's layout, without any model."""
+"""The prompts of a config's tasks as JSONL, with RULER's keys, without any model."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -124,8 +124,8 @@ class FileBenchmark(PromptTask):
 
     def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """An example of a data set as it is asked at one length."""
-        facts = {"dataset": data.name, **example.facts}
-        return dataclasses.replace(example, facts=facts, max_new_tokens=data.new_tokens)
+        facts, new = {"dataset": data.name, **example.facts}, example.max_new_tokens
+        return dataclasses.replace(example, facts=facts, max_new_tokens=new or data.new_tokens)
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """Bootstrap of the value; where all examples count alike, of their mean or share."""

@@ -21,7 +21,7 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.convert.tokenizer import inside
-from lcjax.errors import one_of, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus, start_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Prompt, Segment
@@ -57,7 +57,8 @@ class IclSet(DataSet):
 
 
 def _set(name: str, field: str, classes=(), shown: str = "acc", test: str = "test") -> IclSet:
-    return IclSet(name, "icl", 16, {}, field=field, classes=classes, shown=shown, test=test)
+    # What follows a prompt is as long as the longest of its options.
+    return IclSet(name, "icl", 0, {}, field=field, classes=classes, shown=shown, test=test)
 
 
 _SETS = (
@@ -109,9 +110,12 @@ class Icl(FileBenchmark):
     def read(self, data: IclSet, path: Path, corpus: Corpus) -> Iterator[Example]:
         files = (path.with_name("train.jsonl"), path)
         train, rows = corpus.once((Icl, path), lambda: [list(_rows(p, data)) for p in files])
+        if not train:
+            raise InputError(f"{files[0]} has no line that fits; it is none of {data.name}")
         labels = {label for _, _, label in train}
         options = [name for name in data.classes if name in labels] or sorted(labels)
         by_class = [[row for row in train if row[2] == option] for option in options]
+        longest = max(len(inside(corpus.tokenizer, f" {name}")) for name in options)
         if self.order == "shuffled":
             rng = np.random.default_rng(self.seed)
             rows = [rows[place] for place in rng.permutation(len(rows))]
@@ -126,7 +130,7 @@ class Icl(FileBenchmark):
             ]
             parts.append(Segment("question", f"Text: {text}\n{data.field}:"))
             facts = {"line": line, "options": options, "wording": OWN_WORDING}
-            yield Example(parts, [label], {**facts, "shots": self.shots})
+            yield Example(parts, [label], {**facts, "shots": self.shots}, longest)
 
     def _demonstrations(self, by_class: Sequence[list], rng: np.random.Generator) -> list:
         """Rounds of one row a class, each in random order, cut to `shots`."""

@@ -38,6 +38,7 @@ def test_four_scores_are_those_of_the_formulas(tmp_path):
     sizes = np.asarray(list(map(len, options)))
     for unit, record in zip(units, records):
         assert unit.facts["options"] == ["negative", "positive"]
+        assert unit.facts["size"] == len(unit.tokens) + len(" positive")
         given = np.asarray([loss(unit.tokens.tolist(), option) for option in options])
         bare = np.asarray([loss([0], option) for option in options])
         right = unit.facts["options"].index(unit.facts["references"][0])
@@ -118,6 +119,12 @@ def test_labels_that_fit_not_are_named(tmp_path):
         units = plan(task)
     texts = " ".join(str(warning.message) for warning in warned)
     assert "validation.jsonl:7" in texts and "validation.jsonl:8" in texts and len(units) == 6
+    train = tmp_path / "sst2" / "train.jsonl"
+    before = train.read_text()
+    train.write_text("\n".join(map(json.dumps, bad[:1])))
+    with pytest.raises(InputError, match=r"train\.jsonl has no line that fits"):
+        plan(task)
+    train.write_text(before)
     limits = Limits((1000,))
     with pytest.raises(InputError, match="shuffled, first"):
         Icl(path=path, tasks=("sst2",), order="last").check(limits, "tasks.0")
