@@ -191,26 +191,26 @@ def same(value: str) -> bool:
     return bool((digests == digests[0]).all())
 
 
-def from_first(make: Callable[[], str]) -> str:
-    """The text that `make` gives the first process, in all of them, and its InputError likewise.
+def from_first(make: Callable[[], Any]) -> Any:
+    """What `make` gives the first process (values of JSON), in all; its InputError likewise.
 
     For what depends on a network, or on chance: only the first process makes it.
     """
     if jax.process_count() == 1:
         return make()
-    found = {"text": "", "fault": ""}
+    found = {"value": None, "fault": None}
     if first():
         try:
-            found["text"] = make()
+            found["value"] = make()
         except InputError as error:
-            found["fault"] = str(error) or "unknown"
+            found["fault"] = str(error)
     data = np.frombuffer(json.dumps(found).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
     data = data if first() else np.zeros(size, np.uint8)
     found = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
-    if found["fault"]:
+    if found["fault"] is not None:
         raise InputError(found["fault"])
-    return found["text"]
+    return found["value"]
 
 
 def gather(x: Any) -> np.ndarray:

@@ -80,7 +80,7 @@ class Suite:
     def _load(manager, name: str) -> dict:
         try:
             return manager.load([name])
-        except (OSError, ValueError, KeyError, ImportError, ConnectionError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             why = " ".join(str(error).split())[:300]
             raise InputError(
                 f"tasks: {name} cannot be loaded ({type(error).__name__}: {why}); its data comes"
@@ -122,7 +122,7 @@ class Suite:
                 instances.sort(key=lambda instance: instance.idx)
                 self._instances[dataset, number] = instances
                 asked = [(i.request_type, _plain(list(i.args)), i.repeats or 1) for i in instances]
-                target = str(task.doc_to_target(instances[0].doc))
+                target = _target(task, instances[0].doc)
                 more = {"references": [target]} if len(target) < 1000 else {}
                 parent = self._parents[dataset]
                 found.append(Document(parent, dataset, number, asked, {**facts, **more}))
@@ -175,6 +175,15 @@ def aggregate(rule: str, values: Sequence[Any]) -> float:
     from lm_eval.api.registry import get_aggregation
 
     return float(get_aggregation(rule)(list(values)))
+
+
+def _target(task, doc: Any) -> str:
+    """The right answer as text: of choices, the one whose number it is."""
+    target = task.doc_to_target(doc)
+    if isinstance(target, int) and task.get_config("doc_to_choice") is not None:
+        choices = task.doc_to_choice(doc)
+        return str(choices[target]) if 0 <= target < len(choices) else str(target)
+    return str(target)
 
 
 def _set_shots(task, wanted: int | None) -> None:

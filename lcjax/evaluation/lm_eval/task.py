@@ -8,7 +8,6 @@ of several processes has the harness load data; others are told what to ask.
 import collections
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,9 +87,8 @@ class LmEval(Task):
         whole_numbers(key, self, 1, "max_examples", "max_new_tokens")
         harness.installed()
 
-        def opened() -> str:
+        def opened() -> None:
             self._suite(limits.seed)
-            return ""
 
         distributed.from_first(opened)
 
@@ -125,13 +123,13 @@ class LmEval(Task):
         chat = functools.partial(conversation, tokenizer) if self.template == "chat" else None
         name = "documents" + (chat([{"role": "user", "content": "text"}]) if chat else "")
 
-        def make() -> str:
+        def make() -> list[dict]:
             suite = self._suite(seed)
             found = suite.documents(chat, system=self.system, multiturn=self.multiturn)
-            return json.dumps([dataclasses.asdict(document) for document in found])
+            return [vars(document) for document in found]
 
         if name not in self._held:
-            rows = json.loads(distributed.from_first(make))
+            rows = distributed.from_first(make)
             self._held[name] = [harness.Document(**row) for row in rows]
             self._check_shown(self._held[name])
         return self._held[name]
