@@ -47,15 +47,21 @@ def ours(lm, tasks):
 
 
 @pytest.fixture(scope="module")
-def theirs(lm, tasks, tmp_path_factory):
+def transformers(lm, tmp_path_factory):
+    """The harness's own model, of the same weights."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="the harness's model of transformers needs it")
     from lm_eval.models.huggingface import HFLM
 
     folder = str(tmp_path_factory.mktemp("model"))
     convert.save_hf(folder, lm.params, lm.config.replace(scan_layers=False), lm.tokenizer)
-    model = HFLM(pretrained=folder, device="cpu", dtype="float32", max_length=LENGTH, batch_size=2)
-    return evaluated(model, tasks)
+    options = {"dtype": "float32", "max_length": LENGTH, "batch_size": 2}
+    return HFLM(pretrained=folder, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def theirs(transformers, tasks):
+    return evaluated(transformers, tasks)
 
 
 def answers(found, name):
@@ -138,12 +144,21 @@ def test_chat_examples_are_turns_in_the_models_format(lm, tasks, tmp_path):
     assert prompt.count("<s>assistant") == 2 and prompt.endswith("</s><s>assistant")
 
 
-def test_the_same_chat_gives_the_same_answers_in_the_harness_with_transformers(lm, tasks, theirs):
-    del theirs  # only to leave out what it leaves out
+def test_chat_gives_the_answers_of_the_harness_with_transformers(lm, tasks, transformers):
     model = HarnessModel(lm, max_length=LENGTH, batch_size=3)
-    found = evaluated(model, tasks, ["tiny_choice"], apply_chat_template=True)
-    first = found["samples"]["tiny_choice"][0]["arguments"][0][0]
-    assert first.startswith("<s>user\nQuestion") and model.tok_encode(first).count(0) == 0
+    options = {"names": ["tiny_choice"], "apply_chat_template": True}
+    mine, wanted = (
+        evaluated(one, tasks, **options)["samples"]["tiny_choice"] for one in (model, transformers)
+    )
+    first = mine[0]["arguments"][0][0]
+    assert first.startswith("<s>user\nQuestion")
+    assert model.tok_encode(first).count(model.prefix_token_id) == first.count("<s>")
+    for one, two in zip(mine, wanted, strict=True):
+        assert one["arguments"] == two["arguments"]
+        sums = [
+            [float(pair[0]) for row in sample["resps"] for pair in row] for sample in (one, two)
+        ]
+        np.testing.assert_allclose(*sums, atol=1e-3)
 
 
 def test_methods_that_read_beside_the_decoder_answer_all_but_whole_texts(lm, tasks, tmp_path):
