@@ -74,6 +74,11 @@ def gradients(config, mesh, own, frozen):
     return hidden, grads
 
 
+def assert_alike(found, wanted):
+    """Up to the order of float32 sums, whose rounding grows with what is summed."""
+    assert_close(found, wanted, 1e-5 * np.abs(wanted).max())
+
+
 CASES = {
     "bottom": (shared().replace(remat="dots"), [2, 3]),
     "top": (shared(placement="top", layers=3), [2, 3]),
@@ -112,7 +117,7 @@ def test_gradients_are_those_of_layers_one_by_one(config):
     params, apart = random(config), config.replace(scan_layers=False)
     (hidden, grads), others = (gradients(c, None, params, {}) for c in (config, apart))
     assert_close(hidden, others[0], 1e-5)
-    jax.tree.map(lambda a, b: assert_close(a, b, 1e-4), grads, others[1])
+    jax.tree.map(assert_alike, grads, others[1])
     assert all(np.abs(leaf).max() > 0 for path, leaf in flatten(grads).items() if "layers_" in path)
 
 
@@ -135,7 +140,7 @@ def test_gradients_of_layers_of_another_precision_are_the_same():
     found, wanted = (
         gradients(c, None, *params) for c in (config, config.replace(scan_layers=False))
     )
-    jax.tree.map(lambda a, b: assert_close(a, b, 1e-4), found, wanted)
+    jax.tree.map(assert_alike, found, wanted)
 
 
 @pytest.mark.slow
@@ -146,7 +151,7 @@ def test_runs_on_a_mesh_compute_the_same():
     mesh = make_mesh(Mesh(2, 2, 2, 1))
     own, frozen = (jax.device_put(tree, param_shardings(mesh, tree)) for tree in (own, frozen))
     found = gradients(config, mesh, own, frozen)
-    jax.tree.map(lambda a, b: assert_close(a, b, 1e-4), found, wanted)
+    jax.tree.map(assert_alike, found, wanted)
 
 
 @pytest.mark.slow
