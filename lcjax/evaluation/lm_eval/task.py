@@ -67,7 +67,7 @@ class LmEval(Task):
     @property
     def metric(self) -> Metric:
         names = [name.partition(":")[0] for name in self.tasks]
-        title = names[0] if len(names) == 1 else f"mean of {len(names)}"
+        title = names[0] if len(names) == 1 else "mean over tasks"
         lower = bool(self._wanted) and all(self._wanted.get(n) in LOWER for n in names)
         return Metric("score", f"lm-eval, {title}", lower, 4)
 
