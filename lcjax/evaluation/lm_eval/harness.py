@@ -24,7 +24,7 @@ Answers = Sequence[Sequence[Any]]  # of each request of a document, of each repe
 class Document:
     """A question of the harness, in plain values."""
 
-    task: str  # as it was asked for, which may be a group
+    task: str  # the row of tables: a group with a rule for its number, or the data set
     dataset: str  # the task of the harness that it belongs to
     number: int
     requests: list[tuple[str, list[Any], int]]  # kind, arguments, repetitions
@@ -44,12 +44,14 @@ class Suite:
         self,
         names: Sequence[str],
         *,
+        metrics: Mapping[str, str] | None = None,
         include_path: str | None = None,
         num_fewshot: int | None = None,
         max_examples: int | None = None,
         seed: int = 0,
         unsafe_code: bool = False,
     ):
+        """`metrics`: what is shown of some names, for every task that such a name stands for."""
         installed()
         from lm_eval.tasks import TaskManager
 
@@ -64,15 +66,14 @@ class Suite:
                 raise InputError(f"tasks: {name} is no task of lm-eval; {found[:200]}")
         self._seed, self._most = seed, max_examples
         self._tasks, self._parents, self.groups = {}, {}, {}
+        self._shown: dict[str, str] = {}  # metrics that were asked for, by data set
         for name in names:
-            self._add(name, self._load(manager, name))
+            loaded = self._load(manager, name)
+            self._add(name, loaded)
+            if metrics and name in metrics:
+                self._show(metrics[name], loaded["tasks"])
         for name, task in self._tasks.items():
-            if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
-                raise InputError(
-                    f"tasks: {name} runs code that the model writes; allow it with unsafe_code=true"
-                )
-            if getattr(task, "MULTIMODAL", False):
-                raise InputError(f"tasks: {name} shows pictures or sounds; leave it out")
+            _check_allowed(name, task, unsafe_code)
             _set_shots(task, num_fewshot)
         self._instances: dict[tuple[str, int], list] = {}
 
@@ -96,6 +97,16 @@ class Suite:
             if leaf in self._tasks:
                 raise InputError(f"tasks: {leaf} stands in {name} and before; name it once")
             self._tasks[leaf], self._parents[leaf] = task, name if rules else leaf
+
+    def _show(self, metric: str, tasks: Mapping[str, Any]) -> None:
+        """Refuses a metric that one of the rows does not have."""
+        known: dict[str, dict] = {}
+        for leaf, task in tasks.items():
+            known.setdefault(self._parents[leaf], {}).update(task.aggregation())
+            self._shown[leaf] = metric
+        for row, names in known.items():
+            if metric not in names:
+                raise InputError(f"tasks: {row} has no metric {metric}; known: {', '.join(names)}")
 
     def documents(
         self,
@@ -139,7 +150,7 @@ class Suite:
         group = self.groups.get(self._parents[dataset], {})
         shown = group.get("metric", shown)
         return {
-            "metric": shown,
+            "metric": self._shown.get(dataset, shown),
             "lower": sorted(name for name, better in higher.items() if better is False),
             "aggregation": {name: rule for name, rule in rules.items() if rule != "mean"},
             "by_size": bool(group.get("by_size", True)),
@@ -184,6 +195,15 @@ def _target(task, doc: Any) -> str:
         choices = task.doc_to_choice(doc)
         return str(choices[target]) if 0 <= target < len(choices) else str(target)
     return str(target)
+
+
+def _check_allowed(name: str, task, unsafe_code: bool) -> None:
+    if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
+        raise InputError(
+            f"tasks: {name} runs code that the model writes; allow it with unsafe_code=true"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise InputError(f"tasks: {name} shows pictures or sounds; leave it out")
 
 
 def _set_shots(task, wanted: int | None) -> None:

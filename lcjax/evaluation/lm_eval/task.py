@@ -73,7 +73,7 @@ class LmEval(Task):
 
     @property
     def _wanted(self) -> dict[str, str]:
-        """The metric of each task that names one."""
+        """The metric of each name with one, which may stand for several tasks."""
         pairs = (name.partition(":") for name in self.tasks)
         return {task: metric for task, _, metric in pairs if metric}
 
@@ -97,6 +97,7 @@ class LmEval(Task):
         if "suite" not in self._held:
             self._held["suite"] = harness.Suite(
                 [name.partition(":")[0] for name in self.tasks],
+                metrics=self._wanted,
                 include_path=self.include_path,
                 num_fewshot=self.num_fewshot,
                 max_examples=self.max_examples,
@@ -136,7 +137,7 @@ class LmEval(Task):
 
     def _check_shown(self, documents: Sequence[harness.Document]) -> None:
         """Refuses a mean over nothing."""
-        shown = {d.task: self._wanted.get(d.task, d.facts["metric"]) for d in documents}
+        shown = {d.task: d.facts["metric"] for d in documents}
         lower = {d.task for d in documents if shown[d.task] in d.facts["lower"]}
         if self.metric.lower_is_better or set(shown) - lower:
             return
@@ -163,7 +164,6 @@ class LmEval(Task):
             "size": _read(requests),
             "truncated": max(request.cut for request in requests),
             **document.facts,
-            "metric": self._wanted.get(document.task, document.facts["metric"]),
         }
         if index == 0 and not isinstance(requests[0], Rolling):  # what a reader wants to see once
             facts["prompt"] = encoder.tokenizer.decode(requests[0].prompt)

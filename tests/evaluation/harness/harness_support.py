@@ -70,10 +70,11 @@ def write_tasks(folder):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree))
 
     asked = {"doc_to_text": "{{q}}", "doc_to_target": "a", "doc_to_choice": "choices"}
+    tag = {"tag": "tiny_tag"}
     shots = {"fewshot_split": "test", "num_fewshot": 1}
     accuracy = [("acc", "mean", True), ("acc_norm", "mean", True)]
-    task("tiny_choice", "questions", "multiple_choice", accuracy, **asked, **shots)
-    task("tiny_choice_bare", "questions", "multiple_choice", accuracy, **asked)
+    task("tiny_choice", "questions", "multiple_choice", accuracy, **asked, **shots, **tag)
+    task("tiny_choice_bare", "questions", "multiple_choice", accuracy, **asked, **tag)
     task(
         "tiny_last_word", "questions", "loglikelihood",
         [("perplexity", "perplexity", False), ("acc", "mean", True)],

@@ -135,6 +135,12 @@ def test_a_run_of_eval_py_gives_the_numbers_of_the_harness(lm, tasks, ours, tmp_
     assert again.cells[0]["value"] == cell["value"]
 
 
+def test_a_tag_shows_the_metric_that_is_asked_of_it(tasks):
+    suite = Suite(["tiny_tag"], metrics={"tiny_tag": "acc_norm"}, include_path=tasks)
+    shown = {(d.task, d.facts["metric"]) for d in suite.documents()}
+    assert shown == {("tiny_choice", "acc_norm"), ("tiny_choice_bare", "acc_norm")}
+
+
 def test_chat_examples_are_turns_in_the_models_format(lm, tasks, tmp_path):
     settings = {"tasks": ("tiny_choice",), "template": "chat", "system": "Be kind."}
     run(config(tasks, tmp_path, **settings), load=lambda section: lm)
@@ -179,5 +185,7 @@ def test_methods_that_read_beside_the_decoder_answer_all_but_whole_texts(lm, tas
 def test_names_that_are_unknown_or_count_down_are_refused_at_once(tasks, tmp_path, lm):
     with pytest.raises(InputError, match="did you mean tiny_choice"):
         Suite(["tiny_chioce"], include_path=tasks)
+    with pytest.raises(InputError, match="tiny_choice has no metric acc_nrm; known: acc, acc_norm"):
+        Suite(["tiny_tag"], metrics={"tiny_tag": "acc_nrm"}, include_path=tasks)
     with pytest.raises(InputError, match="name them, .*tiny_texts:word_perplexity"):
         run(config(tasks, tmp_path, tasks=("tiny_texts",)), load=lambda section: lm)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, lm_eval, ru
 from lcjax.evaluation.commands import main as command
 from lcjax.evaluation.lm_eval import answers, harness, numbers
 from lcjax.evaluation.lm_eval.requests import Encoder
+from lcjax.evaluation.task import Limits
 from lcjax.rope import Linear
 
 LENGTH = 40
@@ -179,6 +182,59 @@ def test_numbers_of_which_less_is_better_must_be_named(task, tmp_path):
     with only_the_run():
         report = run(config(named, tmp_path), load=lambda section: Model())
     assert report.cells[0]["value"] == pytest.approx(wanted(2.0)[1])
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    """Opens a suite over tasks that know nothing but their metrics: a tag of two, and a group."""
+
+    def task(*metrics):
+        return types.SimpleNamespace(
+            aggregation=lambda: dict.fromkeys(metrics, np.mean),
+            higher_is_better=lambda: {"loss": False},
+            get_config=lambda key: 0,
+            set_config=lambda key, value: None,
+        )
+
+    rule = types.SimpleNamespace(metric="acc", weight_by_size=True)
+    group = types.SimpleNamespace(aggregate_metric_list=[rule])
+    loaded = {
+        "tag": {"tasks": {"one": task("acc", "loss"), "two": task("acc", "loss")}, "groups": {}},
+        "group": {"tasks": {"x": task("acc"), "y": task("f1")}, "groups": {"group": group}},
+    }
+    manager = types.SimpleNamespace(task_index=loaded, all_tasks=list(loaded))
+    modules = {
+        "lm_eval": {},
+        "lm_eval.tasks": {"TaskManager": lambda include_path: manager},
+        "lm_eval.api": {},
+        "lm_eval.api.registry": {"AGGREGATION_REGISTRY": {"mean": np.mean}},
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(harness, "installed", lambda: None)
+    monkeypatch.setattr(harness.Suite, "_load", staticmethod(lambda _, name: loaded[name]))
+    return harness.Suite
+
+
+def test_a_metric_behind_a_name_is_that_of_every_task_it_stands_for(suite):
+    opened = suite(["tag", "group"], metrics={"tag": "loss"})
+    shown = {name: opened._facts(name, task)["metric"] for name, task in opened._tasks.items()}
+    assert shown == {"one": "loss", "two": "loss", "x": "acc", "y": "acc"}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "known"),
+    [("tag:acc_nrm", "one", "acc, loss"), ("group:em", "group", "acc, f1")],
+)
+def test_a_metric_that_a_task_does_not_have_is_refused_before_a_model_is_asked(
+    suite, name, wrong, known
+):
+    metric = name.partition(":")[2]
+    with pytest.raises(InputError, match=f"tasks: {wrong} has no metric {metric}; known: {known}"):
+        LmEval(tasks=(name,)).check(Limits((LENGTH,)), "tasks.0")
+    LmEval(tasks=("group:f1",)).check(Limits((LENGTH,)), "tasks.0")  # one of its tasks has it
 
 
 def test_a_group_is_the_mean_over_its_tasks_by_size_or_alike():
