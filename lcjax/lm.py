@@ -234,7 +234,7 @@ class LanguageModel:
           context: what every row reads beside its tokens, as `encode_contexts` takes or gives it.
             Where nothing has been asked of it, it is searched for the token before `first`.
         """
-        self._check_scores()
+        self.config.pattern.check_scores()
         tokens = np.asarray(tokens, np.int32)
         rows, length = tokens.shape
         if not 1 <= first < length:
@@ -254,14 +254,6 @@ class LanguageModel:
             nll[np.arange(length)[None] >= np.asarray(lengths)[:, None]] = 0
         return nll
 
-    def _check_scores(self) -> None:
-        if self.config.pattern.prefill_only:
-            kind = Pattern.get_choice_name(type(self.config.pattern))
-            raise InputError(
-                f"model.pattern.type={kind} lets later tokens choose what earlier ones see, so a"
-                " text has no score under it; it is for reading prompts"
-            )
-
     def continuations(
         self,
         prompts: Sequence[Sequence[int]],
@@ -273,7 +265,7 @@ class LanguageModel:
 
         `context` is what every prompt reads beside it, as in `generate`.
         """
-        self._check_scores()
+        self.config.pattern.check_scores()
         if isinstance(self.config.pattern, Landmark):
             more = {"context": context}
             nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))

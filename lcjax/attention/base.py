@@ -86,6 +86,15 @@ class Pattern(draccus.ChoiceRegistry):
     # pattern, but no loss means anything.
     prefill_only: ClassVar[bool] = False
 
+    def check_scores(self) -> None:
+        """Refuses to score texts where no loss means anything."""
+        if self.prefill_only:
+            kind = self.get_choice_name(type(self))
+            raise InputError(
+                f"model.pattern.type={kind} lets later tokens choose what earlier ones see, so a"
+                " text has no score under it; it is for reading prompts"
+            )
+
     @property
     def encodings(self) -> tuple[str, ...]:
         """The ones of POSITIONS that the pattern is defined for.

@@ -160,6 +160,8 @@ class _Runner:
         # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
         # to have as many.
         bar.total = bar.n + left * sum(map(len, self._plan(model.tokenizer).values()))
+        for method in methods:
+            self._refuse_unanswerable(method, model)
         self._store.begin()  # not before: a run that cannot start must not cost the one before it
         for method in methods:
             self._method(method, model, bar)
@@ -217,6 +219,16 @@ class _Runner:
             beyond = ", ".join(str(n) for n in empty if n > longest) or ", ".join(map(str, empty))
             raise InputError(f"lengths: {beyond} got no window in {task.label}: {why}")
 
+    def _refuse_unanswerable(self, method: Method, model) -> None:
+        plan = self._plan(model.tokenizer)
+        for length in self._limits.lengths:
+            subject = None
+            for task in self._config.tasks:
+                units, done = plan[task.label, length], self._done[task.label]
+                if any((method.name, length, unit.index) not in done for unit in units):
+                    subject = subject or subject_of(model, method, length)
+                    task.check_model(subject, units)
+
     def _method(self, method: Method, model, bar: tqdm) -> None:
         plan = self._plan(model.tokenizer)
         for length in self._limits.lengths:
@@ -225,7 +237,9 @@ class _Runner:
             subject = None
             for task in self._config.tasks:
                 left = self._left(task, method.name, plan[task.label, length], bar)
-                if left and subject is None:
+                if not left:
+                    continue  # a finished cell needs no model
+                if subject is None:
                     subject = subject_of(model, method, length)
                     if isinstance(subject, SplitModel):
                         facts["decoder"] = subject.decoder

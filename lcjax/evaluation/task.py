@@ -90,6 +90,9 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         """Everything to score at one length; empty when the data does not reach that length."""
 
+    def check_model(self, model, units: Sequence[Unit]) -> None:
+        """Raises InputError where `model` cannot answer some of `units`, before it is asked."""
+
     @abc.abstractmethod
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         """One record per unit of one shape, in order, from one call of the model.

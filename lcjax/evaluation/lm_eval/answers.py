@@ -12,6 +12,31 @@ from lcjax.evaluation.split import SplitModel
 Answer = tuple[float, bool] | float | str
 
 
+def check(model, requests: Sequence[Request]) -> None:
+    """Raises InputError where `model` has no answer to one of `requests`."""
+    texts = [request for request in requests if isinstance(request, Rolling)]
+    split = isinstance(model, SplitModel)
+    if texts and split:
+        raise InputError(
+            "tasks: one asks for the likelihood of whole texts, which this method reads in part"
+            " beside its decoder; leave it out, or use type=perplexity with protocol=last_k"
+        )
+    pattern = getattr(model.config, "pattern", None)
+    if pattern is not None and not all(isinstance(request, Writing) for request in requests):
+        pattern.check_scores()
+    if split or getattr(model.config, "position", None) != "learned":
+        return
+    others = [request.size - 1 for request in requests if not isinstance(request, Rolling)]
+    model.config.check_length(max(others, default=0))
+    # The last token of a window needs a position, though it is only predicted.
+    most = model.config.max_length
+    if any(window.size > most for request in texts for window in request.windows):
+        raise InputError(
+            f"lengths: whole texts are scored in windows of one token more, and this model has"
+            f" {most} positions; use at most {most - 1}"
+        )
+
+
 def respond(
     model,
     requests: Sequence[Request],
@@ -20,8 +45,10 @@ def respond(
 ) -> list[Answer]:
     """What `model` answers to each request; `told` hears of each number and answer at once.
 
-    Every call of the model has `batch` rows, those that are lacking repeat the first one.
+    Every call of the model has `batch` rows, those that are lacking repeat the first one. Raises
+    InputError before the first of them where `check` does.
     """
+    check(model, requests)
     found: list[Answer | None] = [None] * len(requests)
     for number, answer in _answers(model, requests, batch):
         found[number] = answer
@@ -53,12 +80,6 @@ def _choices(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
 
 
 def _rolling(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
-    if numbered and isinstance(model, SplitModel):
-        raise InputError(
-            "tasks: one asks for the likelihood of whole texts, which this method reads in part"
-            " beside its decoder; leave it out, or use type=perplexity with protocol=last_k"
-        )
-    _check_room(model, numbered)
     sums = {number: 0.0 for number, _ in numbered}
     left = {number: len(request.windows) for number, request in numbered}
     windows = [(number, window) for number, request in numbered for window in request.windows]
@@ -76,18 +97,6 @@ def _rolling(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
             left[number] -= 1
             if not left[number]:
                 yield number, sums[number]
-
-
-def _check_room(model, numbered) -> None:
-    """Where positions are learned, the last token of a window needs one, though only predicted."""
-    most = model.config.max_length
-    learned = getattr(model.config, "position", None) == "learned"
-    sizes = [window.size for _, request in numbered for window in request.windows]
-    if learned and max(sizes, default=0) > most:
-        raise InputError(
-            f"lengths: whole texts are scored in windows of one token more, and this model has"
-            f" {most} positions; use at most {most - 1}"
-        )
 
 
 def _writings(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:

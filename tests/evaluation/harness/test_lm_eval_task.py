@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from evaluation_support import BigramModel, only_the_run, token_loss
 
+from lcjax.attention import VerticalSlash
 from lcjax.continuations import Continuation
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, lm_eval, run
 from lcjax.evaluation.commands import main as command
 from lcjax.evaluation.lm_eval import answers, harness, numbers
 from lcjax.evaluation.lm_eval.requests import Encoder
+from lcjax.evaluation.split import ReplugSplit, SplitModel
 from lcjax.evaluation.task import Limits
 from lcjax.rope import Linear
 
@@ -97,7 +99,7 @@ def task(monkeypatch):
     return LmEval(tasks=("both", "texts", "write"))
 
 
-def config(task, folder):
+def run_of(task, folder):
     methods = (Method("base"), Method("half", rope=Linear(factor=2.0)))
     where = RunSection(str(folder), "resume")
     return EvalConfig(methods=methods, tasks=(task,), lengths=(LENGTH,), batch_size=2, run=where)
@@ -121,7 +123,7 @@ def wanted(bonus):
 def test_a_run_has_the_numbers_of_brute_force_by_method_and_task(task, tmp_path):
     log: list = []
     with only_the_run():
-        report = run(config(task, tmp_path), load=lambda section: Model(log=log))
+        report = run(run_of(task, tmp_path), load=lambda section: Model(log=log))
     for cell, bonus in zip(report.cells, (2.0, 1.0), strict=True):
         accuracy, perplexity = wanted(bonus)
         assert cell["both:acc"] == pytest.approx(accuracy)
@@ -152,12 +154,12 @@ def test_a_run_goes_on_where_it_was_stopped(task, tmp_path):
             return self
 
     with only_the_run(), pytest.raises(KeyboardInterrupt):
-        run(config(task, tmp_path), load=lambda section: Stopped())
+        run(run_of(task, tmp_path), load=lambda section: Stopped())
     path = tmp_path / "records" / "lm_eval.jsonl"
     before = path.read_text().splitlines()
     assert 0 < len(before) < 14
     with only_the_run():
-        run(config(task, tmp_path), load=lambda section: Model())
+        run(run_of(task, tmp_path), load=lambda section: Model())
     lines = path.read_text().splitlines()
     assert lines[: len(before)] == before and len(lines) == 14
     record = next(row for row in map(json.loads, lines) if row["dataset"] == "pick")
@@ -167,7 +169,7 @@ def test_a_run_goes_on_where_it_was_stopped(task, tmp_path):
 
 def test_the_harness_is_opened_once_for_all_lengths_and_methods(task, tmp_path):
     Suite.opened = 0
-    made = dataclasses.replace(config(task, tmp_path), lengths=(32, LENGTH))
+    made = dataclasses.replace(run_of(task, tmp_path), lengths=(32, LENGTH))
     with only_the_run():
         run(made, load=lambda section: Model())
     assert Suite.opened == 1
@@ -176,11 +178,11 @@ def test_the_harness_is_opened_once_for_all_lengths_and_methods(task, tmp_path):
 def test_numbers_of_which_less_is_better_must_be_named(task, tmp_path):
     alone = dataclasses.replace(task, tasks=("texts",))
     with pytest.raises(InputError, match="name them, .*texts:word_perplexity"):
-        run(config(alone, tmp_path), load=lambda section: Model())
+        run(run_of(alone, tmp_path), load=lambda section: Model())
     named = dataclasses.replace(task, tasks=("texts:word_perplexity",))
     assert named.metric.lower_is_better and not task.metric.lower_is_better
     with only_the_run():
-        report = run(config(named, tmp_path), load=lambda section: Model())
+        report = run(run_of(named, tmp_path), load=lambda section: Model())
     assert report.cells[0]["value"] == pytest.approx(wanted(2.0)[1])
 
 
@@ -216,6 +218,37 @@ def suite(monkeypatch):
     monkeypatch.setattr(harness, "installed", lambda: None)
     monkeypatch.setattr(harness.Suite, "_load", staticmethod(lambda _, name: loaded[name]))
     return harness.Suite
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"pattern": VerticalSlash()}, "a text has no score under it"),
+        ({"position": "learned"}, f"{LENGTH} positions; use at most {LENGTH - 1}"),
+    ],
+)
+def test_what_a_model_cannot_answer_is_refused_before_it_is_asked_anything(
+    task, tmp_path, config, message
+):
+    model = Model(trained=LENGTH)
+    settings = {"check_length": lambda length: None, "max_length": LENGTH, **config}
+    model.config = types.SimpleNamespace(**settings)
+    model.with_method = lambda **changes: model
+    with pytest.raises(InputError, match=message):
+        run(run_of(task, tmp_path), load=lambda section: model)
+    assert not model.log and not (tmp_path / "records").exists()
+
+
+def test_whole_texts_are_refused_where_a_part_is_read_beside_the_decoder():
+    encoder, model = Encoder(Model().tokenizer, LENGTH), Model()
+    asked = [
+        encoder.request("loglikelihood", ["ab", " c"]),
+        encoder.request("loglikelihood_rolling", ["some words"]),
+    ]
+    split = SplitModel(model, ReplugSplit(decoder=20, chunk=8), 20, 8)
+    with pytest.raises(InputError, match="which this method reads in part"):
+        answers.respond(split, asked, 2)
+    assert not model.log
 
 
 def test_a_metric_behind_a_name_is_that_of_every_task_it_stands_for(suite):
