@@ -67,8 +67,8 @@ def by_cache(
     """
     check(prompts, continuations)
     longest = np.array([max(map(len, row)) for row in continuations])
-    model.config.check_length(max(map(len, prompts)) + int(longest.max()) - 1)
     count, filler = len(prompts), padding_rows(model.mesh, len(prompts))
+    model.config.check_length(int((longest + list(map(len, prompts))).max()) - 1)
     prompts = [*prompts, *[prompts[0]] * filler]
     rounds = _rounds([*continuations, *[continuations[0]] * filler])
     lengths = np.array([len(prompt) for prompt in prompts])

@@ -1,11 +1,14 @@
 """Continuations of a prompt that is read once, beside the scores of whole texts."""
 
+import types
+
 import numpy as np
 import pytest
 from tiny_lm import ids, sharper
 
 from lcjax.attention import Landmark, SelfExtend, Streaming
 from lcjax.build import ModelSection
+from lcjax.continuations import by_cache
 from lcjax.errors import InputError
 from lcjax.generate import Sampling
 from lcjax.lm import LanguageModel
@@ -98,6 +101,19 @@ def test_replug_mixes_what_each_passage_says_of_a_continuation(lm):
             text = np.array([prompt + option])
             wanted = Replug(lm).nll(text, context=[own], first=len(prompt))[0, len(prompt) :]
             np.testing.assert_allclose(one.nll, wanted, atol=2e-4)
+
+
+def test_the_longest_row_is_what_a_table_of_positions_must_hold():
+    def lengths(prompts, options):
+        asked = []
+        config = types.SimpleNamespace(check_length=lambda n: (asked.append(n), 1 / 0))
+        model = types.SimpleNamespace(config=config, mesh=None)
+        with pytest.raises(ZeroDivisionError):
+            by_cache(model, {}, prompts, options, rotation=None)
+        return asked
+
+    # The last token is only predicted.
+    assert lengths([[1] * 9, [1] * 2], [[[1]], [[1] * 3, [1] * 5]]) == [9]
 
 
 def test_a_prompt_or_a_continuation_without_a_token_is_refused(lm):

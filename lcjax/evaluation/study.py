@@ -24,7 +24,8 @@ from lcjax.training.config import RunSection
 from lcjax.training.progress import announce
 from lcjax.training.track import read
 
-# In their order: stages by the name of their file, the base model, methods by their name.
+# In their order: stages by the name of their file (its path, where two have one name), the base
+# model, methods by their name.
 Trainings = Mapping[str, TrainConfig]
 
 _BASE = "base"
@@ -34,9 +35,11 @@ _STAGE = "stage "
 def trainings(config: EvalConfig) -> Trainings:
     """What has to be trained, checked as far as it can be before a model is there."""
     study = config.study or Study()
-    found = {}
-    for index, file in enumerate(study.stages):
-        found[f"{_STAGE}{Path(file).stem}"] = _parsed(file, (), f"study.stages.{index}", None)
+    found: dict[str, TrainConfig] = {}
+    stems = [Path(file).stem for file in study.stages]
+    for index, (file, stem) in enumerate(zip(study.stages, stems, strict=True)):
+        key, name = f"study.stages.{index}", stem if stems.count(stem) == 1 else file
+        _add(found, f"{_STAGE}{name}", _parsed(file, (), key, None), f"{key}={file}")
     if study.base is not None:
         if config.model.path is not None or config.model.preset is not None:
             raise InputError(
@@ -56,9 +59,19 @@ def trainings(config: EvalConfig) -> Trainings:
         if method.path is not None:
             raise InputError(f"{key}: {method.name} has path={method.path}, too; keep one of them")
         extension = _parsed(study.extend, method.train, key, _folder(config, method))
-        found[method.name] = _from_model(extension, source, config, key)
+        training = _from_model(extension, source, config, key)
+        _add(found, method.name, training, f"methods.{index}.name={method.name}")
     _refuse_shared_folders(found)
     return found
+
+
+def _add(found: dict[str, TrainConfig], name: str, training: TrainConfig, said: str) -> None:
+    if name in {other or _BASE for other in found}:
+        raise InputError(
+            f"{said} is the name of another training of the study; name a stage once, and give the"
+            " method another name"
+        )
+    found[name] = training
 
 
 def _parsed(file: str, words: tuple[str, ...], key: str, folder: Path | None) -> TrainConfig:

@@ -13,6 +13,8 @@ from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.sharding import param_shardings
 
+_MORE = ("rope", "position")  # learned by some models, and known to every layer
+
 
 def encoder_config(config: ModelConfig, layers: int) -> ModelConfig:
     """Of the first `layers` layers of a decoder, and one token more, [MASK]."""
@@ -61,6 +63,7 @@ def encoder_params(
             "embed": {"embedding": jnp.concatenate([table, mean])},
             "layers": jax.tree.map(lambda x: x[:count], given["layers"]),
             "final_norm": jax.tree.map(lambda x: x[count], norms) if inner else given["final_norm"],
+            **{name: given[name] for name in _MORE if name in given},
             "mlm": {
                 "dense": dense,
                 "norm": {"scale": jnp.ones(config.width, dtype)},
@@ -68,6 +71,7 @@ def encoder_params(
             },
         }
 
-    given = {name: params[name] for name in ("embed", "layers", "final_norm")}
+    kept = ("embed", "layers", "final_norm", *_MORE)
+    given = {name: params[name] for name in kept if name in params}
     layout = None if mesh is None else param_shardings(mesh, jax.eval_shape(begin, given))
     return jax.jit(begin, out_shardings=layout)(given)

@@ -118,6 +118,32 @@ def test_stages_come_first_in_their_order_and_stay_in_their_own_folders(folder, 
     assert ready.model.path == f"{folder}/main_run" and ready.methods == config.methods
 
 
+def test_stages_of_one_file_name_are_both_trained(folder):
+    files = [folder / part / "encoder.yaml" for part in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        text = BASE.replace("TEXTS", f"{folder}/texts")
+        file.write_text(f"{text}run: {{folder: {file.parent}/run}}\n")
+    config = read(folder)
+
+    def found(*stages):
+        own = dataclasses.replace(config.study, stages=tuple(map(str, stages)))
+        return study.trainings(dataclasses.replace(config, study=own))
+
+    assert [name for name in found(*files) if "stage" in name] == [f"stage {f}" for f in files]
+    with pytest.raises(InputError, match=r"study.stages.1=.*encoder.yaml is the name of another"):
+        found(files[0], files[0])
+
+
+@pytest.mark.parametrize("name", ["base", "stage one"])
+def test_a_method_does_not_take_the_place_of_another_training(folder, name):
+    (folder / "one.yaml").write_text((folder / "base.yaml").read_text() + "run: {folder: one}")
+    config = read(folder, old="study: {", new=f"study: {{stages: [{folder}/one.yaml], ")
+    methods = (dataclasses.replace(config.methods[1], name=name),)
+    with pytest.raises(InputError, match=f"methods.0.name={name} is the name of another training"):
+        study.trainings(dataclasses.replace(config, methods=methods))
+
+
 def test_a_study_that_was_stopped_goes_on_with_what_is_not_finished(folder, monkeypatch):
     config = read(folder)
     found = study.trainings(config)

@@ -14,6 +14,7 @@ from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.memory import CepeSection
 from lcjax.models import Decoder, preset
+from lcjax.models.encoder import encoder_config, encoder_params
 from lcjax.models.initial import random_params
 from lcjax.sharding import Mesh, make_mesh
 
@@ -52,6 +53,19 @@ def test_states_are_those_of_the_first_layers_seen_from_both_sides(decoder, laye
     later = tokens.at[:, -1].add(1)
     changed, _ = model.apply({"params": params}, later)
     assert np.abs(changed - found)[:, 0].max() > 1e-4, "the first token sees the last one"
+
+
+@pytest.mark.parametrize("name", ["rope", "position"])
+def test_what_a_decoder_has_learned_of_order_is_kept(name):
+    learned, scale = {"table": np.arange(6.0)}, np.ones((3, CONFIG.width))
+    given = {
+        "embed": {"embedding": np.ones((CONFIG.vocab_size, CONFIG.width))},
+        "layers": {"attention_norm": {"scale": scale}},
+        "final_norm": {"scale": scale[0]},
+        name: learned,
+    }
+    params = encoder_params(given, encoder_config(CONFIG, 1))
+    np.testing.assert_array_equal(params[name]["table"], learned["table"])
 
 
 def test_mask_is_the_mean_token_and_can_be_written(decoder):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan
-from evaluation_support import BigramModel, losses_behind
+from evaluation_support import BigramModel, fake, losses_behind, only_the_run
 
 from lcjax.errors import InputError
-from lcjax.evaluation import ContextSplit
+from lcjax.evaluation import ContextSplit, EvalConfig, RunSection, run
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.icl import SCORES, Icl
@@ -63,6 +63,21 @@ def test_a_batch_is_one_call_and_bos_alone_is_asked_once_for_all_batches(tmp_pat
         (alone,) = task.score(model, [unit], 1)
         assert alone == record
         assert record["read"] == len(unit.tokens) + len(" negative") + len(" positive")
+
+
+def test_a_run_goes_on_behind_what_is_scored(tmp_path):
+    config = EvalConfig(
+        tasks=(Icl(path=write(tmp_path / "sets", count=2), tasks=("sst2",), shots=1),),
+        lengths=(200, 300), run=RunSection(str(tmp_path / "out")),
+    )  # fmt: skip
+    with only_the_run():
+        report = run(config, load=fake())
+        file = tmp_path / "out" / "records" / "icl.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+        log = []
+        again = run(config, load=fake(log=log))
+    assert [c["value"] for c in again.cells] == [c["value"] for c in report.cells]
+    assert [n for _, n in log] == [1, 1], "of the length that is not finished, and BOS"
 
 
 def test_what_a_decoder_has_no_room_for_of_the_demonstrations_is_read_beside_it(tmp_path):
