@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from lcjax.evaluation.records import CONFIG, MARKER, by_cell, fingerprint, parse
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
 
+TRAINED_IN = "trained_in"  # of a marker: where the models lie, seen from its folder
+
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
@@ -28,6 +31,7 @@ class Finished:
     tasks: dict[Task, list[Record]]  # those that have records
     made: dict[str, Any]  # versions and device, as far as the run noted them
     notes: str  # Markdown about trainings
+    trained_in: Path  # the run whose folder holds what was trained; most often this one
 
     @property
     def hash(self) -> str:
@@ -41,7 +45,7 @@ class Finished:
     @property
     def models(self) -> dict[str, ModelSection]:
         """What each method was loaded from; a run may have been moved, with what it trained."""
-        here = dataclasses.replace(self.config.run, folder=str(self.folder))
+        here = dataclasses.replace(self.config.run, folder=str(self.trained_in))
         config = study.with_trained(dataclasses.replace(self.config, run=here))
         return dict(zip(self.order, sections(config), strict=True))
 
@@ -78,7 +82,8 @@ def read(folder: str | Path) -> Finished:
         raise InputError(f"{folder} holds no records; let python eval.py run first")
     notes = folder / NOTES
     text = notes.read_text(encoding="utf-8") if notes.exists() else ""
-    return Finished(folder, config, marker["config"], tasks, _made(folder), text)
+    trained_in = Path(os.path.normpath(folder / marker.get(TRAINED_IN, "")))
+    return Finished(folder, config, marker["config"], tasks, _made(folder), text, trained_in)
 
 
 def _made(folder: Path) -> dict[str, Any]:

@@ -183,9 +183,9 @@ def by_cell(
     return cells
 
 
-def describe(folder: Path, config: "EvalConfig", settings: Mapping) -> None:
-    """Notes in a run folder what its records are made with."""
-    entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings}
+def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: str) -> None:
+    """Notes in a run folder what its records are made with, and what `more` says of them."""
+    entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings, **more}
     write_whole(folder / MARKER, json.dumps(entry, indent=1, default=str) + "\n")
     dump(config, folder / CONFIG)
 

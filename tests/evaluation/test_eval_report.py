@@ -2,11 +2,12 @@
 
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lcjax.evaluation import Passkey, Perplexity
+from lcjax.evaluation import Passkey, Perplexity, report
 from lcjax.evaluation.report import charts, page, plots
 from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
@@ -197,3 +198,19 @@ def test_a_figure_says_what_it_shows(tmp_path, name, words):
     (tmp_path / f"{name}.svg").write_text("<svg></svg>")
     (figure,) = page.figures_of([tmp_path / f"{name}.png"], "a")
     assert words in figure["caption"]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "tables/training.md"])
+def test_a_report_that_is_stopped_leaves_no_file_half_written(tmp_path, monkeypatch, name):
+    def stop(path, text, **_):
+        path.write_bytes(text[:3].encode())
+        if path.name.startswith(Path(name).name):
+            raise KeyboardInterrupt
+        return len(text)
+
+    (tmp_path / "tables").mkdir()
+    (tmp_path / name).write_text("of before")
+    monkeypatch.setattr(Path, "write_text", stop)
+    with pytest.raises(KeyboardInterrupt):
+        report.write(tmp_path, {}, {}, order=(), notes="trainings")
+    assert (tmp_path / name).read_text() == "of before"

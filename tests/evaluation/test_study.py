@@ -255,6 +255,12 @@ def test_a_study_is_scored_again_with_the_tokenizers_of_its_models_and_keeps_its
     own = [f"{moved}/trained/PI", f"{moved}/trained/PI_bf16"]
     assert opened == [f"{moved}/base", *own]
     exported = export(read_run(moved), ["lm_eval"], folder / "exported")
+    scored = report.files[0].parent
+    with only_the_run():  # once more, from what was scored: the models lie where they did
+        opened.clear()
+        score(scored, None, tokenizer=tokenizer)
+    assert opened == [f"{moved}/base", *own]
+    exported += export(read_run(scored), ["lm_eval"], folder / "exported_again")
     models = {
         json.loads(file.read_text())["config"]["model_args"]
         for file in exported if file.name == "results.json"

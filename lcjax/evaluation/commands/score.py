@@ -1,6 +1,7 @@
 """Answers of a finished run, judged again by other settings of its tasks."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lcjax.convert.load import load_tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation import report
 from lcjax.evaluation.config import EvalConfig
-from lcjax.evaluation.finished import Finished, read
+from lcjax.evaluation.finished import TRAINED_IN, Finished, read
 from lcjax.evaluation.methods import tokenizer_of
 from lcjax.evaluation.records import CONFIG, describe, records_file, to_lines
 from lcjax.evaluation.task import Record
@@ -49,7 +50,7 @@ def score(
     settings = {**draccus.encode(config), **_trainings(run)}
     for task, records in tasks.items():
         write_whole(records_file(out, task.label), to_lines(records))
-    describe(out, config, settings)
+    describe(out, config, settings, **{TRAINED_IN: os.path.relpath(run.trained_in, out)})
     return report.write(out, settings, tasks, order=run.order, notes=run.notes, made=run.made)
 
 

@@ -14,6 +14,7 @@ from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
 from lcjax.evaluation.report import charts, page
 from lcjax.evaluation.report.tables import aggregated, grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric, Record, Task
+from lcjax.files import write_whole
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 NOTES = "tables/training.md"
@@ -82,7 +83,7 @@ def write(
     sections = [section for section, _, _ in sections]
     if notes:
         files.append(folder / NOTES)
-        files[-1].write_text(notes, encoding="utf-8")
+        write_whole(files[-1], notes)
         texts.append(notes)
     summary = {
         "format": FORMAT,
@@ -93,7 +94,7 @@ def write(
         "tasks": [_entry(section) for section in sections],
     }
     path = folder / "summary.json"
-    path.write_text(json.dumps(clean(summary), indent=1, default=str) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(clean(summary), indent=1, default=str) + "\n")
     cells = [cell for section in sections for cell in section.cells]
     cost = charts.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
     by_task = {section.task: section.cells for section in sections}
@@ -195,9 +196,8 @@ def _memory(cell: Record) -> str:
 
 
 def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv", "tex")]
-    files[0].write_text(text, encoding="utf-8")
-    files[1].write_text(to_csv(cells), encoding="utf-8")
-    files[2].write_text(latex(cells, "value", task.metric), encoding="utf-8")
+    write_whole(files[0], text)
+    write_whole(files[1], to_csv(cells))
+    write_whole(files[2], latex(cells, "value", task.metric))
     return files
