@@ -8,7 +8,7 @@ from lcjax.build import ModelSection
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method
-from lcjax.evaluation.split import ContextSplit
+from lcjax.evaluation.split import ContextSplit, Split
 
 
 def sections(config: EvalConfig) -> list[ModelSection]:
@@ -32,7 +32,7 @@ def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
     raise InputError("model.path is not set; its tokenizer says how long a prompt is")
 
 
-def split_of(method: Method, model) -> ContextSplit | None:
+def split_of(method: Method, model) -> Split | None:
     """How windows are cut, where not all of a window is the decoder's."""
     memory = getattr(model.config, "memory", None)
     return method.context or method.replug or (None if memory is None else ContextSplit())

@@ -7,8 +7,10 @@ CEPE's Table 1 (arXiv 2402.16617): of 8,192 tokens the last 4,096 are the decode
 of 256 before them the encoder's; 4,096 are 2,048 and 8 chunks, longer ones 4,096 and the rest.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,8 +28,10 @@ SOURCES = ("own", "foreign")
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextSplit:
-    """What of a window is read by the memory of a model."""
+class Split(abc.ABC):
+    """What of a window is read beside the decoder, and how."""
+
+    key: ClassVar[str]  # of a method's settings
 
     # Tokens at the end of a window that the decoder reads; null: half of the window, and no more
     # than the model was trained for.
@@ -36,6 +40,48 @@ class ContextSplit:
     chunks: int | None = None  # only the last so many before the decoder's text; null: all
     # own, or foreign as a control: each chunk is one of another document.
     source: str = "own"
+
+    def __post_init__(self):
+        whole_numbers(self.key, self, 1, "decoder", "chunk")
+        whole_numbers(self.key, self, 0, "chunks")
+        one_of(f"{self.key}.source", self.source, SOURCES)
+
+    @abc.abstractmethod
+    def of(self, model, length: int) -> "SplitModel":
+        """`model` for windows of `length` tokens."""
+
+    @abc.abstractmethod
+    def context(self, model, length: int) -> tuple[int, int] | None:
+        """Chunks that are kept of a window beside what the decoder reads, and tokens of each."""
+
+    @abc.abstractmethod
+    def tokens(self, model, length: int) -> int:
+        """What the decoder reads of windows of `length` tokens."""
+
+    @abc.abstractmethod
+    def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
+        """As `LanguageModel.nll`, with the `passages` of each row."""
+
+    @abc.abstractmethod
+    def generate(self, model, parts: list["Part"], sampling, passages: list, chunk: int):
+        """As `LanguageModel.generate`, with the `passages` of each part."""
+
+    @abc.abstractmethod
+    def continuations(self, model, parts: list["Part"], options, passages: list, chunk: int):
+        """As `LanguageModel.continuations`, with the `passages` of each part."""
+
+    def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
+        """The chunks of what stands before the decoder's text; the odd one is the first."""
+        chunks = chunks_of(context, chunk)
+        return chunks if self.chunks is None else chunks[len(chunks) - self.chunks :]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextSplit(Split):
+    """What of a window is read by the memory of a model."""
+
+    key: ClassVar[str] = "context"
+
     # Contexts of more tokens are attended to more sharply (Cepe.trained_context); null: never.
     trained_context: int | None = None
     # Which half of a node is split again (SharedLLM): right, query, random; null: the model's own.
@@ -45,12 +91,10 @@ class ContextSplit:
     ratios: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        whole_numbers("context", self, 1, "decoder", "chunk", "trained_context")
-        whole_numbers("context", self, 0, "chunks")
-        one_of("context.source", self.source, SOURCES)
+        super().__post_init__()
+        whole_numbers(self.key, self, 1, "trained_context")
 
     def of(self, model, length: int) -> "SplitModel":
-        """`model` for windows of `length` tokens."""
         memory, decoder = model.config.memory, self.tokens(model, length)
         check_memory(memory)
         settings = (("trained_context", Cepe), ("policy", SharedLlm), ("ratios", SharedLlm))
@@ -73,7 +117,6 @@ class ContextSplit:
         return chunk_size(model.config.memory, self.chunk)
 
     def context(self, model, length: int) -> tuple[int, int] | None:
-        """Chunks that are kept of a window beside what the decoder reads, and tokens of each."""
         if model.config.memory is None:
             return None
         size = self.size(model)
@@ -81,14 +124,8 @@ class ContextSplit:
         return chunks if self.chunks is None else min(chunks, self.chunks), size
 
     def tokens(self, model, length: int) -> int:
-        """What the decoder reads of windows of `length` tokens."""
         usual = min(length // 2, model.config.max_length)
         return min(usual if self.decoder is None else self.decoder, length)
-
-    def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
-        """The chunks of what stands before the decoder's text; the odd one is the first."""
-        chunks = chunks_of(context, chunk)
-        return chunks if self.chunks is None else chunks[len(chunks) - self.chunks :]
 
     def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
         return model.nll(tokens, context=self._encoded(model, passages, chunk), **options)
@@ -106,19 +143,15 @@ class ContextSplit:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplugSplit(ContextSplit):
+class ReplugSplit(Split):
     """What of a window is read by REPLUG: each chunk in front of the decoder's text, in turn.
 
     All chunks count alike. `decoder` leaves room for a chunk where it is null.
     """
 
-    chunk: int = 256
+    key: ClassVar[str] = "replug"
 
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("trained_context", "policy", "ratios"):
-            if getattr(self, name) is not None:
-                raise InputError(f"replug.{name} is for a memory; leave it out")
+    chunk: int = 256
 
     def of(self, model, length: int) -> "SplitModel":
         decoder = self.tokens(model, length)
@@ -176,7 +209,7 @@ class Part:
 class SplitModel:
     """A model that reads the last `decoder` tokens of a window, and the rest beside them."""
 
-    def __init__(self, model, split: ContextSplit, decoder: int, chunk: int):
+    def __init__(self, model, split: Split, decoder: int, chunk: int):
         self.tokenizer, self.config = model.tokenizer, model.config
         self.decoder, self._model, self._split, self._chunk = decoder, model, split, chunk
 
@@ -185,8 +218,8 @@ class SplitModel:
         start = tokens.shape[1] - self.decoder
         if first <= start or (np.asarray(lengths) <= start + 1).any():
             raise InputError(
-                f"context: this protocol scores tokens from {first} on, and the decoder reads from"
-                f" {start} on; use protocol=last_k, with last below {self.decoder}"
+                f"{self._split.key}: this protocol scores tokens from {first} on, and the decoder"
+                f" reads from {start} on; use protocol=last_k, with last below {self.decoder}"
             )
         read, found = tokens[:, start:], np.zeros(tokens.shape, np.float32)
         found[:, start:] = self._split.nll(
@@ -235,7 +268,7 @@ class SplitModel:
         moved = self._moved(len(row) + new, spans)
         if sum(stop - start for start, stop in moved) < len(row) + new - self.decoder:
             raise InputError(
-                f"context.decoder={self.decoder} leaves no room for a prompt beside"
+                f"{self._split.key}.decoder={self.decoder} leaves no room for a prompt beside"
                 f" {new} new tokens; raise it"
             )
         if not moved:
@@ -282,8 +315,8 @@ class SplitModel:
         others = [u for u in others if len(u.tokens) >= start]
         if not others:
             raise InputError(
-                "context.source=foreign takes chunks of other documents, and all windows are of"
-                " one; give more text, or raise max_windows"
+                f"{self._split.key}.source=foreign takes chunks of other documents, and all windows"
+                " are of one; give more text, or raise max_windows"
             )
         tokens, rng = unit.tokens.copy(), np.random.default_rng([seed, unit.index])
         for stop in range(start, 0, -self._chunk):

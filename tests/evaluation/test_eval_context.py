@@ -234,7 +234,14 @@ def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config, score):
         ),
         (lambda: {"methods": (Method("a", context=ContextSplit(source="mine")),)}, "source='mine'"),
         (lambda: {"methods": (Method("a", context=ContextSplit(decoder=0)),)}, "decoder=0"),
-        (lambda: {"methods": (Method("a", replug=ReplugSplit(trained_context=9)),)}, "memory"),
+        (
+            lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=0)),)},
+            "^replug.chunk=0 must",
+        ),
+        (
+            lambda: {"methods": (Method("a", replug=ReplugSplit(source="mine")),)},
+            "^replug.source='mine'",
+        ),
         (
             lambda: {"methods": (Method("a", context=ContextSplit()),), "tasks": (Perplexity(),)},
             "protocol=slide_press scores tokens that the method a reads beside",
