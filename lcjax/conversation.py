@@ -137,9 +137,10 @@ class Conversation:
 
     def _stream(self, sampling: Sampling) -> Iterator[Piece]:
         tokenizer = self.lm.tokenizer
+        sampling.check_texts(1)
         # What a context keeps is chosen anew for each turn; what was read beside it stays read.
         self.context = self.lm.search_contexts(self.context, [self._ids])
-        key, eos = jax.random.key(sampling.seed), jnp.array(tokenizer.eos_ids, jnp.int32)
+        key, eos = sampling.key(self._rows), jnp.array(tokenizer.eos_ids, jnp.int32)
         text = _Text(0, tokenizer, sampling)
         for count in range(sampling.max_new_tokens):
             picked = pick(self._read_on(), key, count, eos, sampling)

@@ -75,13 +75,14 @@ def stream(
     prompts = _checked(prompts, model.config.vocab_size)
     # The last token that is picked is not read.
     model.config.check_length(max(map(len, prompts)) + sampling.max_new_tokens - 1)
+    mixture = mixture or Mixture.of_itself(len(prompts))
+    sampling.check_texts(mixture.texts)
     chunk, exact = chunk_size(prefill_chunk), exact and follows_length
     if Landmarks.read_by(model.config.pattern) is not None:
         _check_not_exact(exact)
         chunk = _whole_chunk(chunk, model.config.pattern)
     return _read_and_write(
-        model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory,
-        mixture or Mixture.of_itself(len(prompts)),
+        model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory, mixture
     )  # fmt: skip
 
 
@@ -130,10 +131,11 @@ def _read_and_write(
 
 
 def _decode(step, tokenizer, logits, cache, sampling, mixture):
-    key = jax.random.key(sampling.seed)
     eos = jnp.array(tokenizer.eos_ids, jnp.int32)
     rows = [Row(index, tokenizer, sampling) for index in range(mixture.texts)]
-    token = pick(mixture.logits(logits), key, 0, eos, sampling)
+    logits = mixture.logits(logits)
+    key = sampling.key(len(logits))
+    token = pick(logits, key, 0, eos, sampling)
     for count in range(sampling.max_new_tokens):
         current = token
         if count + 1 < sampling.max_new_tokens:

@@ -21,10 +21,11 @@ class Sampling:
     top_k: int | None = None  # so many of the most probable tokens are kept; null: all
     top_p: float = 1.0  # of these, the smallest set with this much probability is kept
     stop: tuple[str, ...] = ()  # text before the first of these is the answer
-    seed: int = 0
+    # Of all draws; or one for each text, which then does not depend on those beside it.
+    seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "min_new_tokens", "seed"):
+        for name in ("max_new_tokens", "min_new_tokens"):
             whole(name, getattr(self, name))
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
@@ -33,8 +34,10 @@ class Sampling:
                 f"min_new_tokens={self.min_new_tokens} must lie between 0 and"
                 f" max_new_tokens={self.max_new_tokens}"
             )
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"seed={self.seed} must lie between 0 and 2**32 - 1")
+        for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
+            whole("seed", seed)
+            if not 0 <= seed < 2**32:
+                raise InputError(f"seed={seed} must lie between 0 and 2**32 - 1")
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
@@ -50,6 +53,24 @@ class Sampling:
         listed = isinstance(self.stop, tuple | list)
         if not listed or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise InputError(f"stop={self.stop!r} must be a tuple of stop strings, none empty")
+
+    def check_texts(self, count: int) -> None:
+        """Refuses seeds of texts that are not as many as the texts."""
+        if isinstance(self.seed, tuple) and len(self.seed) != count:
+            raise InputError(
+                f"seed={self.seed} has {len(self.seed)} numbers for {count} prompts; give one for"
+                " each, or a single one"
+            )
+
+    def key(self, rows: int) -> jax.Array:
+        """What `pick` draws `rows` tokens with: a key, or a key [rows] of each.
+
+        Rows that fill up a mesh come last, and draw as the first.
+        """
+        if not isinstance(self.seed, tuple):
+            return jax.random.key(self.seed)
+        seeds = [*self.seed, *[self.seed[0]] * (rows - len(self.seed))]
+        return jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32))
 
 
 def whole(name: str, value: object) -> None:
@@ -80,6 +101,9 @@ def _draw(logits, key, step, eos, early, temperature, top_p, *, greedy, top_k, n
         logits = _best(logits, top_k)
     if nucleus:
         logits = _nucleus(logits, top_p)
+    if key.ndim:
+        keys = jax.vmap(jax.random.fold_in, (0, None))(key, step)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
     return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
 
 

@@ -1,5 +1,6 @@
 """Generation: equal to the full forward pass, in batches, in chunks, for every rotation."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,6 +16,7 @@ from lcjax.generate import Piece, Sampling
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.rope import E2LLM, NTK, Clex, Default, DynamicNTK, Linear, Llama3, LongRope, Yarn
+from lcjax.sampling import pick
 
 ROPES = {
     "default": Default(theta=1e4),
@@ -171,6 +173,20 @@ def test_sampling_is_seeded_and_obeys_temperature_and_top_p(params):
     assert _generated(lm, [prompt], Sampling(**settings, top_p=1e-6)) == greedy
     assert _generated(lm, [prompt], Sampling(**settings, top_k=1)) == greedy
     assert _generated(lm, [prompt], Sampling(**settings, seed=1, top_k=10**6)) == first
+
+
+def test_a_text_with_its_own_seed_draws_the_same_whatever_is_beside_it():
+    logits = jax.random.normal(jax.random.key(0), (4, 50))
+    drawn = Sampling(temperature=1.0, seed=(5, 6, 7))
+    eos = jnp.array([0])
+    together = pick(logits, drawn.key(4), 2, eos, drawn)  # the fourth row fills up a mesh
+    for row, seed in enumerate(drawn.seed):
+        alone = dataclasses.replace(drawn, seed=(seed,))
+        assert pick(logits[row : row + 1], alone.key(1), 2, eos, alone)[0] == together[row]
+    steps = [pick(logits, drawn.key(4), step, eos, drawn).tolist() for step in range(3)]
+    assert len(set(map(tuple, steps))) == 3
+    with pytest.raises(InputError, match="3 numbers for 2 prompts"):
+        drawn.check_texts(2)
 
 
 def test_top_k_keeps_the_most_probable_tokens_and_the_nucleus_counts_only_these():

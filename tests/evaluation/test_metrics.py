@@ -172,6 +172,8 @@ def test_the_class_behind_a_removed_one_is_passed_over():
         (lambda: infinitebench.math_find("none", 4), 0),
         (lambda: infinitebench.math_calc("[1, 3, 9]", [1, 3, 7, 2]), 0.5),
         (lambda: infinitebench.math_calc("1 3", [[1, 3]]), 1),
+        (lambda: infinitebench.math_calc("01 3 " + "9" * 5000, [1, 3, 7, 2]), 0.5),
+        (lambda: infinitebench.math_calc("0 00 5", [0, 0, 5]), 1),
         (lambda: infinitebench.choice("maybe C then", ["no", "C"]), 1),
         (lambda: infinitebench.choice("the answer is", ["no", "C"]), 0),
         (lambda: infinitebench.choice("nothing here", ["no", "C"]), 0),

@@ -1,5 +1,7 @@
 """A model's answers to requests: longest first, in batches of one size, prompts read once."""
 
+import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -7,6 +9,7 @@ import numpy as np
 from lcjax.errors import InputError
 from lcjax.evaluation.lm_eval.requests import Choice, Request, Rolling, Writing
 from lcjax.evaluation.split import SplitModel
+from lcjax.sampling import Sampling
 
 # (sum of log p, whether the model would write it), sum of log p, or a text
 Answer = tuple[float, bool] | float | str
@@ -100,15 +103,26 @@ def _rolling(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
 
 
 def _writings(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
-    """Prompts that are continued alike run together."""
+    """Prompts that are continued alike run together.
+
+    What is drawn depends on the seed and the prompt, not on the size or the order of batches.
+    """
     kinds: dict[object, list[tuple[int, Writing]]] = {}
     for number, request in numbered:
         kinds.setdefault(request.sampling, []).append((number, request))
     for sampling, own in kinds.items():
         for some in _batches(own, batch):
             prompts = [request.prompt for _, request in _filled(some, batch)]
-            texts = model.generate(prompts, sampling, *_beside(model, prompts))
+            drawn = _drawn(sampling, prompts)
+            texts = model.generate(prompts, drawn, *_beside(model, prompts))
             yield from ((number, text) for (number, _), text in zip(some, texts))
+
+
+def _drawn(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Sampling:
+    if not sampling.temperature:
+        return sampling
+    seeds = [zlib.crc32(np.array(ids, "<i4").tobytes(), sampling.seed) for ids in prompts]
+    return dataclasses.replace(sampling, seed=tuple(seeds))
 
 
 def _batches(items: list, batch: int) -> Iterator[list]:

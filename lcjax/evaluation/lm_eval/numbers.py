@@ -19,10 +19,12 @@ Own = Callable[[str, str, Sequence[Any]], float]
 
 def _ratio(pairs: Sequence[Sequence[float]]) -> float:
     """Of sums: log-likelihoods to words or bytes."""
-    return math.fsum(a for a, _ in pairs) / math.fsum(b for _, b in pairs)
+    above, below = zip(*pairs, strict=True)
+    return math.fsum(_floats(above)) / math.fsum(below)
 
 
 def _floats(values: Sequence[Any]) -> np.ndarray:
+    """Records hold null for NaN."""
     return np.array([math.nan if value is None else value for value in values], np.float64)
 
 

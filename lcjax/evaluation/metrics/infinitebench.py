@@ -109,9 +109,10 @@ def math_calc(prediction: str, label: Sequence) -> float:
     Minus signs are passed over, so that a negative value is never right.
     """
     label = label[0] if isinstance(label[0], list) else label
-    found = [int(run) for run in re.findall("[0-9]+", prediction)]
+    # Compared as text: a run may have more digits than Python takes for a number.
+    found = [run.lstrip("0") or "0" for run in re.findall("[0-9]+", prediction)]
     right = 0
-    while right < min(len(label), len(found)) and label[right] == found[right]:
+    while right < min(len(label), len(found)) and str(label[right]) == found[right]:
         right += 1
     return right / len(label)
 

@@ -281,6 +281,14 @@ def test_a_group_is_the_mean_over_its_tasks_by_size_or_alike():
         assert found == {"g": {"acc,none": value}}
 
 
+@pytest.mark.parametrize("rule", ["weighted_perplexity", "bits_per_byte", "perplexity", "mean"])
+def test_a_loss_that_is_no_number_makes_none_of_the_task(rule):
+    values = [-1.0, None] if rule in ("perplexity", "mean") else [[-1.0, 3], [None, 4]]
+    record = {"dataset": "a", "aggregation": {"m": rule}}
+    records = [record | {"scores": {"m,none": value}} for value in values]
+    assert np.isnan(numbers.of_datasets(records, own=None)["a"]["m,none"])
+
+
 def test_answers_come_back_in_order_whatever_is_asked():
     encoder, model = Encoder(Model().tokenizer, LENGTH), Model()
     asked = [
@@ -298,6 +306,26 @@ def test_answers_come_back_in_order_whatever_is_asked():
         total = sum(losses_of(text, len(asked[number].prompt)))
         assert found[number][0] == pytest.approx(-total)
     assert model.log[0] == [17, 3]  # of three prompts two are the same, and read once
+
+
+def test_what_is_drawn_depends_on_seed_and_prompt_and_not_on_the_batch():
+    encoder, seeds = Encoder(Model().tokenizer, LENGTH), []
+
+    class Drawing(Model):
+        def generate(self, prompts, sampling):
+            seeds[-1] |= zip(map(tuple, prompts), sampling.seed, strict=True)
+            return super().generate(prompts, sampling)
+
+    heat = {"do_sample": True, "max_gen_toks": 3}
+    for batch, repeat in ((1, 0), (4, 0), (4, 1)):
+        seeds.append({})
+        asked = [
+            encoder.request("generate_until", [f"{'long ' * n}key {n}", heat], repeat)
+            for n in range(5)
+        ]
+        answers.respond(Drawing(), asked, batch)
+    assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 5
+    assert not set(seeds[1].values()) & set(seeds[2].values())
 
 
 def test_names_on_the_command_line_are_those_of_the_first_task(monkeypatch, tmp_path):
