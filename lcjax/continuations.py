@@ -57,7 +57,6 @@ def by_cache(
     continuations: Sequence[Sequence[Ids]],
     *,
     rotation: Callable[[int], Rotation],
-    prefill_chunk: int | None = None,
     memory: Encoded | None = None,
 ) -> list[list[Continuation]]:
     """What `model` says of the continuations of each prompt; arguments as `generate.stream`'s.
@@ -73,7 +72,7 @@ def by_cache(
     rounds = _rounds([*continuations, *[continuations[0]] * filler])
     lengths = np.array([len(prompt) for prompt in prompts])
     turned = Rotations(rotation, lengths, np.pad(longest, (0, filler), "edge"), False).at(0)
-    room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, chunk_size(prefill_chunk)
+    room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, chunk_size(None)
     logits, cache = _read_prompts(model, params, prompts, room, chunk, turned, memory)
 
     def follow(cache, tokens, targets, real, positions):

@@ -56,7 +56,7 @@ class Prompt:
 
     ids: np.ndarray
     spans: tuple[Span, ...]
-    removed: tuple[int, int] = (0, 0)  # ids that were cut out: first and end, before the cut
+    truncated: int = 0  # tokens that were cut out
 
     def tokens(self, *kinds: str) -> int:
         """Tokens of these kinds."""
@@ -70,11 +70,6 @@ class Prompt:
     def movable(self) -> tuple[tuple[int, int], ...]:
         """First and end of every segment that may be read beside the decoder, in order."""
         return tuple((s.start, s.stop) for s in self.spans if s.kind in SHRINKABLE)
-
-    @property
-    def truncated(self) -> int:
-        """Tokens that were cut out."""
-        return self.removed[1] - self.removed[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,8 +260,7 @@ def _without(prompt: Prompt, places: np.ndarray) -> Prompt:
     before = np.concatenate([[0], np.cumsum(keep)])
     spans = [Span(s.kind, int(before[s.start]), int(before[s.stop])) for s in prompt.spans]
     spans = [span for span in spans if span.stop > span.start]
-    removed = int(places[0]), int(places[0]) + len(places)
-    return Prompt(prompt.ids[keep], tuple(spans), removed)
+    return Prompt(prompt.ids[keep], tuple(spans), len(places))
 
 
 def cut_text(tokenizer: Tokenizer, text: str, length: int) -> tuple[str, int]:

@@ -1,14 +1,16 @@
 """Tables of fixed cells, letter by letter, and figures that show something."""
 
 import struct
+import types
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from lcjax.evaluation import Passkey, Perplexity, report
-from lcjax.evaluation.report import charts, page, plots
+from lcjax.evaluation.report import charts, examples, page, plots
 from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
 
@@ -79,6 +81,20 @@ def test_perplexity_over_lengths_shows_a_line_per_method(tmp_path):
     assert min(image.shape[:2]) > 400
     assert has_colour(image, "#0072B2") and has_colour(image, "#D55E00")
     assert not has_colour(image, "#009E73")
+
+
+def test_scores_beyond_one_lie_inside_the_figure_and_the_best_answer_is_not_wrong():
+    metric, axes = Metric("bleu", "BLEU", False, 1), Figure().add_subplot()
+    plots._value_axis(axes, [12.0, 41.0], metric)
+    low, high = axes.get_ylim()
+    assert low < 12 and high > 41
+    task = types.SimpleNamespace(
+        label="bleu", example=lambda record: record["correct"], references=lambda record: []
+    )
+    fixed = {"method": "a", "length": 8, "answer": "x"}
+    records = [{**fixed, "window": i, "correct": v} for i, v in enumerate((3.0, 90.0))]
+    (group,) = examples.of_task(task, records).groups
+    assert [row["value"] for row in group["rows"]] == [3.0]
 
 
 def test_figures_survive_values_that_are_missing_or_not_numbers(tmp_path):

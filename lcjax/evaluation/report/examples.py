@@ -65,9 +65,10 @@ def of_task(task: Task, records: Sequence[Record]) -> Shown:
 
 
 def _wrong(task: Task, records: Sequence[Record]) -> list[Record]:
-    """The worst first."""
-    scored = [(task.example(record), index) for index, record in enumerate(records)]
-    wrong = sorted((score, i) for score, i in scored if score is not None and score < 1)
+    """The worst first. Right is 1, or the best of scores from 0 to 100, such as BLEU."""
+    scores = [task.example(record) for record in records]
+    best = max(1.0, *(score for score in scores if score is not None), 0.0)
+    wrong = sorted((s, i) for i, s in enumerate(scores) if s is not None and s < best)
     return [records[index] for _, index in wrong]
 
 

@@ -80,13 +80,12 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
 
 
 def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
-    """Log when methods are worlds apart, with plain numbers, and not beyond what tables print."""
+    """Shares from 0 to 1; losses in log when methods are worlds apart, as far as tables print."""
     finite = [value for value in values if np.isfinite(value)]
-    if not finite or not metric.lower_is_better:
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    if not finite or (not metric.lower_is_better and low >= 0 and high <= 1):
         axes.set_ylim(-0.04, 1.04)
-        return
-    low, high = min(finite), max(finite)
-    if low > 0 and high > 8 * low:
+    elif metric.lower_is_better and low > 0 and high > 8 * low:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
         axes.set_yscale("log")
@@ -96,7 +95,7 @@ def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
         if high > metric.dash_above:
             axes.set_ylim(low / 1.3, max(metric.dash_above, 2 * low))
     else:
-        room = 0.12 * (high - low) or 0.05 * high
+        room = 0.12 * (high - low) or 0.05 * abs(high) or 0.05
         axes.set_ylim(low - room, high + room)
 
 

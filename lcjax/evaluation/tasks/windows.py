@@ -39,10 +39,6 @@ class Window:
     first: int
     weight: float
 
-    @property
-    def scored(self) -> int:
-        return self.size - self.first
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -17,7 +17,7 @@ from lcjax.errors import one_of
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
-from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.prompt import Layout, Segment
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of
@@ -128,8 +128,8 @@ class ZeroScrolls(AnswerBenchmark):
         """Where the text will be cut at its end, the official line says so."""
         example = super().asked(example, data, tokenizer, length)
         separator, segments = example.facts["separator"], list(example.segments)
-        count = sum(len(tokenizer.encode(segment.text)) for segment in segments)
-        over = count + example.max_new_tokens * (self.budget_rule == "total") > length
+        prompt = Layout(tokenizer, example.template or self.template).prompt(segments)
+        over = self.budget(length, example.max_new_tokens).left(prompt) < 0
         last = segments[-1]
         if self.keep == "head" and over and last.kind == "question":
             text = separator.rstrip() + "\n\n" + last.text.lstrip()

@@ -189,6 +189,9 @@ def test_an_official_prompt_keeps_the_head_of_its_text_and_says_that_the_rest_is
     assert cut.facts["size"] == 300 and cut.facts["truncated"] > 0
     assert text.startswith("Read the story.\n\nStory:\nA bird sat there.")
     assert text.endswith("... [The rest is omitted]\n\nQuestion:\nWho sings?\n\nAnswer:\n")
+    # One token too long, BOS counted: the line stands as soon as anything is cut.
+    (edge,) = plan(task, whole.facts["size"] - 1)
+    assert edge.facts["truncated"] > 0 and "omitted" in TOKENIZER.decode(edge.tokens)
     (tail,) = plan(ZeroScrolls(path=task.path, tasks=task.tasks, keep="tail"), 300)
     text = TOKENIZER.decode(tail.tokens)
     assert "omitted" not in text and text.endswith(
