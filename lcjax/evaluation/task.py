@@ -116,6 +116,14 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         correct = record.get("correct")
         return None if correct is None else float(correct)
 
+    def weights(self, records: Sequence[Record]) -> list[float]:
+        """What share each record has in the task's number, up to a factor that all have."""
+        return [record.get("weight", 1.0) for record in records]
+
+    def cluster(self, record: Record) -> object:
+        """What a record shares with those that are not independent of it; None: with none."""
+        return record.get("document")
+
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """95 % interval of `value`: Wilson's of a share, else a bootstrap of examples; or NaN."""
         values = [value for record in records if (value := self.example(record)) is not None]

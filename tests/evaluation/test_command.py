@@ -14,8 +14,18 @@ from matplotlib.figure import Figure
 
 from lcjax.config import dump
 from lcjax.errors import InputError
-from lcjax.evaluation import Method, Passkey, Perplexity, Ruler, finished, run
-from lcjax.evaluation.commands.compare import compare
+from lcjax.evaluation import (
+    LmEval,
+    LongBench,
+    Method,
+    Passkey,
+    Perplexity,
+    RagLm,
+    Ruler,
+    finished,
+    run,
+)
+from lcjax.evaluation.commands.compare import _paired, compare
 from lcjax.evaluation.commands.export import export
 from lcjax.evaluation.commands.main import main
 from lcjax.evaluation.commands.make_data import make_data
@@ -227,6 +237,35 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
     assert int(own[0]["count"]) == len(windows - {0})  # only where both read the same tokens
     page = check_page(out / "compare.html")
     assert "All settings that decide a number are the same" in page.said
+
+
+@pytest.mark.parametrize(
+    ("task", "facts"),
+    [
+        (LmEval(tasks=("a", "b")), {"metric": "acc", "lower": [], "by_size": True}),
+        (LongBench(), {}),
+        (RagLm(), {"nan": 0, "scored": 1}),
+    ],
+)
+def test_a_paired_difference_is_that_of_the_shown_means(task, facts):
+    """Of two data sets the larger one gains 1, the other nothing; numbers of documents repeat."""
+    rows = [("hotpotqa", n) for n in range(3)] + [("trec", 0)]
+
+    def records(gain):
+        return [
+            {
+                **facts, "window": i, "digest": str(i), "protocol": "p", "document": n,
+                "dataset": name, "task": name, "domain": name,
+                "correct": value, "nll": value,
+            }
+            for i, (name, n) in enumerate(rows)
+            for value in [gain * (name == "hotpotqa")]
+        ]  # fmt: skip
+
+    found = _paired(task, records(0.0), records(1.0))
+    assert found.mean == pytest.approx(0.5) and found.count == 4
+    drawn = len({task.cluster(record) for record in records(0.0)} - {None})
+    assert drawn == (4 if isinstance(task, LmEval) else 3)
 
 
 def test_what_is_judged_by_two_rules_is_compared_in_two_tables(copied, undrawn):

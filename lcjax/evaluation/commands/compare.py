@@ -133,17 +133,22 @@ def _differences(task: Task, groups, rows) -> list[tuple[Pair, int, Difference]]
 
 
 def _paired(task: Task, base: Sequence[Record], other: Sequence[Record]) -> Difference:
-    """Over units of which both have read the same tokens under the same protocol."""
+    """Over units of which both have read the same tokens under the same protocol.
+
+    They are weighed as in the number of the task, of which the mean is then the difference.
+    """
     before = {(r["window"], r["digest"], r["protocol"]): r for r in base}
     pairs = []
     for record in other:
         twin = before.get((record["window"], record["digest"], record["protocol"]))
         values = None if twin is None else (task.example(twin), task.example(record))
         if values is not None and None not in values:
-            pairs.append((*values, record.get("weight", 1.0), record.get("document")))
-    a, b, weights, documents = zip(*pairs, strict=True) if pairs else ((), (), (), ())
-    clusters = documents if pairs and None not in documents else None
-    return paired(a, b, weights=weights or None, clusters=clusters)
+            pairs.append((*values, record))
+    weights = task.weights([record for *_, record in pairs])
+    counted = [(*pair, weight) for pair, weight in zip(pairs, weights, strict=True) if weight]
+    a, b, records, weights = zip(*counted, strict=True) if counted else ((), (), (), ())
+    clusters = [task.cluster(record) for record in records]
+    return paired(a, b, weights=weights, clusters=None if None in clusters else clusters)
 
 
 def _write(out: Path, runs: dict[str, Finished], parts: Sequence[_Part]) -> Comparison:

@@ -231,21 +231,32 @@ class LmEval(Task):
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """A bootstrap over documents, each with the share that it has in the value; or NaN."""
-        lower = self.metric.lower_is_better
-        records = [r for r in records if (r["metric"] in r["lower"]) == lower]
+        records = [r for r in records if self._counts(r)]
         if not records or any(record["correct"] is None for record in records):
             return math.nan, math.nan
         if len({record["dataset"] for record in records}) == 1:
             return super().interval(records)
+        return bootstrap([record["correct"] for record in records], weights=self.weights(records))
+
+    def weights(self, records: Sequence[Record]) -> list[float]:
+        """Tasks count alike, in a group as its rule says; 0 where better is the other way."""
         sizes = collections.Counter(record["dataset"] for record in records)
         parents = {record["dataset"]: record["task"] for record in records}
         members = collections.Counter(parents.values())
         totals = collections.Counter(record["task"] for record in records)
-        weights = [
-            1 / totals[r["task"]] if r["by_size"] else 1 / members[r["task"]] / sizes[r["dataset"]]
+        return [
+            self._counts(r) / totals[r["task"]]
+            if r["by_size"]
+            else self._counts(r) / members[r["task"]] / sizes[r["dataset"]]
             for r in records
         ]
-        return bootstrap([record["correct"] for record in records], weights=weights)
+
+    def _counts(self, record: Record) -> bool:
+        return (record["metric"] in record["lower"]) == self.metric.lower_is_better
+
+    def cluster(self, record: Record) -> object:
+        """Documents are counted in each data set."""
+        return record["dataset"], record["document"]
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         """Methods by tasks at the longest length."""

@@ -129,13 +129,13 @@ class FileBenchmark(PromptTask):
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """Bootstrap of the value; where all examples count alike, of their mean or share."""
-        weights = self._weights(records)
+        weights = self.weights(records)
         if np.allclose(weights, weights[0]):
             return super().interval(records)
         return bootstrap([record["correct"] for record in records], weights=weights)
 
-    def _weights(self, records: Sequence[Record]) -> np.ndarray:
-        """What share each record has in the value: data sets or categories count alike."""
+    def weights(self, records: Sequence[Record]) -> list[float]:
+        """Data sets or categories count alike."""
         names = [record["dataset"] for record in records]
         sizes = {name: names.count(name) for name in set(names)}
         groups = [self.known[name].group for name in sizes]
@@ -146,7 +146,7 @@ class FileBenchmark(PromptTask):
             else 1 / len(set(groups)) / groups.count(self.known[name].group)
             for name in sizes
         }
-        return np.asarray([share[name] / sizes[name] for name in names])
+        return [share[name] / sizes[name] for name in names]
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """The value, what it is a mean of, both means, categories, data sets; all from 0 to 1."""

@@ -9,6 +9,7 @@ its decoder with `context: {decoder: 2048, chunk: 256}`, REPLUG one by one with 
 2048}`, where all count alike whatever their scores.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -139,6 +140,11 @@ class RagLm(Task):
 
     def example(self, record: Record) -> float | None:
         return self._windows.example(record)
+
+    def weights(self, records: Sequence[Record]) -> list[float]:
+        """Domains count alike."""
+        sizes = collections.Counter(record["domain"] for record in records)
+        return [1 / sizes[record["domain"]] for record in records]
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """Bootstrap over texts of one domain; none of a mean over several."""
