@@ -1,9 +1,10 @@
 """LongBench (arXiv 2308.14508): 21 data sets, and LongBench-E, from the official JSONL files.
 
 Prompts are the official ones where `dataset2prompt.json` lies in the folder or in its config/, and
-this library's own otherwise; records say which. As in the official script a prompt over the budget
-loses its middle, few-shot and code prompts have no chat template, the answer is written greedily,
-and of few-shot answers only the first line counts.
+this library's own otherwise; with `wording: lm_eval` they are those of an installed lm-eval.
+Records say which. As in the official script a prompt over the budget loses its middle, few-shot and
+code prompts have no chat template, the answer is written greedily, and of few-shot answers only the
+first line counts.
 
 Differs from the official script in one place: samsum's generation ends at its length instead of the
 first newline, which changes no first line unless the model begins with a newline.
@@ -105,6 +106,8 @@ class LongBench(TextCutBenchmark):
     source: ClassVar[str] = SOURCE
 
     reserve: int = 500  # 3,500 tokens of a window of 4,096 are the official budget; LCEG has none
+    # folder: the official prompts there, else this library's own; lm_eval: an installed lm-eval's
+    wording: str = "folder"
     e: bool = False  # LongBench-E: 13 of the data sets, with lengths spread evenly
     code_metric: str = "indel"  # indel: fuzzywuzzy with python-Levenshtein; difflib: without it
     first_lines: str = "official"  # few-shot tasks; lceg: also English QA and synthetic tasks
@@ -122,12 +125,15 @@ class LongBench(TextCutBenchmark):
 
     def check(self, limits: Limits, key: str) -> None:
         for field, known in (
-            ("code_metric", ("indel", "difflib")), ("first_lines", ("official", "lceg"))
+            ("code_metric", ("indel", "difflib")), ("first_lines", ("official", "lceg")),
+            ("wording", ("folder", "lm_eval")),
         ):  # fmt: skip
             one_of(f"{key}.{field}", getattr(self, field), known)
         super().check(limits, key)
         if not self.chosen():
             raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")
+        for data in self.chosen():
+            self._template(data.name)
         if any(data.name in _CHINESE and data.name != "lsht" for data in self.chosen()):
             metrics.words_zh("")  # says what to install before a model is loaded
 
@@ -135,13 +141,20 @@ class LongBench(TextCutBenchmark):
         return examples(path, *self._template(data.name), classes="classification" in data.scores)
 
     def _template(self, name: str) -> tuple[str, str]:
+        if self.wording == "lm_eval":
+            found = local_files.lm_eval_template("longbench", name)
+            if found is None:
+                raise InputError(
+                    f"tasks: wording=lm_eval, and no lm-eval with a prompt of {name} is installed;"
+                    " install it, or use wording=folder"
+                )
+            return found
         places = ("dataset2prompt.json", "config/dataset2prompt.json")
         places += tuple(f"{up}{place}" for up in ("../", "LongBench/") for place in places)
         found = local_files.json_templates(self.path, places)
         if found is not None and name in found[0]:
             return found[0][name], f"official ({found[1]})"
-        found = local_files.lm_eval_template("longbench", name)
-        return (WORDING[name], OWN_WORDING) if found is None else found
+        return WORDING[name], OWN_WORDING
 
     def rules(self, data: DataSet) -> DataSet:
         wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")

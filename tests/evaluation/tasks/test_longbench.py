@@ -139,10 +139,14 @@ def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path,
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lm_eval\nVersion: 0.4.13\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     task = LongBench(path=write(tmp_path / "data", ("hotpotqa",), 1), tasks=("hotpotqa",))
+    assert plan(task)[0].facts["wording"] == "lcjax-1"  # whatever is installed
+    task = dataclasses.replace(task, wording="lm_eval")
     (unit,) = plan(task)
     assert unit.facts["wording"] == "lm-eval 0.4.13"
     assert TOKENIZER.decode(unit.tokens).startswith("From: some text.")
     assert TOKENIZER.decode(unit.tokens).endswith("\nQ: What is asked 0?")
+    with pytest.raises(InputError, match="no lm-eval with a prompt of trec is installed"):
+        dataclasses.replace(task, tasks=("trec",))._template("trec")
 
 
 def official_cut(text: str, limit: int) -> list[int]:
