@@ -172,16 +172,22 @@ class _Runner:
         """What the largest batch needs of each device, and whether it keeps them all busy."""
         batch, length = self._config.batch_size, self._limits.lengths[-1]
         splits = [split_of(method, model) for method in methods]
-        longest = max(length if s is None else s.tokens(model, length) for s in splits)
+        asked = any(task.generates for task in self._config.tasks)
+        shapes = [(1, length) if s is None else s.shape(model, length) for s in splits]
+        # Texts are scored so many rows at a time; a prompt's rows are all in one batch.
+        shapes = [(rows if asked else 1, tokens) for rows, tokens in shapes]
+        rows, longest = max(shapes, key=math.prod)
         contexts = [c for c in (s and s.context(model, length) for s in splits) if c]
         memory = cost.generation_memory(
-            model.config, longest, batch, model.mesh or Mesh(fsdp=1), chunk=longest,
+            model.config, longest, batch * rows, model.mesh or Mesh(fsdp=1), chunk=longest,
             context=max(contexts, key=math.prod, default=None),
         )  # fmt: skip
-        if not any(task.generates for task in self._config.tasks):
-            memory = dataclasses.replace(memory, cache=0)
+        # What is read of a prompt stays as it was for the next choice, beside what goes on from it.
+        caches = 2 if any(task.chooses for task in self._config.tasks) else int(asked)
+        memory = dataclasses.replace(memory, cache=caches * memory.cache)
         name = section.path or section.preset
         line = f"{name}: up to about {memory}, batch_size={batch} of {longest:,} tokens"
+        line += f", {rows} rows each" * (rows > 1)
         filler = padding_rows(model.mesh, batch)
         if filler:
             line += f"; {filler} more rows are filler: batch_size={batch + filler} takes no longer"

@@ -58,6 +58,10 @@ class Split(abc.ABC):
     def tokens(self, model, length: int) -> int:
         """What the decoder reads of windows of `length` tokens."""
 
+    def shape(self, model, length: int) -> tuple[int, int]:
+        """Rows that one prompt takes in a batch, and tokens of each."""
+        return 1, self.tokens(model, length)
+
     @abc.abstractmethod
     def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
         """As `LanguageModel.nll`, with the `passages` of each row."""
@@ -168,6 +172,12 @@ class ReplugSplit(Split):
                 f" tokens; at most {usual + self.chunk - 1}, or set replug.decoder"
             )
         return usual
+
+    def shape(self, model, length: int) -> tuple[int, int]:
+        decoder = self.tokens(model, length)
+        passages = -(-(length - decoder) // self.chunk)
+        passages = passages if self.chunks is None else min(passages, self.chunks)
+        return max(passages, 1), decoder + self.chunk
 
     def context(self, model, length: int) -> None:
         """Nothing is kept: a passage is read before the text, and again with the next one."""

@@ -63,6 +63,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     # Whether `score` fills a cache: with text, or with a prompt that several options follow.
     generates: ClassVar[bool] = False
+    chooses: ClassVar[bool] = False  # asks for continuations of a prompt that is read once
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
     # Settings that say what an answer is worth: they alone may change when a run is scored again.
     judging: ClassVar[tuple[str, ...]] = ()

@@ -1,6 +1,7 @@
 """Windows whose beginning is read beside the decoder: who reads what, and what is refused."""
 
 import dataclasses
+import importlib
 import types
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 from evaluation_support import ByteTokenizer, records, texts
 
 from lcjax.build import ModelSection
+from lcjax.cost import Memory
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import (
     ContextSplit,
     EvalConfig,
+    Icl,
     Method,
     Passkey,
     Perplexity,
@@ -20,7 +23,7 @@ from lcjax.evaluation import (
     RunSection,
     run,
 )
-from lcjax.evaluation.task import Unit
+from lcjax.evaluation.task import Limits, Unit
 from lcjax.generate import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import CepeSection, QueryAware, SharedLlmSection, Tree
@@ -270,3 +273,24 @@ def test_what_cannot_be_read_is_refused_in_one_line(config, score, changes, word
         own = dataclasses.replace(config, **changes())
         (score if own.model == TINY else run)(own)
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choices(monkeypatch):
+    module, asked = importlib.import_module("lcjax.evaluation.run"), []
+
+    def needed(config, length, rows, mesh, **_):
+        asked.append((rows, length))
+        return Memory(weights=0, cache=10**9)
+
+    def said(task):
+        runner = object.__new__(module._Runner)
+        runner._config, runner._limits = EvalConfig(tasks=(task,), batch_size=2), Limits((128,))
+        return runner._needs(ModelSection(preset="tiny"), [method], model)
+
+    monkeypatch.setattr(module.cost, "generation_memory", needed)
+    method = Method("replug", replug=ReplugSplit(decoder=32, chunk=16))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(max_length=128), mesh=None)
+    assert "(cache 1.0), batch_size=2 of 48 tokens, 6 rows each" in said(Passkey())
+    assert "(cache 2.0)" in said(Icl())
+    assert "cache" not in said(Perplexity())
+    assert asked == [(12, 48), (12, 48), (2, 48)]

@@ -52,6 +52,7 @@ class LmEval(Task):
     """
 
     generates: ClassVar[bool] = True
+    chooses: ClassVar[bool] = True
     needs_data: ClassVar[bool] = False
 
     tasks: tuple[str, ...] = ()  # names of tasks or groups, each perhaps with :METRIC

@@ -86,6 +86,7 @@ class Icl(FileBenchmark):
     """
 
     generates: ClassVar[bool] = True
+    chooses: ClassVar[bool] = True
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
     title: ClassVar[str] = "In-context learning"
     source: ClassVar[str] = SOURCE
