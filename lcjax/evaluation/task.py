@@ -153,3 +153,8 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     def reach(self, corpus: Corpus) -> tuple[int, str]:
         """The longest length that the data allows, and why: for the error about longer ones."""
         return 0, "choose shorter lengths"
+
+
+def filled(items: Sequence[Any], batch: int) -> list[Any]:
+    """`items`, the first one repeated: a batch always has the compiled shape."""
+    return [*items, *items[:1] * (batch - len(items))]

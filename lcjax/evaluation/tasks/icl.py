@@ -26,7 +26,7 @@ from lcjax.evaluation.corpus import Corpus, start_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.split import continuations
-from lcjax.evaluation.task import Limits, Record, Task, Unit
+from lcjax.evaluation.task import Limits, Record, Task, Unit, filled
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
 
@@ -159,9 +159,9 @@ class Icl(FileBenchmark):
             return _losses(model, [Prompt(np.array([bos], np.int32), ())], [options])[0]
 
         def ranked(units: Sequence[Unit]) -> list[Record]:
-            filled = [*units, *units[:1] * (batch - len(units))]  # always the compiled shape
-            options = [tuple(map(tokens, unit.facts["options"])) for unit in filled]
-            losses = _losses(model, [unit.payload for unit in filled], options)
+            rows = filled(units, batch)
+            options = [tuple(map(tokens, unit.facts["options"])) for unit in rows]
+            losses = _losses(model, [unit.payload for unit in rows], options)
             return [
                 self._ranked(unit, loss, None if bos is None else bare(own), list(map(len, own)))
                 for unit, loss, own in zip(units, losses, options)

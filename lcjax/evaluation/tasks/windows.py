@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Document
 
 
@@ -128,8 +127,6 @@ def choose(windows: Sequence[Window], limit: int | None, how: str, seed: int) ->
     Neighbouring windows share all but S tokens, and the first ones come from few documents, so
     `spread` says more about a corpus than `first` at the same price.
     """
-    if how not in ("first", "spread", "random"):
-        raise InputError(f"select={how!r} is unknown; choices: first, random, spread")
     if limit is None or limit >= len(windows):
         return list(windows)
     if how == "first":
