@@ -17,7 +17,7 @@ cotangent of lse enters the backward pass through `di = rowsum(out * d_out) - d_
 
 Already done outside backends: masks per head are split (`spec.mask` is one mask for all heads),
 k_lengths are segments, sinks are merged in, a table that overflowed has its results replaced.
-`platform` is the one that the program is lowered for ("cpu", "tpu", ...), or "default".
+`platform` is the one that the program is lowered for ("cpu", "tpu", "cuda", ...), or "default".
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.backend import get_backend
 
 from pallas_kernels.biases import Bias
 from pallas_kernels.masks import Mask
@@ -110,6 +111,7 @@ class Backend(NamedTuple):
     module: str
     platforms: tuple[str, ...]
     portable: bool = False
+    by_name: bool = False  # it has not run on its device yet: only where it is asked for
 
     def load(self):
         return importlib.import_module(self.module)
@@ -119,6 +121,8 @@ class Backend(NamedTuple):
 BACKENDS = {
     "xla": Backend("pallas_kernels._xla", ("cpu", "default"), portable=True),
     "tpu": Backend("pallas_kernels._tpu", ("tpu",)),
+    "triton": Backend("pallas_kernels._triton", ("cuda",), by_name=True),
+    "mosaic_gpu": Backend("pallas_kernels._mosaic_gpu", ("cuda",), by_name=True),
 }
 LANDMARK = {  # the same functions over `LandmarkOperands` and `LandmarkSpec`, without a bias
     "xla": Backend("pallas_kernels._xla_landmark", ("cpu", "default"), portable=True),
@@ -138,12 +142,12 @@ def choose(name: str | None, q, k, v, operands, spec, family: str = "flash"):
     }
     special = {}
     for other, backend in backends.items():
-        if backend.portable or special.keys() >= set(backend.platforms):
+        if backend.portable or backend.by_name or special.keys() >= set(backend.platforms):
             continue
         reason = backend.load().unsupported(q, k, v, operands, spec)
         if reason is None:
             special = dict.fromkeys(backend.platforms, other) | special
-        elif jax.default_backend() in backend.platforms:
+        elif _here() in backend.platforms:
             _say_once(f"{family}: not {other}, {reason}; another implementation runs")
     return tuple((portable | special).items())
 
@@ -153,7 +157,7 @@ def _explicit(name: str, q, k, v, operands, spec, family: str):
     if name not in backends:
         choices = ", ".join([*backends, REFERENCE])
         raise ValueError(f"{call}: unknown; choose one of {choices}")
-    backend, here = backends[name], jax.default_backend()
+    backend, here = backends[name], _here()
     if backend.portable:
         return tuple((platform, name) for platform in backend.platforms)
     if here not in backend.platforms:
@@ -163,6 +167,14 @@ def _explicit(name: str, q, k, v, operands, spec, family: str):
     if reason is not None:
         raise ValueError(f"{call}: {reason}; leave implementation out for the best one that can")
     return (("default", name),)
+
+
+def _here() -> str:
+    """This process' platform, as programs that are lowered for it name it: "cuda", not "gpu"."""
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return platform
+    return "rocm" if "rocm" in get_backend().platform_version else "cuda"
 
 
 @functools.cache

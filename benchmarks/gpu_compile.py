@@ -1,0 +1,202 @@
+"""Compiles the GPU kernels for NVIDIA GPUs on a machine without one, and says what they use.
+
+    pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # with the version of jax
+    python benchmarks/gpu_compile.py [--update | --check] [--all] [--only "d_keys h200"]
+
+One row per kernel, GPU, head size, dtype and kind of call: registers of a thread, bytes that it
+spills, shared memory, tensor core instructions in the program text (wgmma on Hopper, else mma), and
+the seconds of one core that compiling took, with what a traced table needs beside the kernel.
+`--update` writes the rows to gpu_compile.json; `--check` compares them with it: no spills, shared
+memory and registers no more than there, tensor cores used. Nothing runs, so nothing here says how
+fast a kernel is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+
+from pallas_kernels import _triton, causal, prefix, window
+from pallas_kernels.backends import Operands, Spec
+from pallas_kernels.biases import Alibi
+
+HERE = Path(__file__).resolve().parent
+TABLE = HERE / "gpu_compile.json"
+DUMP = Path(tempfile.mkdtemp(prefix="gpu_compile_"))
+
+
+GPUS = {  # file of targets/: name of the device, architecture of ptxas
+    "h200": ("NVIDIA H200", "sm_90a"),
+    "a100": ("NVIDIA A100-SXM4-80GB", "sm_80"),
+    "l40s": ("NVIDIA L40S", "sm_89"),
+}
+SINKS = causal() & (window(1000) | prefix(4))
+CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biases, traced places
+    "causal": (1, 4096, 4096, 8, 8, causal(), None, False, False),
+    "documents": (2, 4095, 4095, 8, 2, SINKS, None, False, True),
+    "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, True),
+    "few": (2, 2, 16384, 32, 8, causal(), None, False, True),
+}
+KERNELS = ("forward", "d_queries", "d_keys")
+# GPU, head size, dtype and call; a call of few queries is a forward pass alone.
+ROWS = [("h200", 64, "bfloat16", "causal"), ("h200", 128, "bfloat16", "causal")]
+ROWS += [("a100", 128, "bfloat16", "causal")]
+OTHERS = [  # run by --all
+    *((gpu, 256, "bfloat16", "causal") for gpu in GPUS),
+    ("a100", 64, "bfloat16", "causal"),
+    *((gpu, 128, "bfloat16", "documents") for gpu in ("h200", "a100")),
+    *((gpu, 256, "bfloat16", "documents") for gpu in ("h200", "a100", "l40s")),
+    *((gpu, size, "bfloat16", "documents") for gpu in ("h200", "a100") for size in (64, 80)),
+    *((gpu, 64, "float32", "documents") for gpu in GPUS),
+    *((gpu, size, "bfloat16", "few") for size in (128, 256) for gpu in GPUS),
+    *((gpu, 128, "bfloat16", "everything") for gpu in GPUS),
+]
+
+
+def toolkit() -> Path | None:
+    """The folder of nvidia-cuda-nvcc-cu12, with bin/ptxas and libdevice."""
+    found = (
+        importlib.util.find_spec("nvidia.cuda_nvcc") if importlib.util.find_spec("nvidia") else None
+    )
+    return Path(found.submodule_search_locations[0]) if found else None
+
+
+def prepare():
+    """Has to be done before JAX starts a backend."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_gpu_cuda_data_dir={toolkit()} --xla_gpu_autotune_level=0 --xla_dump_to={DUMP} "
+        "--xla_dump_emitter_re=.*"
+    )
+
+
+def described(gpu: str):
+    """The mesh of an abstract device: programs traced under it are for that GPU."""
+    device = jax.sharding.AbstractDevice(device_kind=GPUS[gpu][0], platform="gpu", num_cores=None)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def inputs(gpu: str, size: int, dtype: str, call: str):
+    """(q, k, v, out, lse), operands and spec."""
+    target = (HERE / "targets" / f"{gpu}.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    place = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def array(*shape, kind=dtype):
+        return jax.ShapeDtypeStruct(shape, kind, sharding=place)
+
+    b, t, s, n, heads, mask, cap, biased, traced = CALLS[call]
+    places = [array(b, x, kind="int32") if traced else None for x in (t, s, t, s)]
+    bias = Alibi(array(n, kind="float32")) if biased else None
+    q, k = array(b, t, n, size), array(b, s, heads, size)
+    return (
+        (q, k, k, q, array(b, t, n, kind="float32")),
+        Operands(*places, bias),
+        Spec(mask, size**-0.5, cap),
+    )
+
+
+def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
+    """What the compilers say of one kernel."""
+    (q, k, v, out, lse), operands, spec = inputs(gpu, size, dtype, call)
+    saved = (q, k, v, out, lse, out, lse, operands)
+
+    def backward(*x):
+        dq, dk, dv, d_bias = _triton.backward(*x, spec)
+        return (dq, d_bias) if kernel == "d_queries" else (dk, dv)
+
+    for file in DUMP.iterdir():
+        file.unlink()
+    with described(gpu):
+        assert _triton.unsupported(q, k, v, operands, spec) is None
+        if kernel == "forward":
+            traced = jax.jit(lambda *x: _triton.forward(*x, spec)).trace(q, k, v, operands)
+        else:
+            traced = jax.jit(backward).trace(*saved)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        start = sum(os.times()[:4])  # of this process and of the assembler, which is another
+        lowered.compile()
+        seconds = sum(os.times()[:4]) - start
+    return resources(f"lcjax_{kernel}", GPUS[gpu][1]) | {"seconds": seconds}
+
+
+def resources(name: str, architecture: str) -> dict:
+    """Of the dumped program whose kernel has that name."""
+    file = next(x for x in DUMP.glob("*.ptx") if f".entry {name}(" in x.read_text())
+    text = file.read_text()
+    ptxas = shutil.which("ptxas", path=f"{toolkit()}/bin") or "ptxas"
+    command = [ptxas, "-v", f"-arch={architecture}", str(file), "-o", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    launches = "".join(x.read_text() for x in DUMP.glob("*thunk_sequence.txt"))
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        "shared": int(re.search(rf"{name} grid.*shared_memory: (\d+)", launches)[1]),
+        "wgmma": text.count("wgmma.mma_async"),
+        "mma": len(re.findall(r"\bmma\.sync", text)),
+    }
+
+
+def faults(name: str, found: dict, known: dict | None) -> list[str]:
+    """What is worse than the table says, or wrong."""
+    if known is None:
+        return [f"{name}: not in {TABLE.name}; run with --update"]
+    found_faults = [f"{name}: {found['spilled']} bytes spilled"] if found["spilled"] else []
+    for what, slack in (("registers", 8), ("shared", 0)):
+        if found[what] > known[what] + slack:
+            found_faults.append(f"{name}: {found[what]} {what}, the table has {known[what]}")
+    if found["wgmma"] < min(known["wgmma"], 1) or found["wgmma"] + found["mma"] == 0:
+        found_faults.append(f"{name}: products without tensor cores, or without wgmma")
+    return found_faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--update", action="store_true", help="write the table")
+    parser.add_argument(
+        "--check", action="store_true", help="fail where it is worse than the table"
+    )
+    parser.add_argument("--all", action="store_true", help="more calls, GPUs and dtypes")
+    parser.add_argument("--only", default="", help="words that a row's name must have")
+    args = parser.parse_args()
+    prepare()
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    worse = []
+    for *row, call in ROWS + (OTHERS if args.all else []):
+        for kernel in KERNELS[: 1 if call == "few" else 3]:
+            name = " ".join(map(str, (kernel, *row, call)))
+            if not set(args.only.split()) <= set(name.split()):
+                continue
+            found = compile_one(kernel, *row, call)
+            seconds = found.pop("seconds")
+            print(
+                f"{name:44}",
+                *(f"{k} {v:<6}" for k, v in found.items()),
+                f"{seconds:.1f} s",
+                flush=True,
+            )
+            worse += faults(name, found, table.get(name)) if args.check else []
+            table |= {name: found} if args.update else {}
+            if args.update:
+                TABLE.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
+    shutil.rmtree(DUMP)
+    print("\n".join(worse))
+    return len(worse)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

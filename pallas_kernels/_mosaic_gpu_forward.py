@@ -1,0 +1,127 @@
+"""Forward kernel for Hopper."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._mosaic_gpu_layout import ROWS
+from pallas_kernels._mosaic_gpu_program import (
+    LOG2E,
+    Body,
+    Meeting,
+    Ring,
+    Walk,
+    fetch,
+    logits,
+    of_queries,
+    send,
+    specialise,
+    walk,
+)
+from pallas_kernels._mosaic_gpu_values import F32, add_product, fill, product, repeat
+from pallas_kernels._online import LOWEST
+
+
+def forward(body: Body, x, out, lse, room) -> None:
+    """Online softmax over the key tiles of 64 queries (FlashAttention-2, Dao 2023).
+
+    Two warpgroups take turns: one multiplies while the other computes its softmax
+    (FlashAttention-3, Shah et al. 2024, section 3.1).
+    """
+    here, cut = of_queries(body), body.cut
+    walked = walk(body, x, here, cut.queries, cut.keys)
+    ring = Ring(room["names"], room, cut.stages, cut.keys.tile)
+
+    def move():
+        lax.fori_loop(0, walked.seen, lambda i, _: ring.fill(x, here, i, walked.tile(i)), None)
+
+    def compute(group):
+        first = here.tile * cut.queries.tile + group * ROWS
+        fetch(x, room, room["own_names"], here, first, group)
+        acc, top, total = _softmax(body, walked, ring, room, group, first)
+        some = total > 0
+        safe = jnp.where(some, total, 1.0)
+        out_room = room["out" if "out" in room else "q"].at[group]
+        lse_room = room["lse"].at[group]
+        out_room[...] = (acc * repeat(1.0 / safe, 0, acc.shape)).astype(out.dtype)
+        lse_room[...] = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
+        rows = pl.ds(first, ROWS)
+        send(
+            (out_room, out.at[here.row, rows, here.head]),
+            (lse_room, lse.at[here.row, here.head, rows]),
+        )
+
+    specialise(body, compute, move)
+
+
+def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
+    """(weighted values, maximum, denominator) of 64 queries."""
+    query, shape = room["q"].at[group], (ROWS, body.cut.keys.tile)
+    own = {name: room[name].at[group] for name in room["own_names"] if name != "q"}
+
+    def turn(arrive: bool = True, wait: bool = True):
+        if arrive and body.cut.groups > 1:
+            plgpu.barrier_arrive(room["turn"].at[0])
+        if wait and body.cut.groups > 1:
+            plgpu.barrier_wait(room["turn"].at[0])
+
+    def visit(step, carry):
+        acc, top, total = carry
+        (products,) = product((query, ring.at("k", step)), between=turn)
+        values, factor, _ = logits(body, products)
+        passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
+        k_first = functools.partial(ring.first, walked, step)
+        meeting = Meeting(shape, 0, first, k_first, own | passing)
+        values = meeting.hide(body, step >= walked.full, values, -jnp.inf)
+        ring.release(0, step)
+        new = jnp.maximum(top, jnp.max(values, 1) * factor)
+        keep = jnp.exp2(top - new)
+        p = jnp.exp2(values * factor - repeat(new, 0, shape))
+        acc, total = acc * repeat(keep, 0, acc.shape), total * keep + jnp.sum(p, 1)
+        p = p.astype(ring.at("v", step).dtype)
+        acc, total, new, p = lax.optimization_barrier((acc, total, new, p))
+        turn(wait=False)
+        ring.wait(1, step)
+        turn(arrive=False)
+        acc = _add_values(body, acc, p, ring, room, group, step, walked.seen)
+        ring.release(1, step)
+        return acc, new, total
+
+    @pl.when(walked.seen > 0)
+    def _():
+        ring.wait(0, jnp.int32(0))
+
+    pl.when(group == 1)(turn)
+    size = ring.room["v"].shape[-1]
+    rows = fill((ROWS,), LOWEST, 0), fill((ROWS,), 0.0, 0)
+    found = lax.fori_loop(0, walked.seen, visit, (fill((ROWS, size), 0.0), *rows))
+    pl.when(group == 0)(turn)
+    return found
+
+
+def _add_values(body: Body, acc, p, ring: Ring, room, group, step, steps):
+    """acc + p v; waits for the next keys meanwhile."""
+    value = ring.at("v", step)
+
+    def await_keys():
+        pl.when(step + 1 < steps)(lambda: ring.wait(0, step + 1))
+
+    if body.in_registers:
+
+        def add(total):
+            plgpu.wgmma(total, p, value)
+            await_keys()
+
+        return pl.run_state(add)(plgpu.ACC.init(acc))
+
+    def multiply(total):
+        add_product(total, p, value, body.place(room, "p", group))
+        await_keys()
+        return total[...]
+
+    return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, F32))

@@ -1,0 +1,138 @@
+"""How attention is cut into tiles for a Hopper GPU.
+
+A program of the grid is some compute warpgroups and one that moves memory. Each compute warpgroup
+holds 64 rows of the side that stays (queries in the forward pass and for dq, keys for dk and dv)
+while tiles of the other side pass through a ring of stages in shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from pallas_kernels.backends import given_table
+from pallas_kernels.tables import from_mask, restrict, transpose
+
+ROWS = 64  # of a warpgroup's matrix products
+BLOCK = 128  # of a table that the caller does not give
+CELLS = 2**22  # pairs of blocks of such a table; longer inputs get larger blocks
+FORWARD, D_QUERIES, D_KEYS = "forward", "d_queries", "d_keys"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Compute warpgroups, rows of a passing tile, and stages of the ring."""
+
+    groups: int
+    passing: int
+    stages: int
+
+
+# By kernel and by the larger head size, rounded up to 64: what the 240 registers of a thread and
+# the 227 KB of a program's shared memory hold without spills.
+TILES = {
+    (FORWARD, 64): Tiles(2, 128, 4),
+    (FORWARD, 128): Tiles(2, 128, 2),
+    (D_QUERIES, 64): Tiles(2, 128, 4),
+    (D_QUERIES, 128): Tiles(2, 64, 4),
+    (D_KEYS, 64): Tiles(2, 64, 4),
+    (D_KEYS, 128): Tiles(2, 64, 4),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """An axis of queries or keys: tiles of `tile` rows, `pieces` of them in a table's block."""
+
+    length: int
+    tile: int
+    pieces: int
+    padded: int
+
+    @property
+    def count(self) -> int:
+        return self.padded // self.tile
+
+    def pad(self, x, axis: int):
+        """`x` with zeros behind, up to whole tiles along `axis`."""
+        if x is None or x.shape[axis] == self.padded:
+            return x
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, self.padded - x.shape[axis])
+        return jnp.pad(x, widths)
+
+
+def side(length: int, block: int, tile: int) -> Side:
+    """Cuts an axis into tiles of `tile` rows or fewer that divide its blocks.
+
+    A block that is alone need not be divided.
+    """
+    if length <= block:
+        while tile > ROWS and length <= tile // 2:
+            tile //= 2
+        pieces = -(-length // tile)
+        return Side(length, tile, pieces, pieces * tile)
+    while tile > ROWS and block % tile:
+        tile //= 2
+    return Side(length, tile, block // tile, -(-length // block) * block)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The tiles of one kernel; a program holds `groups` times 64 rows of the side that stays."""
+
+    queries: Side
+    keys: Side
+    groups: int
+    stages: int
+
+
+def size_class(*arrays) -> int:
+    """The largest head size, rounded up to 64."""
+    return max(-(-x.shape[-1] // 64) * 64 for x in arrays)
+
+
+def blocks(q, k) -> tuple[int, int]:
+    """Sizes of a table's blocks where the caller gives none."""
+    block = BLOCK
+    while (-(-q.shape[1] // block)) * (-(-k.shape[1] // block)) > CELLS:
+        block *= 2
+    return block, block
+
+
+def cut(kernel: str, q, k, v, q_block: int, k_block: int) -> Cut:
+    tiles = TILES[kernel, size_class(q, v)]
+    stay, move = tiles.groups * ROWS, tiles.passing
+    if kernel == D_KEYS:
+        queries, keys = side(q.shape[1], q_block, move), side(k.shape[1], k_block, stay)
+        return Cut(queries, keys, keys.tile // ROWS, tiles.stages)
+    queries, keys = side(q.shape[1], q_block, stay), side(k.shape[1], k_block, move)
+    return Cut(queries, keys, queries.tile // ROWS, tiles.stages)
+
+
+def table_of(q, k, operands, spec):
+    """The blocks to visit, query-major."""
+    places = dict(queries=q.shape[1], keys=k.shape[1])
+    places |= dict(q_index=operands.q_index, k_index=operands.k_index)
+    places |= dict(q_segments=operands.q_segments, k_segments=operands.k_segments)
+    given = given_table(operands, spec)
+    if given is not None:
+        return restrict(given, spec.mask, **places)
+    q_block, k_block = blocks(q, k)
+    return from_mask(spec.mask, **places, q_block=q_block, k_block=k_block)
+
+
+def lists(table, kernel: str, plan: Cut, group: int) -> dict:
+    """The table as a kernel reads it: int32 [1 or B, 1 or heads, blocks(, capacity)].
+
+    group: lists of that many query heads become one, of blocks that are numbered through.
+    """
+    if kernel == D_KEYS:
+        if group > 1:
+            table = table.heads(lambda x: x.reshape(len(x), -1, group * x.shape[2], *x.shape[3:]))
+        table = transpose(table, plan.keys.length)
+    elif plan.keys.padded % table.k_block and plan.keys.length % table.k_block == 0:
+        # A lone block that is full by itself: its last tile is not.
+        table = replace(table, full=0 * table.full)
+    return dict(index=table.index, full=table.full, seen=table.seen)

@@ -1,0 +1,69 @@
+"""Values that a warpgroup holds in registers, laid out as the matrix unit (wgmma) leaves them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+F32 = jnp.float32
+WGMMA = plgpu.Layout.WGMMA
+
+
+def fill(shape, value: float, axis: int | None = None):
+    """A matrix of one value, or a vector that lies along axis `axis` of matrices."""
+    layout = WGMMA if axis is None else WGMMA.reduce(1 - axis)
+    return plgpu.layout_cast(jnp.full(shape, value, F32), layout)
+
+
+def column(ref, axis: int):
+    """A vector in shared memory that lies along axis `axis` of matrices."""
+    needs_index = "idx" in inspect.signature(plgpu.load).parameters  # until jax 0.11
+    return plgpu.load(ref, **({"idx": ()} if needs_index else {}), layout=WGMMA.reduce(1 - axis))
+
+
+def repeat(x, axis: int, shape):
+    """A vector along axis `axis` of a matrix, repeated along the other."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def iota(axis: int, shape):
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def rem(x, n: int):
+    return jnp.zeros_like(x) if n == 1 else lax.rem(x, jnp.asarray(n, x.dtype))
+
+
+def div(x, n: int):
+    return x if n == 1 else lax.div(x, jnp.asarray(n, x.dtype))
+
+
+def product(*pairs: tuple, between: Callable = lambda: None):
+    """a b^T of pairs of tiles in shared memory, float32."""
+
+    def multiply(*sums):
+        for total, (a, b) in zip(sums, pairs, strict=True):
+            plgpu.wgmma(total, a, b.transpose((1, 0)))
+        between()
+        return tuple(total[...] for total in sums)
+
+    shapes = [plgpu.ACC((a.shape[0], b.shape[0]), F32) for a, b in pairs]
+    return pl.run_scoped(multiply, *shapes)
+
+
+def add_product(total, a, b, place=None) -> None:
+    """Adds a b to a sum of products; a is of values, b a tile in shared memory.
+
+    place: where the values are put if they cannot be a factor, as in Pallas' interpreter.
+    """
+    a = a.astype(b.dtype)
+    if place is not None:
+        place[...] = a
+        plgpu.commit_smem()
+        a = place
+    plgpu.wgmma(total, a, b)

@@ -1,0 +1,90 @@
+"""Which NVIDIA GPU a program is for, and the block sizes of its kernels.
+
+No figure here is a timing. Tiles were chosen by what the compilers say of them without a GPU
+(`benchmarks/gpu_compile.py`): no spilled register, tensor cores, shared memory within the limit.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import jax
+
+# Compute capability by name, for devices that are described and not there.
+CAPABILITIES = {
+    "T4": 75, "A100": 80, "A30": 80, "A10": 86, "A40": 86, "L4": 89, "L40": 89, "L40S": 89,
+    "RTX 4090": 89, "H100": 90, "H200": 90, "GH200": 90, "B200": 100, "GB200": 100,
+}  # fmt: skip
+SHARED_MEMORY = {"sm80": 166912, "sm86": 101376, "sm90": 232448}  # bytes that a block may have
+
+
+def capability() -> int | None:
+    """Compute capability times ten of the NVIDIA GPU that programs are for; None: there is none.
+
+    It is that of the abstract device of the mesh in use, for which a program is compiled ahead of
+    time, or of this process' first device.
+    """
+    device = jax.local_devices()[0] if jax.default_backend() == "gpu" else None
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.platform in ("gpu", "cuda"):
+        kind = described.device_kind
+        if device is None or kind != device.device_kind:
+            names = "|".join(sorted(CAPABILITIES, key=len, reverse=True))
+            found = re.search(rf"\b({names})\b", kind)
+            return CAPABILITIES[found[1]] if found else None
+    version = str(getattr(device, "compute_capability", ""))
+    return int(version.replace(".", "")) if re.fullmatch(r"\d+\.\d", version) else None
+
+
+def architecture() -> str | None:
+    """Name of the tables' row for `capability`; None where there is no GPU, or one before sm80."""
+    version = capability()
+    if version is None or version < 80:
+        return None
+    if version in (80, 100, 103):  # those of 10.x are given no more than what is known of 8.0
+        return "sm80"
+    return "sm90" if version == 90 else "sm86"  # the least shared memory of all
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and keys of a step, and how Triton compiles it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+KINDS = ("forward", "d_queries", "d_keys", "decode")
+# Tiles of the four kinds by architecture, head size as it is read, and dtype.
+TRITON = {
+    ("sm90", 64, "bfloat16"): ((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 3)),
+    ("sm90", 128, "bfloat16"): ((128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 3)),
+    ("sm90", 256, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2), (64, 32, 4, 3)),
+    ("sm80", 64, "bfloat16"): ((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 3)),
+    ("sm80", 128, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
+    ("sm80", 256, "bfloat16"): ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 4, 2)),
+    ("sm86", 64, "bfloat16"): ((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 3)),
+    ("sm86", 128, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
+    ("sm86", 256, "bfloat16"): ((64, 32, 4, 2), (64, 32, 8, 1), (32, 32, 8, 2), (64, 32, 4, 2)),
+}  # fmt: skip
+# float32 on all architectures: a product is three, of operands of twice the bytes.
+EXACT = (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)
+LARGEST_EXACT = 64  # head size of float32: larger ones have no tile that does not spill
+
+
+def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
+    """The tile of a kernel of KINDS for heads that are read as a power of two, `size`.
+
+    busy: every score has more numbers beside it (places, documents, soft cap, bias); what passes
+    by in a step is half as much then, because registers hold no more.
+    """
+    tiles = TRITON.get((architecture() or "sm86", max(size, 64), str(dtype)), EXACT)
+    rows, keys, warps, stages = tiles[KINDS.index(kind)]
+    if busy and kind in ("forward", "d_queries"):
+        keys = max(32, keys // 2)
+    if busy and kind == "d_keys":
+        rows = max(16, rows // 2)
+    return Tile(rows, keys, warps, stages)

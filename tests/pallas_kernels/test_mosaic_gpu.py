@@ -1,0 +1,140 @@
+"""Hopper kernels in Pallas' GPU interpreter, with its race detector, against dense formulas.
+
+The interpreter runs warpgroups, copies and barriers as the GPU would, on the CPU. It needs jax 0.11
+or newer (Python 3.12). What the GPU's compiler accepts is in test_mosaic_gpu_compile.py.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import attention_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import Blocked, Case, oracle, relative_error
+
+from pallas_kernels import _mosaic_gpu, causal, everything, flash, per_head, prefix, window
+from pallas_kernels.backends import BACKENDS, Backend, Operands, Spec
+from pallas_kernels.biases import Alibi
+from pallas_kernels.masks import keys_in
+from pallas_kernels.tables import from_mask
+
+plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+
+BOUNDS = {"bfloat16": 4e-3, "float16": 6e-4}
+CASES = {
+    "causal, grouped heads, odd lengths": Case(
+        batch=1, t=200, s=200, heads=2, kv_heads=1, size=64, v_size=64
+    ),
+    "window of more keys than queries, two head sizes, float16": Case(
+        batch=1, t=130, s=260, heads=1, kv_heads=1, size=32, v_size=80, dtype="float16",
+        mask=causal() & (window(70) | prefix(5)), offset=100,
+    ),
+    "documents with padding, soft cap": Case(
+        batch=2, t=130, s=130, heads=1, kv_heads=1, size=64, v_size=64, segments=3, soft_cap=2.0
+    ),
+    "places of every row": Case(
+        batch=2, t=70, s=150, heads=1, kv_heads=1, size=64, v_size=64, own_places=True
+    ),
+    "queries before every key": Case(
+        batch=1, t=140, s=130, heads=1, kv_heads=1, size=64, v_size=64, offset=-60
+    ),
+    "traced tables per query head, blocks of 64": Case(
+        batch=2, t=192, s=256, heads=4, kv_heads=2, size=64, v_size=64, mask=causal(), offset=64,
+        table=Blocked(rows=2, heads=4, q_block=64, k_block=64, traced=True),
+    ),
+    "tables per key head, blocks of several tiles": Case(
+        batch=1, t=300, s=300, heads=4, kv_heads=2, size=64, v_size=64, mask=everything(),
+        table=Blocked(heads=2, q_block=256, k_block=256),
+    ),
+    "masks per head, heads of 128": Case(
+        batch=1, t=150, s=150, heads=2, kv_heads=2, size=128, v_size=128,
+        mask=per_head((causal(), 1), (window(20), 1)),
+    ),
+}  # fmt: skip
+CASES = {
+    name: case if case.dtype == "float16" else dataclasses.replace(case, dtype="bfloat16")
+    for name, case in CASES.items()
+}
+
+
+@contextlib.contextmanager
+def described(kind="NVIDIA H100 80GB HBM3"):
+    """Programs are for this GPU, which need not be there."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`flash(implementation="mosaic_gpu")` runs the kernels in the interpreter."""
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        pytest.skip(f"jax {jax.__version__} has no interpreter of these kernels; 0.11 has it")
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    for name in ("forward", "backward"):
+        call = functools.partial(getattr(_mosaic_gpu, name), interpret=params)
+        monkeypatch.setattr(_mosaic_gpu, name, call)
+    monkeypatch.setitem(BACKENDS, "mosaic_gpu", Backend("pallas_kernels._mosaic_gpu", ("cpu",)))
+    jax.clear_caches()
+    with described():
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.slow  # ten seconds each
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_dense_formulas_without_races(interpreted, name):
+    case = CASES[name]
+    found, expected = attention_oracle.run(case, "mosaic_gpu"), oracle(case)
+    for key, value in expected.items():
+        bound = 1e-5 if key == "lse" else BOUNDS[case.dtype]
+        assert relative_error(found[key], value) < bound, key
+        assert not np.isnan(np.asarray(found[key], np.float32)).any()
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    assert not gpu_callbacks.get_races().races_found
+
+
+def shapes(t=128, s=128, size=64, dtype="bfloat16"):
+    return [jax.ShapeDtypeStruct((1, n, 2, size), dtype) for n in (t, s, s)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "operands", "spec", "reason"),
+    [
+        (dict(dtype="float32"), {}, {}, "all float16, they are float32"),
+        (dict(size=160), {}, {}, "head size 160 is above 128"),
+        (dict(t=1), {}, {}, "1 queries are fewer than the 64 rows"),
+        ({}, dict(bias=Alibi(jnp.ones(2))), {}, "no bias"),
+        ({}, {}, dict(mask=keys_in(tuple(range(0, 600, 2)))), "long list"),
+    ],
+)
+def test_what_cannot_run_says_why(inputs, operands, spec, reason):
+    spec = Spec(**{"mask": causal(), "scale": 1.0} | spec)
+    with described():
+        assert reason in _mosaic_gpu.unsupported(*shapes(**inputs), Operands(**operands), spec)
+        assert _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0)) is None
+
+
+def test_blocks_that_no_warpgroup_can_hold_say_why():
+    table = from_mask(causal(), queries=128, keys=128, q_block=32, k_block=64)
+    with described():
+        reason = _mosaic_gpu.unsupported(*shapes(), Operands(table=table), Spec(causal(), 1.0))
+    assert reason == "blocks of 32 queries are no multiple of 64"
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
+def test_other_gpus_are_refused(kind):
+    with described(kind):
+        reason = _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))
+    assert reason == "these kernels are for Hopper GPUs (compute capability 9.0)"
+
+
+def test_without_a_gpu_the_fallback_runs():
+    q = jnp.ones((1, 64, 2, 64), "bfloat16")
+    reason = _mosaic_gpu.unsupported(q, q, q, Operands(), Spec(causal(), 1.0))
+    assert "for Hopper GPUs" in reason
+    assert np.all(flash(q, q, q, causal())[0] == 1.0)

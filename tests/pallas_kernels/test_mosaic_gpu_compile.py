@@ -1,0 +1,87 @@
+"""Hopper kernels lower for CUDA without a GPU or its plugin, whatever the mask and the table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _mosaic_gpu, causal, everything, prefix, window
+from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels.masks import (
+    band,
+    chunks,
+    documents,
+    keys_in,
+    nothing,
+    queries_in,
+    random_blocks,
+    since_chunk,
+    stride,
+    tail_of,
+)
+from pallas_kernels.tables import from_block_mask
+
+MASKS = {
+    "window or prefix": causal() & (window(70) | prefix(5)),
+    "all arithmetic": ~band(3, 9) & stride(3) & chunks(50, shift=7) | tail_of(16, 3) & nothing(),
+    "short lists": documents((0, 50, 90)) & (keys_in((3, 7)) | queries_in((5,))),
+    "blocks and chunks": random_blocks(64, ((0,), (0, 1), (2,), (1, 3))) | since_chunk(32, 16, 48),
+}
+
+
+def lowered(mask, *, dtype="bfloat16", size=64, heads=(4, 2), operands=None, **options):
+    """Text of the forward and of the backward program for CUDA."""
+    (n, k), t = heads, 256
+    q, key = (jax.ShapeDtypeStruct((2, t, h, size), dtype) for h in (n, k))
+    lse = jax.ShapeDtypeStruct((2, t, n), "float32")
+    operands, spec = operands or Operands(), Spec(mask, size**-0.5, **options)
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        reason = _mosaic_gpu.unsupported(q, key, key, operands, spec)
+        assert reason is None, reason
+        calls = (
+            (lambda *x: _mosaic_gpu.forward(*x, spec), (q, key, key)),
+            (lambda *x: _mosaic_gpu.backward(*x, spec), (q, key, key, q, lse, q, lse)),
+        )
+        traced = [jax.jit(f).trace(*x, operands) for f, x in calls]
+        return [x.lower(lowering_platforms=("cuda",)).as_text() for x in traced]
+
+
+def check(texts):
+    assert [text.count("mosaic_gpu_v2") for text in texts] == [1, 2]
+    assert all("stablehlo.while" not in text for text in texts)
+
+
+def test_a_causal_mask_lowers_to_one_kernel_forward_and_two_backward():
+    check(lowered(causal()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_of_scalars_lowers(name):
+    check(lowered(MASKS[name], dtype="float16"))
+
+
+@pytest.mark.slow
+def test_places_documents_soft_cap_and_heads_of_128_lower():
+    i32 = [jax.ShapeDtypeStruct((2, 256), "int32")] * 4
+    check(lowered(causal(), size=128, operands=Operands(*i32), soft_cap=30.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lists", [1, 2, 4])
+def test_tables_per_head_lower(lists):
+    visible = np.ones((1, lists, 4, 4), bool)
+    table = from_block_mask(visible, full=visible, q_block=64, k_block=64)
+    check(lowered(everything(), table=Constant(table)))
+    traced = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), table)
+    check(lowered(everything(), operands=Operands(table=traced)))
+
+
+@pytest.mark.slow
+def test_a_causal_mask_of_a_million_tokens_has_a_small_table():
+    q = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.bfloat16)
+    from pallas_kernels import _mosaic_gpu_layout as layouts
+
+    table = layouts.table_of(q, q, Operands(), Spec(causal(), 1.0))
+    assert table.q_block == 512 and table.index.nbytes <= 2**24

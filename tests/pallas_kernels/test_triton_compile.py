@@ -1,0 +1,121 @@
+"""GPU kernels lowered for CUDA without a GPU, and compiled where the plugin's wheels are there."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    _triton,
+    causal,
+    chunk_distance,
+    documents,
+    everything,
+    keys_in,
+    prefix,
+    random_blocks,
+    since_chunk,
+    stride,
+    tail_of,
+    window,
+)
+from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels.biases import Alibi
+from pallas_kernels.tables import from_block_mask
+
+pytestmark = pytest.mark.slow  # half a minute together
+
+LONG = 131072
+MASKS = [
+    chunk_distance(7, 1, None, 3), since_chunk(5, 8, 11), stride(3) & causal(), tail_of(9, 4),
+    documents([0, 11, 30]), keys_in(range(0, 60, 7)), random_blocks(16, [[0, 1], [], [2, 0]]),
+    ~window(9) | prefix(4),
+]  # fmt: skip
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_compile.py"
+
+
+@pytest.fixture(autouse=True)
+def h100():
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def array(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lowered(f, *args):
+    """Number of Triton kernels in the program for CUDA; a loop would run one of them many times."""
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" not in text
+    return text.count("@__gpu$xla.gpu.triton")
+
+
+def both(q, k, v, operands, spec):
+    """Kernels of the forward and of the backward pass."""
+    assert _triton.unsupported(q, k, v, operands, spec) is None
+    lse = array(*q.shape[:3], dtype="float32")
+    out = array(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    saved = (q, k, v, out, lse, out, lse, operands)
+    return (
+        lowered(lambda q, k, v, x: _triton.forward(q, k, v, x, spec), q, k, v, operands),
+        lowered(lambda *x: _triton.backward(*x, spec), *saved),
+    )
+
+
+def test_131072_tokens_are_one_kernel_forward_and_two_backward():
+    q = array(1, LONG, 32, 128)
+    assert both(q, q, q, Operands(), Spec(causal() & (window(4096) | prefix(64)), 0.1)) == (1, 2)
+
+
+@pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256])
+def test_every_feature_lowers_with_tables_computed_on_the_device(size):
+    q, k, v = array(2, 1000, 8, size), array(2, 900, 2, size), array(2, 900, 2, 64)
+    places = [array(2, n, dtype="int32") for n in (1000, 900, 1000, 900)]
+    operands = Operands(*places, Alibi(array(8, dtype="float32")))
+    assert both(q, k, v, operands, Spec(causal(), 0.1, soft_cap=30.0)) == (1, 2)
+
+
+def test_tables_per_query_head_lower():
+    visible = np.random.default_rng(0).random((1, 8, 8, 16)) < 0.3
+    table = Constant(from_block_mask(visible, q_block=128, k_block=64))
+    q, k = array(1, 1024, 8, 64, dtype="float32"), array(1, 1024, 2, 64, dtype="float32")
+    assert both(q, k, k, Operands(), Spec(everything(), 0.1, None, table)) == (1, 2)
+
+
+def test_decoding_a_long_cache_is_one_kernel_and_reads_the_cache_as_it_lies():
+    spec, operands = Spec(causal(), 0.1), Operands(array(4, 1, dtype="int32"))
+
+    def step(q, keys, values, x):
+        return _triton.forward(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), x, spec)
+
+    cache = array(4, 8, LONG, 128)
+    traced = jax.jit(step).trace(array(4, 1, 32, 128), cache, cache, operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line)
+    assert call.count("4x8x131072x128xbf16") == 2  # swapped twice, which the compiler drops
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
+def test_every_atom_lowers(mask):
+    q = array(1, 128, 1, 32)
+    index = Operands(array(1, 128, dtype="int32"))  # traced: no block is known
+    assert lowered(lambda q, x: _triton.forward(q, q, q, x, Spec(mask, 0.1)), q, index) == 1
+
+
+def test_compiled_kernels_use_no_more_than_the_table_says():
+    if importlib.util.find_spec("jax_plugins") is None or not any(
+        importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)
+    ):
+        pytest.skip("the CUDA plugin is not installed: pip install jax-cuda12-plugin[with-cuda]")
+    found = subprocess.run(
+        [sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=3600,
+        cwd=SCRIPT.parents[1],
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]
