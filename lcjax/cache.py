@@ -12,6 +12,8 @@ keys need that, and so does a rotation that depends on the length (YaRN, section
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -216,6 +218,41 @@ def _slots(cache: Cache, segments: jax.Array, order: jax.Array) -> jax.Array | N
     return jnp.where(segments != 0, slots, cache.capacity)
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def branch(
+    cache: Cache,
+    filled: jax.Array,
+    padding: jax.Array,
+    slots: int,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
+    """Rows that begin with what the one row of a full `cache` begins with.
+
+    As if their first `filled` slots had been read in full: `padding` [B], then tokens of `cache`.
+    """
+    places = jnp.arange(slots, dtype=jnp.int32)
+    wanted = places - padding[:, None]
+    there = (wanted >= 0) & (places < filled)
+
+    def rows(x):
+        """[1, S'] -> [B, S], or of what layers keep [.., 1, K, S', H] -> [.., B, K, S, H]."""
+        wide = x.ndim >= 4
+        first, mask = (x.ndim - 4, there[:, None, :, None]) if wide else (0, there)
+        x = x.squeeze(first)
+        pick = functools.partial(jnp.take, x, axis=-2 if wide else -1, mode="clip")
+        return jnp.where(mask, jax.vmap(pick, out_axes=first)(wanted), 0)
+
+    fields = {name: rows(getattr(cache, name)) for name in ("segments", "positions", "index")}
+    made = dataclasses.replace(
+        cache,
+        layers=jax.tree.map(rows, cache.layers),
+        **fields,
+        filled=filled,
+        tokens=jnp.maximum(filled - padding, 0).astype(jnp.int32),
+    )
+    return keep_layout(made, mesh)
+
+
 def replace_layers(cache: Cache, layers: Any) -> Cache:
     """The cache with the keys and values that the layers returned."""
     return dataclasses.replace(cache, layers=layers)
@@ -230,11 +267,13 @@ def attend_cached(
     pattern: Pattern,
     context: "Context",
     layout: Layout | None = None,
+    more: Sequence[tuple[jax.Array, jax.Array]] = (),
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Writes `k`, `v` [B, T, K, H] in their slots and attends over everything kept so far.
 
     `layer` is (keys, values) [B, K, S, H] and the pattern's notes. Returns the output [B, T, N, H]
-    and the layer as it is then. `layout` splits rows and heads over a mesh.
+    and the layer as it is then. `layout` splits rows and heads over a mesh; `more` as in
+    `lcjax.attention.attend`.
     """
     view, rotation = context.view, context.rotation
     if view.rotated:
@@ -263,6 +302,7 @@ def attend_cached(
         rotation,
         places,
         keys_rotated=view.rotated,
+        **({"more": more} if more else {}),
     )
     return out, (keys, values, *notes)
 

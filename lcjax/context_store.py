@@ -17,7 +17,8 @@ from lcjax import cache as cache_lib
 from lcjax import distributed
 from lcjax.errors import whole_number
 from lcjax.models import Decoder
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import Encoded, Memory
+from lcjax.rope import Rotation
 from lcjax.sharding import keep_rows, keep_tokens, padding_rows
 
 _SHORTEST = 32  # tokens of the narrowest batch of chunks that is compiled
@@ -68,17 +69,21 @@ def written(
     projected: bool = False,
     tree: Any = None,
     owned: bool = False,
+    rotation: Rotation | None = None,
 ) -> Encoded:
     """`kept` [B, M, ..], or nothing, with `chunks` encoded and put in their places.
 
     `shape` is (B, M) at least; `tree` another one than the memory's; `owned` says that `kept` may
-    be written to, and else a copy is.
+    be written to, and else a copy is. `rotation` is that of a text, for memories that lead it.
     """
     rows, room = shape
-    kept = kept and dataclasses.replace(kept, chunks=None)
-    for batch in _batches(chunks, _at_once(batch_tokens), model.mesh):
+    kept, memory = kept and dataclasses.replace(kept, chunks=None), model.config.memory
+    for batch in _in_turn(memory, chunks, _at_once(batch_tokens), model.mesh):
         options = {}
-        if model.config.memory.ordered:
+        if memory.leads:
+            after = None if kept is None else _rows(kept, batch.rows)
+            options = {"after": after, "rotation": rotation}
+        if memory.ordered:
             options = {"numbers": batch.numbers[:, None], "tags": batch.tags[:, None]}
             if batch.path is not None:
                 options["path"] = batch.path[:, None]
@@ -130,6 +135,15 @@ def _batches(chunks: Sequence[Chunk], at_once: int, mesh) -> Iterator[_Batch]:
             yield _batch(chunks, group[start : start + most], width, most, mesh)
 
 
+def _in_turn(memory: Memory, chunks: Sequence[Chunk], at_once: int, mesh) -> Iterator[_Batch]:
+    """The batches of all chunks: in any order, or all first ones of a row, then all second ones."""
+    if not memory.leads:
+        yield from _batches(chunks, at_once, mesh)
+        return
+    for number in sorted({chunk.number for chunk in chunks}):
+        yield from _batches([c for c in chunks if c.number == number], at_once, mesh)
+
+
 def _batch(chunks: Sequence[Chunk], part: list[int], width: int, most: int, mesh) -> _Batch:
     # Powers of two, and all devices that share rows get equally many.
     count = min(1 << (len(part) - 1).bit_length(), most)
@@ -171,6 +185,12 @@ def _choose(model: Decoder, params: dict, tokens, mask, query, rows, tags) -> ja
         return model.encoder.choose(tokens[:, None], mask[:, None], **places)
 
     return model.apply({"params": params}, method=choose)[:, 0]
+
+
+@jax.jit
+def _rows(kept: Encoded, rows) -> Encoded:
+    """What is kept of these rows."""
+    return jax.tree.map(lambda x: x[rows], kept)
 
 
 def _room(encoded: Encoded | None) -> int:

@@ -141,6 +141,7 @@ def encode(
     projected: bool = False,
     after: Contexts | None = None,
     query: jax.Array | None = None,
+    rotation: Rotation | None = None,
 ) -> Contexts:
     """The contexts of rows of chunks (`cut`), or `after` with these chunks added.
 
@@ -150,6 +151,7 @@ def encode(
         faster to read, many times larger. `after` says it for chunks that are added.
       query: of a memory that asks, what `Decoder.asked` says of each row, float32 [B, D]; None: as
         `after` was asked, or left open.
+      rotation: that of the text, for memories that lead it.
     """
     if after is None:
         none = (0,) * len(rows)
@@ -172,7 +174,7 @@ def encode(
         return whole
     if after.encoded is not None:
         projected = after.encoded.layers is not None
-    options = {"batch_tokens": batch_tokens, "projected": projected}
+    options = {"batch_tokens": batch_tokens, "projected": projected, "rotation": rotation}
     return _counted(
         model, whole, written(model, params, after.encoded, added, whole.shape, **options)
     )

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax import cache as cache_lib
 from lcjax import distributed
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Rotations, chunk_size, pad_left, prefill, read_on, starts
+from lcjax.generate import Piece, Prefix, Rotations, chunk_size, read_on, read_prompts
 from lcjax.loss import over_chunks
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded
@@ -58,6 +57,7 @@ def by_cache(
     *,
     rotation: Callable[[int], Rotation],
     memory: Encoded | None = None,
+    prefix: Prefix | None = None,
 ) -> list[list[Continuation]]:
     """What `model` says of the continuations of each prompt; arguments as `generate.stream`'s.
 
@@ -73,7 +73,10 @@ def by_cache(
     lengths = np.array([len(prompt) for prompt in prompts])
     turned = Rotations(rotation, lengths, np.pad(longest, (0, filler), "edge"), False).at(0)
     room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, chunk_size(None)
-    logits, cache = _read_prompts(model, params, prompts, room, chunk, turned, memory)
+    logits, cache = read_prompts(
+        model, params, prompts, turned, room=max(room, _ROOM), chunk=chunk, memory=memory,
+        prefix=prefix,
+    )  # fmt: skip
 
     def follow(cache, tokens, targets, real, positions):
         return _follow(model, params, cache, tokens, targets, real, positions, turned, memory)
@@ -86,18 +89,6 @@ def by_cache(
         ]
         for row in range(count)
     ]
-
-
-def _read_prompts(model, params, prompts, room: int, chunk: int, turned: Rotation, memory):
-    """The logits [B, V] after the prompts, and a cache with them and `room` for more tokens."""
-    tokens, segments, padding = pad_left(prompts, chunk)
-    slots = cache_lib.whole_blocks(tokens.shape[1] + max(room, _ROOM))
-    cache = cache_lib.create(model.config, len(prompts), slots, chunk=chunk, mesh=model.mesh)
-    positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
-    for part in (slice(*edges) for edges in starts(tokens.shape[1], chunk)):
-        texts = tokens[:, part], segments[:, part], positions[:, part]
-        logits, cache = prefill(model, params, cache, *texts, turned, None, memory)
-    return logits, cache
 
 
 def _read_round(follow, logits, cache, lengths, ids, sizes, chunk: int) -> list[np.ndarray]:

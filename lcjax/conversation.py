@@ -31,7 +31,8 @@ class Conversation:
     Turns are read when an answer is asked for, beside the context that there is by then: what was
     read earlier is not read again when a context is added. So a conversation equals reading all of
     it at once as long as its context stays the same. A memory that keeps what a question needs is
-    searched for every turn, and what is unchanged is not encoded again.
+    searched for every turn, and what is unchanged is not encoded again. Where a context stands
+    before the text (`Memory.leads`), the text is read again behind one that has grown.
 
     `say` follows the model's chat format; `read` and `write` leave the format to the caller.
     """
@@ -75,6 +76,8 @@ class Conversation:
         self.context = self.lm.encode_contexts(
             [context], projected=self._projected, after=self.context
         )
+        if self.lm.config.memory.leads:
+            self._forget()
 
     def read(self, text: str | Sequence[int]) -> None:
         """Goes on with a text or token ids; the first text gets BOS if the model expects one."""
@@ -125,12 +128,16 @@ class Conversation:
 
     def _start_over(self) -> None:
         self._ids: list[int] = []
-        self._read = 0  # of _ids, tokens in the cache; the last one never is
         self._shown: str | None = None  # the chat so far as text, where the template goes on
         self._cut = False  # whether a stop string ended the last turn
+        self._rotation = self.lm.rotation(self.length)
+        self._rows = 1 + padding_rows(self.lm.mesh, 1)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Empties the cache; the text stays, and is read again."""
+        self._read = 0  # of _ids, tokens in the cache; the last one never is
         lm, slots = self.lm, cache_lib.whole_blocks(self.length)
-        self._rotation = lm.rotation(self.length)
-        self._rows = 1 + padding_rows(lm.mesh, 1)
         self._cache = cache_lib.create(
             lm._model.config, self._rows, slots, chunk=self._chunk, mesh=lm.mesh
         )
@@ -159,7 +166,7 @@ class Conversation:
         In pieces of few sizes and without padding, which would stand between turns for ever.
         """
         lm, memory = self.lm, self.context.rows(1, self._rows - 1)
-        for size in _sizes(len(self._ids) - self._read, self._chunk):
+        for size in pieces(len(self._ids) - self._read, self._chunk):
             places = np.arange(self._read, self._read + size)
             tokens = np.array(self._ids[self._read : self._read + size], np.int32)
             tokens, places = (np.tile(x, (self._rows, 1)) for x in (tokens, places))
@@ -171,7 +178,7 @@ class Conversation:
         return logits
 
 
-def _sizes(count: int, chunk: int) -> list[int]:
+def pieces(count: int, chunk: int) -> list[int]:
     """`count` as whole chunks and powers of four: at most three of each."""
     sizes, size = [chunk] * (count // chunk), 1
     rest = count % chunk

@@ -1,13 +1,15 @@
 """Generation: chunked prefill, then one token at a time, streamed as text.
 
 Two compiled functions do the work: `prefill` reads a chunk of the prompts into the cache, and
-`_step` picks a token and reads it. The next step is always under way before the last one's tokens
+`_step` picks a token and reads it. What prompts begin with may have been read before, once for all
+of them (`Prefix`). The next step is always under way before the last one's tokens
 are looked at, so the accelerator does not wait for Python.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,13 @@ class Piece:
     finish: str | None = None
 
 
+class Prefix(NamedTuple):
+    """The beginning of every prompt of a batch, read before with the rotation that all have."""
+
+    cache: cache_lib.Cache  # full, of one row without padding
+    tokens: int  # the first ones of it, which the prompts begin with
+
+
 def stream(
     model: Decoder,
     params: dict,
@@ -55,6 +64,7 @@ def stream(
     prefill_chunk: int | None = None,
     memory: Encoded | None = None,
     mixture: Mixture | None = None,
+    prefix: Prefix | None = None,
 ) -> Iterator[Piece]:
     """Pieces of text for every prompt (lists of token ids) until all have finished.
 
@@ -70,7 +80,8 @@ def stream(
     `pattern.chunk` tokens at a time; none is ever picked. On the mesh of `model` every device gets
     equally many rows: those that are lacking repeat the first prompt, and nobody sees them; in
     `memory`, which the rows read beside their prompts, they are there already. Under a `mixture`
-    several prompts are one text: their probabilities are mixed, and all read the token picked.
+    several prompts are one text: their probabilities are mixed, and all read the token picked. A
+    `prefix`, for patterns of any order without a `memory`, is not read again.
     """
     prompts = _checked(prompts, model.config.vocab_size)
     # The last token that is picked is not read.
@@ -82,12 +93,12 @@ def stream(
         _check_not_exact(exact)
         chunk = _whole_chunk(chunk, model.config.pattern)
     return _read_and_write(
-        model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory, mixture
+        model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory, mixture, prefix
     )  # fmt: skip
 
 
 def _read_and_write(
-    model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory, mixture
+    model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory, mixture, prefix
 ):
     """`stream` of checked arguments."""
     mesh = model.mesh
@@ -98,29 +109,15 @@ def _read_and_write(
     if marks is not None:
         prompts = [in_prompt(prompt, marks) for prompt in prompts]
         closing = new // marks.every + 1
-    tokens, segments, padding, ends = _lay_out(prompts, chunk, marks)
     texts = np.array([len(prompt) for prompt in prompts])
     rotations = Rotations(rotation, texts, new + closing, exact)
-    # A block that one row fills takes a slot of all rows.
-    length = cache_lib.whole_blocks(tokens.shape[1] + new + len(prompts) * closing)
-    rotated = False if exact else None  # as the pattern wants it
-    cache = cache_lib.create(
-        model.config, len(prompts), length, chunk=chunk, rotated=rotated, mesh=mesh
-    )
-    positions = np.maximum(np.arange(tokens.shape[1])[None] - padding[:, None], 0)
-    for start in starts(tokens.shape[1], chunk):
-        part = slice(*start)
-        logits, cache = prefill(
-            model,
-            params,
-            cache,
-            tokens[:, part],
-            segments[:, part],
-            positions[:, part],
-            rotations.at(0),
-            ends,
-            memory,
-        )
+    logits, cache = read_prompts(
+        model, params, prompts, rotations.at(0), chunk=chunk,
+        # A block that one row fills takes a slot of all rows.
+        room=new + len(prompts) * closing,
+        rotated=False if exact else None,  # as the pattern wants it
+        marks=marks, memory=memory, prefix=prefix,
+    )  # fmt: skip
 
     def step(cache, token, count):
         place = _place(lengths + count, marks)
@@ -128,6 +125,39 @@ def _read_and_write(
         return _step(model, params, cache, token, *place, turned, memory)
 
     yield from _decode(step, tokenizer, logits, cache, sampling, mixture)
+
+
+def read_prompts(
+    model: Decoder,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    rotation: Rotation,
+    *,
+    room: int,
+    chunk: int,
+    rotated: bool | None = None,
+    marks: Landmarks | None = None,
+    memory: Encoded | None = None,
+    prefix: Prefix | None = None,
+) -> tuple[jax.Array, cache_lib.Cache]:
+    """The logits [B, V] after the prompts, and a cache with them and `room` for more tokens."""
+    tokens, segments, padding, ends = _lay_out(prompts, chunk, marks)
+    width = tokens.shape[1]
+    slots, mesh, first = cache_lib.whole_blocks(width + room), model.mesh, 0
+    if prefix is not None:
+        # Shorter rows read the end of the prefix again, while longer ones read what follows it.
+        first = width - _bucketed(max(map(len, prompts)) - prefix.tokens, chunk)
+    if first > 0:
+        cache = cache_lib.branch(prefix.cache, np.int32(first), padding, slots, mesh)
+    else:
+        first, options = 0, {"chunk": chunk, "rotated": rotated, "mesh": mesh}
+        cache = cache_lib.create(model.config, len(prompts), slots, **options)
+    positions = np.maximum(np.arange(width)[None] - padding[:, None], 0)
+    for start, stop in starts(width - first, chunk):
+        part = slice(first + start, first + stop)
+        texts = tokens[:, part], segments[:, part], positions[:, part]
+        logits, cache = prefill(model, params, cache, *texts, rotation, ends, memory)
+    return logits, cache
 
 
 def _decode(step, tokenizer, logits, cache, sampling, mixture):

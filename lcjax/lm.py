@@ -22,7 +22,7 @@ from lcjax.contexts import encode as encode_chunks
 from lcjax.continuations import Continuation, by_cache, by_rows
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Sampling
+from lcjax.generate import Piece, Prefix, Sampling
 from lcjax.landmark_nll import landmark_nll
 from lcjax.loss import token_nll
 from lcjax.mixture import Mixture
@@ -86,6 +86,11 @@ class LanguageModel:
     def mesh(self) -> jax.sharding.Mesh | None:
         """Whose devices share weights, rows and caches; None: all is on one device."""
         return self._model.mesh
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether `rotation` changes with the length of a request."""
+        return self.config.rope.depends_on_length or self.config.pattern.depends_on_length
 
     def with_method(
         self,
@@ -170,6 +175,7 @@ class LanguageModel:
         return encode_chunks(
             self._model, self.params, rows,
             batch_tokens=batch_tokens, projected=projected, after=after, query=asked,
+            rotation=self.rotation(size) if memory.leads else None,
         )  # fmt: skip
 
     def search_contexts(
@@ -198,8 +204,7 @@ class LanguageModel:
                 f"query={texts!r:.40} must be a list with one entry for each of the {rows} rows"
             )
         ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
-        follows = self.config.rope.depends_on_length or self.config.pattern.depends_on_length
-        return ask(self._model, self.params, ids, self.rotation, follows_length=follows)
+        return ask(self._model, self.params, ids, self.rotation, follows_length=self.follows_length)
 
     def _memory(
         self, context: Contexts | Sequence[Row] | None, texts: Sequence[Sequence[int]]
@@ -260,10 +265,11 @@ class LanguageModel:
         continuations: Sequence[Sequence[Sequence[int]]],
         *,
         context: Contexts | Sequence[Row] | None = None,
+        prefix: Prefix | None = None,
     ) -> list[list[Continuation]]:
         """What it says of each continuation of each prompt (token ids), the prompt read once.
 
-        `context` is what every prompt reads beside it, as in `generate`.
+        `context` is what every prompt reads beside it, as in `generate`; `prefix` as in `stream`.
         """
         self.config.pattern.check_scores()
         if isinstance(self.config.pattern, Landmark):
@@ -272,7 +278,7 @@ class LanguageModel:
             return by_rows(nll, stream, prompts, continuations)
         return by_cache(
             self._model, self.params, prompts, continuations, rotation=self.rotation,
-            memory=self._memory(context, prompts),
+            memory=self._memory(context, prompts), prefix=prefix,
         )  # fmt: skip
 
     def _scored(self, tokens: np.ndarray, first: int, memory: Encoded | None) -> np.ndarray:
@@ -329,19 +335,20 @@ class LanguageModel:
         exact: bool = False,
         prefill_chunk: int | None = None,
         mixture: Mixture | None = None,
+        prefix: Prefix | None = None,
     ) -> Iterator[Piece]:
         """`generate` piece by piece as the text appears; the arguments are checked at once.
 
-        Under a `mixture` several prompts are one text (`lcjax.replug`).
+        Under a `mixture` several prompts are one text (`lcjax.replug`). What all begin with may
+        have been read as `prefix` (`lcjax.shared_prefix`).
         """
         if isinstance(prompts, str):
             raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
         ids = [self.encode(p) if isinstance(p, str) else p for p in prompts]
-        follows = self.config.rope.depends_on_length or self.config.pattern.depends_on_length
         return generation.stream(
             self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
-            follows_length=follows, exact=exact, prefill_chunk=prefill_chunk,
-            memory=self._memory(context, ids), mixture=mixture,
+            follows_length=self.follows_length, exact=exact, prefill_chunk=prefill_chunk,
+            memory=self._memory(context, ids), mixture=mixture, prefix=prefix,
         )  # fmt: skip
 
     def chat(

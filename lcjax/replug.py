@@ -165,15 +165,13 @@ class Replug:
 
         A rotation that follows the length is that of each pass's own.
         """
-        config = self.lm.config
-        follows = config.rope.depends_on_length or config.pattern.depends_on_length
         sizes = {
             (b, i): len(document) + int(lengths[b])
             for b, row in enumerate(documents)
             for i, document in enumerate(row)
         }
         order = sorted(sizes, key=sizes.get)
-        groups = itertools.groupby(order, sizes.get) if follows else [(None, order)]
+        groups = itertools.groupby(order, sizes.get) if self.lm.follows_length else [(None, order)]
         for _, group in groups:
             group = list(group)
             for start in range(0, len(group), self.batch):

@@ -28,6 +28,7 @@ ORDER = [
     {"sampling", "mixture", "context_store", "contexts", "generate"},
     {"continuations", "landmark_nll", "lm"},
     {"replug", "conversation"},
+    {"shared_prefix"},
     {"evaluation"},
     {"pictures"},
 ]

@@ -30,7 +30,7 @@ MEASURED = [
     file for file in TRAININGS if file in PUBLISHED and "python eval.py" in file.read_text()
 ]
 COMPILED = [file for file in TRAININGS if "TPU chips" in file.read_text()]
-MEMORIES = ("cepe", "sharedllm")
+MEMORIES = ("cepe", "sharedllm", "beacon", "auto_compressor")
 PARTS = ("Paper", "Reproduces", "Hardware", "Expected", "Data", "Command")
 LLAMA, PHI = preset("llama2-7b"), preset("phi-2")
 

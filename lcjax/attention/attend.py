@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -28,6 +30,7 @@ def attend(
     bias: Bias | None = None,
     layout: Layout | None = None,
     keys_rotated: bool = False,
+    more: Sequence[tuple[jax.Array, jax.Array]] = (),
     implementation: str | None = None,
 ) -> jax.Array:
     """Attention of q [B, T, N, H] over k [B, S, K, H] and v [B, S, K, Hv]: out [B, T, N, Hv].
@@ -35,7 +38,8 @@ def attend(
     q and k are unrotated; `q_positions` [B, T] and `k_positions` [B, S] say where they stand, the
     pattern may move them. Order indices, segments, `row`, `bias`, `layout` are those of `Places`.
     `keys_rotated` says that k already carries its rotation, at `pattern.key_positions` (a cache
-    that stores rotated keys), which patterns that move keys refuse.
+    that stores rotated keys), which patterns that move keys refuse. `more` are partials (out, lse)
+    of the same queries over other keys, which are in one softmax with those of the pattern.
     """
     if bias is not None and pattern.encodings == ("rope",):
         raise InputError(
@@ -45,9 +49,10 @@ def attend(
         q_positions, k_positions, q_index, k_index, q_segments, k_segments, row, q.shape[2], bias,
         layout,
     )  # fmt: skip
-    return pattern.attend(
-        q, k, v, rotation, places, keys_rotated=keys_rotated, implementation=implementation
-    )
+    options = {"keys_rotated": keys_rotated, "implementation": implementation}
+    if more:
+        options["more"] = more
+    return pattern.attend(q, k, v, rotation, places, **options)
 
 
 def order_indices(segments: jax.Array) -> jax.Array:

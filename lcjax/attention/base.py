@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -67,7 +69,7 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pattern(draccus.ChoiceRegistry):
+class Pattern(draccus.ChoiceRegistry, abc.ABC):
     """Which keys a query sees, and at which positions: the `model.pattern` config section.
 
     A pattern lists passes over disjoint sets of keys. Their results are merged by log-sum-exp, so
@@ -109,9 +111,9 @@ class Pattern(draccus.ChoiceRegistry):
         """Whether tokens and keys may lie in any order, as long as their order indices say it."""
         return type(self).attend is Pattern.attend
 
+    @abc.abstractmethod
     def passes(self, places: Places) -> list[Pass]:
         """The passes of queries and keys at `places`; their masks are disjoint."""
-        raise NotImplementedError(f"{type(self).__name__} has to define `passes`")
 
     def key_positions(self, positions: jax.Array, order: jax.Array) -> jax.Array:
         """Where keys at `positions` [B, S] with order indices [S] or [B, S] stand for all queries.
@@ -176,6 +178,7 @@ class Pattern(draccus.ChoiceRegistry):
         places: Places,
         *,
         keys_rotated: bool = False,
+        more: Sequence[tuple[jax.Array, jax.Array]] = (),
         implementation: str | None = None,
     ) -> jax.Array:
         """Attention of unrotated q [B, T, N, H] over k [B, S, K, H], v [B, S, K, Hv].
@@ -196,6 +199,7 @@ class Pattern(draccus.ChoiceRegistry):
             )
             for step in steps
         ]  # fmt: skip
+        partials += more
         out, _ = partials[0] if len(partials) == 1 else merge(partials)
         return out
 

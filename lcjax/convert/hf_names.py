@@ -4,8 +4,8 @@ A row reads `(tensor, axes, path, our axes, condition)`. Letters are the library
 comma separates the axes of the stored tensor, so `"NH,D" -> "DNH"` says: a matrix [N*H, D] is
 viewed as [N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are
 stacked on a leading axis L under `layers/`. Beside the usual letters, P counts pairs of rotary
-channels, M is the hidden width of CLEX's learned frequencies, E the width of a memory's encoder
-and O that of the dense layer before masked logits.
+channels, M is the hidden width of CLEX's learned frequencies, E the width of a memory's encoder, R
+the tokens of its own and O that of the dense layer before masked logits.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lcjax.memory import AutoCompressor, Beacon
 from lcjax.models.config import ModelConfig
 
 _LLAMA = (
@@ -101,6 +102,13 @@ _READING = (
     ("model.layers.{}.cross_attn.q_proj.bias", "NH", "layers/memory/query/bias", "NH", "bias"),
     ("model.layers.{}.cross_attn.o_proj.weight", "D,NH", "layers/memory/out/kernel", "NHD", ""),
 )
+# What Activation Beacon adds to a layer has the text's names with this prefix; the tokens of a
+# memory, R of them, have a table of their own.
+_BEACON = "beacon_"
+_OWN_TOKENS = {
+    Beacon: ("model.beacon_embed_tokens.weight", "R,D", "encoder/embedding", "RD"),
+    AutoCompressor: ("embed_summary.weight", "R,D", "encoder/embedding", "RD"),
+}
 _MASKED = (
     ("lm_dense.weight", "O,D", "mlm/dense/kernel", "DO", ""),
     ("lm_dense.bias", "O", "mlm/dense/bias", "O", ""),
@@ -143,6 +151,8 @@ def entries(config: ModelConfig) -> tuple[Entry, ...]:
     if config.memory is None:
         return tuple(table)
     after = max(i for i, entry in enumerate(table) if entry.stacked) + 1
+    if config.memory.leads:
+        return (*table[:after], *_own(config), *table[after:])
     return (*table[:after], *_reading(config), *table[after:], *_encoder(config.memory.states))
 
 
@@ -161,6 +171,21 @@ def _reading(config: ModelConfig) -> list[Entry]:
         if reads
         for name, axes, path, ours, _ in rows
     ]
+
+
+def _own(config: ModelConfig) -> list[Entry]:
+    """What a memory that leads has: projections of its tokens in every layer, and these."""
+    sizes = _sizes(config) | {"R": config.memory.tokens}
+    rows = []
+    if config.memory.attention is not None:
+        rows = [
+            (name.replace("self_attn.", f"self_attn.{_BEACON}"), axes,
+             path.replace("attention/", "attention/memory/"), ours)
+            for name, axes, path, ours, _ in _rows(config)
+            if "self_attn." in name
+        ]  # fmt: skip
+    rows.append(_OWN_TOKENS[type(config.memory)])
+    return [_entry(row, sizes, config.num_layers) for row in rows]
 
 
 def _encoder(config: ModelConfig) -> list[Entry]:

@@ -23,8 +23,8 @@ import lcjax.lora
 from lcjax import distributed
 from lcjax.convert import hf_names
 from lcjax.convert.atomic import check_destination, finished_or_absent
+from lcjax.convert.leading import config_to_hf
 from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
-from lcjax.convert.shared_llm import config_to_hf
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
 from lcjax.convert.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError

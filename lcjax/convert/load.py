@@ -12,8 +12,8 @@ from lcjax.convert.adapter_folder import CONFIG, base_named_by, is_adapter_folde
 from lcjax.convert.gguf_io import GGUFFile
 from lcjax.convert.hf_config import stated_dtype
 from lcjax.convert.hub import download, is_hub_id
+from lcjax.convert.leading import config_from_hf
 from lcjax.convert.safetensors_io import SafetensorsFolder, has_weights
-from lcjax.convert.shared_llm import config_from_hf
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_gguf import gguf_tokenizer
 from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json

@@ -208,7 +208,7 @@ def _here(config: ModelConfig, sizes: Mapping[str, int], offload: bool) -> int:
 def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     """The part of each layer that one device of the tensor axis computes."""
     tensor, memory = sizes["tensor"], config.memory
-    if memory is not None:
+    if memory is not None and not memory.leads:
         memory = dataclasses.replace(memory, states=_local(memory.states, sizes))
     heads, shared = _share(config.num_heads, tensor), _share(config.num_kv_heads, tensor)
     if heads % shared:  # more devices than key heads: each computes all of those

@@ -9,7 +9,7 @@ Chunks are whole: nothing of a document is padding, and what is left over is the
 
 import numpy as np
 
-from lcjax.data.chunks import Chunks, decoders, split
+from lcjax.data.chunks import Chunks, decoders, learned, split
 
 
 def asked(learned: np.ndarray) -> int:
@@ -70,5 +70,5 @@ class CutBeginning:
         question = asked(row["weights"][:tokens] > 0) if tokens else 0
         start = config.length * context_chunks(config, question, tokens)
         chunks, mask, _ = split(row["tokens"][:start], config.count, config.length, 0)
-        row = decoders(row, start, tokens, config.decoder)
-        return row | {"chunks": chunks, "chunk_mask": mask}
+        context = {"chunks": chunks, "chunk_mask": mask, **learned(row, start, config)}
+        return decoders(row, start, tokens, config.decoder) | context

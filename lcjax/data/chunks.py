@@ -49,6 +49,9 @@ class Chunks:
     noise: Noise | None = None  # hides some of the context in training, never in validation
     decoder: int | None = None  # of beginning: tokens of a row that the decoder has room for
     most: int | None = None  # of beginning: chunks of a text without a question; null: count
+    # Whether what follows the tokens of chunks is learned as well: of memories whose chunks the
+    # decoder reads one after the other (beacon, auto_compressor)
+    learned: bool = False
 
     def __post_init__(self):
         whole_numbers("chunks", self, 1, "count", "length", "decoder", "most")
@@ -58,6 +61,11 @@ class Chunks:
             raise InputError(
                 f"chunks.noise.leave={self.noise.leave} leaves nothing to hide in chunks.length="
                 f"{self.length}; set it to 0 or 1"
+            )
+        if self.learned and self.text == "same":
+            raise InputError(
+                "chunks.learned=true learns the tokens before the decoder's, and with"
+                " chunks.text=same there are none; leave it out"
             )
         begins = self.text == "beginning"
         if begins and (self.decoder or 0) < 2 * self.length:
@@ -125,6 +133,21 @@ def split(
     return flat.reshape(shape), mask.reshape(shape), tokens[start:]
 
 
+def learned(row: dict[str, np.ndarray], end: int, config: Chunks) -> dict[str, np.ndarray]:
+    """What is learned of the context [K, Tc] that stands right before the place `end` of a row.
+
+    `chunk_targets` int32 and `chunk_weights` float32, where `config` asks for them.
+    """
+    if not config.learned:
+        return {}
+    start, shape = max(end - config.tokens, 0), (config.count, config.length)
+    missing = config.tokens - (end - start)
+    return {
+        f"chunk_{name}": np.pad(row[name][start:end], (missing, 0)).reshape(shape)
+        for name in ("targets", "weights")
+    }
+
+
 class Cut:
     """A row of `length` tokens -> the decoder's part of all its fields, `chunks` and `chunk_mask`.
 
@@ -139,9 +162,11 @@ class Cut:
         config, text = self._config, int((row["segments"] > 0).sum())
         behind = 0 if self._same else self._length
         chunks, mask, rest = split(row["tokens"][:text], config.count, config.length, behind)
+        start = text - len(rest)
+        context = {"chunks": chunks, "chunk_mask": mask, **learned(row, start, config)}
         if not self._same:
-            row = decoders(row, text - len(rest), text, self._length)
-        return row | {"chunks": chunks, "chunk_mask": mask}
+            row = decoders(row, start, text, self._length)
+        return row | context
 
 
 def decoders(
@@ -156,7 +181,7 @@ def decoders(
 
 
 class Hide:
-    """A row with `chunk_mask` false also where `Noise` hides its context."""
+    """A row with `chunk_mask` false also where `Noise` hides its context; that is not learned."""
 
     def __init__(self, config: Noise):
         self._config = config
@@ -166,7 +191,10 @@ class Hide:
     ) -> dict[str, np.ndarray]:
         kept = self._kept(*row["chunk_mask"].shape, random)
         there = np.arange(row["chunk_mask"].shape[1]) < kept[:, None]
-        return row | {"chunk_mask": row["chunk_mask"] & there}
+        row = row | {"chunk_mask": row["chunk_mask"] & there}
+        if "chunk_weights" in row:
+            row["chunk_weights"] = row["chunk_weights"] * there.astype(np.float32)
+        return row
 
     def _kept(self, count: int, length: int, random: np.random.Generator) -> np.ndarray:
         """How many places of each chunk may be seen, int [count].

@@ -130,6 +130,11 @@ class DataConfig(TextConfig):
                 " one of them"
             )
         made = [s for s in self.sources if isinstance(s, TeacherSource) or _converts(s)]
+        if chunks.learned and made:
+            raise InputError(
+                "data.chunks.learned=true learns what follows the tokens of chunks, which sources"
+                " whose rows are made already do not say (teacher, converter); leave one out"
+            )
         rows = [s for s in self.sources if s not in made]
         packings = {s.pack or self.pack for s in rows} if self.sources else {self.pack}
         if self.document_mask and packings - {"windows", "single"}:

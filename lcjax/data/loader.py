@@ -49,6 +49,8 @@ def make_loader(
 
     - `chunks` int32 [B, K, Tc]: the context; 0 where there is padding.
     - `chunk_mask` bool [B, K, Tc]: true where there is text that `chunks.noise` does not hide.
+    - with `chunks.learned`, `chunk_targets` int32 and `chunk_weights` float32 [B, K, Tc]: as
+      `targets` and `weights`, of the tokens in `chunks`.
 
     Every process builds the same global batch of `batch_size` rows and keeps its own: `rows`, from
     `lcjax.sharding.process_rows`, or all. So the global batches do not depend on the number of

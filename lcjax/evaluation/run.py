@@ -19,13 +19,15 @@ from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.generation import PromptTask
 from lcjax.evaluation.methods import sections, split_of, subject_of
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.lm import LanguageModel
-from lcjax.sharding import Mesh, make_mesh, padding_rows
+from lcjax.sharding import Mesh, make_mesh, padding_rows, rows_over
+from lcjax.shared_prefix import PrefixReader, alike, shareable
 
 Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
@@ -184,11 +186,14 @@ class _Runner:
         )  # fmt: skip
         # What is read of a prompt stays as it was for the next choice, beside what goes on from it.
         caches = 2 if any(task.chooses for task in self._config.tasks) else int(asked)
-        memory = dataclasses.replace(memory, cache=caches * memory.cache)
+        filler = padding_rows(model.mesh, batch)
+        if caches and any(s is None and shareable(model) for s in splits):
+            # What prompts begin with is a row on every device.
+            caches += rows_over(model.mesh, batch + filler) / (batch + filler)
+        memory = dataclasses.replace(memory, cache=int(caches * memory.cache))
         name = section.path or section.preset
         line = f"{name}: up to about {memory}, batch_size={batch} of {longest:,} tokens"
         line += f", {rows} rows each" * (rows > 1)
-        filler = padding_rows(model.mesh, batch)
         if filler:
             line += f"; {filler} more rows are filler: batch_size={batch + filler} takes no longer"
         return line
@@ -280,33 +285,48 @@ class _Runner:
     ) -> Iterator[list[Record]]:
         """Records of one batch after another; units of one shape share a compiled function.
 
-        `every` unit of the task and length may lend its context to another.
+        `every` unit of the task and length may lend its context to another. What prompts begin
+        with is read once, and counts once.
         """
-        shapes: dict[tuple, list[Unit]] = {}
-        for unit in units:
-            shapes.setdefault(unit.shape, []).append(unit)
         floor, size = measure.reset_peak(), self._config.batch_size
-        scorer = task.scorer(model, size)
-        for group in shapes.values():
-            for start in range(0, len(group), size):
-                chunk = fed = group[start : start + size]
-                if isinstance(model, SplitModel):
-                    fed = [model.fed(unit, every, self._limits.seed) for unit in chunk]
-                with measure.Stopwatch() as watch:
-                    scores = scorer(fed)
-                cost = {
-                    "seconds": (watch.seconds - watch.compiling) / len(chunk),
-                    "compile_seconds": watch.compiling / len(chunk),
-                    "peak_bytes": measure.peak_bytes(floor),
-                    "peak_bytes_at_most": measure.highest_bytes(),
+        if isinstance(task, PromptTask) and isinstance(model, LanguageModel) and shareable(model):
+            model = PrefixReader(model, [unit.tokens for unit in units])
+        scorer, saved = task.scorer(model, size), 0
+        for chunk in _batches(units, size, isinstance(model, PrefixReader)):
+            fed = chunk
+            if isinstance(model, SplitModel):
+                fed = [model.fed(unit, every, self._limits.seed) for unit in chunk]
+            with measure.Stopwatch() as watch:
+                scores = scorer(fed)
+            cost = {
+                "seconds": (watch.seconds - watch.compiling) / len(chunk),
+                "compile_seconds": watch.compiling / len(chunk),
+                "peak_bytes": measure.peak_bytes(floor),
+                "peak_bytes_at_most": measure.highest_bytes(),
+            }
+            found = [
+                {
+                    **facts, "window": u.index, "digest": u.digest, **u.facts,
+                    "read": _read(model, u), **score, **cost,
                 }
-                yield [
-                    {
-                        **facts, "window": u.index, "digest": u.digest, **u.facts,
-                        "read": _read(model, u), **score, **cost,
-                    }
-                    for u, score in zip(chunk, scores, strict=True)
-                ]  # fmt: skip
+                for u, score in zip(chunk, scores, strict=True)
+            ]  # fmt: skip
+            if isinstance(model, PrefixReader):
+                fewer, saved = round((model.saved - saved) / len(chunk)), model.saved
+                found = [{**record, "read": record["read"] - fewer} for record in found]
+            yield found
+
+
+def _batches(units: Sequence[Unit], size: int, share: bool) -> Iterator[list[Unit]]:
+    """Units of one shape; with `share` those whose prompts begin alike are together."""
+    shapes: dict[tuple, list[Unit]] = {}
+    for unit in units:
+        shapes.setdefault(unit.shape, []).append(unit)
+    for group in shapes.values():
+        every = range(len(group))
+        for rows in alike([unit.tokens for unit in group]) if share else [every]:
+            for start in range(0, len(rows), size):
+                yield [group[row] for row in rows[start : start + size]]
 
 
 def _read(model, unit: Unit) -> int:

@@ -20,7 +20,7 @@ from lcjax.continuations import Continuation
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
-from lcjax.memory import Cepe, Policy, SharedLlm
+from lcjax.memory import Beacon, Cepe, Policy, SharedLlm
 from lcjax.models.memory import check_memory
 from lcjax.replug import Replug
 
@@ -34,7 +34,7 @@ class Split(abc.ABC):
     key: ClassVar[str]  # of a method's settings
 
     # Tokens at the end of a window that the decoder reads; null: half of the window, and no more
-    # than the model was trained for.
+    # than the model was trained for, or than one of a memory's own windows.
     decoder: int | None = None
     chunk: int | None = None  # tokens of a chunk; null: what the memory was trained with
     chunks: int | None = None  # only the last so many before the decoder's text; null: all
@@ -93,15 +93,19 @@ class ContextSplit(Split):
     # Of how many tokens one is kept at each level of a tree (SharedLLM), so also how many levels;
     # null: as the model was trained.
     ratios: tuple[int, ...] | None = None
+    # Tokens that a beacon stands for (Activation Beacon), 0 for all; null: the model's own.
+    ratio: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
         whole_numbers(self.key, self, 1, "trained_context")
+        whole_numbers(self.key, self, 0, "ratio")
 
     def of(self, model, length: int) -> "SplitModel":
         memory, decoder = model.config.memory, self.tokens(model, length)
         check_memory(memory)
         settings = (("trained_context", Cepe), ("policy", SharedLlm), ("ratios", SharedLlm))
+        settings += (("ratio", Beacon),)
         for name, kind in settings:
             if (value := getattr(self, name)) is None:
                 continue
@@ -128,7 +132,9 @@ class ContextSplit(Split):
         return chunks if self.chunks is None else min(chunks, self.chunks), size
 
     def tokens(self, model, length: int) -> int:
-        usual = min(length // 2, model.config.max_length)
+        memory, usual = model.config.memory, min(length // 2, model.config.max_length)
+        if memory is not None and memory.leads:  # the text is the window behind all others
+            usual = min(usual, memory.chunk)
         return min(usual if self.decoder is None else self.decoder, length)
 
     def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How a memory begins: cross-attention from the self-attention beside it, and a lower model."""
+"""How a memory begins: from the self-attention beside it, from lower layers, from an embedding."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.sharding import param_shardings
+from lcjax.sharding import param_shardings, replicated
+from lcjax.tree import union
 
 
 def check_width(encoder: ModelConfig, decoder: ModelConfig) -> None:
@@ -44,13 +45,14 @@ def with_memory(
             return kernel[..., :width, :, :]
 
         kernel = attention["out"]["kernel"]
-        return {
+        branch = {
             "norm": {"scale": layer["mlp_norm"]["scale"]},
             "query": {"kernel": attention["query"]["kernel"]},
             "key": {"kernel": rows("key")},
             "value": {"kernel": rows("value")},
             "out": {"kernel": jnp.zeros_like(kernel) if out == "zeros" else kernel},
         }
+        return {"memory": branch}
 
     return _grown(params, config, begin, mesh) | {"encoder": encoder}
 
@@ -74,11 +76,12 @@ def with_lower_model(
     def begin(layer):
         attention = layer["attention"]
         kernel = attention["out"]["kernel"]
-        return {
+        branch = {
             "norm": layer["attention_norm"],
             "query": attention["query"],
             "out": {"kernel": jnp.zeros_like(kernel) if out == "zeros" else kernel},
         }
+        return {"memory": branch}
 
     def lower(params):
         layers = jax.tree.map(lambda *x: jnp.stack(x), *(params[name] for name in layers_below))
@@ -90,13 +93,49 @@ def with_lower_model(
     return _grown(params, config, begin, mesh) | jax.jit(lower, out_shardings=layout)(given)
 
 
+def check_token(token: int, config: ModelConfig) -> None:
+    """Refuses to begin with the embedding of a token that the decoder does not know."""
+    if not 0 <= token < config.vocab_size:
+        raise InputError(
+            f"model.memory.begin={token} must lie between 0 and {config.vocab_size - 1}: the token"
+            " whose embedding is begun with; the papers take EOS"
+        )
+
+
+def with_beacons(
+    params: dict, config: ModelConfig, token: int, mesh: jax.sharding.Mesh | None = None
+) -> dict:
+    """`params` with an embedding of beacons, that of `token`, and their projections.
+
+    In every layer these begin as copies of the text's.
+    """
+
+    def begin(layer):
+        return {"attention": {"memory": layer["attention"]}}
+
+    return with_embedding(_grown(params, config, begin, mesh), config, token, mesh)
+
+
+def with_embedding(
+    params: dict, config: ModelConfig, token: int, mesh: jax.sharding.Mesh | None = None
+) -> dict:
+    """`params` with the embedding of `token` as that of all of the memory's own tokens."""
+
+    def own(table):
+        return jnp.tile(table[token], (config.memory.tokens, 1))
+
+    layout = None if mesh is None else replicated(mesh)
+    made = jax.jit(own, out_shardings=layout)(params["embed"]["embedding"])
+    return params | {"encoder": {"embedding": made}}
+
+
 def _grown(
     params: dict,
     config: ModelConfig,
     begin: Callable[[dict], dict],
     mesh: jax.sharding.Mesh | None,
 ) -> dict:
-    """`params` with what `begin` makes of it as the `memory` of every layer that reads."""
+    """`params` with what `begin` adds to every layer that reads."""
     reading = config.memory.reading(config.num_layers)
     names = [f"layers_{i}" for i, reads in enumerate(reading) if reads]
     names = ["layers"] if "layers" in params else names
@@ -107,7 +146,5 @@ def _grown(
 
     layout = None
     if mesh is not None:
-        shapes = jax.eval_shape(lambda x: {k: {"memory": v} for k, v in make(x).items()}, given)
-        layout = {k: v["memory"] for k, v in param_shardings(mesh, shapes).items()}
-    made = jax.jit(make, out_shardings=layout)(given)
-    return params | {name: params[name] | {"memory": made[name]} for name in names}
+        layout = param_shardings(mesh, jax.eval_shape(make, given))
+    return union(params, jax.jit(make, out_shardings=layout)(given))

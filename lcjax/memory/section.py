@@ -10,9 +10,18 @@ import jax
 
 from lcjax.attention import Bidirectional, Causal
 from lcjax.errors import InputError
+from lcjax.memory.auto_compressor import AutoCompressor
+from lcjax.memory.beacon import Beacon
 from lcjax.memory.cepe import Cepe
 from lcjax.memory.context_tree import Tree
-from lcjax.memory.initial import check_width, with_lower_model, with_memory
+from lcjax.memory.initial import (
+    check_token,
+    check_width,
+    with_beacons,
+    with_embedding,
+    with_lower_model,
+    with_memory,
+)
 from lcjax.memory.policies import Policy, Right, policy_note, policy_of
 from lcjax.memory.shared_llm import SharedLlm
 from lcjax.models.config import ModelConfig
@@ -149,6 +158,61 @@ class SharedLlmSection(MemorySection):
     def noted(cls, fields: dict[str, Any]) -> "SharedLlmSection":
         read = {"policy": policy_of(fields["policy"]), "ratios": tuple(fields["ratios"])}
         return cls(**fields | read)
+
+
+@MemorySection.register_subclass("beacon")
+@dataclass(frozen=True)
+class BeaconSection(MemorySection):
+    """Activation Beacon (arXiv 2401.03462): windows before the text are condensed by beacons."""
+
+    chunk: int = 1024  # tokens of a window
+    ratio: int = 32  # tokens that a beacon stands for, where nothing is trained (128 for 400K)
+    # In training each window draws one of these; empty: ratio. 2 to 128 in the paper.
+    ratios: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
+    begin: int = 2  # the token whose embedding a beacon begins with: EOS, in Llama's vocabulary
+
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Beacon:
+        check_token(self.begin, config)
+        return Beacon(self.chunk, self.ratio, tuple(self.ratios))
+
+    def begun(
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> dict:
+        return with_beacons(params, config, self.begin, mesh)
+
+    @classmethod
+    def noted(cls, fields: dict[str, Any]) -> "BeaconSection":
+        return cls(**fields | {"ratios": tuple(fields["ratios"])})
+
+
+@MemorySection.register_subclass("auto_compressor")
+@dataclass(frozen=True)
+class AutoCompressorSection(MemorySection):
+    """AutoCompressor (arXiv 2305.14788): segments before the text are summed up in vectors."""
+
+    chunk: int = 1536  # tokens of a segment
+    summary: int = 50  # vectors that sum it up
+    # Of a text in training, segments that gradients flow through together, as the paper's 2 of 4
+    # (with data.chunks.learned); null: all.
+    segments: int | None = None
+    begin: int = 2  # the token whose embedding summary tokens begin with: EOS, as above
+
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> AutoCompressor:
+        check_token(self.begin, config)
+        return AutoCompressor(self.chunk, self.summary, self.segments)
+
+    def begun(
+        self,
+        params: dict,
+        config: ModelConfig,
+        encoder: dict | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> dict:
+        return with_embedding(params, config, self.begin, mesh)
 
 
 def lower_config(config: ModelConfig, layers: int) -> ModelConfig:

@@ -48,12 +48,13 @@ class SequentialBlock(nn.Module):
     reads: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
-        c, x = self.config, keep_tokens(x, self.mesh)
+    def __call__(self, x: jax.Array, context: Context, layer, pair=None) -> tuple[jax.Array, Any]:
+        c, x, context = self.config, keep_tokens(x, self.mesh), context.reading(pair)
         normed = Norm(c, name="attention_norm")(x)
-        attended, layer = Attention(c, self.mesh, name="attention")(normed, context, layer)
+        attention = Attention if c.memory is None else c.memory.attention or Attention
+        attended, layer = attention(c, self.mesh, name="attention")(normed, context, layer)
         x = keep_tokens(x + attended, self.mesh)
-        if self.reads and context.memory is not None:
+        if self.reads and context.memory is not None and not c.memory.leads:
             x = keep_tokens(x + self._read(x, context.memory), self.mesh)
         x = x + MLP(c, self.mesh, name="mlp")(Norm(c, name="mlp_norm")(x))
         return keep_tokens(x, self.mesh), layer
@@ -70,7 +71,7 @@ class ParallelBlock(nn.Module):
     reads: bool = False  # never: no memory is defined for it
 
     @nn.compact
-    def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, context: Context, layer, pair=None) -> tuple[jax.Array, Any]:
         c, x = self.config, keep_tokens(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
         attended, layer = Attention(c, self.mesh, name="attention")(normed, context, layer)
@@ -114,7 +115,7 @@ class Decoder(nn.Module):
                 _block(c, scanned=True),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(nn.broadcast, 0),
+                in_axes=(nn.broadcast, 0, 0),
                 out_axes=0,
                 length=c.num_layers,
             )(c, self.mesh, reading[0])
@@ -143,11 +144,12 @@ class Decoder(nn.Module):
         order: np.ndarray | None = None,
         memory: Encoded | None = None,
         keep: Keep | None = None,
+        beacons: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
 
         Args:
-          tokens: int32 [B, T].
+          tokens: int32 [B, T], or hidden states [B, T, D] in place of their embeddings.
           positions: [B, T], int or fractional; 0 .. T-1, or on from what the cache holds.
           segments: int32 [B, T], documents numbered from 1 and 0 for padding; one document if None.
           rotation: frequencies for this call; those of `config.rope` at length T (or at the
@@ -159,6 +161,7 @@ class Decoder(nn.Module):
             decoder that it was made from.
           keep: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
             returned in its place, as `Cache.layers` has them but for the order of axes.
+          beacons: int32 [B, R], of a memory whose tokens the last R are (`Context.beacons`).
         """
         c = self.config
         if memory is not None:
@@ -168,7 +171,9 @@ class Decoder(nn.Module):
             memory = self.encode(chunk, jnp.ones_like(chunk, bool))
         start, given = 0 if cache is None else cache.filled, positions
         if positions is None:
-            positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+            positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape[:2])
+        if memory is not None and c.memory.leads:
+            positions = positions + memory.mask.sum(1, keepdims=True)
         view, layers = None, None
         index = None if segments is None or cache is not None else order_indices(segments)
         if cache is not None:
@@ -184,18 +189,26 @@ class Decoder(nn.Module):
                 None if x is None else x[:, order] for x in (tokens, positions, index, segments)
             )
         bias = self.position.logit_bias()
-        context = Context(positions, segments, rotation, index, view, bias, order, memory, keep)
-        x = keep_tokens(self._embedded(tokens), self.mesh)
+        context = Context(
+            positions, segments, rotation, index, view, bias, order, memory, keep, beacons
+        )
+        x = keep_tokens(self.embedded(tokens), self.mesh)
         if given is None:  # absolute embeddings count in the document
             index = view.q_index if cache is not None else index
             positions = positions if index is None else index
         x = self.position(x, positions, segments)
-        x, layers = (self.layers if c.stacked else self._apart)(x, context, layers)
+        x, layers = (self._stacked if c.stacked else self._apart)(x, context, layers)
         if cache is not None:
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
         return self.final_norm(x), cache if keep is None else layers
+
+    def _stacked(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
+        """The layers where their weights are one stack."""
+        count = self.config.num_layers
+        memory, pairs = runs.together(runs.memories(context.memory, [True] * count))
+        return self.layers(x, context._replace(memory=memory), layers, pairs)
 
     def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
         """The layers where each has its weights by itself: one by one, or run by run."""
@@ -203,14 +216,15 @@ class Decoder(nn.Module):
         reads = [block.reads for block in blocks]
         memories = runs.memories(context.memory, reads)
         found = runs.single(c.num_layers)
-        if c.scan_layers and layers is None and context.keep is None and not self.is_initializing():
+        if c.scan_layers and layers is None and not self.is_initializing():
             weights = [block.variables["params"] for block in blocks]
             found = runs.alike(weights, reads)
         for run in found:
             if len(run) > 1:
                 block = _block(c, scanned=True)(c, self.mesh, reads[run.start], parent=None)
                 parts = weights[run.start : run.stop], memories[run.start : run.stop]
-                x = runs.scan(block, *parts, x, context, self.mesh)
+                x, each = runs.scan(block, *parts, x, context, self.mesh)
+                kept += each
                 continue
             (index,) = run
             here = context._replace(memory=memories[index])
@@ -218,7 +232,10 @@ class Decoder(nn.Module):
             kept.append(layer)
         return x, tuple(kept)
 
-    def _embedded(self, tokens: jax.Array) -> jax.Array:
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """[B, T, D] of tokens int32 [B, T]; hidden states stay as they are."""
+        if tokens.ndim == 3:
+            return tokens.astype(self.config.compute_dtype())
         mesh = None if self.is_initializing() else self.mesh
         return look_up(self.embed.embedding, tokens, self.config.compute_dtype(), mesh)
 
@@ -232,6 +249,8 @@ class Decoder(nn.Module):
         `options` are those of the memory's encoder.
         """
         check_memory(self.config.memory)
+        if self.config.memory.leads:
+            options["params"] = self.variables.get("params")
         return self.encoder(chunks, mask, **options)
 
     def asked(self, tokens: jax.Array, at: jax.Array, **options: Any) -> jax.Array:

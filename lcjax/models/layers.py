@@ -11,20 +11,22 @@ from jax.sharding import PartitionSpec
 
 from lcjax import cache as cache_lib
 from lcjax.attention import Causal, attend
+from lcjax.attention.partial import rotate_queries
 from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
 from lcjax.models.memory import Encoded
 from lcjax.rope import Rotation, rotate
 from lcjax.sharding import Sums, attention_layout, gradient_sums
-from pallas_kernels import Bias
+from pallas_kernels import Bias, flash
 
 
 class Keep(NamedTuple):
     """Of which tokens a layer returns keys and values, [B, S, K, H], where nothing is cached."""
 
     index: jax.Array  # int32 [B, S], their places in the row
-    positions: jax.Array  # [B, S], where these keys stand for whoever reads them
+    # [B, S], where these keys stand for whoever reads them; None: they are not rotated
+    positions: jax.Array | None
 
 
 class Context(NamedTuple):
@@ -39,6 +41,13 @@ class Context(NamedTuple):
     order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
     memory: Encoded | None = None  # what is read beside the tokens
     keep: Keep | None = None  # tokens whose keys and values are wanted
+    # int32 [B, R]: the last R tokens are those of a memory that sums up the text, and each of them
+    # has so many tokens of the text before it
+    beacons: jax.Array | None = None
+
+    def reading(self, pair: tuple[jax.Array, jax.Array] | None) -> "Context":
+        """With keys and values of a memory that one layer reads; None: with what all read."""
+        return self if pair is None else self._replace(memory=self.memory.with_layer(pair))
 
 
 class Linear(nn.Module):
@@ -129,26 +138,43 @@ class Norm(nn.Module):
         return y.astype(config.compute_dtype())
 
 
-class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023) under any rotation and pattern."""
+class Projections(nn.Module):
+    """Queries, keys and values of tokens, and what is made of what these attend to."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
 
-    @nn.compact
+    def setup(self):
+        c, mesh = self.config, None if self.is_initializing() else self.mesh
+
+        def heads(count):
+            return Linear((c.width,), (count, c.head_dim), c, c.qkv_bias, mesh)
+
+        self.query, self.key, self.value = map(heads, (c.num_heads, *2 * [c.num_kv_heads]))
+        self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]."""
+        with jax.named_scope("qkv"):
+            return self.query(x), self.key(x), self.value(x)
+
+    def combine(self, y: jax.Array) -> jax.Array:
+        """[B, T, D] of what queries attend to, [B, T, N, H]."""
+        with jax.named_scope("out"):
+            return self.out(y)
+
+
+class Attention(Projections):
+    """Grouped-query attention (Ainslie et al. 2023) under any rotation and pattern."""
+
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
-        heads, kv_heads, size = c.num_heads, c.num_kv_heads, c.head_dim
         # Parameters do not depend on the pattern, and some refuse the short rows they are made with
         pattern = Causal() if self.is_initializing() else c.pattern
         mesh = None if self.is_initializing() else self.mesh
-
-        def project(name, count):
-            return Linear((c.width,), (count, size), c, c.qkv_bias, mesh, name=name)(x)
-
-        with jax.named_scope("qkv"):
-            q, k, v = project("query", heads), project("key", kv_heads), project("value", kv_heads)
+        q, k, v = self.project(x)
         with jax.named_scope("attend"):
+            more = self.before(q, context)
             if layer is None:
                 y = attend(
                     q,
@@ -165,22 +191,47 @@ class Attention(nn.Module):
                     layout=attention_layout(mesh, c.context_parallel, x.shape[1]),
                     q_segments=context.segments,
                     k_segments=context.segments,
+                    more=more,
                 )
                 if context.keep is not None:
-                    layer = _kept(k, v, context)
+                    layer = kept(k, v, context)
             else:
                 y, layer = cache_lib.attend_cached(
                     q, k, v, layer, pattern=pattern.for_inference(), context=context,
-                    layout=attention_layout(mesh),
+                    layout=attention_layout(mesh), more=more,
                 )  # fmt: skip
-        with jax.named_scope("out"):
-            return Linear((heads, size), (c.width,), c, c.out_bias, mesh, name="out")(y), layer
+        return self.combine(y), layer
+
+    def before(self, q: jax.Array, context: Context) -> list[tuple[jax.Array, jax.Array]]:
+        """The partial (out, lse) over what a memory has put before the text, if it has.
+
+        Its keys are not rotated: what is there of M of them stands at 0, 1, 2, ... in each row.
+        """
+        memory = context.memory
+        if memory is None or not self.config.memory.leads:
+            return []
+        k, v = (part.swapaxes(1, 2) for part in memory.layers[0])
+        there = memory.mask.astype(jnp.int32)
+        k = rotate(k, jnp.cumsum(there, axis=1) - 1, *context.rotation[:2])
+        q = rotate_queries(q, context.positions, context.rotation)
+        return [
+            flash(
+                q,
+                k,
+                v,
+                q_segments=jnp.ones(q.shape[:2], jnp.int32),
+                k_segments=there,
+                layout=attention_layout(self.mesh),
+            )
+        ]
 
 
-def _kept(k: jax.Array, v: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-    """Rotated keys, and values, of the tokens that `context.keep` names."""
+def kept(k: jax.Array, v: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    """Keys, rotated where that is asked for, and values of the tokens that `context.keep` names."""
     index = context.keep.index[:, :, None, None]
     k, v = (jnp.take_along_axis(x, index, axis=1) for x in (k, v))
+    if context.keep.positions is None:
+        return k, v
     return rotate(k, context.keep.positions, *context.rotation[:2]), v
 
 

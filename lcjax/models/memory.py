@@ -28,12 +28,18 @@ class Encoded:
     states: jax.Array | None = None  # [B, M, E]
     layers: tuple[tuple[jax.Array, jax.Array], ...] | None = None
     chunks: jax.Array | None = None  # int32 [B], how many there are, where queries count them
+    # [B, C, P, D], where asked for: what the decoder says of each token of the chunks that it read
+    hidden: jax.Array | None = None
+
+    def with_layer(self, pair: tuple[jax.Array, jax.Array]) -> "Encoded":
+        """As a layer sees it that reads these keys and values."""
+        return dataclasses.replace(self, layers=(pair,))
 
     def of_layer(self, number: int) -> "Encoded":
         """As the `number`-th of the layers that read the context sees it."""
         if self.layers is None:
             return self
-        return dataclasses.replace(self, layers=(self.layers[number],))
+        return self.with_layer(self.layers[number])
 
     def packed(self) -> "Encoded":
         """What is there before what is not, row by row; tokens keep their order otherwise.
@@ -77,11 +83,26 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def encoder(self, config: "ModelConfig", mesh: jax.sharding.Mesh | None) -> nn.Module:
         """A module: (chunks int32 [B, C, P], mask bool [B, C, P], options) -> `Encoded`."""
 
-    @abc.abstractmethod
     def reader(
         self, config: "ModelConfig", mesh: jax.sharding.Mesh | None, **options: Any
     ) -> nn.Module:
         """A module of a layer: (x [B, T, D], `Encoded`) -> what is added to x."""
+        raise TypeError(f"{type(self).__name__} is read by self-attention")
+
+    @property
+    def leads(self) -> bool:
+        """Whether what is read stands before the text, in one softmax with it.
+
+        Then self-attention reads it, as keys that are not rotated, and text begins behind it. The
+        decoder itself encodes: the encoder takes its `params`, a `rotation`, and what there is
+        already to be read `after`.
+        """
+        return False
+
+    @property
+    def attention(self) -> type[nn.Module] | None:
+        """Self-attention of the layers, where it is not the decoder's own."""
+        return None
 
     @property
     @abc.abstractmethod
@@ -142,7 +163,7 @@ def check_memory(memory: Memory | None) -> None:
     if memory is None:
         raise InputError(
             "context: this model has no memory to read it with; put it in front of the text, or"
-            " load a model with one (model.memory.type=cepe, shared_llm)"
+            " load a model with one (model.memory.type=cepe, shared_llm, beacon, auto_compressor)"
         )
 
 

@@ -8,6 +8,7 @@ and its gradients; without, compilers take minutes for what they do in seconds.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,15 @@ def memories(memory: Encoded | None, reads: Sequence[bool]) -> list[Encoded | No
     return [memory.of_layer(next(numbers)) if memory and reads_it else None for reads_it in reads]
 
 
+def together(memories: Sequence[Encoded | None]) -> tuple[Encoded | None, Any]:
+    """What all of some layers read, and stacked [L, ...] what each reads of its own, for a scan."""
+    memory = memories[0]
+    if memory is None or memory.layers is None:
+        return memory, None
+    pairs = jax.tree.map(lambda *x: jnp.stack(x), *(each.layers[0] for each in memories))
+    return dataclasses.replace(memory, layers=None), pairs
+
+
 def scan(
     block: nn.Module,
     layers: Sequence[dict],
@@ -60,18 +70,25 @@ def scan(
     x: jax.Array,
     context: Context,
     mesh: jax.sharding.Mesh | None,
-) -> jax.Array:
-    """`x` [B, T, D] after a run: after `block` with one of `layers` after the other."""
+) -> tuple[jax.Array, list]:
+    """`x` [B, T, D] after a run: after `block` with one of `layers` after the other.
+
+    And what each of them returns of the keys and values that are to be kept.
+    """
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if mesh is not None:  # as they lie one by one
         params = jax.lax.with_sharding_constraint(params, param_shardings(mesh, params))
-    memory, pairs = memories[0], None
-    if memory is not None and memory.layers is not None:
-        pairs = jax.tree.map(lambda *x: jnp.stack(x), *(each.layers for each in memories))
+    memory, pairs = together(memories)
+    context = context._replace(memory=memory)
 
     def one(x, part):
         own, pair = part
-        here = memory if pair is None else dataclasses.replace(memory, layers=pair)
-        return block.apply({"params": own}, x, context._replace(memory=here), None)
+        return block.apply({"params": own}, x, context, None, pair)
 
-    return jax.lax.scan(one, x, (params, pairs))[0]
+    x, kept = jax.lax.scan(one, x, (params, pairs))
+    return x, apart(kept, len(layers))
+
+
+def apart(stacked: Any, count: int) -> list:
+    """The trees of `count` layers of one whose arrays are [L, ...]."""
+    return [jax.tree.map(operator.itemgetter(index), stacked) for index in range(count)]

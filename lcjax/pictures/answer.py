@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from lcjax.attention import Pattern, Places
+from lcjax.attention import Pass, Pattern, Places
 from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder
@@ -57,6 +57,9 @@ class _Watched(Pattern):
 
     def kept(self) -> tuple[int, int] | None:
         return self.inner.kept()
+
+    def passes(self, places: Places) -> list[Pass]:
+        return self.inner.passes(places)
 
     def attend(self, q, k, v, rotation: Rotation, places: Places, **options) -> jax.Array:
         if self.noted.calls in self.layers:

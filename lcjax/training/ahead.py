@@ -111,6 +111,9 @@ def _batch(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> 
     if (chunks := config.data.chunks) is not None:
         context = shape[0], chunks.count, chunks.length
         shapes |= {"chunks": (context, jnp.int32), "chunk_mask": (context, jnp.bool_)}
+        if chunks.learned:
+            learned = {"chunk_targets": jnp.int32, "chunk_weights": jnp.float32}
+            shapes |= {name: (context, dtype) for name, dtype in learned.items()}
     if (distill := config.train.distill) is not None:
         places, half = (*shape, distill.top), jnp.float16
         shapes |= {"teacher_ids": (places, jnp.int32), "teacher_probabilities": (places, half)}

@@ -46,7 +46,7 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
     if memory is None and chunks is not None:
         raise InputError(
             "data.chunks are read by a memory, and this model has none; set model.memory.type to"
-            " cepe or shared_llm, or leave data.chunks out"
+            " cepe, shared_llm, beacon or auto_compressor, or leave data.chunks out"
         )
     if memory is None:
         return
@@ -61,6 +61,17 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
             f" of model.memory was trained to read; set it to {limit} or less"
         )
     memory.check_chunk(chunks.length, "data.chunks.length")
+    if memory.leads and memory.reach and not chunks.learned and chunks.count % memory.reach == 0:
+        raise InputError(
+            f"model.memory.segments={memory.reach} lets no gradient through from the text behind"
+            f" data.chunks.count={chunks.count}; set data.chunks.learned=true, or leave it out"
+        )
+    if chunks.learned and (not memory.leads or config.train.distill is not None):
+        raise InputError(
+            "data.chunks.learned=true learns what follows the tokens of chunks: those of memories"
+            " whose chunks the decoder itself reads (beacon, auto_compressor), without a teacher"
+            " (train.distill); leave it out"
+        )
 
 
 def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -> None:

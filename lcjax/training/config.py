@@ -69,9 +69,9 @@ class TrainSection:
     clip: float | None = 1.0  # largest global norm of the gradient; null: none
     ema: float | None = None  # decay of a running average of the weights, such as 0.999; below 1
     # What is trained: rules out of all, lora, embeddings (of the input; where tied, the head, too),
-    # head, norms, rope, encoder, cross_attention, or regular expressions on parameter paths. Empty:
-    # lora where train.lora is set, else all. LongLoRA trains [lora, embeddings, norms]; it calls
-    # that LoRA+, a name that another method has, too.
+    # head, norms, rope, encoder, cross_attention, memory (these two: all that a memory adds), or
+    # regular expressions on parameter paths. Empty: lora where train.lora is set, else all.
+    # LongLoRA trains [lora, embeddings, norms]; it calls that LoRA+, as another method is called.
     trainable: tuple[str, ...] = ()
     lora: LoRA | None = None  # adapters beside the kernels
     distill: Distill | None = None  # learns from a teacher, too: data.sources of type teacher

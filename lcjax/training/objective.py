@@ -46,6 +46,12 @@ def language_model(
             f"train.positions.type={kind} spreads tokens for rotations, and model.position="
             f"{config.position} has none; leave it out"
         )
+    if config.memory is not None and config.memory.leads and type(positions) is not PlainPositions:
+        kind = Positions.get_choice_name(type(positions))
+        raise InputError(
+            f"train.positions.type={kind} moves the text's tokens, and model.memory stands right"
+            " before them; leave it out"
+        )
     model = Decoder(config, mesh)
 
     def objective(trained, frozen, batch, key):
@@ -63,6 +69,7 @@ def language_model(
         if config.memory is not None:
             where = {"positions": places, "rotation": rotation}
             memory = _encoded(model, params, batch, where, key)
+            windows = memory.hidden
             if mesh is None or mesh.shape[LENGTH] == 1:  # else all text would go to one device
                 memory = memory.packed()
         hidden, _ = model.apply(
@@ -75,6 +82,11 @@ def language_model(
             memory=memory,
         )
         hidden = model.apply({"params": params}, hidden, method="before_head")
+        if "chunk_weights" in batch:
+            behind = hidden, targets, weights
+            hidden, targets, weights = map(
+                _joined, (windows, batch["chunk_targets"], batch["chunk_weights"]), behind
+            )
         teacher = () if distill is None else tuple(batch[name] for name in TEACHER)
         if order is not None:
             targets, weights, *teacher = (x[:, order] for x in (targets, weights, *teacher))
@@ -87,6 +99,12 @@ def language_model(
     return objective
 
 
+def _joined(windows: jax.Array, text: jax.Array) -> jax.Array:
+    """[B, C P + T, ...] of what there is of the tokens of windows [B, C, P, ...] and of a text."""
+    flat = windows.reshape(windows.shape[0], -1, *text.shape[2:])
+    return jnp.concatenate([flat, text], axis=1)
+
+
 def _encoded(model: Decoder, params: dict, batch: Batch, where: dict, key: jax.Array) -> Encoded:
     """The context of a batch.
 
@@ -94,8 +112,10 @@ def _encoded(model: Decoder, params: dict, batch: Batch, where: dict, key: jax.A
     are not there yet when the model answers. A row of which nothing is learned asks with its first.
     """
     options, memory = {}, model.config.memory
-    if memory.ordered:
+    if memory.ordered or memory.leads:
         options["key"] = jax.random.fold_in(key, 2)
+    if memory.leads:
+        options |= {"rotation": where["rotation"], "hidden": "chunk_weights" in batch}
     if memory.asks:
         at = jnp.argmax(batch["weights"] > 0, axis=1)
         own = {"segments": batch["segments"], **where}

@@ -20,6 +20,7 @@ NAMED_RULES = {
     "rope": r"^rope/",
     "encoder": r"^encoder/",
     "cross_attention": r"(^|/)memory/",
+    "memory": r"^encoder/|(^|/)memory/",  # all that a memory adds to a decoder
 }
 
 _WAYS_OUT = {

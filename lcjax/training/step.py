@@ -119,7 +119,8 @@ def accumulate(
     """Of a whole batch: mean loss per weight, sum of weights, float32 gradients of the mean, and
     the means of the loss's parts by name.
     """
-    total = batch["weights"].astype(jnp.float32).sum()
+    learned = (batch[name] for name in ("weights", "chunk_weights") if name in batch)
+    total = sum(weights.astype(jnp.float32).sum() for weights in learned)
     # A batch of padding only has no loss rather than 0 / 0.
     inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
 

@@ -8,7 +8,7 @@ import pytest
 from data_support import BOS, EOS, Bytes, assert_same, make_texts, write_jsonl
 
 from lcjax import config as configs
-from lcjax.data import ChatSource, Chunks, DataConfig, Masking, TextSource, make_loader
+from lcjax.data import ChatSource, Chunks, DataConfig, Masking, Noise, TextSource, make_loader
 from lcjax.data.chunks import split
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
@@ -126,6 +126,20 @@ def test_only_answers_behind_the_context_are_learned(tmp_path):
     assert (rows["chunks"][0].ravel() == [BOS] + [ord("q")] * 23).all()
 
 
+@pytest.mark.parametrize("noise", [None, Noise(rate=1.0)], ids=["seen", "hidden"])
+def test_what_follows_the_tokens_of_chunks_may_be_learned_too(noise, path):
+    rows = rows_of(config_for(path, chunks=replace(FOUR, learned=True, noise=noise)))
+    plain = rows_of(replace(config_for(path), chunks=None, document_mask=False))
+    shown = rows["chunk_mask"].reshape(-1, 24)
+    for name in ("targets", "weights"):
+        found = rows[f"chunk_{name}"].reshape(-1, 24)
+        assert found.dtype == plain[name].dtype
+        wanted = plain[name][:, :24] * (shown if name == "weights" else 1)
+        np.testing.assert_array_equal(found[:-1], wanted[:-1])
+        np.testing.assert_array_equal(rows[name][:-1], plain[name][:-1, 24:])
+    assert shown[:-1].all() == (noise is None)
+
+
 @pytest.mark.parametrize("pack", ["concat", "windows", "best_fit"])
 def test_resuming_anywhere_continues_bit_for_bit_on_any_number_of_processes(pack, path):
     stride = None if pack == "best_fit" else 8
@@ -191,6 +205,7 @@ def test_settings_that_do_not_go_together_are_refused(fields, match):
         ({"length": 0}, r"chunks.length=0 must be a whole number of at least 1"),
         ({"count": 0}, r"chunks.count=0 must be a whole number of at least 1"),
         ({"text": "after"}, r"chunks.text=after is not one of before, same"),
+        ({"text": "same", "learned": True}, r"chunks.learned=true learns the tokens before"),
     ],
 )
 def test_chunks_that_cannot_be_are_refused(fields, match):

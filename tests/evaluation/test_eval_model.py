@@ -1,6 +1,8 @@
 """The runner with a real decoder of random weights: what it reports is what the model says."""
 
 import dataclasses
+import json
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from evaluation_support import texts
 from lcjax.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, run
+from lcjax.evaluation import EvalConfig, Method, Niah, Passkey, Perplexity, RunSection, run
 from lcjax.lm import LanguageModel
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
@@ -102,3 +104,27 @@ def test_passkey_runs_through_generation_in_batches(found, tmp_path, capsys):
     assert (
         "batch_size=2 of 448 tokens; 6 more rows are filler: batch_size=8 takes no longer" in said
     )
+
+
+def test_what_prompts_begin_with_is_read_once_and_records_do_not_show_it(
+    found, model, tmp_path, monkeypatch
+):
+    # Of text without a full stop, needles stand at the very beginning or at the very end.
+    task = Niah(depths=2, trials=3, max_new_tokens=2)
+    config = EvalConfig(tasks=(task,), lengths=(1800,), batch_size=2, data=found[0].data)
+
+    def records(name):
+        run(dataclasses.replace(config, run=RunSection(str(tmp_path / name))), load=lambda _: model)
+        lines = (tmp_path / name / "records" / "niah.jsonl").read_text().splitlines()
+        return sorted(map(json.loads, lines), key=lambda record: record["window"])
+
+    shared = records("shared")
+    monkeypatch.setattr(sys.modules["lcjax.evaluation.run"], "shareable", lambda lm: False)
+    plain = records("plain")
+    sizes = [record["size"] for record in plain]
+    assert [record["read"] for record in plain] == sizes and len(sizes) == 6
+    # Two go on from the text of a third.
+    assert sum(record["read"] for record in shared) < sum(sizes) - 2 * 1024
+    for one, other in zip(shared, plain, strict=True):
+        for name in ("window", "digest", "answer", "correct", "scores", "prompt_tokens"):
+            assert one[name] == other[name]

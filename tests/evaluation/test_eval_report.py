@@ -208,12 +208,25 @@ def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("icl", "trained length"), ("many_shot_by_shots", "demonstrations"), ("a_by_depth", "scale")],
+    [
+        ("icl", "trained length"),
+        ("many_shot_by_shots", "demonstrations"),
+        ("open_qa_by_passages", "passages"),
+        ("a_by_depth", "scale"),
+    ],
 )
 def test_a_figure_says_what_it_shows(tmp_path, name, words):
     (tmp_path / f"{name}.svg").write_text("<svg></svg>")
     (figure,) = page.figures_of([tmp_path / f"{name}.png"], "a")
     assert words in figure["caption"]
+
+
+def test_figures_of_all_sizes_are_drawn_to_one_scale(tmp_path):
+    (tmp_path / "a.svg").write_text(
+        '<svg width="302.4pt" height="9pt" viewBox="0 0 302.4 9"></svg>'
+    )
+    (figure,) = page.figures_of([tmp_path / "a.png"], "a")
+    assert 'style="--wide: 26.0rem"' in figure["svg"] and "pt" not in figure["svg"]
 
 
 @pytest.mark.parametrize("name", ["summary.json", "tables/training.md"])

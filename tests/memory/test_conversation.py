@@ -124,7 +124,7 @@ def test_a_conversation_on_a_mesh_equals_that_of_one_device():
 
 def test_pieces_of_a_turn_are_few_and_of_few_sizes():
     for count in range(1, 300):
-        sizes = conversation_lib._sizes(count, 100)
+        sizes = conversation_lib.pieces(count, 100)
         assert sum(sizes) == count and set(sizes) <= {100, 64, 16, 4, 1}
         assert all(sizes.count(size) <= 3 for size in (64, 16, 4, 1))
 

@@ -9,6 +9,7 @@ import numpy as np
 from lcjax.errors import InputError
 from lcjax.evaluation.lm_eval.requests import Choice, Request, Rolling, Writing
 from lcjax.evaluation.split import SplitModel
+from lcjax.evaluation.task import filled
 from lcjax.sampling import Sampling
 
 # (sum of log p, whether the model would write it), sum of log p, or a text
@@ -74,9 +75,9 @@ def _choices(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
     for number, request in numbered:
         by_prompt.setdefault(request.prompt, []).append((number, request))
     for some in _batches(list(by_prompt), batch):
-        filled = _filled(some, batch)
-        options = [[request.continuation for _, request in by_prompt[prompt]] for prompt in filled]
-        scored = model.continuations(filled, options, *_beside(model, filled))
+        prompts = filled(some, batch)
+        options = [[request.continuation for _, request in by_prompt[prompt]] for prompt in prompts]
+        scored = model.continuations(prompts, options, *_beside(model, prompts))
         for prompt, row in zip(some, scored):
             for (number, _), one in zip(by_prompt[prompt], row, strict=True):
                 yield number, (-float(np.sum(one.nll, dtype=np.float64)), bool(one.greedy))
@@ -88,7 +89,7 @@ def _rolling(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
     windows = [(number, window) for number, request in numbered for window in request.windows]
     yield from ((number, 0.0) for number, count in left.items() if not count)  # an empty text
     for some in _batches(sorted(windows, key=lambda pair: -pair[1].size), batch):
-        rows = [window for _, window in _filled(some, batch)]
+        rows = [window for _, window in filled(some, batch)]
         tokens = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
         for row, window in enumerate(rows):
             tokens[row, : window.size] = window.prompt + window.continuation
@@ -112,7 +113,7 @@ def _writings(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
         kinds.setdefault(request.sampling, []).append((number, request))
     for sampling, own in kinds.items():
         for some in _batches(own, batch):
-            prompts = [request.prompt for _, request in _filled(some, batch)]
+            prompts = [request.prompt for _, request in filled(some, batch)]
             drawn = _drawn(sampling, prompts)
             texts = model.generate(prompts, drawn, *_beside(model, prompts))
             yield from ((number, text) for (number, _), text in zip(some, texts))
@@ -128,10 +129,6 @@ def _drawn(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Sampling:
 def _batches(items: list, batch: int) -> Iterator[list]:
     for start in range(0, len(items), batch):
         yield items[start : start + batch]
-
-
-def _filled(items: list, batch: int) -> list:
-    return items + items[:1] * (batch - len(items))
 
 
 def _beside(model, prompts: Sequence[Sequence[int]]) -> tuple:

@@ -202,6 +202,8 @@ _CAPTIONS = {
     " the model was trained for; hatched cells were not measured.",
     "by_shots": "One line a method, at the longest length: the score over the number of"
     " demonstrations.",
+    "by_passages": "One line a method, at the longest length: the score over the number of"
+    " passages.",
     "cost": "Tokens read or written per second without compilation, and the peak of the busiest"
     " device (on a CPU: of the process), over all tasks.",
     "perplexity_accuracy": "Each point is a method. r is Pearson's correlation, ρ Spearman's, with"

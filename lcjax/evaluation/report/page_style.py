@@ -85,8 +85,9 @@ table.sort th button:hover { color: var(--accent); }
 table.sort th button:focus-visible { outline: 2px solid var(--accent); outline-offset: -2px; }
 table.sort th[aria-sort] button::after { content: " \\2191"; }
 table.sort th[aria-sort="descending"] button::after { content: " \\2193"; }
-figure { margin: 2.2rem 0 0; }
-figure svg { display: block; width: 100%; height: auto; max-width: 52rem; }
+figure { margin: 2.2rem 0 0; overflow-x: auto; }
+figure svg { display: block; width: 100%; height: auto; max-width: min(52rem, var(--wide, 52rem));
+  min-width: min(30rem, var(--wide, 30rem)); }
 figure svg text { font-family: var(--text) !important; fill: var(--ink); }
 figcaption, .note { max-width: 46rem; margin: .6rem 0 0; font-size: .875rem; color: var(--muted); }
 details { margin: 1.2rem 0 0; }

@@ -14,6 +14,7 @@ _PAGE = {
     "#cccccc": "var(--rule)",
     **{colour.lower(): f"var(--c{index})" for index, colour in enumerate(COLOURS)},
 }
+_REM = 52 / 604.8  # of a page for a point: a figure of the usual 8.4 inches is 52 wide
 
 
 def inline(path: Path, name: str) -> str | None:
@@ -31,11 +32,14 @@ def inline(path: Path, name: str) -> str | None:
     text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", text)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.S)
     text = text.replace("xlink:href", "href")
+    # All are drawn to one scale, in which the text of a small one is not larger than others'.
+    wide = re.search(r'<svg[^>]*? width="([\d.]+)pt"', text)
+    own = f' style="--wide: {float(wide[1]) * _REM:.1f}rem"' if wide else ""
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = _renamed(text, name)
     text = re.sub("#[0-9a-fA-F]{6}", lambda m: _PAGE.get(m.group().lower(), m.group()), text)
-    return text.replace("<svg", '<svg role="img" stroke-linejoin="round"', 1)
+    return text.replace("<svg", f'<svg role="img" stroke-linejoin="round"{own}', 1)
 
 
 def _renamed(text: str, name: str) -> str:

@@ -1,6 +1,6 @@
 """Figures of a report. matplotlib is imported when one is drawn, and never opens a window."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -97,6 +97,38 @@ def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
     else:
         room = 0.12 * (high - low) or 0.05 * abs(high) or 0.05
         axes.set_ylim(low - room, high + room)
+
+
+def over_counts(
+    cells: Sequence[Record],
+    panels: Mapping[str, Mapping[str, int]],
+    labels: tuple[str, str],
+    path: Path,
+) -> Path:
+    """Scores over how many of something a prompt holds, one line per cell, on a log axis.
+
+    `panels` are names of scores with their numbers, by the title of a panel.
+    """
+    with canvas(path, 8.4, max(_height(len(cells)), 3.3 * len(panels) + 0.4)) as figure:
+        rows = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+        for axes, (title, counts) in zip(rows, panels.items(), strict=True):
+            for index, cell in enumerate(cells):
+                y = [_number(cell.get(name)) for name in counts]
+                axes.plot(list(counts.values()), y, label=cell["method"], **look(index), zorder=3)
+            axes.set_ylim(-0.04, 1.04)
+            axes.set_ylabel(labels[1])
+            axes.set_title(title)
+            _legend(axes)
+        every = sorted({count for counts in panels.values() for count in counts.values()})
+        shown, least = every[-1:], (every[-1] / every[0]) ** (1 / 18)
+        for count in every[-2::-1]:
+            if shown[0] >= least * count:  # labels that are closer would touch
+                shown.insert(0, count)
+        rows[-1].set_xscale("log")
+        rows[-1].set_xticks(shown, [tokens(count) for count in shown])
+        rows[-1].minorticks_off()
+        rows[-1].set_xlabel(labels[0])
+    return path
 
 
 def over_positions(curves: Sequence[Record], path: Path) -> Path:

@@ -145,7 +145,12 @@ class ManyShot(TextCutBenchmark):
         shots = {name: n for name, n in asked if any(name in cell for cell in own)}
         return [
             *super().figures(cells, records, folder),
-            _curves(own, shots, folder / f"{self.label}_by_shots.png"),
+            plots.over_counts(
+                own,
+                {f"Many-shot TREC at {longest:,} tokens": shots},
+                ("demonstrations", "accuracy"),
+                folder / f"{self.label}_by_shots.png",
+            ),
         ]
 
 
@@ -161,20 +166,3 @@ def _label_file(path: Path) -> list[tuple[int, str, str]]:
     if not found:
         raise InputError(f"{path} has no line such as 'NUM:date When ...'; it is not TREC's file")
     return found
-
-
-def _curves(cells: Sequence[Record], shots: dict[str, int], path: Path) -> Path:
-    """Accuracy over the number of demonstrations, one line a method."""
-    with plots.canvas(path, 8.4, 4.4) as figure:
-        axes = figure.add_subplot()
-        for index, cell in enumerate(cells):
-            values = [cell.get(name, float("nan")) for name in shots]
-            axes.plot(list(shots.values()), values, label=cell["method"], **plots.look(index))
-        axes.set_xscale("log")
-        axes.set_xticks(list(shots.values()), [f"{count:,}" for count in shots.values()])
-        axes.minorticks_off()
-        axes.set_xlabel("demonstrations")
-        axes.set_ylabel("accuracy")
-        axes.set_title(f"Many-shot TREC at {cells[0]['length']:,} tokens")
-        axes.legend()
-    return path

@@ -22,7 +22,8 @@ from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics.text import flat
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.task import Limits, Task
+from lcjax.evaluation.report import plots
+from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of
 
@@ -37,6 +38,7 @@ _FILES = {
     "triviaqa": ("triviaqa", "validation.jsonl", "train.jsonl"),
     "popqa": ("popqa", "test.jsonl", "test.jsonl"),
 }
+_TITLES = {"nq": "Natural Questions", "triviaqa": "TriviaQA", "popqa": "PopQA"}
 _FIELDS = ("question", "answer", "ctxs")
 
 
@@ -97,6 +99,23 @@ class OpenQa(AnswerBenchmark):
             facts = {"line": row.line, "wording": OWN_WORDING}
             facts |= {"passages": len(passages), "question": row.question}
             yield Example(parts, row.answers, facts)
+
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        """Also the curve of each set over the passages that are read, where several numbers are."""
+        longest = max(cell["length"] for cell in cells)
+        own = [cell for cell in cells if cell["length"] == longest]
+        panels: dict[str, dict[str, int]] = {}
+        for name, data in self.known.items():
+            if any(name in cell for cell in own):
+                title = f"{_TITLES[data.group]} at {longest:,} tokens"
+                panels.setdefault(title, {})[name] = _passages(data)
+        files = super().figures(cells, records, folder)
+        if max(map(len, panels.values())) == 1:
+            return files
+        path = folder / f"{self.label}_by_passages.png"
+        return [*files, plots.over_counts(own, panels, ("passages", "exact match"), path)]
 
     def _rows(self, group: str, path: Path) -> tuple[list[_Row], list[_Row]]:
         """What is asked, and questions with answers to draw demonstrations from.

@@ -11,7 +11,7 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import BOS_RULES, Corpus, start_token
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.statistics import bootstrap
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
 from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, Protocol, choose, join, lay
 
 SELECT = ("spread", "first", "random")
@@ -135,14 +135,11 @@ class Perplexity(Task):
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         length, first = units[0].shape
-        # Rows that are left over repeat the first one: a batch always has the compiled shape.
+        rows = [unit.tokens for unit in filled(units, batch)]
+        sizes = np.array([len(row) for row in rows], np.int32)
         tokens = np.zeros((batch, length), np.int32)
-        sizes = np.full(batch, len(units[0].tokens), np.int32)
-        tokens[:, : sizes[0]] = units[0].tokens
-        for row, unit in enumerate(units):
-            tokens[row] = 0
-            tokens[row, : len(unit.tokens)] = unit.tokens
-            sizes[row] = len(unit.tokens)
+        for row, own in enumerate(rows):
+            tokens[row, : len(own)] = own
         nll = np.asarray(model.nll(tokens, first=first, lengths=sizes), np.float64)
         return [self._record(unit, nll[row, first : sizes[row]]) for row, unit in enumerate(units)]
 
@@ -224,7 +221,7 @@ class Perplexity(Task):
             edges = bin_edges(length, self.position_bins)
             sums = np.asarray([record["position_nll"] for record in own])
             counts = np.asarray([record["position_count"] for record in own])
-            filled = counts.sum(0) > 0
+            seen = counts.sum(0) > 0
             total = np.maximum(counts.sum(0), 1)
             mean = sums.sum(0) / total
             spread = np.sqrt(((sums - counts * mean) ** 2).sum(0)) / total
@@ -235,9 +232,9 @@ class Perplexity(Task):
                     "method": method,
                     "length": length,
                     "trained": own[0]["trained"],
-                    "position": ((edges[:-1] + edges[1:] - 1) / 2)[filled],
-                    "nll": mean[filled],
-                    "standard_error": spread[filled] if apart else None,
+                    "position": ((edges[:-1] + edges[1:] - 1) / 2)[seen],
+                    "nll": mean[seen],
+                    "standard_error": spread[seen] if apart else None,
                     "log": self.position_bins == "log",
                 }
             )

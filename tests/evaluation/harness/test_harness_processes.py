@@ -1,13 +1,12 @@
 """Several processes ask the harness's questions together; only the first one has its data."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]
+pytestmark = pytest.mark.slow
 
 # eval.py over a harness of one task, which only process 0 may open.
 CODE = """

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from benchmark_support import TOKENIZER, plan, plan_at, scored
+from evaluation_support import only_the_run
 
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Limits
@@ -101,3 +102,14 @@ def test_missing_files_are_named(tmp_path):
         task.check(Limits((1000,)), "tasks.0")
     with pytest.raises(InputError, match=r"popqa.test\.jsonl is missing"):
         OpenQa(path=task.path, tasks=("popqa",)).check(Limits((1000,)), "tasks.0")
+
+
+def test_the_curve_over_passages_has_a_panel_for_each_set(tmp_path):
+    task = OpenQa(path="", tasks=("nq_1", "nq_5", "popqa_5"))
+    cell = {"method": "m", "length": 4000, "trained": 4000, "value": 0.5}
+    cells = [cell | {"nq_1": 0.25, "nq_5": 0.75, "popqa_5": 0.5}, cell | {"length": 10}]
+    with only_the_run():
+        files = task.figures(cells, [], tmp_path)
+        assert [file.name for file in files] == ["open_qa.png", "open_qa_by_passages.png"]
+        single = [cell | {"nq_5": 0.75}]
+        assert [file.name for file in task.figures(single, [], tmp_path)] == ["open_qa.png"]

@@ -1,0 +1,42 @@
+"""Checkpoints of memories that stand before the text: a Llama folder with what they add.
+
+Tensors have the names of the released code (Activation Beacon's `beacon_q_proj`, AutoCompressor's
+`embed_summary`); how windows are read is noted in a field of our own. What reads the folder as a
+Llama alone leaves both out and gets the decoder without a memory.
+"""
+
+import dataclasses
+from typing import Any
+
+from lcjax.convert import landmark, shared_llm
+from lcjax.errors import InputError
+from lcjax.memory import AutoCompressor, Beacon
+from lcjax.models.config import ModelConfig
+
+_OWN = "lcjax_memory"
+_KINDS = {"beacon": Beacon, "auto_compressor": AutoCompressor}
+
+
+def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """As `lcjax.convert.shared_llm.config_from_hf`, which reads all other checkpoints."""
+    if (note := hf.get(_OWN)) is None:
+        return shared_llm.config_from_hf(hf, where)
+    fields = {key: tuple(x) if isinstance(x, list) else x for key, x in note.items()}
+    try:
+        memory = _KINDS[fields.pop("type")](**fields)
+    except (KeyError, TypeError):
+        raise InputError(
+            f"{where}: {_OWN}={note!r} is not as this version writes it; it knows the types"
+            f" {', '.join(_KINDS)}"
+        ) from None
+    return landmark.config_from_hf(hf, where).replace(memory=memory)
+
+
+def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
+    """As `lcjax.convert.shared_llm.config_to_hf`, with a note of a memory that leads."""
+    memory = config.memory
+    if memory is None or not memory.leads:
+        return shared_llm.config_to_hf(config, dtype=dtype)
+    note = {"type": memory.get_choice_name(type(memory))} | dataclasses.asdict(memory)
+    note = {key: list(x) if isinstance(x, tuple) else x for key, x in note.items()}
+    return landmark.config_to_hf(config.replace(memory=None), dtype=dtype) | {_OWN: note}

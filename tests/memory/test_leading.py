@@ -1,0 +1,258 @@
+"""Activation Beacon and AutoCompressor against their formulas, and what holds for both."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from memory_support import assert_close
+from tiny_lm import text
+from window_oracle import Llama, with_beacons, with_summaries
+
+from lcjax import cache as cache_lib
+from lcjax.attention import Sliding
+from lcjax.build import ModelSection, build, resolve
+from lcjax.cost.compute import parameter_shapes
+from lcjax.errors import InputError
+from lcjax.memory import AutoCompressorSection, BeaconSection
+from lcjax.models import Decoder, preset, unstack_layers
+from lcjax.rope import DynamicNTK
+from lcjax.training.partition import matcher
+from lcjax.tree import flatten, nest
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "exact_products")
+
+BEACON = BeaconSection(chunk=8, ratio=4, ratios=())
+SUMMARY = AutoCompressorSection(chunk=8, summary=3)
+BOTH = pytest.mark.parametrize("section", [BEACON, SUMMARY], ids=["beacon", "auto_compressor"])
+
+TOKENS, CHUNKS = text(1, 3, 10), text(2, 3, 3, 8)
+# Text anywhere in a chunk, whole chunks, none; the last row has no context at all.
+MASK = np.ones((3, 3, 8), bool)
+MASK[0, 0, :5] = MASK[0, 2, 6:] = MASK[1, 1] = MASK[1, 2, 2:5] = MASK[2] = False
+
+
+@functools.cache
+def made(section):
+    """A model whose memory has begun, and its parameters with some noise, as if it had learned."""
+    model, params, _ = build(ModelSection(preset="tiny", memory=section))
+    leaves, kinds = jax.tree.flatten(params)
+    rng = np.random.default_rng(0)
+    leaves = [x + 0.1 * rng.standard_normal(x.shape).astype(np.float32) for x in leaves]
+    return model, jax.tree.unflatten(kinds, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def encoded(model, params, chunks, mask, options):
+    return model.apply({"params": params}, chunks, mask, method="encode", **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read(model, params, tokens, memory=None, cache=None):
+    """Logits [B, T, V], and the cache if there is one."""
+    hidden, cache = model.apply({"params": params}, tokens, memory=memory, cache=cache)
+    return model.apply({"params": params}, hidden, method="logits"), cache
+
+
+def by_hand(section, model, params, row, ratios=None):
+    """What the formulas say of a row, whose windows are what its mask shows."""
+    oracle = Llama(jax.tree.map(np.asarray, params), model.config)
+    shown = [chunk[there] for chunk, there in zip(CHUNKS[row], MASK[row], strict=True)]
+    if isinstance(section, BeaconSection):
+        ratios = [section.ratio] * 3 if ratios is None else ratios
+        kept = [(chunk, ratio) for chunk, ratio in zip(shown, ratios, strict=True) if len(chunk)]
+        windows, ratios = zip(*kept, strict=True) if kept else ((), ())
+        return with_beacons(oracle, windows, TOKENS[row], ratios)[0]
+    return with_summaries(oracle, [chunk for chunk in shown if len(chunk)], TOKENS[row])
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        BEACON,
+        pytest.param(dataclasses.replace(BEACON, ratio=0), marks=pytest.mark.slow),
+        SUMMARY,
+    ],
+    ids=["beacon", "raw", "auto_compressor"],
+)
+def test_windows_of_any_length_equal_the_formulas_wherever_padding_is(section):
+    model, params = made(section)
+    memory = encoded(model, params, CHUNKS, MASK, {})
+    found, _ = read(model, params, TOKENS, memory)
+    for row in range(3):
+        assert_close(found[row], by_hand(section, model, params, row))
+    plain, _ = read(model, params, TOKENS)
+    np.testing.assert_array_equal(found[2], plain[2])  # the row without a context
+    assert np.abs(found - plain).max((1, 2))[:2].min() > 0.01, "it does listen"
+
+
+def test_windows_that_are_not_condensed_are_the_decoder_over_the_whole_text():
+    section = dataclasses.replace(BEACON, ratio=0)
+    model, params = made(section)
+    memory = encoded(model, params, CHUNKS, np.ones_like(MASK), {})
+    whole = np.concatenate([CHUNKS.reshape(3, -1), TOKENS], 1)
+    wanted, _ = read(model, params, whole)
+    assert_close(read(model, params, TOKENS, memory)[0], wanted[:, 24:])
+
+
+@BOTH
+def test_without_a_context_the_model_is_its_base_bit_for_bit(section):
+    model, params = made(section)
+    base = Decoder(model.config.replace(memory=None))
+    bare = {name: tree for name, tree in params.items() if name != "encoder"}
+    bare["layers"] = dict(params["layers"], attention=dict(params["layers"]["attention"]))
+    bare["layers"]["attention"].pop("memory", None)
+    np.testing.assert_array_equal(read(model, params, TOKENS)[0], read(base, bare, TOKENS)[0])
+
+
+@pytest.mark.slow
+def test_a_cache_behind_a_memory_is_filled_with_the_same_numbers_by_layers_kept_apart():
+    model, params = made(BEACON)
+    memory = encoded(model, params, CHUNKS, MASK, {})
+    wanted, _ = read(model, params, TOKENS, memory)
+    config = model.config.replace(scan_layers=False)
+    apart, params = Decoder(config), unstack_layers(params, config)
+    cache, found = cache_lib.create(config, 3, 16), []
+    for start, stop in ((0, 8), (8, 9), (9, 10)):
+        logits, cache = read(apart, params, TOKENS[:, start:stop], memory, cache)
+        found.append(logits)
+    assert_close(jnp.concatenate(found, 1), wanted)
+
+
+@pytest.mark.slow
+@BOTH
+def test_gradients_flow_through_all_windows_as_through_one_after_the_other(section):
+    model, params = made(section)
+
+    def loss(own, scanned):
+        full = merged(params, own)
+        if scanned:
+            memory = model.apply({"params": full}, CHUNKS, MASK, method="encode")
+        else:
+            memory = None
+            for number in range(3):
+                part = CHUNKS[:, number : number + 1], MASK[:, number : number + 1]
+                new = model.apply({"params": full}, *part, method="encode", after=memory)
+                memory = new if memory is None else jax.tree.map(behind, memory, new)
+        hidden, _ = model.apply({"params": full}, TOKENS, memory=memory)
+        return (hidden * jnp.cos(jnp.arange(hidden.size)).reshape(hidden.shape)).sum()
+
+    own = {path: x for path, x in flatten(params).items() if matcher(("memory",), "")(path)}
+    (one, first), (other, second) = (
+        jax.jit(jax.value_and_grad(loss), static_argnums=1)(own, scanned)
+        for scanned in (True, False)
+    )
+    assert_close(one, other, 1e-4)
+    for path, grad in first.items():
+        assert np.abs(grad).max() > 1e-3, path
+        assert_close(grad, second[path], 1e-5 * np.abs(grad).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [None, 2])
+def test_gradients_end_where_the_papers_sub_steps_do(segments):
+    model, params = made(dataclasses.replace(SUMMARY, segments=segments))
+    full = np.ones_like(MASK)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def slope(own, read):
+        """By the summary tokens, of what window `read` of four says, the text being the last."""
+
+        def said(own):
+            known = merged(params, {"encoder/embedding": own})
+            options = {"method": "encode", "hidden": True}
+            memory = model.apply({"params": known}, CHUNKS, full, **options)
+            hidden, _ = model.apply({"params": known}, TOKENS, memory=memory)
+            found = hidden if read == 3 else memory.hidden[:, read]
+            return jnp.square(found - 1).sum()
+
+        return jnp.abs(jax.grad(said)(own)).max()
+
+    own = params["encoder"]["embedding"]
+    flows = [float(slope(own, read)) > 0 for read in range(4)]
+    # Of sub-steps of two the second segment alone reads what the first one has learned to sum up.
+    assert flows == [False, True, segments is None, True]
+
+
+def merged(params, own):
+    return nest(flatten(params) | own)
+
+
+def behind(old, new):
+    return jnp.concatenate([old, new], 2 if old.ndim == 4 else 1)
+
+
+@pytest.mark.slow
+def test_in_training_each_window_draws_its_ratio():
+    section = dataclasses.replace(BEACON, ratios=(2, 8))
+    model, params = made(section)
+    full = np.ones_like(MASK)
+    memory = encoded(model, params, CHUNKS, full, {"key": jax.random.key(3)})
+    kept = memory.mask.reshape(3, 3, 4).sum(2)
+    assert memory.mask.shape == (3, 12) and set(np.unique(kept)) == {1, 4}
+    again, other = (
+        encoded(model, params, CHUNKS, full, {"key": jax.random.key(seed)}).mask for seed in (3, 4)
+    )
+    np.testing.assert_array_equal(again, memory.mask)
+    assert (other != memory.mask).any()
+    row = int(np.argmax((kept[:, 0] != kept[:, 1]) | (kept[:, 1] != kept[:, 2])))
+    oracle = Llama(jax.tree.map(np.asarray, params), model.config)
+    wanted, left = with_beacons(oracle, CHUNKS[row], TOKENS[row], 8 // kept[row])
+    assert left == kept[row].tolist()
+    assert_close(read(model, params, TOKENS, memory)[0][row], wanted)
+    assert model.config.for_inference().memory == made(BEACON)[0].config.memory
+
+
+@pytest.mark.parametrize("name", ["beacon", "auto_compressor"])
+def test_sizes_of_the_7b_models(name):
+    section = BeaconSection() if name == "beacon" else AutoCompressorSection()
+    shapes = parameter_shapes(resolve(ModelSection(memory=section), preset("llama2-7b")))
+    added = sum(leaf.size for path, leaf in shapes.items() if matcher(("memory",), "")(path))
+    # "About 2 billion" are the projections of beacons.
+    assert added == {"beacon": 4096 + 32 * 4 * 4096**2, "auto_compressor": 50 * 4096}[name]
+
+
+@BOTH
+def test_a_memory_begins_with_the_embedding_of_a_token_and_the_projections_of_the_text(section):
+    params = build(ModelSection(preset="tiny", memory=section))[1]
+    table, own = params["embed"]["embedding"], params["encoder"]["embedding"]
+    np.testing.assert_array_equal(own, np.tile(table[2], (len(own), 1)))
+    attention = dict(params["layers"]["attention"])
+    if (beacons := attention.pop("memory", None)) is not None:
+        jax.tree.map(np.testing.assert_array_equal, beacons, attention)
+
+
+BAD = [
+    (BEACON, {"ratio": 3}, "chunk=8 must be a multiple of 3.*nearest: 6, 9"),
+    (BEACON, {"ratios": (2, 16)}, "chunk=8 must be a multiple of 16.*nearest: 16"),
+    (BEACON, {"ratio": 0, "ratios": (2,)}, "ratio=0 keeps all tokens and has no beacons to train"),
+    (BEACON, {"ratio": -1}, "ratio=-1"),
+    (BEACON, {"chunk": 4096}, "chunk=4096 leaves no room .* 128 .*set it to 64 or less"),
+    (BEACON, {"begin": 300}, "begin=300 must lie between 0 and"),
+    (SUMMARY, {"summary": 0}, "summary=0"),
+    (SUMMARY, {"segments": 1}, "segments=1 must be a whole number of at least 2"),
+    (SUMMARY, {"summary": 600}, "summary=600 finds no room behind chunk=8.*at most"),
+]
+
+
+@pytest.mark.parametrize(("section", "changes", "words"), BAD)
+def test_bad_sections_are_refused_in_one_line(section, changes, words):
+    with pytest.raises(InputError, match=words) as caught:
+        resolve(ModelSection(memory=dataclasses.replace(section, **changes)), preset("tiny"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pattern": Sliding(8)}, "model.pattern is Sliding"),
+        ({"rope": DynamicNTK(factor=2.0)}, "rope type dynamic_ntk follows the length"),
+        ({"position": "alibi"}, "position=alibi"),
+    ],
+)
+def test_decoders_whose_text_cannot_follow_a_memory_are_refused(change, words):
+    config = preset("tiny").replace(**change)
+    with pytest.raises(InputError, match=words):
+        resolve(ModelSection(memory=SUMMARY), config)

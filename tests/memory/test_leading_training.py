@@ -1,0 +1,211 @@
+"""Memories that stand before the text: what is trained, saved and read back, and what they cost."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny_lm import text
+
+from lcjax import convert, cost
+from lcjax.build import ModelSection, build
+from lcjax.convert.safetensors_io import SafetensorsFolder
+from lcjax.convert.weights import read_params
+from lcjax.errors import InputError
+from lcjax.lora import LoRA
+from lcjax.memory import AutoCompressorSection, BeaconSection
+from lcjax.memory.section import from_note
+from lcjax.models import preset
+from lcjax.rope.positions import E2Positions, PlainPositions
+from lcjax.sharding import Mesh, make_mesh
+from lcjax.training.assemble import new_adapters
+from lcjax.training.objective import language_model
+from lcjax.training.partition import trainable
+from lcjax.training.step import accumulate
+from lcjax.tree import flatten, split, union
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+BEACON = BeaconSection(chunk=16, ratio=8, ratios=(4, 8))
+SUMMARY = AutoCompressorSection(chunk=16, summary=3)
+BOTH = pytest.mark.parametrize("section", [BEACON, SUMMARY], ids=["beacon", "auto_compressor"])
+
+
+@functools.cache
+def small(section):
+    model, params, _ = build(ModelSection(preset="tiny", memory=section))
+    return model, params
+
+
+def batch(rows, length=16):
+    mask = np.ones((rows, 2, 16), bool)
+    mask[::2, 0, :5] = False
+    return {
+        "tokens": text(2, rows, length),
+        "targets": text(3, rows, length),
+        "segments": np.ones((rows, length), np.int32),
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)),
+        "weights": np.ones((rows, length), np.float32),
+        "chunks": text(4, rows, 2, 16),
+        "chunk_mask": mask,
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gradients(config, mesh, trained, frozen, own, key):
+    objective = language_model(config, PlainPositions(), mesh=mesh)
+
+    def loss(trained):
+        total, count = objective(trained, frozen, own, key)
+        return total / count
+
+    return jax.value_and_grad(loss)(trained)
+
+
+def gradients(config, params, rules, mesh=None, *, rows=2, seed=0):
+    trained, frozen = split(params, trainable(flatten(params), rules))
+    return _gradients(config, mesh, trained, frozen, batch(rows), jax.random.key(seed))
+
+
+def test_beacons_alone_are_trained_and_ratios_are_drawn_anew_for_each_step():
+    model, params = small(BEACON)
+    loss, grads = gradients(model.config, params, ("memory",))
+    flat = flatten(grads)
+    assert {path for path in flat if "attention/memory/" not in path} == {"encoder/embedding"}
+    assert len(flat) == 5 and all(np.abs(leaf).max() > 0 for leaf in flat.values())
+    again, other = (gradients(model.config, params, ("memory",), seed=s)[0] for s in (0, 1))
+    assert again == loss != other
+
+
+def test_learned_windows_are_learned_as_one_text_where_nothing_is_condensed():
+    model, params = small(dataclasses.replace(BEACON, ratio=0, ratios=()))
+    own, rows = batch(2), np.ones((2, 48), np.int32)
+    rows[0, :5] = 0
+    whole = np.concatenate([own["chunks"].reshape(2, 32), own["tokens"]], 1)
+    targets, weights = text(7, 2, 48), np.float32(rows)
+    weights[1, 20:40] = 0  # what is learned is said token by token
+    place = np.maximum(np.cumsum(rows, 1, dtype=np.int32) - 1, 0)
+    names = {"tokens": whole, "targets": targets, "weights": weights}
+    plain = names | {"segments": rows, "positions": place}
+    own |= {"targets": targets[:, 32:], "weights": weights[:, 32:]}
+    own |= {f"chunk_{n}": names[n][:, :32].reshape(2, 2, 16) for n in ("targets", "weights")}
+
+    def mean(config, params, batch):
+        objective = language_model(config, PlainPositions())
+        loss, count, *_ = jax.jit(
+            lambda p: accumulate(objective, p, {}, batch, jax.random.key(0), 1)
+        )(params)
+        return float(loss), float(count)
+
+    bare = dict(params, layers=dict(params["layers"]))
+    bare["layers"]["attention"] = dict(params["layers"]["attention"])
+    del bare["encoder"], bare["layers"]["attention"]["memory"]
+    found = mean(model.config, params, own)
+    assert found == pytest.approx(mean(model.config.replace(memory=None), bare, plain), abs=2e-5)
+    assert found[1] == weights.sum()
+
+
+@pytest.mark.slow
+def test_summaries_and_adapters_are_trained_together():
+    model, params = small(SUMMARY)
+    config = model.config.replace(lora=LoRA(2, targets=("query", "value")))
+    params = union(params, new_adapters(config, make_mesh(Mesh(fsdp=1), jax.devices()[:1]), seed=0))
+    _, grads = gradients(config, params, ("memory", "lora"))
+    flat = flatten(grads)
+    assert flat.pop("encoder/embedding").any() and len(flat) == 4
+    assert all(leaf.any() for path, leaf in flat.items() if path.endswith("lora_b"))
+
+
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 2, 2, 1)], ids=lambda s: "x".join(map(str, s)))
+def test_loss_and_gradients_are_the_same_on_any_mesh(section, sizes):
+    model, params = small(section)
+    loss, grads = gradients(model.config, params, ("memory",), rows=8)
+    mesh = make_mesh(Mesh(*sizes))
+    model, params, _ = build(ModelSection(preset="tiny", memory=section), mesh)
+    found, other = gradients(model.config, params, ("memory",), mesh, rows=8)
+    assert abs(found - loss) < 1e-5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other, grads)
+
+
+def test_texts_that_are_cut_over_devices_are_refused():
+    model, params = small(SUMMARY)
+    with pytest.raises(InputError, match="mesh.context=4: windows .* set mesh.context=1"):
+        gradients(model.config, params, ("memory",), make_mesh(Mesh(2, 1, 1, 4)))
+
+
+def test_tokens_that_are_moved_in_training_are_refused():
+    with pytest.raises(InputError, match="train.positions.type=e2_llm moves"):
+        language_model(small(SUMMARY)[0].config, E2Positions())
+
+
+@pytest.mark.parametrize("section", [BEACON, SUMMARY], ids=["beacon", "auto_compressor"])
+def test_a_saved_folder_is_read_back_bit_for_bit(section, tmp_path):
+    model, params = small(section)
+    convert.save_hf(tmp_path / "model", params, model.config)
+    config = convert.load_config(tmp_path / "model")
+    assert config.memory == model.config.memory
+    source = SafetensorsFolder(tmp_path / "model")
+    found = read_params(source, config)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    names = {"model.beacon_embed_tokens.weight", "model.layers.1.self_attn.beacon_o_proj.weight"}
+    names = names if section is BEACON else {"embed_summary.weight"}
+    assert names < set(source.tensors)
+
+
+def test_a_note_that_was_not_written_here_is_refused():
+    hf = convert.config_to_hf(small(SUMMARY)[0].config)
+    for wrong in ({"type": "lstm"}, {"type": "beacon", "window": 3}):
+        with pytest.raises(InputError, match="config.json: lcjax_memory=.*beacon, auto_compressor"):
+            convert.config_from_hf(hf | {"lcjax_memory": wrong})
+
+
+@BOTH
+def test_a_note_of_a_section_is_read_back(section):
+    assert from_note(section.note()) == section
+
+
+def test_what_a_context_costs():
+    def costs(section):
+        config = small(section)[0].config
+        found, alone = (cost.estimate(config, 16, context=c) for c in ((2, 16), None))
+        return (
+            found.matmul_flops - alone.matmul_flops,
+            found.attention_flops - alone.attention_flops,
+        )
+
+    attention, mlp = 2 * 64 * 16 * (4 + 2 + 2 + 4), 2 * 3 * 64 * 160  # of a token in a layer
+    # Two windows, of which 4 beacons each are computed, and 2 are read.
+    matmul, pairs = costs(BEACON)
+    assert matmul == 2 * (2 * 20 / 16) * (attention + mlp)
+    layers = 2 * 4 * 4 * 16
+    assert pairs == pytest.approx(layers * (2 * 20 * (8.5 + 0.5 * 2) / 16 + 2 * 2))
+    matmul, pairs = costs(SUMMARY)
+    assert matmul == 2 * (2 * 22 / 16) * (attention + mlp)
+    assert pairs == pytest.approx(layers * (2 * 22 * (8.5 + 0.5 * 3) / 16 + 2 * 3))
+
+
+@pytest.mark.slow
+@BOTH
+def test_memory_of_training_and_of_reading_is_estimated(section):
+    config = small(section)[0].config
+
+    def activations(chunks):
+        trained = functools.partial(cost.training_memory, config, 16, 1, Mesh(fsdp=1))
+        return trained(context=(chunks, 16)).activations
+
+    assert activations(2) < activations(4)
+    inference = config.for_inference()
+    found = cost.generation_memory(inference, 64, 2, Mesh(fsdp=1), context=(5, 16)).context
+    kept = inference.memory.room(16) * (2 * 2 * 2 * 16 * 4 + 1)
+    assert found == 2 * 5 * kept
+
+
+def test_defaults_fit_the_papers_models():
+    for section in (BeaconSection(), AutoCompressorSection()):
+        memory = section.memory(preset("llama2-7b"))
+        preset("llama2-7b").replace(memory=memory)
+        assert dataclasses.is_dataclass(memory) and memory.longest == section.chunk

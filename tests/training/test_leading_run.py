@@ -1,0 +1,88 @@
+"""Memories that stand before the text by a run: what is trained, and the folders that it leaves."""
+
+import numpy as np
+import pytest
+from training_support import tiny
+
+from lcjax import config as configs
+from lcjax.build import ModelSection, build
+from lcjax.data import Chunks
+from lcjax.distill import Distill
+from lcjax.errors import InputError
+from lcjax.lora import LoRA
+from lcjax.memory import AutoCompressorSection, BeaconSection, CepeSection
+from lcjax.training import run
+from lcjax.training.config import TrainConfig
+from lcjax.tree import flatten
+
+BEACON = BeaconSection(chunk=16, ratio=8, ratios=(4, 8))
+SUMMARY = AutoCompressorSection(chunk=16, summary=3)
+IN_PARTS = AutoCompressorSection(chunk=16, summary=3, segments=2)
+
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+def data(**changes):
+    chunks = Chunks(**{"count": 2, "length": 16} | changes)
+    return {"length": 48, "chunks": chunks, "document_mask": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "learned"), [(BEACON, False), (BEACON, True), (SUMMARY, False), (IN_PARTS, True)]
+)
+def test_a_run_trains_the_memory_and_its_folders_read_alike(section, learned, corpus, tmp_path):
+    model = {"preset": "tiny", "memory": section}
+    lora = {} if section is BEACON else {"lora": LoRA(2, targets=("query", "value"))}
+    rules = ("memory", "lora") if lora else ("memory",)
+    own = data(learned=learned)
+    run(tiny(tmp_path / "run", corpus, model=model, trainable=rules, data=own, **lora))
+    _, begun, _ = build(ModelSection(**model))
+    found, params, _ = build(ModelSection(path=str(tmp_path / "run" / "model")))
+    begun, end = flatten(begun), flatten(params)
+    moved = {path for path in begun if not np.array_equal(begun[path], end[path])}
+    adapted = {f"layers/attention/{name}/kernel" for name in ("query", "value")} if lora else set()
+    added = {p for p in begun if "/memory/" in p or p.startswith("encoder/")}
+    assert moved == added | adapted
+    again, params, _ = build(ModelSection(path=str(tmp_path / "run")))
+    assert again.config.memory == found.config.memory
+    for path, leaf in flatten(params).items():
+        np.testing.assert_allclose(leaf, end[path], atol=1e-6, err_msg=path)
+
+
+def test_a_config_says_how_windows_are_kept(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model:\n  preset: tiny\n  memory: {type: beacon, chunk: 16, ratio: 8, ratios: [4, 8]}\n"
+    )
+    words = ["--config", str(file)]
+    assert configs.parse(TrainConfig, words).model.memory == BEACON
+    found = configs.parse(TrainConfig, [*words, "--model.memory.ratios=[]"]).model.memory
+    assert found.ratios == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "words"),
+    [
+        (BEACON, {"length": 12}, "data.chunks.length=12 must be a multiple of 8.*nearest: 8, 16"),
+        (SUMMARY, {"length": 20, "count": 1}, "length=20 is more than the 16"),
+        (IN_PARTS, {}, "segments=2 lets no gradient through.* set data.chunks.learned=true"),
+        (CepeSection("tiny-encoder"), {"learned": True}, "data.chunks.learned=true learns"),
+    ],
+)
+def test_rows_that_do_not_suit_a_memory_are_refused_before_it_is_made(
+    model, own, words, corpus, tmp_path
+):
+    config = tiny(
+        tmp_path / "run", corpus, model={"preset": "tiny", "memory": model}, data=data(**own)
+    )
+    with pytest.raises(InputError, match=words) as caught:
+        run(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_has_no_teacher_is_refused(corpus, tmp_path):
+    model = {"preset": "tiny", "memory": SUMMARY}
+    with pytest.raises(InputError, match=r"learned=true|needs a teacher's rows"):
+        run(tiny(tmp_path / "run", corpus, model=model, data=data(learned=True), distill=Distill()))
