@@ -1,10 +1,12 @@
 """Eight fake CPU devices and programs that compile fast, set before anything imports jax."""
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,23 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+
+# Every compiled program keeps memory mappings of its own. Linux allows a process 65,530 and kills
+# the one that asks for more, which a worker with a thousand tests does.
+MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_freed():
+    """After a file of tests, where many programs have gathered."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

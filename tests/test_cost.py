@@ -182,6 +182,7 @@ def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing(
     assert activations("none", 5, spread) == 2 * none  # a row more is one more on every device
 
 
+@pytest.mark.slow
 def test_a_context_takes_memory_with_its_own_tokens_and_with_those_that_read_it():
     def activations(context):
         return cost.training_memory(READER, 16, 1, Mesh(fsdp=1), context=context).activations

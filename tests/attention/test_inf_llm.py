@@ -302,6 +302,7 @@ def test_a_decoder_on_a_mesh_reads_on_from_its_notes(scan):
     assert jax.tree.all(after)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_length_not_with_its_square():
     pattern = InfLLM(window=64, sinks=4, block=16, top_k=2, chunk=32)
 

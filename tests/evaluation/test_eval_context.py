@@ -156,6 +156,7 @@ def config(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm, score):
     methods = (
         Method("usual"),
@@ -186,6 +187,7 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm,
     assert read == {"usual": 48, "none": 48, "foreign": 48, "sharper": 48, "replug": 24}
 
 
+@pytest.mark.slow
 def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
     section = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out="copy")
     own = ModelSection(preset="tiny", memory=section)

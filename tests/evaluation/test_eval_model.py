@@ -106,6 +106,7 @@ def test_passkey_runs_through_generation_in_batches(found, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_what_prompts_begin_with_is_read_once_and_records_do_not_show_it(
     found, model, tmp_path, monkeypatch
 ):

@@ -49,6 +49,7 @@ def picked(lm, prompt, context):
     return [token for piece in pieces for token in piece.ids]
 
 
+@pytest.mark.slow
 def test_turns_with_a_cache_equal_the_whole_text_read_at_once(lm):
     talk, rest = Conversation(lm, context=PASSAGES), [PASSAGES]
     text = []

@@ -68,6 +68,7 @@ def gradients(config, params, rules, mesh=None, *, rows=2, seed=0):
     return _gradients(config, mesh, trained, frozen, batch(rows), jax.random.key(seed))
 
 
+@pytest.mark.slow
 def test_beacons_alone_are_trained_and_ratios_are_drawn_anew_for_each_step():
     model, params = small(BEACON)
     loss, grads = gradients(model.config, params, ("memory",))
@@ -78,6 +79,7 @@ def test_beacons_alone_are_trained_and_ratios_are_drawn_anew_for_each_step():
     assert again == loss != other
 
 
+@pytest.mark.slow
 def test_learned_windows_are_learned_as_one_text_where_nothing_is_condensed():
     model, params = small(dataclasses.replace(BEACON, ratio=0, ratios=()))
     own, rows = batch(2), np.ones((2, 48), np.int32)

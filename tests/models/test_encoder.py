@@ -80,6 +80,7 @@ def test_mask_is_the_mean_token_and_can_be_written(decoder):
     assert logits.shape == (1, 4, CONFIG.vocab_size + 1) and np.isfinite(logits).all()
 
 
+@pytest.mark.slow
 def test_a_decoder_reads_with_an_encoder_of_its_own_layers(decoder, tmp_path):
     folder, _ = decoder
     model, params, tokenizer = build(ModelSection(path=folder, encoder_layers=2))

@@ -92,6 +92,7 @@ def test_looping_over_batch_and_heads_changes_nothing(scores):
     assert_close(found, single)
 
 
+@pytest.mark.slow
 def test_changing_a_token_changes_nothing_before_it():
     q, k, v = arrays(t=300)
     run = jax.jit(lambda q, k, v: flash(q, k, v, causal()))

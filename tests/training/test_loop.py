@@ -304,6 +304,7 @@ def test_a_batch_that_the_devices_cannot_share_names_the_nearest(tmp_path, corpu
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(
     tmp_path, corpus, monkeypatch, capsys
 ):

@@ -99,6 +99,7 @@ def test_a_bfloat16_checkpoint_resumes_with_bit_equal_weights(
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_adapters_on_a_bfloat16_base_are_rounded_once_with_their_sum(
     tmp_path, corpus, base, monkeypatch
 ):

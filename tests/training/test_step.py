@@ -120,6 +120,7 @@ def calm_and_wild():
     return batches, last["grad_norm"] / last["usual_norm"]
 
 
+@pytest.mark.slow
 def test_a_gradient_much_longer_than_usual_changes_nothing_but_the_count():
     batches, jump = calm_and_wild()
     assert jump > 1.1
