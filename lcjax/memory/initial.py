@@ -20,19 +20,25 @@ def check_width(encoder: ModelConfig, decoder: ModelConfig) -> None:
         )
 
 
+def share(kernel: jax.Array, of: float) -> jax.Array:
+    """`of` times `kernel`, in its own type."""
+    return kernel * jnp.asarray(of, kernel.dtype)
+
+
 def with_memory(
     params: dict,
     config: ModelConfig,
     encoder: dict,
     *,
-    out: str = "zeros",
+    out: float = 0.0,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict:
     """`params` with `encoder`'s weights and a new cross-attention in every layer that reads it.
 
     Queries are those of self-attention; keys and values its first E input rows, E the encoder's
     width; the norm that of the MLP, which stands behind it in the same place (the released code;
-    the paper is silent). `out`: zeros, so that nothing changes at first, or copy.
+    the paper is silent). `out`: the share of self-attention's output projection; with 0 nothing
+    changes at first.
     """
     check_width(config.memory.states, config)
     width = config.memory.states.width
@@ -50,7 +56,7 @@ def with_memory(
             "query": {"kernel": attention["query"]["kernel"]},
             "key": {"kernel": rows("key")},
             "value": {"kernel": rows("value")},
-            "out": {"kernel": jnp.zeros_like(kernel) if out == "zeros" else kernel},
+            "out": {"kernel": share(kernel, out)},
         }
         return {"memory": branch}
 
@@ -61,14 +67,15 @@ def with_lower_model(
     params: dict,
     config: ModelConfig,
     *,
-    out: str = "zeros",
+    out: float = 0.0,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict:
     """`params` with SharedLLM's lower model, and a new cross-attention in every reading layer.
 
     The lower model is a copy of the embedding, the first M layers and the final norm (sec. 3.1; the
     released code forgets to load it). Queries and the norm before them are those of self-attention,
-    whose keys they are to meet. `out`: zeros, so that nothing changes at first, or copy.
+    whose keys they are to meet. `out`: the share of self-attention's output projection; with 0
+    nothing changes at first.
     """
     # Layers of a decoder with this memory are never stacked.
     layers_below = [f"layers_{index}" for index in range(config.memory.states.num_layers)]
@@ -79,7 +86,7 @@ def with_lower_model(
         branch = {
             "norm": layer["attention_norm"],
             "query": attention["query"],
-            "out": {"kernel": jnp.zeros_like(kernel) if out == "zeros" else kernel},
+            "out": {"kernel": share(kernel, out)},
         }
         return {"memory": branch}
 

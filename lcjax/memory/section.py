@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import draccus
 import jax
@@ -71,9 +71,9 @@ class CepeSection(MemorySection):
     # name of a preset, with random weights.
     encoder: str = "cepe-encoder"
     layers: int | None = None  # layers that read the context, from the last one down; null: all
-    # Of the output projection: zeros leave the decoder as it was (the paper); copy begins with
-    # self-attention's, as the released configs of the warm-up do.
-    out: Literal["zeros", "copy"] = "zeros"
+    # The output projection begins with so much of self-attention's: 0 leaves the decoder as it was
+    # (the paper), 1 is all of it (the released configs of the warm-up).
+    out: float = 0.0
 
     def __post_init__(self):
         if self.layers is not None and self.layers < 1:
@@ -81,6 +81,7 @@ class CepeSection(MemorySection):
                 f"model.memory.layers={self.layers} must be at least 1; null: all; without"
                 " any, leave model.memory out"
             )
+        check_share(self.out)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Cepe:
         if not isinstance(encoder.pattern, Bidirectional):
@@ -122,8 +123,8 @@ class SharedLlmSection(MemorySection):
     policy: Policy = dataclasses.field(default_factory=Right)
     placement: str = "bottom"  # of the layers that read: bottom, top, interleaved
     positions: str = "paper"  # of chunks, or released (see `lcjax.memory.SharedLlm`)
-    # Of the output projection: zeros leave the model as it was; copy begins with self-attention's
-    out: Literal["zeros", "copy"] = "zeros"
+    # The output projection begins with so much of self-attention's: 0 leaves the model as it was.
+    out: float = 0.0
 
     def __post_init__(self):
         if self.layers < 1:
@@ -131,6 +132,7 @@ class SharedLlmSection(MemorySection):
                 f"model.memory.layers={self.layers} must be at least 1; without any, leave"
                 " model.memory out"
             )
+        check_share(self.out)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> SharedLlm:
         return SharedLlm(
@@ -213,6 +215,15 @@ class AutoCompressorSection(MemorySection):
         mesh: jax.sharding.Mesh | None = None,
     ) -> dict:
         return with_embedding(params, config, self.begin, mesh)
+
+
+def check_share(out: float) -> None:
+    """Refuses what is no share of an output projection."""
+    if not 0 <= out <= 1:
+        raise InputError(
+            f"model.memory.out={out} must lie in 0 ... 1: the share of self-attention's output"
+            " projection that cross-attention begins with, 0 for none"
+        )
 
 
 def lower_config(config: ModelConfig, layers: int) -> ModelConfig:

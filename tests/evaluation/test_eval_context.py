@@ -29,7 +29,7 @@ from lcjax.lm import LanguageModel
 from lcjax.memory import CepeSection, QueryAware, SharedLlmSection, Tree
 from lcjax.replug import Replug
 
-TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
+TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
 
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -189,7 +189,7 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm,
 
 @pytest.mark.slow
 def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
-    section = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out="copy")
+    section = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out=1.0)
     own = ModelSection(preset="tiny", memory=section)
     model = LanguageModel.load(own)
     methods = (

@@ -19,7 +19,7 @@ OPTIONS = [[ids(3, 4), ids(4, 1)], [ids(5, 4), ids(6, 2)]]
 
 @pytest.fixture(scope="module")
 def lm():
-    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
+    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
     return sharper(LanguageModel.load(section))
 
 

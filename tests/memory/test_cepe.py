@@ -133,10 +133,16 @@ def test_cross_attention_begins_as_the_released_code_has_it():
     made = with_memory(plain, model.config, params["encoder"])
     for path, wanted in flatten(params).items():
         np.testing.assert_array_equal(flatten(made)[path], wanted, err_msg=path)
+    quarter = flatten(with_memory(plain, model.config, params["encoder"], out=0.25))
+    shares = [path for path in quarter if path.endswith("/memory/out/kernel")]
+    assert shares
+    for path in shares:
+        whole = quarter[path.replace("/memory/", "/attention/")]
+        np.testing.assert_array_equal(quarter[path], 0.25 * whole, err_msg=path)
 
 
 @functools.cache
-def small(seed=0, layers=None, out="copy"):
+def small(seed=0, layers=None, out=1.0):
     """A random model that listens to its context."""
     section = CepeSection(encoder="tiny-encoder", layers=layers, out=out)
     model, params, _ = build(ModelSection(preset="tiny", memory=section, seed=seed))
@@ -210,7 +216,7 @@ def test_no_context_is_the_decoder_bit_for_bit():
 
 
 def test_zeros_in_the_output_projection_change_nothing():
-    model, params = small(out="zeros")
+    model, params = small(out=0.0)
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 8)
     found = run(model, params, tokens, chunks)
     np.testing.assert_array_equal(found, run(model, params, tokens))
@@ -256,7 +262,7 @@ def test_loss_and_gradients_are_the_same_on_any_mesh(sizes):
     model, params = small()
     loss, grads = gradients(model, params)
     mesh = make_mesh(Mesh(*sizes))
-    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
+    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
     model, params, _ = build(section, mesh)
     found, other = gradients(model, params, mesh)
     assert abs(found - loss) < 1e-5
@@ -325,3 +331,5 @@ def test_bad_sections_are_refused_in_one_line(section, words):
 def test_a_memory_of_no_layers_is_refused():
     with pytest.raises(InputError, match="layers=0 must be at least 1"):
         CepeSection(layers=0)
+    with pytest.raises(InputError, match="out=-0.5 must lie in 0 ... 1"):
+        CepeSection(out=-0.5)

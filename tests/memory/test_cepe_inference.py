@@ -19,7 +19,7 @@ from lcjax.memory import CepeSection
 from lcjax.models import Decoder
 from lcjax.sharding import Mesh
 
-SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out="copy"))
+SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 
 
