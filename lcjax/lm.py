@@ -22,11 +22,12 @@ from lcjax.contexts import encode as encode_chunks
 from lcjax.continuations import Continuation, by_cache, by_rows
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Prefix, Sampling
+from lcjax.generate import Piece, Sampling
 from lcjax.landmark_nll import landmark_nll
 from lcjax.mixture import Mixture
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.memory import Encoded, Memory, check_memory
+from lcjax.prefix import Prefix
 from lcjax.rope import Default, Rope, Rotation
 from lcjax.sharding import Mesh, make_mesh, padding_rows
 from lcjax.text_nll import text_nll
@@ -289,6 +290,8 @@ class LanguageModel:
         `context` is what every prompt reads beside it, as in `generate`; `prefix` as in `stream`.
         """
         self.config.pattern.check_scores()
+        if prefix is not None:
+            prefix.check(self.config.pattern, prompts, context=context, exact=False)
         if isinstance(self.config.pattern, Landmark):
             more = {"context": context}
             nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
@@ -351,6 +354,9 @@ class LanguageModel:
             self.encode(prompt, begins=not there) if isinstance(prompt, str) else prompt
             for prompt, there in zip(prompts, begun, strict=True)
         ]
+        if prefix is not None:
+            changes = exact and self.follows_length
+            prefix.check(self.config.pattern, ids, context=context, exact=changes)
         return generation.stream(
             self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
             follows_length=self.follows_length, exact=exact, prefill_chunk=prefill_chunk,
