@@ -17,7 +17,7 @@ from lcjax import cache as cache_lib
 from lcjax import distributed
 from lcjax.errors import whole_number
 from lcjax.models import Decoder
-from lcjax.models.memory import Encoded, Memory
+from lcjax.models.memory import Encoded, Memory, token_axis
 from lcjax.rope import Rotation
 from lcjax.sharding import keep_rows, keep_tokens, padding_rows
 
@@ -203,7 +203,7 @@ def _with_room(mesh, kept: Encoded | None, like: Encoded, rows: int, room: int) 
 
     def wide(kind, old=None):
         shape = list(kind.shape)
-        shape[0], shape[_axis(kind)] = rows, room
+        shape[0], shape[token_axis(kind)] = rows, room
         zeros = jnp.zeros(shape, kind.dtype)
         if old is not None:
             zeros = jax.lax.dynamic_update_slice(zeros, old, (0,) * old.ndim)
@@ -227,7 +227,7 @@ def _put(mesh, kept: Encoded, new: Encoded, rows, starts, rooms) -> Encoded:
     kept = dataclasses.replace(kept, mask=mask)
 
     def write(old, part):
-        if _axis(old) == 1:
+        if token_axis(old) == 1:
             written = old.at[rows, places].set(part, mode="drop")
         else:  # heads stand before tokens
             written = old.at[rows, :, places].set(part.swapaxes(1, 2), mode="drop")
@@ -236,11 +236,6 @@ def _put(mesh, kept: Encoded, new: Encoded, rows, starts, rooms) -> Encoded:
     return jax.tree.map(write, kept, new)
 
 
-def _axis(x: jax.Array) -> int:
-    """Where the tokens are: the mask is [B, M], states [B, M, E], keys and values [B, K, M, H]."""
-    return 2 if x.ndim == 4 else 1
-
-
 def _laid_out(x: jax.Array, mesh) -> jax.Array:
     """Rows as those of texts, heads over `tensor`, where these divide."""
-    return keep_tokens(x, mesh) if _axis(x) == 1 else cache_lib.keep_layout(x, mesh)
+    return keep_tokens(x, mesh) if token_axis(x) == 1 else cache_lib.keep_layout(x, mesh)

@@ -25,7 +25,7 @@ from lcjax.errors import InputError, whole_number
 from lcjax.memory import Tree
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded, Memory
-from lcjax.rope import Rotation
+from lcjax.rope import Rope, Rotation
 from lcjax.sharding import keep_rows, padding_rows
 
 # The context of one row: a document or passages, each a text or token ids.
@@ -44,6 +44,7 @@ class Contexts:
     # Of a memory that asks: all text, and what is asked for, float32 [B, D], unless it is open.
     source: tuple[Chunk, ...] = dataclasses.field(default=(), repr=False, compare=False)
     query: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
+    rope: Rope | None = None  # that the decoder read them with, where they stand before the text
 
     @property
     def waits(self) -> bool:
@@ -59,11 +60,30 @@ class Contexts:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.encoded))
 
-    def check_weights(self, weights: dict) -> None:
+    def check(self, weights: dict, rope: Rope | None) -> None:
+        """Refuses a model with other `weights`, or one that turns windows and text differently."""
         if weights is not self.weights:
             raise InputError(
                 "context was encoded by another model; use encode_contexts of the one that reads it"
             )
+        if self.encoded is not None and rope != self.rope:
+            raise InputError(
+                f"context was read with rope {self.rope}, and the text behind it is read with rope"
+                f" {rope}; use encode_contexts of the model, as with_method gives it, that reads it"
+            )
+
+    def begins(self, count: int) -> list[bool]:
+        """Which of `count` texts begin here: those before which a context stands."""
+        if self.rope is None:
+            return [False] * count
+        tokens = self.tokens * count if len(self.tokens) == 1 else self.tokens
+        return [row < len(tokens) and tokens[row] > 0 for row in range(count)]
+
+    def follow(self, ids: list[int], bos: int | None) -> list[int]:
+        """`ids` of one text without the BOS they begin with, where the text begins here."""
+        if not self.begins(1)[0] or bos not in ids[:2]:
+            return ids
+        return ids[ids.index(bos) + 1 :]  # perhaps behind sentencepiece's blank
 
     def repeated(self, count: int) -> "Contexts":
         """One row of contexts as `count` of them; as many stay as they are."""
@@ -95,11 +115,20 @@ class Contexts:
         return jax.tree.map(lambda x: x[np.array(wanted)], self.encoded)
 
 
-def passages(row: Row, encode: Callable[[str], Sequence[int]], vocab_size: int) -> list[np.ndarray]:
-    """Token ids int32 of every passage of a row."""
+def passages(
+    row: Row, encode: Callable[[str], Sequence[int]], vocab_size: int, begin: Sequence[int] = ()
+) -> list[np.ndarray]:
+    """Token ids int32 of every passage of a row; before the first one, if a text, stands `begin`.
+
+    Token ids are taken as they are.
+    """
     if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and np.isscalar(row[0])):
         row = [row]  # one document
-    return [_checked(encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
+    found = [_checked(encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
+    first = next((i for i, ids in enumerate(found) if len(ids)), None)
+    if first is not None and isinstance(row[first], str):
+        found[first] = np.concatenate([np.array(begin, np.int32), found[first]])
+    return found
 
 
 def chunk_size(memory: Memory, wanted: int | None) -> int:
@@ -142,6 +171,7 @@ def encode(
     after: Contexts | None = None,
     query: jax.Array | None = None,
     rotation: Rotation | None = None,
+    rope: Rope | None = None,
 ) -> Contexts:
     """The contexts of rows of chunks (`cut`), or `after` with these chunks added.
 
@@ -151,12 +181,13 @@ def encode(
         faster to read, many times larger. `after` says it for chunks that are added.
       query: of a memory that asks, what `Decoder.asked` says of each row, float32 [B, D]; None: as
         `after` was asked, or left open.
-      rotation: that of the text, for memories that lead it.
+      rotation: that of the text, for memories that lead it; it is noted by the `rope` it is of.
     """
     if after is None:
         none = (0,) * len(rows)
         after = Contexts(None, none, none, params)
-    after.check_weights(params)
+    after.check(params, rope)
+    after = dataclasses.replace(after, rope=rope)
     if len(rows) != len(after.tokens):
         raise InputError(
             f"after: contexts of {len(after.tokens)} rows can be extended by as many, and"

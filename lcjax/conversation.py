@@ -32,7 +32,8 @@ class Conversation:
     read earlier is not read again when a context is added. So a conversation equals reading all of
     it at once as long as its context stays the same. A memory that keeps what a question needs is
     searched for every turn, and what is unchanged is not encoded again. Where a context stands
-    before the text (`Memory.leads`), the text is read again behind one that has grown.
+    before the text (`Memory.leads`), the text is read again behind one that has grown, and BOS
+    stands before the context.
 
     `say` follows the model's chat format; `read` and `write` leave the format to the caller.
     """
@@ -77,12 +78,15 @@ class Conversation:
             [context], projected=self._projected, after=self.context
         )
         if self.lm.config.memory.leads:
+            self._ids = self.context.follow(self._ids, self.lm.tokenizer.bos_id)
             self._forget()
 
     def read(self, text: str | Sequence[int]) -> None:
-        """Goes on with a text or token ids; the first text gets BOS if the model expects one."""
+        """Goes on with a text or token ids; BOS, where the model expects one, comes first."""
         if isinstance(text, str):
-            text = inside(self.lm.tokenizer, text) if self._ids else self.lm.encode(text)
+            begins = not self.context.begins(1)[0]
+            lm, inner = self.lm, bool(self._ids)
+            text = inside(lm.tokenizer, text) if inner else lm.encode(text, begins=begins)
         self._ids += [int(token) for token in text]
 
     def write(self, sampling: Sampling = Sampling()) -> str:
@@ -104,6 +108,7 @@ class Conversation:
         anew = self._shown is None or not text.startswith(self._shown)
         if anew:
             ids = list(tokenizer.encode(text, allow_special=True))
+            ids = self.context.follow(ids, tokenizer.bos_id)
         else:  # the template writes its own end of a turn
             ids = self._ids[:-1] if self._ids[-1] in tokenizer.eos_ids else self._ids
             ids = ids + inside(tokenizer, text[len(self._shown) :], allow_special=True)

@@ -2,14 +2,13 @@
 
 Two compiled functions do the work: `prefill` reads a chunk of the prompts into the cache, and
 `_step` picks a token and reads it. What prompts begin with may have been read before, once for all
-of them (`Prefix`). The next step is always under way before the last one's tokens
-are looked at, so the accelerator does not wait for Python.
+of them (`Prefix`). The next step is always under way before the last one's tokens are looked at, so
+the accelerator does not wait for Python.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from lcjax.landmarks import Landmarks, aligned, in_prompt
 from lcjax.mixture import Mixture
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded
+from lcjax.prefix import Prefix
 from lcjax.rope import Rotation
 from lcjax.sampling import Sampling, pick, whole
 from lcjax.sharding import keep_rows, padding_rows
@@ -42,13 +42,6 @@ class Piece:
     text: str
     ids: tuple[int, ...]
     finish: str | None = None
-
-
-class Prefix(NamedTuple):
-    """The beginning of every prompt of a batch, read before with the rotation that all have."""
-
-    cache: cache_lib.Cache  # full, of one row without padding
-    tokens: int  # the first ones of it, which the prompts begin with
 
 
 def stream(
@@ -145,7 +138,6 @@ def read_prompts(
     width = tokens.shape[1]
     slots, mesh, first = cache_lib.whole_blocks(width + room), model.mesh, 0
     if prefix is not None:
-        # Shorter rows read the end of the prefix again, while longer ones read what follows it.
         first = width - _bucketed(max(map(len, prompts)) - prefix.tokens, chunk)
     if first > 0:
         cache = cache_lib.branch(prefix.cache, np.int32(first), padding, slots, mesh)
@@ -158,6 +150,15 @@ def read_prompts(
         texts = tokens[:, part], segments[:, part], positions[:, part]
         logits, cache = prefill(model, params, cache, *texts, rotation, ends, memory)
     return logits, cache
+
+
+def taken_over(lengths: Sequence[int], tokens: int, chunk: int) -> np.ndarray:
+    """Of a prefix of `tokens`, how many a batch of prompts does not read again, int [B].
+
+    All rows end together: shorter ones read the end of the prefix again, while longer ones read
+    what follows it, which is as long as its program.
+    """
+    return np.maximum(np.array(lengths) - _bucketed(max(lengths) - tokens, chunk), 0)
 
 
 def _decode(step, tokenizer, logits, cache, sampling, mixture):

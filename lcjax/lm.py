@@ -17,19 +17,20 @@ from lcjax import distributed
 from lcjax import generate as generation
 from lcjax.attention import Landmark, Pattern
 from lcjax.build import ModelSection, Settings, build, resolve_rope
-from lcjax.contexts import Contexts, Row, ask, bucketed, chunk_size, cut, passages, search
+from lcjax.contexts import Contexts, Row, ask, chunk_size, cut, passages, search
 from lcjax.contexts import encode as encode_chunks
 from lcjax.continuations import Continuation, by_cache, by_rows
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Prefix, Sampling
+from lcjax.generate import Piece, Sampling
 from lcjax.landmark_nll import landmark_nll
-from lcjax.loss import token_nll
 from lcjax.mixture import Mixture
-from lcjax.models import Decoder, head, unstack_layers, unstack_layers_in_place
+from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.memory import Encoded, Memory, check_memory
+from lcjax.prefix import Prefix
 from lcjax.rope import Default, Rope, Rotation
-from lcjax.sharding import Mesh, keep_rows, make_mesh, padding_rows
+from lcjax.sharding import Mesh, make_mesh, padding_rows
+from lcjax.text_nll import text_nll
 
 
 class LanguageModel:
@@ -149,7 +150,9 @@ class LanguageModel:
 
         Args:
           contexts: for each row a document, or a list of passages (each a text, or token ids);
-            every passage begins a chunk, and long ones are cut into several.
+            every passage begins a chunk, and long ones are cut into several. Where the memory
+            stands before the text (Activation Beacon, AutoCompressor), the first text of a row gets
+            BOS if the model expects one, and the text behind it none; token ids stay as they are.
           chunk: tokens of the chunks that long texts are cut into; None: what the model's memory
             was trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter chunks.
           batch_tokens: tokens that are encoded at once, which bounds the memory; None: what suits
@@ -168,14 +171,19 @@ class LanguageModel:
             return Contexts(None, *[(0,) * len(contexts)] * 2, self.params)
         check_memory(memory)
         size = chunk_size(memory, chunk)
-        encode, vocab = self.tokenizer.encode, self.config.vocab_size
-        texts = [passages(row, encode, vocab) for row in contexts]
+        encode, vocab, count = self.tokenizer.encode, self.config.vocab_size, len(contexts)
+        begin = [self.tokenizer.bos_id] if memory.leads and self.tokenizer.add_bos else []
+        begun = [False] * count if after is None else after.begins(count)
+        texts = [
+            passages(row, encode, vocab, () if there else begin)
+            for row, there in zip(contexts, begun, strict=True)
+        ]
         rows = [[chunk for text in row for chunk in cut(text, size)] for row in texts]
         asked = None if query is None or not memory.asks else self._asked(query, len(rows))
         return encode_chunks(
             self._model, self.params, rows,
             batch_tokens=batch_tokens, projected=projected, after=after, query=asked,
-            rotation=self.rotation(size) if memory.leads else None,
+            rotation=self.rotation(size) if memory.leads else None, rope=self._leading_rope,
         )  # fmt: skip
 
     def search_contexts(
@@ -190,7 +198,7 @@ class LanguageModel:
         Only nodes that were not there before are encoded; a memory that does not ask keeps all as
         it is. One row of contexts serves many questions.
         """
-        contexts.check_weights(self.params)
+        contexts.check(self.params, self._leading_rope)
         if not contexts.source:
             return contexts
         contexts = contexts.repeated(len(query))
@@ -206,15 +214,25 @@ class LanguageModel:
         ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
         return ask(self._model, self.params, ids, self.rotation, follows_length=self.follows_length)
 
+    @property
+    def _leading_rope(self) -> Rope | None:
+        """What turns the windows before a text; None where no memory stands there."""
+        memory = self.config.memory
+        return self.config.rope if memory is not None and memory.leads else None
+
+    def _encoded(self, context: Contexts | Sequence[Row] | None) -> Contexts | None:
+        """`context`, encoded if it is not yet; None if there is none."""
+        if context is None or (isinstance(context, list | tuple) and not context):
+            return None
+        return context if isinstance(context, Contexts) else self.encode_contexts(context)
+
     def _memory(
         self, context: Contexts | Sequence[Row] | None, texts: Sequence[Sequence[int]]
     ) -> Encoded | None:
         """What `texts` read, those that fill up the mesh included; None without a context."""
-        if context is None or (isinstance(context, list | tuple) and not context):
+        if (context := self._encoded(context)) is None:
             return None
-        if not isinstance(context, Contexts):
-            context = self.encode_contexts(context)
-        context.check_weights(self.params)
+        context.check(self.params, self._leading_rope)
         if context.waits:
             context = self.search_contexts(context, texts)
         return context.rows(len(texts), padding_rows(self.mesh, len(texts)))
@@ -252,7 +270,7 @@ class LanguageModel:
             scored = landmark_nll(self._model, self.params, filled, self.rotation, first, memory)
             scored = distributed.gather(scored)
         else:
-            scored = self._scored(filled, first, memory)
+            scored = text_nll(self._model, self.params, filled, self.rotation, first, memory)
         nll = np.zeros((rows, length), np.float32)
         nll[:, first:] = scored[:rows]
         if lengths is not None:
@@ -272,6 +290,8 @@ class LanguageModel:
         `context` is what every prompt reads beside it, as in `generate`; `prefix` as in `stream`.
         """
         self.config.pattern.check_scores()
+        if prefix is not None:
+            prefix.check(self.config.pattern, prompts, context=context, exact=False)
         if isinstance(self.config.pattern, Landmark):
             more = {"context": context}
             nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
@@ -280,22 +300,6 @@ class LanguageModel:
             self._model, self.params, prompts, continuations, rotation=self.rotation,
             memory=self._memory(context, prompts), prefix=prefix,
         )  # fmt: skip
-
-    def _scored(self, tokens: np.ndarray, first: int, memory: Encoded | None) -> np.ndarray:
-        """float32 [B, T - first] by a program that serves texts and starts of about this length."""
-        length, config = tokens.shape[1], self._model.config
-        wide = length
-        if config.pattern.any_order:  # others may weigh what follows a text, before they hide it
-            wide = bucketed(length)
-        if config.position == "learned":
-            wide = min(wide, max(config.max_length, length))
-        count = min(bucketed(length - first), wide - 1)
-        start = min(first, wide - count)
-        filled = np.pad(tokens, [(0, 0), (0, wide - length)])
-        # What a rotation follows is the length of the text itself.
-        rotation = self.rotation(length)
-        scored = _score(self._model, self.params, filled, rotation, np.int32(start), count, memory)
-        return distributed.gather(scored)[:, first - start : length - start]
 
     def generate(
         self,
@@ -344,7 +348,15 @@ class LanguageModel:
         """
         if isinstance(prompts, str):
             raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
-        ids = [self.encode(p) if isinstance(p, str) else p for p in prompts]
+        context, count = self._encoded(context), len(prompts)
+        begun = [False] * count if context is None else context.begins(count)
+        ids = [
+            self.encode(prompt, begins=not there) if isinstance(prompt, str) else prompt
+            for prompt, there in zip(prompts, begun, strict=True)
+        ]
+        if prefix is not None:
+            changes = exact and self.follows_length
+            prefix.check(self.config.pattern, ids, context=context, exact=changes)
         return generation.stream(
             self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
             follows_length=self.follows_length, exact=exact, prefill_chunk=prefill_chunk,
@@ -374,23 +386,14 @@ class LanguageModel:
             )
         text = self.tokenizer.render_chat(messages)
         ids = self.tokenizer.encode(text, allow_special=True)
-        if context is not None and not isinstance(context, Contexts):
-            context = [context]
+        if context is not None:
+            context = context if isinstance(context, Contexts) else self.encode_contexts([context])
+            ids = context.follow(list(ids), self.tokenizer.bos_id)
         return self.generate(
             [ids], sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )[0]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, after the BOS token if the model expects one."""
+    def encode(self, text: str, *, begins: bool = True) -> list[int]:
+        """Token ids of a text, after BOS if the model expects one and nothing stands before it."""
         ids = self.tokenizer.encode(text)
-        return [self.tokenizer.bos_id, *ids] if self.tokenizer.add_bos else ids
-
-
-@functools.partial(jax.jit, static_argnums=(0, 5))
-def _score(model: Decoder, params, tokens, rotation: Rotation, start, count: int, memory=None):
-    """float32 [B, count] of the tokens from `start` on; only these are projected to logits."""
-    tokens = keep_rows(tokens, model.mesh)
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation, memory=memory)
-    hidden = jax.lax.dynamic_slice_in_dim(hidden, start - 1, count, 1)
-    targets = jax.lax.dynamic_slice_in_dim(tokens, start, count, 1)
-    return token_nll(hidden, head(params, model.config), targets)
+        return [self.tokenizer.bos_id, *ids] if begins and self.tokenizer.add_bos else ids

@@ -5,13 +5,15 @@ for rows in alike(prompts):
     answers = reader.generate([prompts[row] for row in rows])
 
 The row is a stem: it is cut back to what the next prompts begin with, and read on from there. The
-cache of a batch begins with copies of it, so answers are those of prompts that are read in full. A
-stem and a batch are all that is kept, however many prompts there are.
+cache of a batch begins with copies of it, so answers are those of prompts that are read in full, up
+to rounding. A stem and a batch are all that is kept, however many prompts there are, and the stem
+only while prompts to come begin with it.
 """
 
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -21,8 +23,10 @@ import numpy as np
 from lcjax import cache as cache_lib
 from lcjax.continuations import Continuation
 from lcjax.conversation import pieces
-from lcjax.generate import Prefix, Sampling, chunk_size, prefill
+from lcjax.errors import whole_number
+from lcjax.generate import Sampling, chunk_size, prefill, taken_over
 from lcjax.lm import LanguageModel
+from lcjax.prefix import Prefix, goes_on
 from lcjax.sharding import padding_rows, rows_over
 
 Ids = Sequence[int] | np.ndarray
@@ -39,15 +43,16 @@ def shareable(lm: LanguageModel) -> bool:
     What a token sees must follow from its place alone, not from what is read with it (Landmark,
     InfLLM, vertical_slash); and a pattern that keeps few keys has little to share.
     """
-    pattern = lm.config.pattern
-    return pattern.any_order and pattern.kept() is None
+    return goes_on(lm.config.pattern)
 
 
 def alike(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int]]:
     """Numbers of prompts in the order to ask them, those that begin alike in a list of their own.
 
+    `least` tokens in common are worth it, at least 1.
     Lists come in the order of their first prompt; those that begin like no other share one.
     """
+    whole_number("least", least, 1)
     rows = [np.asarray(prompt, np.int32) for prompt in prompts]
     order = sorted(range(len(rows)), key=lambda row: _key(rows[row]))
     groups: list[list[int]] = []
@@ -88,11 +93,19 @@ class PrefixReader:
     """
 
     def __init__(self, lm: LanguageModel, prompts: Sequence[Ids] = (), *, least: int = LEAST):
-        """`prompts` are those to come, best asked in the order of `alike`."""
+        """`prompts` are those to come, each to be asked once, best in the order of `alike`.
+
+        What others share must be at least `least` tokens, 1 or more.
+        """
+        whole_number("least", least, 1)
         self.lm, self.tokenizer, self.config = lm, lm.tokenizer, lm.config
-        self.saved = 0  # tokens of all prompts so far that were not read anew
+        # Tokens of prompts that no batch has read, less those that the stem has. Equal prompts of
+        # a batch are one: they fill it up. Below 0 where a stem is not of use yet.
+        self.saved = 0
         self._to_come = sorted((np.asarray(ids, np.int32) for ids in prompts), key=_key)
-        self._least, self._room = least, max(map(len, self._to_come), default=0)
+        self._least, self._told = least, bool(self._to_come)
+        neighbours = itertools.pairwise(self._to_come)
+        self._room = max(itertools.starmap(common, neighbours), default=0)  # of the longest stem
         self._stem: cache_lib.Cache | None = None
         self._ids = np.zeros(0, np.int32)  # that the stem has read
         self._length = 0  # of the requests for which its keys are rotated
@@ -103,6 +116,7 @@ class PrefixReader:
         texts = [""] * len(prompts)
         for piece in self.lm.stream(prompts, sampling, prefix=prefix):
             texts[piece.row] += piece.text
+        self._give_back()
         return texts
 
     def continuations(
@@ -111,11 +125,16 @@ class PrefixReader:
         """What the model says of each continuation of each prompt."""
         longest = [max(map(len, row), default=0) for row in continuations]
         prefix = self._prefix(prompts, longest)
-        return self.lm.continuations(prompts, continuations, prefix=prefix)
+        found = self.lm.continuations(prompts, continuations, prefix=prefix)
+        self._give_back()
+        return found
 
     def _prefix(self, prompts: Sequence[Ids], new: Sequence[int]) -> Prefix | None:
         """What `prompts`, which `new` tokens follow, begin with; None where it is not worth it."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
+        self._ask(rows)
+        if not all(map(len, rows)) or not rows:
+            return None  # it is refused
         lengths = {max(len(row) + n, self.lm.length or 0) for row, n in zip(rows, new)}
         if not shareable(self.lm) or (self.lm.follows_length and len(lengths) > 1):
             return None
@@ -125,42 +144,61 @@ class PrefixReader:
         shared = min(common(rows[0], row[:-1]) for row in rows)
         kept = common(self._ids, rows[0][:shared])
         more = max(self._wanted(rows, shared) - kept, 0) // self._least * self._least
-        if not _worth(kept + more, max(map(len, rows)), self._least):
+        fewer = taken_over([*map(len, rows)], kept + more, chunk_size(None))
+        if not _worth(kept + more, max(map(len, rows)), self._least) or not fewer.any():
             return None
         if more:
             self._length = max(lengths)
             self._read_on(rows[0][: kept + more], kept)
-        self.saved += len({row.tobytes() for row in rows}) * (kept + more) - more
-        return Prefix(self._stem, kept + more)
+        self.saved += sum({row.tobytes(): int(n) for row, n in zip(rows, fewer)}.values()) - more
+        return Prefix(self._stem, rows[0][: kept + more])
+
+    def _ask(self, rows: Sequence[np.ndarray]) -> None:
+        """Takes `rows` out of what is to come."""
+        for row in rows:
+            place = bisect.bisect_left(self._to_come, _key(row), key=_key)
+            if any(np.array_equal(row, one) for one in self._to_come[place : place + 1]):
+                del self._to_come[place]
+
+    def _shared(self, row: np.ndarray) -> int:
+        """Tokens of `row` that a prompt to come begins with: one of its two neighbours."""
+        place = bisect.bisect_left(self._to_come, _key(row), key=_key)
+        near = self._to_come[max(place - 1, 0) : place + 1]
+        return max((common(row, one) for one in near), default=0)
+
+    def _give_back(self) -> None:
+        """Drops the stem where no prompt to come, if they are known, goes on from it."""
+        if self._told and self._shared(self._ids) < self._least:
+            self._stem, self._ids = None, self._ids[:0]
 
     def _wanted(self, rows: Sequence[np.ndarray], shared: int) -> int:
-        """How many of the `shared` tokens others read as well: other rows, or the next prompt."""
+        """How many of the `shared` tokens others read as well: other rows, or prompts to come."""
         mesh = self.lm.mesh
         if len(rows) > rows_over(mesh, len(rows) + padding_rows(mesh, len(rows))):
             return shared
-        last = max(rows, key=_key)
-        after = self._to_come[bisect.bisect_right(self._to_come, _key(last), key=_key) :][:1]
-        return max((min(shared, common(last, row)) for row in after), default=0)
+        return min(shared, max(map(self._shared, rows)))
 
     def _read_on(self, ids: np.ndarray, kept: int) -> None:
         """Makes `ids` what the stem has read, of which it has the first `kept`."""
-        lm, chunk = self.lm, chunk_size(None)
-        model, rotation, size = lm._model, lm.rotation(self._length), np.int32(kept)
+        lm, chunk, size = self.lm, chunk_size(None), np.int32(kept)
+        model, rotation = lm._model, lm.rotation(self._length)
         self._room = max(self._room, len(ids))
-        if self._stem is None:
+        # Each step gives up the stem before it: what fails on the way leaves none.
+        stem, self._stem, self._ids = self._stem, None, ids[:0]
+        if stem is None:
             slots = cache_lib.whole_blocks(self._room)
-            self._stem = cache_lib.create(model.config, 1, slots, mesh=lm.mesh)
-        elif self._stem.capacity < len(ids):
+            stem = cache_lib.create(model.config, 1, slots, mesh=lm.mesh)
+        elif stem.capacity < len(ids):
             slots = cache_lib.whole_blocks(self._room)
-            self._stem = cache_lib.branch(self._stem, size, np.zeros(1, np.int32), slots, lm.mesh)
+            stem = cache_lib.branch(stem, size, np.zeros(1, np.int32), slots, lm.mesh)
         else:
-            self._stem = _cut_back(self._stem, size)
+            stem = _cut_back(stem, size)
         for count in pieces(len(ids) - kept, chunk):
             places = np.arange(kept, kept + count)
             text = ids[places][None], None, places[None]
-            _, self._stem = prefill(model, lm.params, self._stem, *text, rotation)
+            _, stem = prefill(model, lm.params, stem, *text, rotation)
             kept += count
-        self._ids = ids
+        self._stem, self._ids = stem, ids
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -12,6 +12,7 @@ from tiny_lm import sharper
 
 from lcjax import cache as cache_lib
 from lcjax import lm as lm_lib
+from lcjax import text_nll
 from lcjax.build import ModelSection, Settings
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
@@ -168,16 +169,16 @@ def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, 
 
 def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
     alone.nll(np.array([_ids(1, 160)]), first=40)
-    before = lm_lib._score._cache_size()
+    before = text_nll._score._cache_size()
     for length, first in ((160, 42), (155, 38), (146, 30)):
         alone.nll(np.array([_ids(1, length)]), first=first)
-    assert lm_lib._score._cache_size() == before
+    assert text_nll._score._cache_size() == before
 
 
 def test_sizes_of_programs_are_few_and_near_the_length():
     sizes = set()
     for length in range(1, 9000):
-        wide = lm_lib.bucketed(length)
+        wide = text_nll.bucketed(length)
         sizes.add(wide)
         assert length <= wide <= max(64, length * 9 / 8)
     assert len(sizes) <= 60

@@ -20,16 +20,29 @@ _KINDS = {"beacon": Beacon, "auto_compressor": AutoCompressor}
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """As `lcjax.convert.shared_llm.config_from_hf`, which reads all other checkpoints."""
     if (note := hf.get(_OWN)) is None:
+        _refuse_released(hf, where)
         return shared_llm.config_from_hf(hf, where)
-    fields = {key: tuple(x) if isinstance(x, list) else x for key, x in note.items()}
     try:
+        fields = {key: tuple(x) if isinstance(x, list) else x for key, x in note.items()}
         memory = _KINDS[fields.pop("type")](**fields)
-    except (KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError):
         raise InputError(
             f"{where}: {_OWN}={note!r} is not as this version writes it; it knows the types"
             f" {', '.join(_KINDS)}"
         ) from None
     return landmark.config_from_hf(hf, where).replace(memory=memory)
+
+
+def _refuse_released(hf: dict[str, Any], where: str) -> None:
+    """A folder of the authors' code, whose memory would be left out without a word."""
+    for name, kind in (("summary_length", "auto_compressor"), ("beacon_", "beacon")):
+        found = [key for key, value in hf.items() if key.startswith(name) and value]
+        if found:
+            raise InputError(
+                f"{where}: {found[0]}={hf[found[0]]!r} is of a released checkpoint with a memory of"
+                " its own, which is not opened here; load the Llama that it began with, with"
+                f" model.memory.type={kind}, and train that"
+            )
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:

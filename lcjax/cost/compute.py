@@ -147,7 +147,7 @@ def _share_before(memory, path: str, length: int, context: tuple[int, int] | Non
     own, (chunks, size) = "/memory/" in path, context or (0, 0)
     if not path.startswith("layers"):
         return 1.0
-    read = memory.read(size) if context else 0
+    read = memory.tokens_read(size) if context else 0
     if memory.attention is not None and "/attention/" in path:  # its tokens have their own
         read = read - size if own else size
     return float(not own) + chunks * read / length
@@ -191,7 +191,7 @@ def _attention_before(config: ModelConfig, length: int, context: tuple[int, int]
     (chunks, size), memory = context, config.memory
     kept = memory.room(size)
     seen = visible_keys(config, size) + (chunks - 1) / 2 * kept
-    pairs = chunks * memory.read(size) * seen / length + chunks * kept
+    pairs = chunks * memory.tokens_read(size) * seen / length + chunks * kept
     return 4 * config.num_heads * config.head_dim * config.num_layers * pairs
 
 

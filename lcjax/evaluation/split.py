@@ -141,12 +141,22 @@ class ContextSplit(Split):
         return model.nll(tokens, context=self._encoded(model, passages, chunk), **options)
 
     def generate(self, model, parts: list["Part"], sampling, passages: list, chunk: int):
-        prompts = [[*part.head, *part.rest] for part in parts]
+        prompts, passages = self._read(model, parts, passages)
         return model.generate(prompts, sampling, context=self._encoded(model, passages, chunk))
 
     def continuations(self, model, parts: list["Part"], options, passages: list, chunk: int):
-        prompts = [[*part.head, *part.rest] for part in parts]
+        prompts, passages = self._read(model, parts, passages)
         return model.continuations(prompts, options, context=self._encoded(model, passages, chunk))
+
+    def _read(self, model, parts: list["Part"], passages: list) -> tuple[list, list]:
+        """Prompts, and what is read beside them; a BOS begins what stands before the text."""
+        prompts, context = [[*part.head, *part.rest] for part in parts], list(passages)
+        for row, (part, own) in enumerate(zip(parts, passages, strict=True)):
+            bos = [*part.head[:1]] == [model.tokenizer.bos_id]
+            if model.config.memory.leads and own and bos:
+                prompts[row] = prompts[row][1:]
+                context[row] = [np.concatenate([part.head[:1], own[0]]), *own[1:]]
+        return prompts, context
 
     def _encoded(self, model, passages: list, chunk: int):
         return model.encode_contexts(passages, chunk=chunk)

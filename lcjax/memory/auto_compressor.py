@@ -31,11 +31,11 @@ class AutoCompressor(Leading):
     summary: int = 50  # kappa
     # In training gradients flow through so many segments, the text as the last of all: then what
     # was kept is read without (the paper's sub-steps). None: through all.
-    segments: int | None = None
+    gradient_segments: int | None = None
 
     @property
     def reach(self) -> int | None:
-        return self.segments
+        return self.gradient_segments
 
     @property
     def tokens(self) -> int:
@@ -47,14 +47,15 @@ class AutoCompressor(Leading):
     def slots(self, tokens: int) -> int:
         return self.summary
 
-    def read(self, tokens: int) -> int:
+    def tokens_read(self, tokens: int) -> int:
         return tokens + 2 * self.summary  # behind the segment, and as what is kept of it
 
     def check(self, config: ModelConfig) -> None:
         super().check(config)
         whole_number("model.memory.summary", self.summary, 1, "the paper takes 50")
-        if self.segments is not None:
-            whole_number("model.memory.segments", self.segments, 2, "null trains through all")
+        if self.gradient_segments is not None:
+            name = "model.memory.gradient_segments"
+            whole_number(name, self.gradient_segments, 2, "null trains through all")
         if self.chunk + self.summary > config.max_length:
             raise InputError(
                 f"model.memory.summary={self.summary} finds no room behind chunk={self.chunk} in"

@@ -53,9 +53,10 @@ class Beacon(Leading):
         return -(-tokens // self.ratio) if self.ratio else tokens
 
     def slots(self, tokens: int) -> int:
-        return -(-tokens // min(self.ratios)) if self.ratios else self.room(tokens)
+        # Where nothing is drawn, as in validation, it is `ratio` with all of `ratios` there.
+        return -(-tokens // min(self.ratio, *self.ratios)) if self.ratios else self.room(tokens)
 
-    def read(self, tokens: int) -> int:
+    def tokens_read(self, tokens: int) -> int:
         return tokens + self.slots(tokens) if self.ratio else tokens
 
     def for_inference(self) -> "Beacon":
@@ -65,6 +66,11 @@ class Beacon(Leading):
     def check(self, config: ModelConfig) -> None:
         super().check(config)
         whole_number("model.memory.ratio", self.ratio, 0, "0 keeps all tokens")
+        if not isinstance(self.ratios, tuple):
+            raise InputError(
+                f"model.memory.ratios={self.ratios!r} must be a list of whole numbers, such as"
+                " [2, 4, 8]; [] trains with model.memory.ratio alone"
+            )
         for ratio in self.ratios:
             whole_number("model.memory.ratios: ratio", ratio, 1, "1 has a beacon for every token")
         if self.ratios and not self.ratio:
@@ -73,6 +79,13 @@ class Beacon(Leading):
                 " model.memory.ratios empty, or set ratio to one of them"
             )
         self.check_chunk(self.chunk, "model.memory.chunk")
+        if self.chunk + self.room(self.chunk) > config.max_length:
+            raise InputError(
+                f"model.memory.chunk={self.chunk} and the {self.room(self.chunk)} places kept of"
+                f" one window before it are more than the {config.max_length} tokens that the model"
+                f" was trained to read; set it to {config.max_length // 2} or less, or raise"
+                " model.memory.ratio"
+            )
 
     def check_chunk(self, length: int, key: str) -> None:
         super().check_chunk(length, key)

@@ -23,7 +23,7 @@ from lcjax.memory.context_tree import gathered
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.models.layers import Keep
-from lcjax.models.memory import Encoded, Memory, check_chunks
+from lcjax.models.memory import Encoded, Memory, check_chunks, token_axis
 from lcjax.models.runs import apart
 from lcjax.rope import Rotation
 from lcjax.sharding import LENGTH
@@ -55,7 +55,7 @@ class Leading(Memory):
         """Places that are computed for a window of so many tokens: at least its `room`."""
 
     @abc.abstractmethod
-    def read(self, tokens: int) -> int:
+    def tokens_read(self, tokens: int) -> int:
         """Tokens that the decoder reads for a window of so many, its own included."""
 
     @property
@@ -240,7 +240,7 @@ def _one_by_one(window, config, chunks, mask, after, key) -> Encoded:
     kept, hidden = jax.lax.scan(one, kept, parts)  # hidden [C, B, 1, P, D]
     if hidden is not None:
         hidden = hidden[:, :, 0].swapaxes(0, 1)
-    kept = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, None, axis=_axis(x)), kept)
+    kept = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, None, axis=token_axis(x)), kept)
     return dataclasses.replace(_detached(kept, count, reach), hidden=hidden)
 
 
@@ -253,7 +253,7 @@ def _detached(kept: Encoded, number: int | jax.Array, reach: int | None) -> Enco
 
 
 def _put(old: jax.Array, new: jax.Array, *, at: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(old, new, at, _axis(old))
+    return jax.lax.dynamic_update_slice_in_dim(old, new, at, token_axis(old))
 
 
 def _with_room(after: Encoded | None, config: ModelConfig, rows: int, room: int) -> Encoded:
@@ -262,9 +262,4 @@ def _with_room(after: Encoded | None, config: ModelConfig, rows: int, room: int)
     empty = Encoded(jnp.zeros((rows, room), bool), layers=(pair * 2,) * config.num_layers)
     if after is None:
         return empty
-    return jax.tree.map(lambda old, x: jnp.concatenate([old, x], _axis(x)), after, empty)
-
-
-def _axis(x: jax.Array) -> int:
-    """Where the tokens are, of a mask [B, M] or of keys and values [B, K, M, H]."""
-    return 2 if x.ndim == 4 else 1
+    return jax.tree.map(lambda old, x: jnp.concatenate([old, x], token_axis(x)), after, empty)

@@ -200,12 +200,12 @@ class AutoCompressorSection(MemorySection):
     summary: int = 50  # vectors that sum it up
     # Of a text in training, segments that gradients flow through together, as the paper's 2 of 4
     # (with data.chunks.learned); null: all.
-    segments: int | None = None
+    gradient_segments: int | None = None
     begin: int = 2  # the token whose embedding summary tokens begin with: EOS, as above
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> AutoCompressor:
         check_token(self.begin, config)
-        return AutoCompressor(self.chunk, self.summary, self.segments)
+        return AutoCompressor(self.chunk, self.summary, self.gradient_segments)
 
     def begun(
         self,

@@ -60,6 +60,11 @@ class Encoded:
         return Encoded(moved(self.mask, axis=1), states, layers, self.chunks)
 
 
+def token_axis(x: jax.Array) -> int:
+    """Where tokens are in a mask [B, M], states [B, M, E], or keys and values [B, K, M, H]."""
+    return 2 if x.ndim == 4 else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Memory(draccus.ChoiceRegistry, abc.ABC):
     """How a context is encoded and which layers read it: the `memory` of a `ModelConfig`."""

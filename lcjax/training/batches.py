@@ -63,8 +63,9 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
     memory.check_chunk(chunks.length, "data.chunks.length")
     if memory.leads and memory.reach and not chunks.learned and chunks.count % memory.reach == 0:
         raise InputError(
-            f"model.memory.segments={memory.reach} lets no gradient through from the text behind"
-            f" data.chunks.count={chunks.count}; set data.chunks.learned=true, or leave it out"
+            f"model.memory.gradient_segments={memory.reach} lets no gradient through from the text"
+            f" behind data.chunks.count={chunks.count}; set data.chunks.learned=true, or leave it"
+            " out"
         )
     if chunks.learned and (not memory.leads or config.train.distill is not None):
         raise InputError(

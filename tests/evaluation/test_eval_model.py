@@ -124,8 +124,8 @@ def test_what_prompts_begin_with_is_read_once_and_records_do_not_show_it(
     plain = records("plain")
     sizes = [record["size"] for record in plain]
     assert [record["read"] for record in plain] == sizes and len(sizes) == 6
-    # Two go on from the text of a third.
-    assert sum(record["read"] for record in shared) < sum(sizes) - 2 * 1024
+    # Two go on from the text of a third; all of them read the end of what they share again.
+    assert sum(record["read"] for record in shared) < sum(sizes) - 1024
     for one, other in zip(shared, plain, strict=True):
         for name in ("window", "digest", "answer", "correct", "scores", "prompt_tokens"):
             assert one[name] == other[name]

@@ -16,7 +16,7 @@ from lcjax.attention import Sliding
 from lcjax.build import ModelSection, build, resolve
 from lcjax.cost.compute import parameter_shapes
 from lcjax.errors import InputError
-from lcjax.memory import AutoCompressorSection, BeaconSection
+from lcjax.memory import AutoCompressorSection, Beacon, BeaconSection
 from lcjax.models import Decoder, preset, unstack_layers
 from lcjax.rope import DynamicNTK
 from lcjax.training.partition import matcher
@@ -153,27 +153,49 @@ def test_gradients_flow_through_all_windows_as_through_one_after_the_other(secti
 @pytest.mark.slow
 @pytest.mark.parametrize("segments", [None, 2])
 def test_gradients_end_where_the_papers_sub_steps_do(segments):
-    model, params = made(dataclasses.replace(SUMMARY, segments=segments))
+    model, params = made(dataclasses.replace(SUMMARY, gradient_segments=segments))
     full = np.ones_like(MASK)
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def slope(own, read):
-        """By the summary tokens, of what window `read` of four says, the text being the last."""
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def slope(own, read, stop=None):
+        """By the summary tokens, of what window `read` of four says, the text being the last.
+
+        Windows before `stop` are stopped by hand, None: as the memory does it.
+        """
 
         def said(own):
             known = merged(params, {"encoder/embedding": own})
             options = {"method": "encode", "hidden": True}
-            memory = model.apply({"params": known}, CHUNKS, full, **options)
-            hidden, _ = model.apply({"params": known}, TOKENS, memory=memory)
-            found = hidden if read == 3 else memory.hidden[:, read]
-            return jnp.square(found - 1).sum()
+            if stop is None:
+                memory = model.apply({"params": known}, CHUNKS, full, **options)
+                hidden, said = memory.hidden, memory
+            else:
+                hidden, said = by_parts(known, stop)
+            text, _ = model.apply({"params": known}, TOKENS, memory=said)
+            return jnp.square((text if read == 3 else hidden[:, read]) - 1).sum()
 
-        return jnp.abs(jax.grad(said)(own)).max()
+        return jax.grad(said)(own)
+
+    def by_parts(known, stop):
+        kept, hidden = None, []
+        for number in range(3):
+            part = CHUNKS[:, number : number + 1], full[:, number : number + 1]
+            options = {"method": "encode", "hidden": True, "after": kept}
+            new = model.apply({"params": known}, *part, **options)
+            hidden.append(new.hidden)
+            new = dataclasses.replace(new, hidden=None)
+            new = jax.lax.stop_gradient(new) if number < stop else new
+            kept = new if kept is None else jax.tree.map(behind, kept, new)
+        return jnp.concatenate(hidden, 1), kept
 
     own = params["encoder"]["embedding"]
-    flows = [float(slope(own, read)) > 0 for read in range(4)]
+    found = [slope(own, read) for read in range(4)]
     # Of sub-steps of two the second segment alone reads what the first one has learned to sum up.
-    assert flows == [False, True, segments is None, True]
+    assert [float(jnp.abs(one).max()) > 0 for one in found] == [False, True, segments is None, True]
+    # The text, as the last, learns through the third segment what that one itself sums up.
+    wanted = slope(own, 3, 0 if segments is None else 2)
+    assert_close(found[3], wanted, 1e-5 * float(jnp.abs(wanted).max()))
+    assert float(jnp.abs(slope(own, 3, 2 if segments is None else 0) - wanted).max()) > 1e-3
 
 
 def merged(params, own):
@@ -205,6 +227,21 @@ def test_in_training_each_window_draws_its_ratio():
     assert model.config.for_inference().memory == made(BEACON)[0].config.memory
 
 
+@pytest.mark.slow
+def test_a_ratio_below_all_that_are_drawn_loses_no_beacon():
+    model, params = made(dataclasses.replace(BEACON, ratio=2, ratios=(4, 8)))
+    plain, _ = made(dataclasses.replace(BEACON, ratio=2))
+    found, wanted = (encoded(one, params, CHUNKS, MASK, {}) for one in (model, plain))
+    jax.tree.map(assert_close, found, wanted)
+
+
+@pytest.mark.parametrize("ratio", [2, 4])
+def test_places_hold_what_the_ratio_itself_and_all_that_are_drawn_keep(ratio):
+    memory = Beacon(chunk=8, ratio=ratio, ratios=(4, 8))
+    assert memory.slots(8) == 8 // ratio
+    assert memory.tokens_read(8) == 8 + 8 // ratio
+
+
 @pytest.mark.parametrize("name", ["beacon", "auto_compressor"])
 def test_sizes_of_the_7b_models(name):
     section = BeaconSection() if name == "beacon" else AutoCompressorSection()
@@ -230,9 +267,10 @@ BAD = [
     (BEACON, {"ratio": 0, "ratios": (2,)}, "ratio=0 keeps all tokens and has no beacons to train"),
     (BEACON, {"ratio": -1}, "ratio=-1"),
     (BEACON, {"chunk": 4096}, "chunk=4096 leaves no room .* 128 .*set it to 64 or less"),
+    (BEACON, {"chunk": 112}, "chunk=112 and the 28 places .* 128 tokens .*set it to 64 or less"),
     (BEACON, {"begin": 300}, "begin=300 must lie between 0 and"),
     (SUMMARY, {"summary": 0}, "summary=0"),
-    (SUMMARY, {"segments": 1}, "segments=1 must be a whole number of at least 2"),
+    (SUMMARY, {"gradient_segments": 1}, "gradient_segments=1 must be a whole number of at least 2"),
     (SUMMARY, {"summary": 600}, "summary=600 finds no room behind chunk=8.*at most"),
 ]
 

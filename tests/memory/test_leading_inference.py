@@ -147,3 +147,103 @@ def test_a_ratio_is_chosen_when_a_text_is_read():
         ContextSplit(ratio=8).of(loaded("auto_compressor"), 40)
     with pytest.raises(InputError, match="chunk=10 must be a multiple of 4.*nearest: 8, 12"):
         lm.encode_contexts([ids(4, 39)], chunk=10)
+
+
+@pytest.mark.slow
+def test_one_bos_stands_before_the_context_and_none_before_the_text_behind_it(lm):
+    bos, words = lm.tokenizer.bos_id, "some words of a text"
+    texts = [[words, "others"], [], [ids(4, 20), words], ["", words]]
+    known = [
+        [[bos, *words.encode()], [*b"others"]],
+        [],
+        [ids(4, 20), [*words.encode()]],  # token ids stay as they are
+        [[bos, *words.encode()]],
+    ]
+    found = lm.encode_contexts(texts)
+    assert found.tokens == (27, 0, 40, 21)
+    assert_alike(found, lm.encode_contexts(known))
+    wanted = picked(lm, [[*b"so"], [bos, *b"so"], [*b"so"], ids(5, 3)], context=known)
+    for context in (texts, found):
+        assert picked(lm, ["so", "so", "so", ids(5, 3)], context=context) == wanted
+    # What comes later has its beginning already.
+    first = lm.encode_contexts([[words], [], [], []])
+    later = lm.encode_contexts([["others"], [], *texts[2:]], after=first)
+    assert_alike(later, found)
+
+
+def assert_alike(found, wanted):
+    assert found.tokens == wanted.tokens and found.chunks == wanted.chunks
+    for one, other in zip(*map(jax.tree.leaves, (found.encoded, wanted.encoded)), strict=True):
+        assert_close(one, other)
+
+
+class Templated:
+    """A tokenizer whose chats begin with BOS."""
+
+    def __init__(self, tokenizer):
+        self._own = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+    def encode(self, text, allow_special=False):
+        marked = allow_special and text.startswith("<s>")
+        return [self._own.bos_id] * marked + self._own.encode(text[3 * marked :])
+
+    def render_chat(self, messages):
+        return "<s>" + self._own.render_chat(messages)
+
+
+@pytest.mark.slow
+def test_chats_and_conversations_behind_a_context_have_their_bos_before_it(lm, monkeypatch):
+    bos, words = lm.tokenizer.bos_id, "some words of a text"
+    talk = Conversation(lm)
+    talk.read("so")
+    assert talk.tokens == [bos, *b"so"]
+    talk.add_context(words)
+    assert talk.tokens == [*b"so"] and talk.context.tokens == (21,)
+    other = Conversation(lm, context=words)
+    other.read("so")
+    assert other.tokens == [*b"so"]
+    text = lm.tokenizer.render_chat([{"role": "user", "content": "so"}])
+    wanted = lm.generate([[*text.encode()]], GREEDY, context=[[bos, *words.encode()]])
+    monkeypatch.setattr(lm, "tokenizer", Templated(lm.tokenizer))
+    for context in (words, lm.encode_contexts([words])):
+        assert lm.chat("so", GREEDY, context=context) == wanted[0]
+    assert Conversation(lm, context=words).say("so", GREEDY) == wanted[0]
+
+
+def test_a_split_prompt_has_its_bos_before_the_documents_that_go_beside(lm, monkeypatch):
+    bos, prompt = lm.tokenizer.bos_id, [lm.tokenizer.bos_id, *ids(1, 4), *ids(2, 20), *ids(3, 6)]
+    subject, read = ContextSplit(decoder=20).of(lm, 35), []
+    monkeypatch.setattr(
+        LanguageModel, "encode_contexts", lambda self, rows, chunk: read.append(rows)
+    )
+    for name in ("generate", "continuations"):
+        monkeypatch.setattr(LanguageModel, name, lambda self, rows, *_, context: read.append(rows))
+    spans, moved = [[(5, 25)], [(5, 7)]], 31 + 4 - 20
+    subject.generate([prompt, prompt[:9]], GREEDY, spans)
+    subject.continuations([prompt, prompt[:9]], [[ids(7, 4)]] * 2, spans)
+    text = [*ids(1, 4), *ids(2, 20)[moved:], *ids(3, 6)]
+    for passages, texts in (read[:2], read[2:]):
+        assert [[part.tolist() for part in row] for row in passages] == [
+            [[bos, *ids(2, 20)[:moved]]],
+            [],
+        ]
+        assert texts == [text, prompt[:9]]
+
+
+def test_contexts_read_under_another_rope_are_refused(lm):
+    words = "context was read with rope Linear.*read with rope Linear.*use encode_contexts"
+    context, other = lm.encode_contexts(CONTEXT), lm.with_method(rope=Linear(factor=4.0))
+    for use in (
+        lambda: other.nll(TOKENS, context=context),
+        lambda: other.generate([ids(1, 3)] * 3, context=context),
+        lambda: other.encode_contexts([[], [], [ids(7, 3)]], after=context),
+        lambda: other.search_contexts(context, ["a"] * 3),
+    ):
+        with pytest.raises(InputError, match=words):
+            use()
+    np.testing.assert_array_equal(
+        lm.with_method(rope=OTHER).nll(TOKENS, context=context), lm.nll(TOKENS, context=context)
+    )

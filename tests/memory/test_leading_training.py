@@ -160,9 +160,26 @@ def test_a_saved_folder_is_read_back_bit_for_bit(section, tmp_path):
 
 def test_a_note_that_was_not_written_here_is_refused():
     hf = convert.config_to_hf(small(SUMMARY)[0].config)
-    for wrong in ({"type": "lstm"}, {"type": "beacon", "window": 3}):
+    for wrong in ({"type": "lstm"}, {"type": "beacon", "window": 3}, "beacon", ["beacon"], 3):
         with pytest.raises(InputError, match="config.json: lcjax_memory=.*beacon, auto_compressor"):
             convert.config_from_hf(hf | {"lcjax_memory": wrong})
+    for ratios in (2, "2"):
+        with pytest.raises(InputError, match="ratios=.?2.? must be a list of whole numbers"):
+            note = {"type": "beacon", "chunk": 8, "ratio": 4, "ratios": ratios}
+            convert.config_from_hf(hf | {"lcjax_memory": note})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [("summary_length", 50, "auto_compressor"), ("beacon_window", 1024, "beacon")],
+)
+def test_a_released_checkpoint_is_refused_by_name(name, value, kind):
+    hf = convert.config_to_hf(small(SUMMARY)[0].config)
+    hf.pop("lcjax_memory")
+    words = f"config.json: {name}={value} is of a released.*load the Llama.*memory.type={kind}"
+    with pytest.raises(InputError, match=words):
+        convert.config_from_hf(hf | {name: value})
+    assert convert.config_from_hf(hf | {name: 0}).memory is None
 
 
 @BOTH

@@ -17,7 +17,7 @@ from lcjax.tree import flatten
 
 BEACON = BeaconSection(chunk=16, ratio=8, ratios=(4, 8))
 SUMMARY = AutoCompressorSection(chunk=16, summary=3)
-IN_PARTS = AutoCompressorSection(chunk=16, summary=3, segments=2)
+IN_PARTS = AutoCompressorSection(chunk=16, summary=3, gradient_segments=2)
 
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -67,7 +67,11 @@ def test_a_config_says_how_windows_are_kept(tmp_path):
     [
         (BEACON, {"length": 12}, "data.chunks.length=12 must be a multiple of 8.*nearest: 8, 16"),
         (SUMMARY, {"length": 20, "count": 1}, "length=20 is more than the 16"),
-        (IN_PARTS, {}, "segments=2 lets no gradient through.* set data.chunks.learned=true"),
+        (
+            IN_PARTS,
+            {},
+            "gradient_segments=2 lets no gradient .* set data.chunks.learned=true",
+        ),
         (CepeSection("tiny-encoder"), {"learned": True}, "data.chunks.learned=true learns"),
     ],
 )
