@@ -1,4 +1,4 @@
-"""Every published way to make a language model read more than it was trained for, in JAX.
+"""Published ways to make a language model read more than it was trained for, in JAX.
 
     lm = lcjax.LanguageModel.load("smollm2-135m-instruct", rope=lcjax.rope.Yarn(factor=4))
     print(lm.chat("What is a dog?"))
