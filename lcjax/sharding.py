@@ -72,11 +72,26 @@ def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
     if -1 in sizes and devices % fixed == 0:
         sizes[sizes.index(-1)] = devices // fixed
     elif fixed != devices:
+        asked = {axis: size for axis, size in zip(AXES, sizes) if size > 1}
+        product = " x ".join(f"mesh.{axis}={size}" for axis, size in asked.items()) or "mesh"
+        product += "" if len(asked) == 1 else f" = {fixed}"
+        rule = "divide" if -1 in sizes else "equal"
         raise InputError(
-            f"mesh.data x mesh.fsdp x mesh.tensor x mesh.context = {fixed} must divide (with one"
-            f" axis -1) or equal the {devices} devices here; mesh.fsdp=-1 takes what is left"
+            f"{product} must {rule} the number of devices here, {devices}; set"
+            f" {_fitting(asked, -1 in sizes, devices)}"
         )
     return Mesh(*sizes)
+
+
+def _fitting(asked: dict[str, int], rest: bool, devices: int) -> str:
+    """What to set in place of the sizes `asked`; with `rest` an axis takes the other devices."""
+    changes = {} if rest else {"fsdp": -1}
+    for axis, size in asked.items():
+        if axis not in changes:
+            fits = math.gcd(size, devices)
+            devices //= fits
+            changes |= {axis: fits} if fits < size else {}
+    return " ".join(f"--mesh.{axis}={size}" for axis, size in changes.items())
 
 
 def spec_of(path: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> PartitionSpec:

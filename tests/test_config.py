@@ -194,18 +194,22 @@ def test_a_key_written_twice_is_refused(tmp_path):
             "--train.stpes=1",
             ["train.stpes='1'", "did you mean steps?", "known: best, betas, lr, resume, steps"],
         ),
-        ("--train.steps=abc", ["train.steps='abc'", "int"]),
+        ("--train.steps=abc", ["train.steps='abc'", "needs: int, such as 10"]),
         ("--train.steps=1.5", ["train.steps=1.5", "int"]),
         ("--train.steps=true", ["train.steps=True", "int"]),
         ("--train.steps=", ["train.steps=None", "int"]),
         ("--train.lr=inf", ["train.lr='inf'", "a finite number"]),
         ("--train.lr=.nan", ["train.lr=nan", "a finite number"]),
-        ("--train.betas=0.9", ["train.betas=[0.9] has 1 values; needs 2"]),
+        (
+            "--train.betas=0.9",
+            ["train.betas=[0.9] is a list of 1; needs 2 values, such as [0.9, 0.999]"],
+        ),
         ("--train.betas=0.9,x", ["train.betas.1='x'", "float"]),
         ("--train.betas=null", ["train.betas=None must be a list"]),
         ("--train.resume=maybe", ["train.resume='maybe'", "bool"]),
         ("--train=5", ["train=5", "section"]),
         ("--lengths=1,x", ["lengths.1='x'", "int"]),
+        ("--methods={name: base}", ["must be a list, as in [{'name': 'base'}]"]),
         ("--methods=[{rope: null}]", ["methods.0.name is missing", "--methods.0.name="]),
         ("--model.dtype=bf16", ["model.dtype='bf16'", "did you mean bfloat16?", "float32"]),
         (
@@ -213,6 +217,8 @@ def test_a_key_written_twice_is_refused(tmp_path):
             ["model.rope.type='yran'", "did you mean yarn?", "linear"],
         ),
         ("--model.rope.factor=2", ["model.rope.type", "missing", "linear, yarn"]),
+        ("--model.rope={type: linear, factor: 2}", ["but of yarn: --model.rope.type=yarn"]),
+        ("--methods.0.rope.type=yarn", ["methods.0.name is missing"]),
         ("--model.rope={type: yarn, facter: 2}", ["model.rope.facter=2", "yarn", "factor"]),
         ("--model.rope={type: yarn, factor: 0}", ["model.rope: factor=0.0 must be at least 1"]),
         ("--train.lr", ["--train.lr has no value"]),
@@ -256,6 +262,7 @@ def test_unreadable_files_are_named(file, tmp_path):
     assert "did you mean job.yaml?" in fails("--config", tmp_path / "jbo.yaml")
     (tmp_path / "longrope_7b.yaml").touch()  # what all names end in makes none of them close
     assert "nope.yaml does not exist; known: job" in fails("--config", tmp_path / "nope.yaml")
+    assert f"{tmp_path} is a folder; give a file: it has job.yaml" in fails("--config", tmp_path)
     file.write_text("model: !include absent.yaml\n")
     message = fails("--config", file)
     assert "absent.yaml" in message and f"included from {file}" in message

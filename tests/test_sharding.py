@@ -1,5 +1,6 @@
 """A training step over eight devices: the same numbers, and no device holds every row."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -11,9 +12,10 @@ import pytest
 
 from lcjax import sharding
 from lcjax.cost.collectives import collectives
+from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.rope.positions import PlainPositions
-from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.sharding import Mesh, batch_sharding, make_mesh, mesh_sizes, param_shardings
 from lcjax.training.objective import language_model
 
 ROWS, LENGTH = 8, 24
@@ -70,6 +72,24 @@ def _collectives(text):
         shapes = re.findall(r"\w+\[([\d,]*)\]", result)
         found.append((name, [tuple(int(n) for n in shape.split(",") if n) for shape in shapes]))
     return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "said"),
+    [
+        (Mesh(context=4), 1, "^mesh.context=4 must divide .* 1; set --mesh.context=1$"),
+        (Mesh(tensor=2, context=3), 8, "mesh.tensor=2 x mesh.context=3 = 6 .* --mesh.context=1$"),
+        (Mesh(fsdp=3), 8, "^mesh.fsdp=3 must equal .* 8; set --mesh.fsdp=-1$"),
+        (Mesh(2, 2, 3), 8, "set --mesh.fsdp=-1 --mesh.tensor=1$"),
+        (Mesh(1, 1), 8, "set --mesh.fsdp=-1$"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_devices_are_named_with_what_does(shape, devices, said):
+    with pytest.raises(InputError, match=said) as error:
+        mesh_sizes(shape, devices)
+    ways = dict(re.findall(r"--mesh\.(\w+)=(-?\d+)", str(error.value)))
+    changed = dataclasses.replace(shape, **{axis: int(size) for axis, size in ways.items()})
+    assert math.prod(dataclasses.astuple(mesh_sizes(changed, devices))) == devices
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

@@ -5,6 +5,7 @@ is a choice type: `model.rope.type=yarn` in the file, `--model.rope.type=linear`
 """
 
 import dataclasses
+import itertools
 import os
 import sys
 import typing
@@ -70,7 +71,7 @@ def _check_section(cls: type, key: str, value: str) -> None:
 def _override(tree: typing.Any, key: str, value: Text) -> None:
     """Sets `a.0.c` in the file's tree; another `type` drops the fields of the type it replaces."""
     *sections, last = key.split(".")
-    for part in sections:
+    for part, following in itertools.pairwise([*sections, last]):
         if isinstance(tree, list):
             if not part.isdigit() or int(part) >= len(tree):
                 raise InputError(f"--{key}={value}: the list has {len(tree)} items, counted from 0")
@@ -78,7 +79,8 @@ def _override(tree: typing.Any, key: str, value: Text) -> None:
             continue
         child = tree.get(part)
         child = yaml.safe_load(child) if isinstance(child, Text) else child
-        tree[part] = child if isinstance(child, dict | list) else {}
+        new = [{}] if following == "0" else {}
+        tree[part] = child if isinstance(child, dict | list) else new
         tree = tree[part]
     if not isinstance(tree, dict):
         raise InputError(f"--{key}={value}: give the whole list, or one field: --{key}.x=")

@@ -72,7 +72,7 @@ def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[str]:
             null = f"  --{key}=null{' (default)' * (field.default is None)}, or with:{note}"
             sections += ["", *([null] if optional else []), *_lines(item, inner, seen)]
         else:
-            own.append(f"  --{key}  {_type(hints[field.name])}{_default(field)}{note}")
+            own.append(f"  --{key}  {type_text(hints[field.name])}{_default(field)}{note}")
     return own + sections
 
 
@@ -97,7 +97,8 @@ def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[str]:
     return found
 
 
-def _type(kind: typing.Any) -> str:
+def type_text(kind: typing.Any) -> str:
+    """A type as the user reads it: `int | null`, `cosine | linear`."""
     kinds, optional = split_union(kind)
     names = [
         " | ".join(map(str, typing.get_args(k)))
@@ -116,14 +117,14 @@ def _default(field: dataclasses.Field) -> str:
         heads = filter(is_choice, type(value).__mro__)
         names = [head.get_choice_name(type(value)) for head in heads]
         return f" = {(names or [type(value).__name__])[0]}"
-    return f" = {_yaml(value)}"
+    return f" = {as_yaml(value)}"
 
 
-def _yaml(value: typing.Any) -> str:
+def as_yaml(value: typing.Any) -> str:
     """A default as one would write it in the file."""
     words = {None: "null", True: "true", False: "false"}
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_yaml, value))}]"
+        return f"[{', '.join(map(as_yaml, value))}]"
     return words[value] if value is None or isinstance(value, bool) else str(value) or "''"
 
 

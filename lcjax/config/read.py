@@ -10,6 +10,7 @@ from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 from lcjax.errors import InputError
 
 _CLOSE = 0.65  # of difflib: `trian` is close to `train`, `nope` is not to `longrope_7b`
+_MANY = 16  # names; of more only those near to what was written are worth reading
 
 
 def near(word: object, known: Iterable[str], ending: str = "") -> str:
@@ -19,7 +20,11 @@ def near(word: object, known: Iterable[str], ending: str = "") -> str:
     """
     known = sorted(known)
     names = {name.removesuffix(ending): name for name in known}
-    close = difflib.get_close_matches(str(word).removesuffix(ending), names, n=1, cutoff=_CLOSE)
+    close = difflib.get_close_matches(str(word).removesuffix(ending), names, n=4, cutoff=_CLOSE)
+    if close and len(known) > _MANY:
+        first, *rest = (names[name] for name in close)
+        also = f"or {', '.join(rest)}; " if rest else ""
+        return f"did you mean {first}? {also}{len(known)} are known"
     guess = f"did you mean {names[close[0]]}? " if close else ""
     return f"{guess}known: {', '.join(known) or 'none'}"
 
@@ -60,9 +65,16 @@ def read_yaml(path: Path) -> dict:
         beside = [file.name for file in missing.parent.glob("*.yaml")]
         guess = near(missing.name, beside, ".yaml")
         raise InputError(f"{missing}{where} does not exist; {guess}") from None
+    except IsADirectoryError as error:
+        folder = Path(error.filename)
+        where = "" if folder == path else f" (included from {path})"
+        files = sorted(file.name for file in folder.glob("*.yaml"))
+        more = ", ..." if len(files) > _MANY else ""
+        held = f"it has {', '.join(files[:_MANY])}{more}" if files else "it has no .yaml"
+        raise InputError(f"{folder}{where} is a folder; give a file: {held}") from None
     except RecursionError:
         raise InputError(f"{path} includes itself; take one `!include` out") from None
-    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         why = " ".join(str(error).split())
         raise InputError(f"{path} cannot be read as YAML: {why}") from None
     if not isinstance(raw or {}, dict):

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm.auto import tqdm
 
@@ -14,23 +15,27 @@ from lcjax.errors import InputError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
     try:
-        _convert(args)
+        _convert(_parser().parse_args(arguments))
     except (InputError, OSError) as error:  # a full disk, a file where a folder should be
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; write {self.prog} SRC DST, and see --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lcjax.convert", description=__doc__)
+    parser = _Parser(prog="python -m lcjax.convert", description=__doc__)
     parser.add_argument("src", help="Hugging Face folder, adapters, .gguf, run folder, hub id")
     parser.add_argument("dst", type=Path, help="folder to write: config, safetensors, tokenizer")
     parser.add_argument("--base", help="of SRC with adapters only (LoRA); default: what it names")
     parser.add_argument(
         "--context",
-        type=int,
+        type=_tokens,
         help="tokens SRC was trained for where it does not say (LongLoRA's adapters, LCEG's NTK)",
     )
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights; default: as read")
@@ -39,6 +44,12 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-pickle", action="store_true", help="read .bin weights with a restricted reader"
     )
     return parser
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of tokens, 1 or more")
+    return int(text)
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -62,14 +73,15 @@ def _check_destination(src: str, dst: Path, force: bool) -> None:
     nearest = next(parent for parent in (dst, *dst.absolute().parents) if parent.exists())
     if not nearest.is_dir():
         raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")
-    check_destination(dst, force)
+    check_destination(dst, force, "--force")
     source = Path(src)
     if source.exists() and dst.exists() and source.resolve() == dst.resolve():
         raise InputError(f"{dst} is the source itself; choose another folder")
 
 
 def _bar(what: str) -> tqdm:
-    return tqdm(desc=what, unit="B", unit_scale=True, mininterval=0.5)
+    # With a delay there is no bar before the first bytes: what is refused is then one line.
+    return tqdm(desc=what, unit="B", unit_scale=True, mininterval=0.5, delay=0.01)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ from pathlib import Path
 from lcjax.errors import InputError
 
 
-def check_destination(folder: Path, overwrite: bool) -> None:
-    """Refuses a file or a folder with files, unless it may be replaced."""
+def check_destination(folder: Path, overwrite: bool, way_out: str = "overwrite=True") -> None:
+    """Refuses a file or a folder with files, unless it may be replaced; `way_out` is how."""
     if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
-            f"{folder} exists and is not empty; choose another folder, or replace it with --force "
-            "(overwrite=True)"
+            f"{folder} exists and is not empty; choose another folder, or replace it with {way_out}"
         )
 
 

@@ -70,15 +70,15 @@ class Topology:
     def parse(cls, text: str) -> "Topology":
         if not text:
             raise InputError(
-                "topology is missing: name the devices, as --topology v5e:8x8 or h200:8"
+                "--topology is missing: name the devices, as --topology v5e:8x8 or h200:8"
             )
         name, _, shape = text.partition(":")
         chip = CHIPS.get(name.lower())
         if chip is None:
-            raise InputError(f"topology={text}: unknown chip; choose one of {', '.join(CHIPS)}")
+            raise InputError(f"--topology={text}: unknown chip; choose one of {', '.join(CHIPS)}")
         example = {0: "8", 2: "4x4", 3: "2x2x2"}[chip.dimensions]
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != max(
             1, chip.dimensions
         ):
-            raise InputError(f"topology={text}: write the devices, as {chip.name}:{example}")
+            raise InputError(f"--topology={text}: write the devices, as {chip.name}:{example}")
         return cls(chip, tuple(map(int, shape.split("x"))))

@@ -31,7 +31,7 @@ def devices(topology: Topology) -> list[jax.Device]:
     """Descriptions of the devices, for meshes and for `lower(...).compile()`; they hold no data."""
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         raise InputError(
-            f"topology={topology}: jax's CUDA plugin is not installed; pip install lcjax[cuda]"
+            f"--topology={topology}: jax's CUDA plugin is not installed; pip install lcjax[cuda]"
         )
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries and a driver
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
@@ -46,7 +46,7 @@ def devices(topology: Topology) -> list[jax.Device]:
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
-        raise InputError(f"topology={topology}: the CUDA plugin cannot ({why})") from error
+        raise InputError(f"--topology={topology}: the CUDA plugin cannot ({why})") from error
     return list(found.devices)
 
 

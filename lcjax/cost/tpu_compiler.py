@@ -20,7 +20,7 @@ def devices(topology: Topology) -> list[jax.Device]:
     """Descriptions of the devices, for meshes and for `lower(...).compile()`; they hold no data."""
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(
-            f"topology={topology}: the TPU compiler is not installed; pip install lcjax[aot]"
+            f"--topology={topology}: the TPU compiler is not installed; pip install lcjax[aot]"
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -32,5 +32,5 @@ def devices(topology: Topology) -> list[jax.Device]:
         found = topologies.get_topology_desc(str(topology), "tpu", **options)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
-        raise InputError(f"topology={topology}: libtpu does not know it ({why})") from error
+        raise InputError(f"--topology={topology}: libtpu does not know it ({why})") from error
     return list(found.devices)

@@ -56,7 +56,7 @@ class PrepareConfig:
         if self.min_document_tokens < 1 or self.workers < 0:
             raise InputError("min_document_tokens must be 1 or more, workers 0 or more")
         if bool(self.path) == bool(self.sources):
-            raise InputError("give path=, or sources (one of them, not both): what to tokenise")
+            raise InputError("give --path= or sources (one of them, not both): what to tokenise")
         for key in ("tokenizer", "out"):
             if not getattr(self, key):
                 raise InputError(f"{key} is empty: give --{key}=")
@@ -71,7 +71,7 @@ class PrepareConfig:
 def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Writes what is missing of the folder; returns its index."""
     out = Path(config.out).expanduser()
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = _tokenizer(config.tokenizer)
     settings = Settings(
         sources=tuple(config.text_sources()),
         seed=config.seed if config.shuffle else None,
@@ -90,6 +90,13 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     print(report.table(index))
     print(f"{out}: train on it with --data.path={config.out}")
     return index
+
+
+def _tokenizer(name: str) -> Any:
+    try:
+        return load_tokenizer(name)
+    except InputError as error:
+        raise InputError(f"tokenizer={name}: {str(error).removeprefix(f'{name}: ')}") from error
 
 
 def _dtype(asked: str, tokenizer: Any) -> str:

@@ -13,6 +13,7 @@ from lcjax import config as config_lib
 from lcjax import convert
 from lcjax.build import ModelSection, resolve
 from lcjax.convert.load import SMOLLM2
+from lcjax.cost import parameter_shapes
 from lcjax.errors import InputError
 from lcjax.landmarks import Landmarks
 from lcjax.models import PRESETS, ModelConfig, preset
@@ -80,6 +81,20 @@ def _made_by(path: str) -> TrainConfig | None:
         case ("runs", name, "model") if (file := Path("configs", f"{name}.yaml")).is_file():
             return config_lib.parse(TrainConfig, ["--config", str(file)])
     return None
+
+
+def check_rules(config: TrainConfig) -> None:
+    """Refuses rules of `train` that hold for no parameter, by shapes: no weight is read for it.
+
+    Where shapes cannot be told ahead (adapters of other libraries, checkpoints of the hub under
+    names of their own) nothing is said; `assemble` looks at the parameters themselves.
+    """
+    try:
+        shapes = parameter_shapes(model_of(config))
+    except InputError:
+        return
+    trained = filter(trainable(shapes, config.train.rules()), shapes)
+    trainable(trained, [rate.rule for rate in config.train.rates], "train.rates")
 
 
 def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:

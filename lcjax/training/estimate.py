@@ -150,7 +150,12 @@ def undivided(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> list[str]:
 
 
 def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str | None]]:
-    """The words that are keys of a config, and the values of the options `names` among them."""
+    """The words that are keys of a config, and the values of the options `names` among them.
+
+    Ends where they ask for help, which must not depend on what else is given.
+    """
+    if {"-h", "--help"} & set(words):
+        config_lib.parse(TrainConfig, ["--help"])
     words, rest, found = list(words), [], dict.fromkeys(names)
     while words:
         word = words.pop(0)
@@ -168,5 +173,5 @@ def _number(text: str, name: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        raise InputError(f"{name}={text} must be a share of the peak above 0, at most 1, as 0.4")
+        raise InputError(f"--{name}={text} must be a share of the peak above 0, at most 1, as 0.4")
     return value

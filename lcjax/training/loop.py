@@ -19,7 +19,7 @@ from lcjax.convert.run_folder import MODEL_CONFIG, check_frozen
 from lcjax.data import Loader, check_sources
 from lcjax.errors import InputError
 from lcjax.sharding import make_mesh, replicated
-from lcjax.training import batches, estimate, optim, results
+from lcjax.training import ahead, batches, estimate, optim, results
 from lcjax.training import folder as folder_lib
 from lcjax.training.assemble import Assembly, assemble, base_of, jitted_step
 from lcjax.training.config import TrainConfig
@@ -28,7 +28,7 @@ from lcjax.training.progress import Progress, announce
 from lcjax.training.state import TrainState, abstract_state, init_state
 from lcjax.training.stop import StopRequest
 from lcjax.training.trace import Trace
-from lcjax.training.track import Tracker, open_tracker
+from lcjax.training.track import Tracker, check_packages, open_tracker
 from lcjax.training.validation import Validation
 from lcjax.tree import flatten
 
@@ -61,6 +61,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
     check_source(config.model)
     check_sources(config.data)
     batches.check_text(config)
+    if jax.process_index() == 0:
+        check_packages(config.track)
+    ahead.check_rules(config)
     announce(f"loading {config.model.path or config.model.preset}")
     assembly = assemble(config, mesh)
     announce(

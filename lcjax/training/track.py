@@ -1,5 +1,6 @@
 """Metrics go to `<run>/metrics.jsonl` always, to TensorBoard or Weights & Biases on request."""
 
+import importlib.util
 import json
 import math
 import uuid
@@ -51,12 +52,8 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path, *, keep_until: int | None = None):
         """`keep_until`: as in `JsonLines`; TensorBoard hides the steps after it, or all of them."""
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise InputError(
-                "track.tensorboard=true needs tensorboardX: pip install 'lcjax[tensorboard]'"
-            ) from None
+        from tensorboardX import SummaryWriter
+
         purge = 0 if keep_until is None else keep_until + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
@@ -77,12 +74,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str, folder: Path, settings: dict, *, resumed: bool = False):
-        try:
-            import wandb
-        except ImportError:
-            raise InputError(
-                f"track.wandb={project} needs wandb: pip install 'lcjax[wandb]'"
-            ) from None
+        import wandb
+
         file = folder / folder_lib.WANDB_RUN
         note = {"project": project, "id": uuid.uuid4().hex[:12]}
         if resumed and file.exists():
@@ -125,10 +118,24 @@ class Tracker:
             sink.close()
 
 
+def check_packages(section: TrackSection) -> None:
+    """Refuses sinks whose packages are not installed: before a model is read, which takes long."""
+    for key, value, package in (
+        ("tensorboard", section.tensorboard and "true", "tensorboardX"),
+        ("wandb", section.wandb, "wandb"),
+    ):
+        if value and importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"track.{key}={value} needs {package}: pip install 'lcjax[{key}]', or leave"
+                f" track.{key} out"
+            )
+
+
 def open_tracker(
     section: TrackSection, folder: Path, *, keep_until: int | None, settings: dict
 ) -> Tracker:
     """The sinks that `track:` asks for; JSON lines first."""
+    check_packages(section)
     sinks: list[Sink] = [JsonLines(folder / folder_lib.METRICS, keep_until=keep_until)]
     if section.tensorboard:
         sinks.append(TensorBoard(folder / folder_lib.TENSORBOARD, keep_until=keep_until))

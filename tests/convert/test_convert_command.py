@@ -26,7 +26,8 @@ def test_a_destination_with_files_needs_force(tmp_path, capsys):
     saved(tmp_path / "dst", "phi")
     command = [str(tmp_path / "src"), str(tmp_path / "dst")]
     assert main(command) == 2
-    assert "dst exists and is not empty" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "dst exists and is not empty" in said and "replace it with --force\n" in said
     assert load(tmp_path / "dst")[1].norm == "layer"
     assert main([*command, "--force"]) == 0
     assert load(tmp_path / "dst")[1].norm == "rms"
@@ -44,7 +45,23 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
     command = [sys.executable, "-m", "lcjax.convert", str(tmp_path / "m.gguf"), str(tmp_path / "d")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: ") and "m.gguf: truncated" in last
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and "m.gguf: truncated" in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: src, dst; write python -m lcjax.convert SRC DST"),
+        (["a", "b", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["a", "b", "--context", "-5"], "argument --context: -5 must be a number of tokens"),
+        (["a", "b", "c"], "unrecognized arguments: c"),
+        (["absent", "b"], "absent: no such file or folder"),
+    ],
+)
+def test_a_mistake_is_one_line_without_usage_or_bar(words, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1

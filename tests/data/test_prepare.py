@@ -15,6 +15,7 @@ import pytest
 from data_support import Bytes, assert_same, make_texts, split_documents, write_jsonl
 
 import lcjax
+from lcjax.convert import load_tokenizer
 from lcjax.data import DataConfig, Share, TextSource, TokenSource, Upsample, make_loader, prepare
 from lcjax.data import __main__ as command
 from lcjax.data import prepare_job as jobs
@@ -253,7 +254,8 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
         ([], "error: nothing was asked for; write: python -m lcjax.data prepare --help"),
         (["prep"], "error: prep is not known"),
         (["prepare", "--path=a"], "error: tokenizer is empty: give --tokenizer="),
-        (["prepare", "--tokenizer=a"], "error: give path=, or sources"),
+        (["prepare", "--tokenizer=a"], "error: give --path= or sources"),
+        (["prepare"], "error: give --path= or sources"),
         (["prepare", "--path=a", "--tokenizer=b", "--out=c", "--dtype=int8"], "dtype=int8 is not"),
     ]:
         assert command.main(words) == 2
@@ -266,6 +268,12 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(["prepare", "--help"])
     assert "--sources.0.upsample.ratio" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_is_not_there_is_named_with_its_key(monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "load_tokenizer", load_tokenizer)
+    assert command.main(["prepare", "--path=a", "--tokenizer=nope", "--out=c"]) == 2
+    assert capsys.readouterr().err.startswith("error: tokenizer=nope: no such file or folder; give")
 
 
 def write_bin(path, documents, dtype="<u2"):

@@ -39,7 +39,7 @@ def parse(*words):
         ([], "needs the devices to compile for: --topology v5e:4x4"),
         (["--topology"], "needs the devices to compile for"),
         (["--topology=v9:4x4"], "unknown chip; choose one of v4"),
-        (["--topology=v5e:4"], "write the devices, as v5e:4x4"),
+        (["--topology=v5e:4"], "--topology=v5e:4: write the devices, as v5e:4x4"),
     ],
 )
 def test_what_cannot_be_compiled_is_one_line(words, message, capsys):

@@ -7,7 +7,8 @@ import pytest
 from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.sharding import Mesh, make_mesh
-from lcjax.training import TrainConfig, ahead, estimate
+from lcjax.training import TrainConfig, ahead, compile_only, estimate
+from lcjax.training.compile_only import FLAG
 
 LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768")
 
@@ -45,9 +46,9 @@ def test_the_length_given_is_that_of_the_rows(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "topology is missing: name the devices"),
-        (["--topology=h200:8", "--mfu=40"], "mfu=40 must be a share"),
-        (["--topology=h200:8", "--mesh.fsdp=3"], "must divide"),
+        ([], "--topology is missing: name the devices"),
+        (["--topology=h200:8", "--mfu=40"], "--mfu=40 must be a share"),
+        (["--topology=h200:8", "--mesh.fsdp=3"], "set --mesh.fsdp=-1"),
         (["--topology=h200:8", "--train.batch_size=12"], "nearest: 16"),
     ],
 )
@@ -55,6 +56,13 @@ def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
     assert estimate.main([*LLAMA, *words]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("main", "words"), [(estimate.main, []), (compile_only.main, [FLAG])])
+def test_help_needs_no_devices(main, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--help"])
+    assert end.value.code == 0 and "--train.lr  float" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("limit", "lines"), [(None, 1), (10**12, 1), (10**4, 2)])

@@ -24,7 +24,7 @@ from lcjax.models import Decoder
 from lcjax.sharding import Mesh
 from lcjax.training import batches, loop, run
 from lcjax.training import folder as folder_lib
-from lcjax.training.config import EvalSection, TrainConfig
+from lcjax.training.config import EvalSection, Rate, TrackSection, TrainConfig
 from lcjax.training.track import read
 from lcjax.tree import flatten
 
@@ -281,15 +281,27 @@ def test_a_start_that_fails_costs_the_run_before_nothing(corpus, reference):
         ({"model": {"preset": "tyni"}}, "tiny"),
         ({"model": {"path": "no-such-model"}}, r"model\.path=no-such-model: no such file"),
         ({"mesh": Mesh(data=3)}, r"mesh\.data"),
+        ({"trainable": ("norms", "embedings")}, r"'embedings' matches no .*near: embeddings"),
+        (
+            {"lora": LoRA(), "rates": (Rate("norms", 0.1),)},
+            r"train\.rates: rule 'norms' matches no",
+        ),
     ],
 )
-def test_what_is_wrong_with_paths_and_mesh_is_said_before_a_model_is_read(
+def test_what_is_wrong_with_paths_mesh_and_rules_is_said_before_a_model_is_read(
     tmp_path, corpus, monkeypatch, capsys, sections, said
 ):
     monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
     with pytest.raises(InputError, match=said):
         run(tiny(tmp_path / "run", corpus, **sections))
     assert capsys.readouterr().err == "" and not (tmp_path / "run").exists()
+
+
+def test_a_package_that_is_missing_is_said_before_a_model_is_read(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match=r"track\.wandb=p needs wandb: pip install"):
+        run(tiny(tmp_path / "run", corpus).replace(track=TrackSection(wandb="p")))
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_may_start_otherwise(tmp_path, corpus):

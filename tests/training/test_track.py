@@ -72,7 +72,7 @@ def events_of(file, kind):
 def wandb(monkeypatch):
     """A stand-in for the package: `wandb.runs` holds the settings of every `init`."""
     errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
-    module = types.SimpleNamespace(errors=errors, runs=[], deleted=set())
+    module = types.SimpleNamespace(errors=errors, runs=[], deleted=set(), __spec__=object())
 
     def init(**settings):
         if settings["id"] in module.deleted:
