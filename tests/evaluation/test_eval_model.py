@@ -82,7 +82,7 @@ def test_a_checkpoint_that_is_not_there_is_missed_before_any_model_is_read(tmp_p
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_is_written(tmp_path):
     config = EvalConfig(model=ModelSection(preset="tiny"), run=RunSection(str(tmp_path / "out")))
-    with pytest.raises(InputError, match=r"mesh\.fsdp"):
+    with pytest.raises(InputError, match=r"mesh\.data=3 must divide"):
         run(dataclasses.replace(config, mesh=Mesh(data=3)))
     assert not (tmp_path / "out").exists()
 
