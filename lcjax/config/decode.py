@@ -84,10 +84,9 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in raw:
         if key not in fields:
-            others = _that_have(key, known, dot)
-            raise InputError(
-                f"{dot}{key}={raw[key]!r} is no key of {label}{others}; {near(key, fields)}"
-            )
+            guess = near(key, fields)
+            others = "" if guess.startswith("did you mean") else _that_have(key, known, dot)
+            raise InputError(f"{dot}{key}={raw[key]!r} is no key of {label}{others}; {guess}")
     for key, field in fields.items():
         if key not in raw and field.default is field.default_factory is dataclasses.MISSING:
             raise InputError(f"{dot}{key} is missing; set it in the file or with --{dot}{key}=")
