@@ -178,9 +178,13 @@ def test_a_chat_reads_documents_beside_its_turns(lm, monkeypatch):
 
     monkeypatch.setattr(LanguageModel, "generate", generate)
     encoded = lm.encode_contexts(CONTEXT[2:])
-    for context in (None, "a text", ["passage", ids(4, 80)], encoded):
+    rows = ["a text", ["passage", ids(4, 80)]]
+    for context in (None, *rows, encoded):
         lm.chat("What?", GREEDY, context=context)
-    assert given == [None, ["a text"], [["passage", ids(4, 80)]], encoded]
+    assert given[0] is None and given[3] is encoded
+    for row, found in zip(rows, given[1:3], strict=True):
+        wanted = lm.encode_contexts([row])
+        jax.tree.map(np.testing.assert_array_equal, found.encoded, wanted.encoded)
 
 
 @pytest.mark.slow

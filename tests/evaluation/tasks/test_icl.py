@@ -1,6 +1,7 @@
 """In-context learning: demonstrations, and four scores against the toy model's losses."""
 
 import json
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -91,7 +92,9 @@ def test_what_a_decoder_has_no_room_for_of_the_demonstrations_is_read_beside_it(
 
     asked, task = [], Icl(path=write(tmp_path, count=1), tasks=("sst2",), shots=4)
     (unit,) = plan(task)
-    task.score(SplitModel(Beside(), ContextSplit(decoder=64, chunk=32), 64, 32), [unit], 1)
+    model = Beside()
+    model.config.memory = types.SimpleNamespace(leads=False)
+    task.score(SplitModel(model, ContextSplit(decoder=64, chunk=32), 64, 32), [unit], 1)
     (read, beside), bare = asked
     assert beside + read == TOKENIZER.decode(unit.tokens) and bare == ("", "")
     assert len(read) + len(" negative") + 1 == 64 and read.endswith("Sentiment:")
