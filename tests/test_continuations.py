@@ -92,6 +92,7 @@ def test_on_a_mesh_every_device_has_rows_and_nothing_changes(lm):
     assert_same(found, [[one.nll for one in row] for row in wanted])
 
 
+@pytest.mark.slow
 def test_replug_mixes_what_each_passage_says_of_a_continuation(lm):
     lm = lm.with_method(length=512)
     passages = [[ids(11, 20), ids(12, 7)], [ids(13, 5)], []]

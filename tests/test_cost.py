@@ -145,6 +145,7 @@ def test_a_cpu_is_measured_as_one_machine():
 LLAMA = preset("llama2-7b").replace(dtype="bfloat16", remat="full")
 
 
+@pytest.mark.slow
 def test_training_state_takes_sixteen_bytes_a_weight_split_over_the_mesh():
     found = cost.training_memory(LLAMA, 512, 8, Mesh(data=1, fsdp=4, tensor=2))
     share = 6_738_415_616 / 8
@@ -166,6 +167,7 @@ def test_frozen_weights_have_no_gradient_and_no_moments():
     assert found.optimizer == 2 * found.gradients < found.weights / 100
 
 
+@pytest.mark.slow
 def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing():
     config = preset("tiny").replace(num_layers=8)
 

@@ -119,6 +119,7 @@ def best(lm, passages, weights, prompt, answer):
     return total.argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_every_token_is_picked_from_the_mixture(lm):
     prompts = [ids(8, 7), ids(9, 4)]
     found = picked(Replug(lm).stream(prompts, GREEDY, context=PASSAGES, scores=SCORES), 2)

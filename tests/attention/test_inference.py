@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lcjax.attention import Causal, ShiftedSparse
 from lcjax.convert import ByteTokenizer
@@ -16,6 +17,7 @@ TINY = preset("tiny").replace(num_layers=1)
 TRAINED = TINY.replace(pattern=ShiftedSparse(group=8))
 
 
+@pytest.mark.slow
 def test_a_language_model_reads_with_full_attention_what_was_trained_in_groups():
     model = Decoder(TRAINED)
     # Weights are made with two tokens, which are no group.

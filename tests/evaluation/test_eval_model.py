@@ -87,6 +87,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_is_writ
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_passkey_runs_through_generation_in_batches(found, tmp_path, capsys):
     config, _ = found
     own = EvalConfig(

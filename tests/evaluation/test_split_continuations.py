@@ -30,6 +30,7 @@ def assert_same(found, wanted):
             assert one.greedy == two.greedy
 
 
+@pytest.mark.slow
 def test_of_a_prompt_too_long_for_the_decoder_the_beginning_is_read_beside_it(lm):
     split = ContextSplit(decoder=32, chunk=16)
     # 32 tokens less four new ones are left: BOS stays, and so does what is not movable.

@@ -236,6 +236,7 @@ def test_a_method_that_is_trained_may_be_read_with_another_pattern(folder):
     assert ready.model.path == str(folder / "out" / "base") and ready.study is None
 
 
+@pytest.mark.slow
 def test_a_study_is_scored_again_with_the_tokenizers_of_its_models_and_keeps_its_trainings(
     folder, monkeypatch
 ):

@@ -174,6 +174,7 @@ def taught_batch(rows=4, length=12, top=5):
     }
 
 
+@pytest.mark.slow
 def test_the_loss_with_a_teacher_is_both_losses_over_the_same_tokens():
     section = CepeSection(encoder="tiny-encoder", out=1.0)
     model, params, _ = build(ModelSection(preset="tiny", memory=section))

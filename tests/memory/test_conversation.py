@@ -62,6 +62,7 @@ def test_turns_with_a_cache_equal_the_whole_text_read_at_once(lm):
     assert picked(lm, text[:17], rest) != picked(lm, text[:17], None), "it does listen"
 
 
+@pytest.mark.slow
 def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch):
     talk = Conversation(lm, context=PASSAGES[:1])
     talk.read(list(range(40, 57)))

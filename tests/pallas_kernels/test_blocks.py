@@ -103,6 +103,7 @@ def test_changing_a_token_changes_nothing_before_it():
         assert np.all(np.any(np.reshape(x != y, (2, 300, -1)), -1)[:, 171:])
 
 
+@pytest.mark.slow
 def test_packed_documents_equal_separate_ones():
     q, k, v = arrays(batch=1, t=330)
     lengths = [65, 200, 65]

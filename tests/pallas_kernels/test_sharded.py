@@ -142,6 +142,7 @@ def test_tokens_may_lie_in_zigzag_order(method):
     )
 
 
+@pytest.mark.slow
 def test_landmarks_over_a_mesh_equal_those_on_one_device():
     arrays, weights = inputs(3)
     run = functools.partial(landmark_attention, block=6)

@@ -213,6 +213,7 @@ def test_what_cannot_wait_is_refused():
         config_lib.parse(TrainConfig, ["--train.offload=true"])
 
 
+@pytest.mark.slow
 def test_the_estimate_counts_what_a_device_has_at_a_time():
     llama, mesh = preset("llama2-7b").replace(remat="full"), Mesh(fsdp=4)
     none, moments, weights = (

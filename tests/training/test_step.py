@@ -183,6 +183,7 @@ def test_a_batch_of_padding_changes_nothing():
     assert_close(state.params, random_params(), rtol=0)
 
 
+@pytest.mark.slow
 def test_two_by_two_by_two_devices_have_the_losses_of_one():
     batches = [random_batch(seed) for seed in range(2)]
     _, one = train(one_device(), batches)
