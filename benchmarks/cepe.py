@@ -8,8 +8,8 @@
 reading: a text of so many tokens is read and continued. CEPE's decoder reads the last 4,096 of
     them (2,048 at a length of 4,096), its encoder the rest in chunks of 256 (arXiv 2402.16617,
     sec. 3.2); the other side reads all of them. Each measurement is its own process, so that peak
-    memory is its own, weights included; times are those of a second run. Weights are random: they
-    change no time.
+    memory is its own, weights included; times are the shortest of up to three runs. Weights are
+    random: they change no time.
 context: cross-attention over a context of 131,072 places of which only some hold text, forward and
     with its backward pass; texts that fill a share of the chunks, or of every chunk.
 """
