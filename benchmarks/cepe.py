@@ -39,7 +39,7 @@ def reading(args) -> None:
     print(bench.HEAD)
     for length in args.lengths:
         cepe, full = (bench.spawn(__file__, side, str(length)) for side in ("cepe", "full"))
-        rows = bench.beside_full(length, {"CEPE": cepe, "full attention": full})
+        rows = bench.beside_full(length, {"CEPE": cepe, bench.FULL: full})
         print("\n".join(rows), flush=True)
     print(PAPER)
 

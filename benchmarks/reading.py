@@ -119,22 +119,29 @@ def spawn(script: str, *worker: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+FULL = "full attention"
+
+
+def reads(found: dict) -> float:
+    """Seconds until a text has been read."""
+    return found["encode"] + found["prefill"]
+
+
 def beside_full(length: int, sides: dict[str, dict]) -> list[str]:
-    """Rows of a table: what each side took, and its ratio to the last one, full attention."""
-    (*_, full), rows = sides.values(), []
+    """Rows of a table: what each side took, and its ratio to full attention, if that is there."""
+    full, rows = sides.get(FULL), []
     for name, found in sides.items():
-        both = [x["encode"] + x["prefill"] for x in (full, found)]
         ratios = [""] * 3
-        if found is not full:
+        if full not in (None, found):
             ratios = [
-                f"{both[0] / both[1]:.2f}x faster",
+                f"{reads(full) / reads(found):.2f}x faster",
                 f"{full['token'] / found['token']:.2f}x faster",
                 f"{found['peak_gb'] / full['peak_gb']:.2f}",
             ]
         rows.append(
             f"| {length:,} | {name} | {found['encode']:.1f} | {found['prefill']:.1f} "
-            f"| {length / both[1]:.0f} | {ratios[0]} | {1e3 * found['token']:.0f} | {ratios[1]} "
-            f"| {found['peak_gb']:.2f} | {ratios[2]} |"
+            f"| {length / reads(found):.0f} | {ratios[0]} | {1e3 * found['token']:.0f} "
+            f"| {ratios[1]} | {found['peak_gb']:.2f} | {ratios[2]} |"
         )
     return rows
 

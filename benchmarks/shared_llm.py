@@ -1,6 +1,7 @@
 """SharedLLM: what its settings cost, and beside CEPE and full attention, in one run.
 
     python benchmarks/shared_llm.py                                # SmolLM2-135M on a CPU
+    python benchmarks/shared_llm.py reading --lengths 131072 --sides shared_llm cepe
     python benchmarks/shared_llm.py settings --decoder llama2-7b --dtype bfloat16
     python benchmarks/shared_llm.py reading --lengths 8192 32768 131072 --decoder llama2-7b \
         --encoder cepe-encoder --dtype bfloat16                    # a GPU or TPU
@@ -48,6 +49,7 @@ PAPER = {
     ("depth", 3): (11.81, 22.39),
     ("depth", 4): (11.86, 22.41),
 }
+SIDES = {"shared_llm": "SharedLLM", "cepe": "CEPE", "full": bench.FULL}
 CLAIM = "the paper (Llama-2-7B, A800): 3x CEPE's speed; full attention out of memory at 131,072"
 SEARCH = "the paper: a search costs about 15 % more of both, 25.44 GB"
 
@@ -105,13 +107,11 @@ def costs(args) -> None:
 def reading(args) -> None:
     print(bench.HEAD)
     for length in args.lengths:
-        names = {"SharedLLM": "shared_llm", "CEPE": "cepe", "full attention": "full"}
-        sides = {
-            name: bench.spawn(__file__, side, str(length), "{}") for name, side in names.items()
-        }
-        print("\n".join(bench.beside_full(length, sides)))
-        ours, cepe = (sides[n]["encode"] + sides[n]["prefill"] for n in ("SharedLLM", "CEPE"))
-        print(f"{length:,} tokens: SharedLLM reads {cepe / ours:.2f}x as fast as CEPE", flush=True)
+        sides = {SIDES[side]: bench.spawn(__file__, side, str(length), "{}") for side in args.sides}
+        print("\n".join(bench.beside_full(length, sides)), flush=True)
+        if {"shared_llm", "cepe"} <= set(args.sides):
+            ours, cepe = (bench.reads(sides[SIDES[side]]) for side in ("shared_llm", "cepe"))
+            print(f"{length:,} tokens: SharedLLM reads {cepe / ours:.2f}x as fast as CEPE")
     print(CLAIM)
 
 
@@ -122,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
     bench.options(parser, [8192, 32768, 131_072])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="of reading")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of a chunk of SharedLLM")
     parser.add_argument("--cepe-chunk", type=int, default=256, help="and of CEPE")
     args = parser.parse_args()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import itertools
 import math
 import re
 import sys
@@ -161,7 +162,7 @@ class _Runner:
             bar.write(self._needs(section, methods, model), file=sys.stderr)
         # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
         # to have as many.
-        bar.total = bar.n + left * sum(map(len, self._plan(model.tokenizer).values()))
+        bar.total = bar.n + left * sum(map(len, self._plan(model.tokenizer, bar).values()))
         for method in methods:
             self._refuse_unanswerable(method, model)
         self._store.begin()  # not before: a run that cannot start must not cost the one before it
@@ -202,17 +203,18 @@ class _Runner:
         data = self._config.data
         return documents(data, "validation" if data.holdout else "train")
 
-    def _plan(self, tokenizer) -> Plan:
+    def _plan(self, tokenizer, bar: tqdm | None = None) -> Plan:
+        """What is asked of models with this tokenizer; `bar` says what is being made."""
         name = self._habits(tokenizer)
         if name not in self._plans:
-            corpus = Corpus(self._texts(), tokenizer)
-            self._plans[name] = {
-                (task.label, length): task.plan(corpus, length, self._limits)
-                for task in self._config.tasks
-                for length in self._limits.lengths
-            }
+            corpus, plan = Corpus(self._texts(), tokenizer), {}
+            for task, length in itertools.product(self._config.tasks, self._limits.lengths):
+                if bar is not None:  # hundreds of long prompts take minutes
+                    bar.set_description(f"preparing {task.label} {length:,}")
+                plan[task.label, length] = task.plan(corpus, length, self._limits)
             for task in self._config.tasks:
-                self._refuse_empty(task, corpus, self._plans[name])
+                self._refuse_empty(task, corpus, plan)
+            self._plans[name] = plan
         return self._plans[name]
 
     def _habits(self, tokenizer) -> tuple:
