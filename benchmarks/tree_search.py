@@ -1,0 +1,152 @@
+"""Whether a search finds what a question asks for: a password behind SharedLLM's trees.
+
+    python benchmarks/tree_search.py            # SmolLM2-135M, about 30 minutes on 2 CPU cores
+
+A document is made of notes, each of which begins and ends with its subject and else is text of the
+reference of Python's language; one of them has a password, a word of that reference. A chunk holds
+two notes: its tree keeps the chosen half whole, and one token of the other. The question ends with
+the subject, because a search compares the last token of a question with the last one of each half
+and sees nothing else of them but through one layer (arXiv 2410.19318, sec. 3.2). Cross-attention
+learns to read such notes (configs/study/tree_search.yaml, searched for the question). Then
+documents that are new, with passwords that it has not learned, have it in the left or in the right
+half of a chunk; the table says how often it is repeated, by policy and length, and also where notes
+end with any word, as texts do.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+RECIPE = "configs/study/tree_search.yaml"
+SUBJECTS = """lighthouse harbor garden bridge castle river forest village market school church
+    library hospital museum theater station airport island valley mountain desert ocean factory
+    kitchen tower temple palace prison farm mill"""
+
+
+class Notes:
+    """Draws documents of notes as token ids."""
+
+    def __init__(self, tokenizer, chunk: int, seed):
+        from pydoc_data.topics import topics
+
+        from lcjax.convert.tokenizer import inside
+
+        self.encode = lambda text: inside(tokenizer, text)
+        self.tokenizer, self.size, self.rng = tokenizer, chunk // 2, np.random.default_rng(seed)
+        text = " ".join(map(topics.get, sorted(topics))).split()
+        words = [word for word in text if re.fullmatch(r"[A-Za-z]+[,.]?", word)]
+        known = {word: self.encode(" " + word) for word in {*words, *SUBJECTS.split()}}
+        self.words = [known[word] for word in words]
+        single = [word for word in sorted(known) if len(known[word]) == 1]
+        self.short = known[single[0]]
+        self.subjects = [word for word in single if word in SUBJECTS.split()]
+        self.passwords = [word for word in single if re.fullmatch("[a-z]{4,}", word)]
+
+    def filler(self, count: int) -> list[int]:
+        """`count` tokens of running text, from anywhere."""
+        found, at = [], int(self.rng.integers(len(self.words) - count))
+        while len(found) < count:
+            word = self.words[at]
+            found += word if len(found) + len(word) <= count else self.short
+            at += 1
+        return found
+
+    def note(self, subject: str, key: str | None, closed: bool) -> list[int]:
+        begin = f"\nThe {subject}" + (f" password is {key}." if key else "")
+        begin, end = self.encode(begin), self.encode(f" {subject}") if closed else []
+        return begin + self.filler(self.size - len(begin) - len(end)) + end
+
+    def document(
+        self, chunks: int, *, half: int, closed: bool = True, seen: bool = False
+    ) -> tuple[list[int], str]:
+        """Of `chunks` and one more, which the decoder reads with the question; and its answer.
+
+        The password stands in the left (0) or right (1) `half` of one of `chunks`; it is one of
+        those for training (`seen`) or of the others.
+        """
+        subject, *others = self.rng.permutation(self.subjects)
+        key, notes = str(self.rng.choice(self.passwords[not seen :: 2])), []
+        place = 2 * int(self.rng.integers(chunks)) + half
+        for number in range(2 * chunks + 2):
+            asked = number == place
+            about = subject if asked else others[int(self.rng.integers(len(others)))]
+            notes += self.note(about, key if asked else None, closed)
+        return notes + self.encode(f"\nThe {subject}"), f" password is {key}."
+
+
+def train(seed: int) -> Path:
+    """The folder of a model that has learned to read notes."""
+    from lcjax.config import parse
+    from lcjax.convert.load import load_tokenizer
+    from lcjax.training import TrainConfig, run
+
+    config = parse(TrainConfig, ["--config", RECIPE])
+    file = Path(config.data.sources[0].path)
+    notes = Notes(load_tokenizer(config.model.path), config.model.memory.chunk, seed)
+    count, rows = config.data.chunks.count, config.train.steps * config.train.batch_size
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as out:
+        for row in range(rows):
+            ids, answer = notes.document(count, half=row % 2, seen=True)
+            prompt = notes.tokenizer.decode(ids)
+            assert notes.encode(prompt) == ids, "as text it has other tokens"
+            out.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+    run(config)
+    return Path(config.run.folder) / "model"
+
+
+def found(args, lm, policy, chunks: int, closed: bool) -> list[float]:
+    """The share of passwords that are found in the left and in the right half of a chunk."""
+    from lcjax.generate import Sampling
+
+    memory = dataclasses.replace(lm.config.memory, policy=policy)
+    reader, shares = lm.with_method(memory=memory), []
+    own = chunks * memory.chunk  # what is read as context; the decoder has the rest
+    for half in (0, 1):
+        notes, right = Notes(lm.tokenizer, memory.chunk, [args.seed, 1, chunks, half]), 0
+        drawn = [notes.document(chunks, half=half, closed=closed) for _ in range(args.samples)]
+        for start in range(0, args.samples, args.batch):
+            documents, answers = zip(*drawn[start : start + args.batch], strict=True)
+            length = max(len(notes.encode(answer)) for answer in answers)
+            context = reader.encode_contexts([[ids[:own]] for ids in documents])
+            prompts = [ids[own:] for ids in documents]
+            texts = reader.generate(prompts, Sampling(max_new_tokens=length), context=context)
+            right += sum(a.strip() in b for a, b in zip(answers, texts, strict=True))
+        shares.append(right / args.samples)
+    return shares
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 16], help="4 in training")
+    parser.add_argument("--samples", type=int, default=32, help="documents of each kind")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    from lcjax.lm import LanguageModel
+    from lcjax.memory import QueryAware, Right
+    from lcjax.memory.policies import Random
+
+    lm = LanguageModel.load(str(train(args.seed)))
+    print("| context tokens | notes end with | policy | found in left half | in right half |")
+    print("|--:|---|---|--:|--:|")
+    for chunks in args.chunks:
+        for closed in (True, False):
+            for policy in (QueryAware(), Right(), Random()):
+                left, right = found(args, lm, policy, chunks, closed)
+                end = "their subject" if closed else "any word"
+                name = type(policy).__name__
+                print(
+                    f"| {chunks * lm.config.memory.chunk:,} | {end} | {name} | {left:.0%}"
+                    f" | {right:.0%} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
