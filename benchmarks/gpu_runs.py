@@ -56,13 +56,17 @@ class JaxRun:
         pull = None
         if set(passes) & {"bwd", "both"}:
             pull = self._lower("check", check, *self.arrays)
-        if pull is not None:
+        self.backward = pull is not None
+        if self.backward:
             return pull[1]
-        if "check" in self.reasons:
-            reason = self.reasons.pop("check")
-            self.reasons |= {x: reason for x in passes if x != "fwd"}
-        self._lower("check", lambda *x: ((self.attention(*x[:3]),), None), *self.arrays)
+        self._lower_forward_check()
         return None
+
+    def _lower_forward_check(self):
+        """Where there is no backward pass: results of the forward pass alone."""
+        self.backward, reason = False, self.reasons.pop("check", None)
+        self.reasons |= {x: reason for x in self.calls if x != "fwd"}
+        self._lower("check", lambda *x: ((self.attention(*x[:3]),), None), *self.arrays)
 
     def _lower(self, name, program, *arrays):
         """Shapes of the program's results, or None with a reason."""
@@ -83,6 +87,9 @@ class JaxRun:
             self.programs[name] = self.lowered[name].compile()
         except Exception as error:
             self.reasons[name] = reason_of(error)
+            if name == "check" and self.backward:
+                self._lower_forward_check()
+                self.compile("check")
         self.seconds[name] += time.perf_counter() - begin
 
     def check(self) -> dict:
@@ -107,7 +114,7 @@ class JaxRun:
         return timed(self.programs[which], self.calls[which], *inputs)
 
     def ready(self, which: str) -> bool:
-        return which in self.programs
+        return which in self.programs and which not in self.reasons
 
     def bytes(self, which: str) -> int:
         """Of one call at most, as the compiler plans it: inputs, results, and what is between."""

@@ -141,6 +141,33 @@ def test_every_result_is_written_over_nan():
     assert all(np.isfinite(x).all() for x in results.values())
 
 
+class Broken:
+    """A program that its compiler does not take."""
+
+    def compile(self):
+        raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize("when", ["traced", "compiled"])
+def test_a_side_without_a_backward_pass_is_timed_forward(when):
+    from gpu_runs import JaxRun
+
+    w = next(iter(SMALL.values()))
+    attention = w.attention("xla")
+    if when == "traced":
+        attention = jax.custom_vjp(attention)
+        attention.defvjp(lambda *x: (attention(*x), None), lambda *_: 1 / 0)
+    run = JaxRun(attention, w, w.arrays(), ("fwd", "bwd"), 1.0)
+    if when == "compiled":
+        run.lowered |= {"check": Broken(), "bwd": Broken()}
+    for name in reversed(list(run.lowered)):
+        run.compile(name)
+    assert run.check().keys() == {"out"} and run.sample("fwd") > 0
+    assert run.ready("fwd") and not run.ready("bwd")
+    said = {"traced": "division by zero", "compiled": "no such instruction"}
+    assert said[when] in run.reasons["bwd"]
+
+
 CHILD = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
