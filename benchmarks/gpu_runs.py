@@ -156,10 +156,8 @@ class TorchRun:
         if self.gpu:
             self.torch.cuda.reset_peak_memory_stats()
             self._warm(which)
-            self.memory[which] = self.torch.cuda.max_memory_allocated() + sum(
-                x.nbytes
-                for x in self.arrays  # which are JAX's
-            )
+            inputs = sum(x.nbytes for x in self.arrays)  # which JAX has allocated
+            self.memory[which] = inputs + self.torch.cuda.max_memory_allocated()
 
     def _warm(self, which: str) -> None:
         self.out = None
@@ -192,7 +190,7 @@ class TorchRun:
         kept[self.rows] = True
         kept, rows = kept.to(self.d_out.device), self.rows.to(self.d_out.device)
         found = {"out": self._call("fwd").detach()[:, :, rows]}
-        if "both" not in self.reasons and "bwd" not in self.reasons:
+        if self.seconds.keys() & {"bwd", "both"}:
             out = self.attention(*self.arrays)
             d_out = self.torch.where(kept[None, None, :, None], self.d_out, 0)
             dq, dk, dv = self.torch.autograd.grad(out, self.arrays, d_out)
