@@ -1,6 +1,6 @@
 """Compiles the GPU kernels for NVIDIA GPUs on a machine without one, and says what they use.
 
-    pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # with the version of jax
+    pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # with the version of jax; or 13
     python benchmarks/gpu_compile.py [--update | --check] [--all] [--only "d_keys h200"]
 
 One row per kernel, GPU, head size, dtype and kind of call: registers of a thread, bytes that it
@@ -27,8 +27,8 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels import _triton, causal, prefix, window
-from pallas_kernels.backends import Operands, Spec
+from pallas_kernels import _triton, _triton_landmark, causal, prefix, window
+from pallas_kernels.backends import LandmarkOperands, LandmarkSpec, Operands, Spec
 from pallas_kernels.biases import Alibi
 
 HERE = Path(__file__).resolve().parent
@@ -48,10 +48,16 @@ CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biase
     "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, True),
     "few": (2, 2, 16384, 32, 8, causal(), None, False, True),
 }
+LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, traced places
+    "landmark": (1, 4096, 64, 8, 8, False),
+    "landmark_documents": (2, 4095, 51, 8, 2, True),
+    "landmark_128": (1, 4096, 128, 8, 8, True),
+}
 KERNELS = ("forward", "d_queries", "d_keys")
 # GPU, head size, dtype and call; a call of few queries is a forward pass alone.
 ROWS = [("h200", 64, "bfloat16", "causal"), ("h200", 128, "bfloat16", "causal")]
 ROWS += [("a100", 128, "bfloat16", "causal")]
+ROWS += [(gpu, size, "bfloat16", "landmark") for gpu in ("h200", "a100") for size in (64, 128)]
 OTHERS = [  # run by --all
     *((gpu, 256, "bfloat16", "causal") for gpu in GPUS),
     ("a100", 64, "bfloat16", "causal"),
@@ -61,15 +67,19 @@ OTHERS = [  # run by --all
     *((gpu, 64, "float32", "documents") for gpu in GPUS),
     *((gpu, size, "bfloat16", "few") for size in (128, 256) for gpu in GPUS),
     *((gpu, 128, "bfloat16", "everything") for gpu in GPUS),
+    *((gpu, size, "bfloat16", "landmark_documents") for gpu in GPUS for size in (64, 128, 256)),
+    *((gpu, 64, "float32", "landmark_documents") for gpu in GPUS),
+    *((gpu, 128, "bfloat16", "landmark_128") for gpu in GPUS),
 ]
 
 
 def toolkit() -> Path | None:
-    """The folder of nvidia-cuda-nvcc-cu12, with bin/ptxas and libdevice."""
-    found = (
-        importlib.util.find_spec("nvidia.cuda_nvcc") if importlib.util.find_spec("nvidia") else None
-    )
-    return Path(found.submodule_search_locations[0]) if found else None
+    """The folder of CUDA's compiler, with bin/ptxas and libdevice: of its wheels, or installed."""
+    wheels = ("nvidia.cuda_nvcc", "nvidia.cu13") if importlib.util.find_spec("nvidia") else ()
+    for found in filter(None, map(importlib.util.find_spec, wheels)):
+        return Path(found.submodule_search_locations[0])
+    installed = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    return installed if installed.exists() else None
 
 
 def prepare():
@@ -99,6 +109,13 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
     def array(*shape, kind=dtype):
         return jax.ShapeDtypeStruct(shape, kind, sharding=place)
 
+    if call in LANDMARKS:
+        b, t, block, n, heads, traced = LANDMARKS[call]
+        count = t // block
+        q, k = array(b, t, n, size), array(b, count * block, heads, size)
+        places = [array(b, x, kind="int32") if traced else None for x in (t, count, t, count)]
+        saved = q, k, k, q, array(b, t, n, kind="float32")
+        return saved, LandmarkOperands(*places), LandmarkSpec(block, size**-0.5)
     b, t, s, n, heads, mask, cap, biased, traced = CALLS[call]
     places = [array(b, x, kind="int32") if traced else None for x in (t, s, t, s)]
     bias = Alibi(array(n, kind="float32")) if biased else None
@@ -114,24 +131,26 @@ def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict
     """What the compilers say of one kernel."""
     (q, k, v, out, lse), operands, spec = inputs(gpu, size, dtype, call)
     saved = (q, k, v, out, lse, out, lse, operands)
+    module = _triton_landmark if call in LANDMARKS else _triton
 
     def backward(*x):
-        dq, dk, dv, d_bias = _triton.backward(*x, spec)
-        return (dq, d_bias) if kernel == "d_queries" else (dk, dv)
+        dq, dk, dv, *d_bias = module.backward(*x, spec)
+        return (dq, *d_bias) if kernel == "d_queries" else (dk, dv)
 
     for file in DUMP.iterdir():
         file.unlink()
     with described(gpu):
-        assert _triton.unsupported(q, k, v, operands, spec) is None
+        assert module.unsupported(q, k, v, operands, spec) is None
         if kernel == "forward":
-            traced = jax.jit(lambda *x: _triton.forward(*x, spec)).trace(q, k, v, operands)
+            traced = jax.jit(lambda *x: module.forward(*x, spec)).trace(q, k, v, operands)
         else:
             traced = jax.jit(backward).trace(*saved)
         lowered = traced.lower(lowering_platforms=("cuda",))
         start = sum(os.times()[:4])  # of this process and of the assembler, which is another
         lowered.compile()
         seconds = sum(os.times()[:4]) - start
-    return resources(f"lcjax_{kernel}", GPUS[gpu][1]) | {"seconds": seconds}
+    name = f"lcjax_{'landmark_' * (call in LANDMARKS)}{kernel}"
+    return resources(name, GPUS[gpu][1]) | {"seconds": seconds}
 
 
 def resources(name: str, architecture: str) -> dict:

@@ -127,6 +127,7 @@ BACKENDS = {
 LANDMARK = {  # the same functions over `LandmarkOperands` and `LandmarkSpec`, without a bias
     "xla": Backend("pallas_kernels._xla_landmark", ("cpu", "default"), portable=True),
     "tpu": Backend("pallas_kernels._tpu_landmark", ("tpu",)),
+    "triton": Backend("pallas_kernels._triton_landmark", ("cuda",), by_name=True),
 }
 FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only

@@ -88,3 +88,9 @@ def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
     if busy and kind == "d_keys":
         rows = max(16, rows // 2)
     return Tile(rows, keys, warps, stages)
+
+
+def landmark(kind: str, size: int, height: int, dtype) -> Tile:
+    """The tile of a kernel of grouped softmax, whose steps are one landmark block of `height`."""
+    rows, warps, stages = (64, 8, 2)
+    return Tile(rows, 1, warps, stages)

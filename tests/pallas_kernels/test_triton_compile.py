@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import (
     _triton,
+    _triton_landmark,
+    backends,
     causal,
     chunk_distance,
     documents,
@@ -23,8 +26,9 @@ from pallas_kernels import (
     tail_of,
     window,
 )
-from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels.backends import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
 from pallas_kernels.biases import Alibi
+from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.tables import from_block_mask
 
 pytestmark = pytest.mark.slow  # half a minute together
@@ -57,15 +61,15 @@ def lowered(f, *args):
     return text.count("@__gpu$xla.gpu.triton")
 
 
-def both(q, k, v, operands, spec):
+def both(q, k, v, operands, spec, module=_triton):
     """Kernels of the forward and of the backward pass."""
-    assert _triton.unsupported(q, k, v, operands, spec) is None
+    assert module.unsupported(q, k, v, operands, spec) is None
     lse = array(*q.shape[:3], dtype="float32")
     out = array(*q.shape[:3], v.shape[3], dtype=q.dtype)
     saved = (q, k, v, out, lse, out, lse, operands)
     return (
-        lowered(lambda q, k, v, x: _triton.forward(q, k, v, x, spec), q, k, v, operands),
-        lowered(lambda *x: _triton.backward(*x, spec), *saved),
+        lowered(lambda q, k, v, x: module.forward(q, k, v, x, spec), q, k, v, operands),
+        lowered(lambda *x: module.backward(*x, spec), *saved),
     )
 
 
@@ -100,6 +104,38 @@ def test_decoding_a_long_cache_is_one_kernel_and_reads_the_cache_as_it_lies():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line)
     assert call.count("4x8x131072x128xbf16") == 2  # swapped twice, which the compiler drops
+
+
+def older(t, block, size, traced, dtype="bfloat16"):
+    """Kernels of both passes of grouped softmax over older blocks."""
+    count = t // block
+    q, k = array(2, t, 8, size, dtype=dtype), array(2, count * block, 2, size, dtype=dtype)
+    places = [array(2, n, dtype="int32") if traced else None for n in (t, count, t, count)]
+    operands, spec = LandmarkOperands(*places), LandmarkSpec(block, 0.1)
+    return both(q, k, k, operands, spec, _triton_landmark)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_grouped_softmax_over_131072_tokens_is_one_kernel_forward_and_two_backward(traced):
+    assert older(LONG, 64, 128, traced) == (1, 2)
+
+
+@pytest.mark.parametrize(("block", "size"), [(2, 64), (51, 80), (100, 64), (129, 128), (256, 256)])
+def test_grouped_softmax_lowers_for_blocks_of_any_size(block, size):
+    assert older(1000, block, size, traced=block % 2) == (1, 2)
+    assert older(1000, block, 64, traced=True, dtype="float32") == (1, 2)
+
+
+def test_landmark_attention_is_kernels_alone(monkeypatch):
+    monkeypatch.setattr(backends, "_here", lambda: "cuda")
+    q, index = array(1, 512, 2, 64), array(1, 512, dtype="int32")
+
+    def loss(q, k, v, index):
+        places = dict(q_index=index, k_index=index, q_segments=index, k_segments=index)
+        out, lse = landmark_attention(q, k, v, 64, implementation="triton", **places)
+        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
+
+    assert lowered(jax.grad(loss, (0, 1, 2)), q, q, q, index) == 6
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
