@@ -72,8 +72,8 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
 
     def visit(step, carry):
         acc, top, total = carry
-        (products,) = product((query, ring.at("k", step)), between=turn)
-        values, factor, _ = logits(body, products)
+        products = product(query, ring.at("k", step), turn)
+        values, factor = logits(body, products)
         passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
         k_first = functools.partial(ring.first, walked, step)
         meeting = Meeting(shape, 0, first, k_first, own | passing)

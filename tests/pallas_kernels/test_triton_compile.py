@@ -1,5 +1,6 @@
 """GPU kernels lowered for CUDA without a GPU, and compiled where the plugin's wheels are there."""
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -143,6 +144,17 @@ def test_every_atom_lowers(mask):
     q = array(1, 128, 1, 32)
     index = Operands(array(1, 128, dtype="int32"))  # traced: no block is known
     assert lowered(lambda q, x: _triton.forward(q, q, q, x, Spec(mask, 0.1)), q, index) == 1
+
+
+@pytest.mark.parametrize("folder", ["cuda_nvcc", "cu13"])
+def test_the_assembler_of_either_cuda_is_found(folder, tmp_path, monkeypatch):
+    assembler = tmp_path / "nvidia" / folder / "bin" / "ptxas"
+    assembler.parent.mkdir(parents=True)
+    assembler.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    assert importlib.import_module("gpu_compile").toolkit() == tmp_path / "nvidia" / folder
 
 
 def test_compiled_kernels_use_no_more_than_the_table_says():
