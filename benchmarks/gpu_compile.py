@@ -51,7 +51,6 @@ CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biase
 LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, traced places
     "landmark": (1, 4096, 64, 8, 8, False),
     "landmark_documents": (2, 4095, 51, 8, 2, True),
-    "landmark_128": (1, 4096, 128, 8, 8, True),
 }
 KERNELS = ("forward", "d_queries", "d_keys")
 # GPU, head size, dtype and call; a call of few queries is a forward pass alone.
@@ -67,9 +66,7 @@ OTHERS = [  # run by --all
     *((gpu, 64, "float32", "documents") for gpu in GPUS),
     *((gpu, size, "bfloat16", "few") for size in (128, 256) for gpu in GPUS),
     *((gpu, 128, "bfloat16", "everything") for gpu in GPUS),
-    *((gpu, size, "bfloat16", "landmark_documents") for gpu in GPUS for size in (64, 128, 256)),
-    *((gpu, 64, "float32", "landmark_documents") for gpu in GPUS),
-    *((gpu, 128, "bfloat16", "landmark_128") for gpu in GPUS),
+    *((*row, "landmark_documents") for *row, call in ROWS if call == "landmark"),
 ]
 
 
