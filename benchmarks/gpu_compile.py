@@ -54,7 +54,6 @@ CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biase
 LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, traced places
     "landmark": (1, 4096, 64, 8, 8, False),
     "landmark_documents": (2, 4095, 51, 8, 2, True),
-    "landmark_128": (1, 4096, 128, 8, 8, True),
 }
 KERNELS = ("forward", "d_queries", "d_keys")
 # The word before a kernel in its row's name: its module, and its name in the program text.
@@ -77,9 +76,7 @@ OTHERS = [  # run by --all
     *((gpu, 64, "float32", "documents") for gpu in GPUS),
     *((gpu, size, "bfloat16", "few") for size in (128, 256) for gpu in GPUS),
     *((gpu, 128, "bfloat16", "everything") for gpu in GPUS),
-    *((gpu, size, "bfloat16", "landmark_documents") for gpu in GPUS for size in (64, 128, 256)),
-    *((gpu, 64, "float32", "landmark_documents") for gpu in GPUS),
-    *((gpu, 128, "bfloat16", "landmark_128") for gpu in GPUS),
+    *((*row, "landmark_documents") for *row, call in ROWS if call == "landmark"),
 ]
 MOSAIC_OTHERS = [("h200", size, "bfloat16", "documents") for size in (32, 48, 80, 96, 112)]
 MOSAIC_OTHERS += [("h200", size, "bfloat16", "capped") for size in (64, 80, 128)]

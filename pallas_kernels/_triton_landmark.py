@@ -17,8 +17,6 @@ from pallas_kernels.backends import Operands
 from pallas_kernels.landmark import OLDER, older_table
 from pallas_kernels.tables import transpose
 
-LARGEST_BLOCK = 256
-
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
@@ -41,12 +39,18 @@ def unsupported(q, k, v, operands, spec) -> str | None:
     """Why these kernels cannot run the inputs, or None; reads shapes and dtypes."""
     if (reason := unsupported_arrays(q, k, v)) is not None:
         return reason
-    if spec.block > LARGEST_BLOCK:
+    if _tile("d_keys", q, v, spec) is None:
+        size = max(q.shape[-1], v.shape[-1])
         return (
-            f"blocks of {spec.block} tokens are above {LARGEST_BLOCK}: a step holds a whole block, "
-            "whose scores would not fit into registers"
+            f"blocks of {spec.block} tokens with {q.dtype} heads of {size}: a step holds a whole "
+            "block, and none is known in which registers are not spilled"
         )
     return None
+
+
+def _tile(kind: str, q, v, spec):
+    size = power(max(q.shape[-1], v.shape[-1]))
+    return tuning.landmark(kind, size, power(spec.block), q.dtype)
 
 
 def _run(kind: str):
@@ -61,8 +65,7 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     from pallas_kernels._triton_landmark_kernels import LandmarkBody
 
     (queries, block), turned = (q.shape[1], spec.block), kind == "d_keys"
-    size, count = power(max(q.shape[-1], v.shape[-1])), k.shape[1] // block
-    tile = tuning.landmark(kind, size, power(block), q.dtype)
+    tile, count = _tile(kind, q, v, spec), k.shape[1] // block
     q_block, k_block = table_blocks(queries, count, tile)
     rows, keys = axis(queries, q_block, tile.rows), axis(count, k_block, tile.keys)
     table = older_table(operands, block, queries, count, q_block=q_block, k_block=k_block)

@@ -123,7 +123,25 @@ def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
     return Tile(rows, keys, warps, stages)
 
 
-def landmark(kind: str, size: int, height: int, dtype) -> Tile:
-    """The tile of a kernel of grouped softmax, whose steps are one landmark block of `height`."""
-    rows, warps, stages = (64, 8, 2)
+# Rows, warps and stages of the first three kinds of grouped softmax, whose steps are one landmark
+# block; its tokens as they are read come last. What is not here spills registers or was not tried.
+LANDMARK = {
+    ("sm90", 64, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (128, 8, 2)),
+    ("sm90", 128, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (128, 8, 2)),
+    ("sm80", 64, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (64, 4, 2)),
+    ("sm80", 128, "bfloat16", 64): ((128, 8, 2), (64, 8, 2), (64, 8, 2)),
+    ("sm86", 64, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (64, 4, 2)),
+    ("sm86", 128, "bfloat16", 64): ((128, 8, 2), (64, 8, 2), (64, 8, 2)),
+}
+
+
+def landmark(kind: str, size: int, height: int, dtype) -> Tile | None:
+    """The tile of a kernel of grouped softmax for heads of `size` and blocks of `height` tokens.
+
+    Both as they are read: a power of two. None where no tile is known.
+    """
+    sizes = max(size, 64), str(dtype), max(height, 64)
+    if (tiles := LANDMARK.get((architecture() or "sm86", *sizes))) is None:
+        return None
+    rows, warps, stages = tiles[KINDS.index(kind)]
     return Tile(rows, 1, warps, stages)

@@ -107,10 +107,10 @@ def test_decoding_a_long_cache_is_one_kernel_and_reads_the_cache_as_it_lies():
     assert call.count("4x8x131072x128xbf16") == 2  # swapped twice, which the compiler drops
 
 
-def older(t, block, size, traced, dtype="bfloat16"):
+def older(t, block, size, traced):
     """Kernels of both passes of grouped softmax over older blocks."""
     count = t // block
-    q, k = array(2, t, 8, size, dtype=dtype), array(2, count * block, 2, size, dtype=dtype)
+    q, k = array(2, t, 8, size), array(2, count * block, 2, size)
     places = [array(2, n, dtype="int32") if traced else None for n in (t, count, t, count)]
     operands, spec = LandmarkOperands(*places), LandmarkSpec(block, 0.1)
     return both(q, k, k, operands, spec, _triton_landmark)
@@ -121,10 +121,9 @@ def test_grouped_softmax_over_131072_tokens_is_one_kernel_forward_and_two_backwa
     assert older(LONG, 64, 128, traced) == (1, 2)
 
 
-@pytest.mark.parametrize(("block", "size"), [(2, 64), (51, 80), (100, 64), (129, 128), (256, 256)])
+@pytest.mark.parametrize(("block", "size"), [(2, 32), (51, 80), (33, 128)])
 def test_grouped_softmax_lowers_for_blocks_of_any_size(block, size):
-    assert older(1000, block, size, traced=block % 2) == (1, 2)
-    assert older(1000, block, 64, traced=True, dtype="float32") == (1, 2)
+    assert older(1000, block, size, traced=block % 2 == 1) == (1, 2)
 
 
 def test_landmark_attention_is_kernels_alone(monkeypatch):
