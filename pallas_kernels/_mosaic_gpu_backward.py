@@ -37,6 +37,7 @@ def d_queries(body: Body, x, dq, room) -> None:
 
     def move():
         lax.fori_loop(0, walked.seen, lambda i, _: ring.fill(x, here, i, walked.tile(i)), None)
+        ring.drain(walked.seen)
 
     def compute(group):
         first = here.tile * cut.queries.tile + group * ROWS
@@ -86,6 +87,7 @@ def d_keys(body: Body, x, dk, dv, room) -> None:
             ring.fill(x, here._replace(head=head), step, walked.tile(step))
 
         lax.fori_loop(0, walked.seen, bring, None)
+        ring.drain(walked.seen)
 
     def compute(group):
         first = here.tile * cut.keys.tile + group * ROWS

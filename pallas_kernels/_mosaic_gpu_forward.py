@@ -39,6 +39,7 @@ def forward(body: Body, x, out, lse, room) -> None:
 
     def move():
         lax.fori_loop(0, walked.seen, lambda i, _: ring.fill(x, here, i, walked.tile(i)), None)
+        ring.drain(walked.seen)
 
     def compute(group):
         first = here.tile * cut.queries.tile + group * ROWS

@@ -143,6 +143,15 @@ class Ring:
                 source = part(x, name, here, tile * self.tile, self.tile)
                 plgpu.copy_gmem_to_smem(source, self.room[name].at[slot], barrier)
 
+    def drain(self, steps) -> None:
+        """Waits until all is free: who has waited for a barrier once sees it to its end."""
+
+        def wait(i, _):
+            for free in self.room["free"]:
+                plgpu.barrier_wait(free.at[self.slot(steps - 1 - i)])
+
+        lax.fori_loop(0, jnp.minimum(steps, self.stages), wait, None)
+
     def wait(self, i: int, step) -> None:
         plgpu.barrier_wait(self.room["filled"][i].at[self.slot(step)])
 
