@@ -12,7 +12,8 @@ Workloads are taken by importance until the time is up (`--group a` to `i` choos
 gpu_workloads.py). All sides of a workload are compiled, compared with a dense float32 oracle, run
 twice for equal bits, and then timed in turns, every round in another order, as medians of chains of
 dependent calls. Who cannot run a workload has a row that says why. A kernel that crashes the
-process or hangs is left out of that workload, and of all of them the second time (gpu_workers.py).
+process or hangs is left out of that workload, and of all of them the second time.
+Where it is a backward pass, `--passes fwd` still times the forward ones.
 
 "executed" counts pairs in visited blocks of 128 x 128, "useful" the visible ones; a backward pass
 counts 2.5 times the forward one. "peak GB" is the compiler's plan of a call. "table" is building
@@ -138,6 +139,8 @@ class Report:
                 f"Ceilings: {ceilings['matmul'] / 1e12:.0f} TFLOP/s of a bfloat16 product, "
                 f"{ceilings['copy'] / 1e12:.2f} TB/s read and written."
             )
+        if "check" in self.found:
+            parts.append("Checked: " + "; ".join(self.found["check"]))
         for lost in self.found["lost"]:
             side = lost["step"] or "something"
             parts.append(f"{side} ended the process in {lost['lost']}: {lost['why']}.")
@@ -161,8 +164,9 @@ def main(argv=None) -> int:
     if args.check:
         import gpu_check
 
-        more = ["--cpu"] if args.cpu else []
-        failed = gpu_check.main(["--minutes", str(0.4 * args.minutes), *more])
+        options = ["--minutes", str(0.4 * args.minutes), *["--cpu"] * args.cpu]
+        log = gpu_check.run(gpu_check.arguments(options), options)
+        failed, report.found["check"] = log.failed(), log.lines()
     jobs = [{"name": x} for x in ("ceilings", *(w.name for w in chosen(args)))]
     if args.cpu:
         work(jobs, args, report.take, deadline)

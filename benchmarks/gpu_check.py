@@ -236,13 +236,15 @@ class Log:
             self.failures.append(line)
         print(line, flush=True)
 
-    def summary(self) -> int:
-        """Prints how many passed; 1 where not all is well."""
-        print("\n".join(["", *self.failures]))
-        for backend, counts in self.counts.items():
-            print(backend, ", ".join(f"{n} {what}" for what, n in counts.items()))
-        if self.left:
-            print(f"{self.left} cases were not reached in time")
+    def lines(self) -> list[str]:
+        """What failed, and how many cases passed."""
+        counts = self.counts.items()
+        said = [f"{x}: " + ", ".join(f"{n} {what}" for what, n in of.items()) for x, of in counts]
+        said += [f"{self.left} cases were not reached in time"] if self.left else []
+        return [*self.failures, *said]
+
+    def failed(self) -> int:
+        """1 where a case failed, or none was right."""
         return int(bool(self.failures) or any(not x["ok"] for x in self.counts.values()))
 
 
@@ -275,6 +277,13 @@ def main(argv=None) -> int:
     if args.worker:
         work(jobs_of_child(), args, emit)
         return 0
+    log = run(args, sys.argv[1:] if argv is None else argv)
+    print("\n".join(["", *log.lines()]))
+    return log.failed()
+
+
+def run(args, options: list[str]) -> Log:
+    """All cases, in processes that are given the same options; in this one on a CPU."""
     deadline, log = time.monotonic() + 60 * args.minutes, Log(args.backends)
     words = args.only.split()
     names = [name for name in cases(args.seed) if all(x in name for x in words)]
@@ -282,13 +291,12 @@ def main(argv=None) -> int:
     print(f"seed {args.seed}, {len(names)} cases, {', '.join(args.backends)}", flush=True)
     if args.cpu:
         work([job for shard in jobs for job in shard], args, log.take, deadline)
-        return log.summary()
-    more = sys.argv[1:] if argv is None else argv
-    command = [sys.executable, __file__, *more, "--seed", str(args.seed), "--worker"]
+        return log
+    command = [sys.executable, __file__, *options, "--seed", str(args.seed), "--worker"]
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-        run = functools.partial(supervised, args=args, command=command, deadline=deadline)
-        list(pool.map(lambda x: run(x, take=log.take), jobs))
-    return log.summary()
+        of = functools.partial(supervised, args=args, command=command, deadline=deadline)
+        list(pool.map(lambda x: of(x, take=log.take), jobs))
+    return log
 
 
 if __name__ == "__main__":

@@ -116,7 +116,8 @@ def _pallas_triton(w):
 
 
 def _pallas_mosaic(w):
-    """JAX's own for Hopper, deprecated: no scale (q is multiplied), no causal backward."""
+    """JAX's own for Hopper, deprecated: no scale (q is multiplied), no causal backward, and tiles
+    of float16 whatever it is given."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     if plain(w) or w.filled is not None:
@@ -125,8 +126,12 @@ def _pallas_mosaic(w):
     config = attention_mgpu.TuningConfig(
         block_q=64, block_kv=128, max_concurrent_steps=2, causal=plain(w) == 0, **blocks
     )
-    scale = w.size**-0.5
-    return lambda q, k, v: attention_mgpu.attention(q * np.asarray(scale, q.dtype), k, v, config)
+
+    def run(q, k, v):
+        narrow = (x.astype("float16") for x in (q * np.asarray(w.size**-0.5, q.dtype), k, v))
+        return attention_mgpu.attention(*narrow, config).astype(q.dtype)
+
+    return run
 
 
 def _torch():

@@ -125,6 +125,16 @@ def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):
     assert "FAIL wrong" in capsys.readouterr().out
 
 
+def test_a_run_that_checks_first_says_what_failed(tmp_path, monkeypatch, capsys):
+    log = gpu_check.Log(["some"])
+    log.take(row={"backend": "some", "case": "this one", "status": "FAIL", "why": "it is wrong"})
+    monkeypatch.setattr(gpu_check, "run", lambda args, options: log)
+    options = ["--cpu", "--check", "--only", "nothing has this name", "--out", str(tmp_path)]
+    assert gpu_attention.main(options) == 1
+    report = capsys.readouterr().out
+    assert "FAIL some       this one: it is wrong; some: 0 ok, 0 skip, 1 FAIL" in report
+
+
 def test_the_check_fails_where_nothing_could_run(capsys):
     only = ["--cpu", "--only", "small, float32: causal, odd"]
     assert gpu_check.main([*only, "--backends", "mosaic_gpu"]) == 1
