@@ -1,11 +1,13 @@
 """Compiles the GPU kernels for NVIDIA GPUs on a machine without one, and says what they use.
 
-    pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # with the version of jax
+    pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # or cuda13; jax's own version
     python benchmarks/gpu_compile.py [--update | --check] [--all] [--only "d_keys h200"]
 
 One row per kernel, GPU, head size, dtype and kind of call: registers of a thread, bytes that it
 spills, shared memory, tensor core instructions in the program text (wgmma on Hopper, else mma), and
 the seconds of one core that compiling took, with what a traced table needs beside the kernel.
+Kernels of Mosaic GPU have the word `mosaic` in front; the registers are what their threads start
+with, before the warpgroups that compute take those of the one that copies.
 `--update` writes the rows to gpu_compile.json; `--check` compares them with it: no spills, shared
 memory and registers no more than there, tensor cores used. Nothing runs, so nothing here says how
 fast a kernel is.
@@ -27,8 +29,8 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels import _triton, causal, prefix, window
-from pallas_kernels.backends import Operands, Spec
+from pallas_kernels import _mosaic_gpu, _triton, _triton_landmark, causal, prefix, window
+from pallas_kernels.backends import LandmarkOperands, LandmarkSpec, Operands, Spec
 from pallas_kernels.biases import Alibi
 
 HERE = Path(__file__).resolve().parent
@@ -46,12 +48,25 @@ CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biase
     "causal": (1, 4096, 4096, 8, 8, causal(), None, False, False),
     "documents": (2, 4095, 4095, 8, 2, SINKS, None, False, True),
     "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, True),
+    "capped": (2, 4095, 4095, 8, 2, SINKS, 30.0, False, True),
     "few": (2, 2, 16384, 32, 8, causal(), None, False, True),
 }
+LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, traced places
+    "landmark": (1, 4096, 64, 8, 8, False),
+    "landmark_documents": (2, 4095, 51, 8, 2, True),
+}
 KERNELS = ("forward", "d_queries", "d_keys")
+# The word before a kernel in its row's name: its module, and its name in the program text.
+MODULES = {
+    "": (_triton, "lcjax_{}"),
+    "mosaic": (_mosaic_gpu, "flash_{}_mosaic_gpu_kernel"),
+}
+LANDMARK = _triton_landmark, "lcjax_landmark_{}"
 # GPU, head size, dtype and call; a call of few queries is a forward pass alone.
 ROWS = [("h200", 64, "bfloat16", "causal"), ("h200", 128, "bfloat16", "causal")]
 ROWS += [("a100", 128, "bfloat16", "causal")]
+ROWS += [(gpu, size, "bfloat16", "landmark") for gpu in ("h200", "a100") for size in (64, 128)]
+MOSAIC = [("h200", size, "bfloat16", x) for size in (64, 128) for x in ("causal", "documents")]
 OTHERS = [  # run by --all
     *((gpu, 256, "bfloat16", "causal") for gpu in GPUS),
     ("a100", 64, "bfloat16", "causal"),
@@ -61,15 +76,20 @@ OTHERS = [  # run by --all
     *((gpu, 64, "float32", "documents") for gpu in GPUS),
     *((gpu, size, "bfloat16", "few") for size in (128, 256) for gpu in GPUS),
     *((gpu, 128, "bfloat16", "everything") for gpu in GPUS),
+    *((*row, "landmark_documents") for *row, call in ROWS if call == "landmark"),
 ]
+MOSAIC_OTHERS = [("h200", size, "bfloat16", "documents") for size in (32, 48, 80, 96, 112)]
+MOSAIC_OTHERS += [("h200", size, "bfloat16", "capped") for size in (64, 80, 128)]
+MOSAIC_OTHERS += [("h200", 128, "float16", "capped")]
 
 
 def toolkit() -> Path | None:
-    """The folder of nvidia-cuda-nvcc-cu12, with bin/ptxas and libdevice."""
-    found = (
-        importlib.util.find_spec("nvidia.cuda_nvcc") if importlib.util.find_spec("nvidia") else None
-    )
-    return Path(found.submodule_search_locations[0]) if found else None
+    """The folder with bin/ptxas and libdevice: of wheels for CUDA 12 or 13, or an installed one."""
+    wheels = importlib.util.find_spec("nvidia")
+    roots = [Path(x) for x in wheels.submodule_search_locations] if wheels else []
+    folders = [root / name for root in roots for name in ("cuda_nvcc", "cu13")]
+    folders += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    return next((x for x in folders if (x / "bin" / "ptxas").exists()), None)
 
 
 def prepare():
@@ -77,10 +97,11 @@ def prepare():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_gpu_cuda_data_dir={toolkit()} --xla_gpu_autotune_level=0 --xla_dump_to={DUMP} "
-        "--xla_dump_emitter_re=.*"
-    )
+    flags = f"--xla_gpu_autotune_level=0 --xla_dump_to={DUMP} --xla_dump_emitter_re=.*"
+    if (folder := toolkit()) is not None:
+        flags += f" --xla_gpu_cuda_data_dir={folder}"
+    os.environ["XLA_FLAGS"] = flags
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)  # it complains where there is no nvdisasm
 
 
 def described(gpu: str):
@@ -99,6 +120,13 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
     def array(*shape, kind=dtype):
         return jax.ShapeDtypeStruct(shape, kind, sharding=place)
 
+    if call in LANDMARKS:
+        b, t, block, n, heads, traced = LANDMARKS[call]
+        count = t // block
+        q, k = array(b, t, n, size), array(b, count * block, heads, size)
+        places = [array(b, x, kind="int32") if traced else None for x in (t, count, t, count)]
+        saved = q, k, k, q, array(b, t, n, kind="float32")
+        return saved, LandmarkOperands(*places), LandmarkSpec(block, size**-0.5)
     b, t, s, n, heads, mask, cap, biased, traced = CALLS[call]
     places = [array(b, x, kind="int32") if traced else None for x in (t, s, t, s)]
     bias = Alibi(array(n, kind="float32")) if biased else None
@@ -112,26 +140,29 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
 
 def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
     """What the compilers say of one kernel."""
+    *word, kernel = kernel.split()
+    module, entry = LANDMARK if call in LANDMARKS else MODULES[" ".join(word)]
     (q, k, v, out, lse), operands, spec = inputs(gpu, size, dtype, call)
     saved = (q, k, v, out, lse, out, lse, operands)
 
     def backward(*x):
-        dq, dk, dv, d_bias = _triton.backward(*x, spec)
-        return (dq, d_bias) if kernel == "d_queries" else (dk, dv)
+        dq, dk, dv, *d_bias = module.backward(*x, spec)
+        return (dq, *d_bias) if kernel == "d_queries" else (dk, dv)
 
     for file in DUMP.iterdir():
         file.unlink()
     with described(gpu):
-        assert _triton.unsupported(q, k, v, operands, spec) is None
+        reason = module.unsupported(q, k, v, operands, spec)
+        assert reason is None, reason
         if kernel == "forward":
-            traced = jax.jit(lambda *x: _triton.forward(*x, spec)).trace(q, k, v, operands)
+            traced = jax.jit(lambda *x: module.forward(*x, spec)).trace(q, k, v, operands)
         else:
             traced = jax.jit(backward).trace(*saved)
         lowered = traced.lower(lowering_platforms=("cuda",))
         start = sum(os.times()[:4])  # of this process and of the assembler, which is another
         lowered.compile()
         seconds = sum(os.times()[:4]) - start
-    return resources(f"lcjax_{kernel}", GPUS[gpu][1]) | {"seconds": seconds}
+    return resources(entry.format(kernel), GPUS[gpu][1]) | {"seconds": seconds}
 
 
 def resources(name: str, architecture: str) -> dict:
@@ -141,14 +172,22 @@ def resources(name: str, architecture: str) -> dict:
     ptxas = shutil.which("ptxas", path=f"{toolkit()}/bin") or "ptxas"
     command = [ptxas, "-v", f"-arch={architecture}", str(file), "-o", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    launches = "".join(x.read_text() for x in DUMP.glob("*thunk_sequence.txt"))
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
-        "shared": int(re.search(rf"{name} grid.*shared_memory: (\d+)", launches)[1]),
+        "shared": shared_memory(name, file),
         "wgmma": text.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync", text)),
     }
+
+
+def shared_memory(name: str, program: Path) -> int:
+    """Bytes that a launch asks for: XLA writes those of Triton's kernels, Mosaic its own."""
+    passes = program.with_suffix(".mlir-passes.log")
+    if passes.exists():
+        return int(re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes.read_text())[-1])
+    launches = "".join(x.read_text() for x in DUMP.glob("*thunk_sequence.txt"))
+    return int(re.search(rf"{name} grid.*shared_memory: (\d+)", launches)[1])
 
 
 def faults(name: str, found: dict, known: dict | None) -> list[str]:
@@ -164,6 +203,14 @@ def faults(name: str, found: dict, known: dict | None) -> list[str]:
     return found_faults
 
 
+def rows(every: bool):
+    """Kernel, GPU, head size, dtype and call of every row of the table."""
+    for row in ROWS + (OTHERS if every else []):
+        yield from ((kernel, *row) for kernel in KERNELS[: 1 if row[-1] == "few" else 3])
+    for row in MOSAIC + (MOSAIC_OTHERS if every else []):
+        yield from ((f"mosaic {kernel}", *row) for kernel in KERNELS)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--update", action="store_true", help="write the table")
@@ -176,23 +223,22 @@ def main() -> int:
     prepare()
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     worse = []
-    for *row, call in ROWS + (OTHERS if args.all else []):
-        for kernel in KERNELS[: 1 if call == "few" else 3]:
-            name = " ".join(map(str, (kernel, *row, call)))
-            if not set(args.only.split()) <= set(name.split()):
-                continue
-            found = compile_one(kernel, *row, call)
-            seconds = found.pop("seconds")
-            print(
-                f"{name:44}",
-                *(f"{k} {v:<6}" for k, v in found.items()),
-                f"{seconds:.1f} s",
-                flush=True,
-            )
-            worse += faults(name, found, table.get(name)) if args.check else []
-            table |= {name: found} if args.update else {}
-            if args.update:
-                TABLE.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
+    for row in rows(args.all):
+        name = " ".join(map(str, row))
+        if not set(args.only.split()) <= set(name.split()):
+            continue
+        found = compile_one(*row)
+        seconds = found.pop("seconds")
+        print(
+            f"{name:44}",
+            *(f"{k} {v:<6}" for k, v in found.items()),
+            f"{seconds:.1f} s",
+            flush=True,
+        )
+        worse += faults(name, found, table.get(name)) if args.check else []
+        table |= {name: found} if args.update else {}
+        if args.update:
+            TABLE.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
     shutil.rmtree(DUMP)
     print("\n".join(worse))
     return len(worse)

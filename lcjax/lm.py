@@ -13,7 +13,6 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from lcjax import distributed
 from lcjax import generate as generation
 from lcjax.attention import Landmark, Pattern
 from lcjax.build import ModelSection, Settings, build, resolve_rope
@@ -266,11 +265,8 @@ class LanguageModel:
         filled = np.pad(tokens, [(0, padding_rows(self.mesh, rows)), (0, 0)])
         filled[rows:] = tokens[:1]
         memory = self._memory(context, list(tokens[:, :first]))
-        if isinstance(self.config.pattern, Landmark):
-            scored = landmark_nll(self._model, self.params, filled, self.rotation, first, memory)
-            scored = distributed.gather(scored)
-        else:
-            scored = text_nll(self._model, self.params, filled, self.rotation, first, memory)
+        score = landmark_nll if isinstance(self.config.pattern, Landmark) else text_nll
+        scored = score(self._model, self.params, filled, self.rotation, first, memory)
         nll = np.zeros((rows, length), np.float32)
         nll[:, first:] = scored[:rows]
         if lengths is not None:

@@ -14,7 +14,8 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +200,28 @@ class PrefixReader:
             _, stem = prefill(model, lm.params, stem, *text, rotation)
             kept += count
         self._stem, self._ids = stem, ids
+
+
+def reader_of(model, prompts: Sequence[Ids]):
+    """`model` as a `PrefixReader` of `prompts`, if it is one that may share; else as it is."""
+    if prompts and isinstance(model, LanguageModel) and shareable(model):
+        return PrefixReader(model, prompts)
+    return model
+
+
+def batches(
+    model, items: Sequence[Any], size: int, prompt: Callable[[Any], Ids]
+) -> Iterator[list[Any]]:
+    """At most `size` of `items` at a time, in their order.
+
+    For a `PrefixReader` those whose `prompt(item)` begin alike are together, as `alike` says.
+    """
+    lists = [range(len(items))]
+    if isinstance(model, PrefixReader):
+        lists = alike([prompt(item) for item in items])
+    for rows in lists:
+        for start in range(0, len(rows), size):
+            yield [items[row] for row in rows[start : start + size]]
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from pallas_kernels import _mosaic_gpu_layout as layouts
 from pallas_kernels import _online as online
 from pallas_kernels import tuning
-from pallas_kernels._mosaic_gpu_layout import D_KEYS, D_QUERIES, FORWARD, ROWS
+from pallas_kernels._mosaic_gpu_layout import D_KEYS, D_QUERIES, FORWARD, HEAD, ROWS
 from pallas_kernels.backends import given_table
 
-HEAD = 64  # head sizes are padded to multiples of it
 LARGEST_HEAD = 128
 
 
@@ -56,7 +55,10 @@ def unsupported(q, k, v, operands, spec) -> str | None:
         return f"q, k and v must all be bfloat16 or all float16, they are {found}"
     largest = max(q.shape[-1], v.shape[-1])
     if largest > LARGEST_HEAD:
-        return f"the head size {largest} is above {LARGEST_HEAD}: its sums do not fit in registers"
+        return (
+            f"the head size {largest} is above {LARGEST_HEAD}: dk and dv of {ROWS} keys do not fit "
+            "in a warpgroup's registers"
+        )
     if q.shape[1] < ROWS:
         return f"{q.shape[1]} queries are fewer than the {ROWS} rows of a warpgroup's product"
     if operands.bias is not None:
@@ -91,7 +93,8 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, interpret, rows=None):
     """The kernel's static part, and its operands in whole tiles."""
     from pallas_kernels._mosaic_gpu_program import Body
 
-    cut = layouts.cut(kernel, q, k, v, table.q_block, table.k_block)
+    capped = spec.soft_cap is not None
+    cut = layouts.cut(kernel, q, k, v, table.q_block, table.k_block, capped)
     joined = table.index.shape[1] > k.shape[2]
     body = Body(
         mask=spec.mask,

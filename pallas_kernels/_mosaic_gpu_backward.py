@@ -1,4 +1,8 @@
-"""Backward kernels for Hopper: dq, and dk with dv, from the saved log-sum-exp."""
+"""Backward kernels for Hopper: dq, and dk with dv, from the saved log-sum-exp.
+
+A step's second product, of d_out and v, waits until p is there: beside the sums, no thread has the
+registers for both products and an element test.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,7 @@ def d_queries(body: Body, x, dq, room) -> None:
 
     def move():
         lax.fori_loop(0, walked.seen, lambda i, _: ring.fill(x, here, i, walked.tile(i)), None)
+        ring.drain(walked.seen)
 
     def compute(group):
         first = here.tile * cut.queries.tile + group * ROWS
@@ -44,15 +49,15 @@ def d_queries(body: Body, x, dq, room) -> None:
             ring.wait(0, step)
             ring.wait(1, step)
             key, value = ring.at("k", step), ring.at("v", step)
-            products, dp = product((own["q"], key), (own["d_out"], value))
-            ring.release(1, step)
+            products = product(own["q"], key)
             passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
-            p, slope = probabilities(body, products, lse, 0)
             k_first = functools.partial(ring.first, walked, step)
             meeting = Meeting(shape, 0, first, k_first, own | passing)
-            p = meeting.hide(body, step >= walked.full, p, 0.0)
+            masked = step >= walked.full
+            _, p = probabilities(body, products, lambda: lse, 0, meeting, masked)
+            dp = product(own["d_out"], value)
+            ring.release(1, step)
             ds = p * (dp - repeat(di, 0, shape))
-            ds = ds if slope is None else ds * slope
             add_product(total, ds, key, body.place(room, "p", group))
             plgpu.wgmma_wait(0)
             ring.release(0, step)
@@ -82,6 +87,7 @@ def d_keys(body: Body, x, dk, dv, room) -> None:
             ring.fill(x, here._replace(head=head), step, walked.tile(step))
 
         lax.fori_loop(0, walked.seen, bring, None)
+        ring.drain(walked.seen)
 
     def compute(group):
         first = here.tile * cut.keys.tile + group * ROWS
@@ -91,17 +97,17 @@ def d_keys(body: Body, x, dk, dv, room) -> None:
         def visit(step, sums):
             ring.wait(0, step)
             query, d_out = ring.at("q", step), ring.at("d_out", step)
-            products, dp = product((own["k"], query), (own["v"], d_out))
+            products = product(own["k"], query)
             passing = {
                 name: ring.at(name, step) for name in ring.names[0] if name not in ("q", "d_out")
             }
-            p, slope = probabilities(body, products, column(passing["lse"], 1), 1)
             q_first = functools.partial(ring.first, walked, step)
             meeting = Meeting(shape, 1, first, q_first, own | passing)
-            p = meeting.hide(body, step >= walked.full, p, 0.0)
-            ds = p * (dp - repeat(column(passing["di"], 1), 1, shape))
-            ds = ds if slope is None else ds * slope
+            lse, masked = functools.partial(column, passing["lse"], 1), step >= walked.full
+            p, bent = probabilities(body, products, lse, 1, meeting, masked)
             add_product(sums[1], p, d_out, body.place(room, "p", group))
+            dp = product(own["v"], d_out)
+            ds = bent * (dp - repeat(column(passing["di"], 1), 1, shape))
             add_product(sums[0], ds, query, body.place(room, "ds", group))
             plgpu.wgmma_wait(0)
             ring.release(0, step)

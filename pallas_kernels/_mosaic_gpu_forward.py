@@ -39,6 +39,7 @@ def forward(body: Body, x, out, lse, room) -> None:
 
     def move():
         lax.fori_loop(0, walked.seen, lambda i, _: ring.fill(x, here, i, walked.tile(i)), None)
+        ring.drain(walked.seen)
 
     def compute(group):
         first = here.tile * cut.queries.tile + group * ROWS
@@ -72,8 +73,8 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
 
     def visit(step, carry):
         acc, top, total = carry
-        (products,) = product((query, ring.at("k", step)), between=turn)
-        values, factor, _ = logits(body, products)
+        products = product(query, ring.at("k", step), turn)
+        values, factor = logits(body, products)
         passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
         k_first = functools.partial(ring.first, walked, step)
         meeting = Meeting(shape, 0, first, k_first, own | passing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -18,18 +19,22 @@ Q_VECTORS, K_VECTORS = ("q_index", "q_segments"), ("k_index", "k_segments")
 MATRICES = ("q", "k", "v", "d_out")
 
 
-def matrix(count: int, rows: int, size: int, dtype):
-    """`count` tiles in shared memory, in the order that matrix units and the copy engine read."""
-    swizzle = 128 if size % 64 == 0 else 64
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+def matrix(count: int, rows: int, size: int, dtype, passing: int = 64):
+    """`count` tiles in shared memory, in the order that matrix units and the copy engine read.
+
+    passing: rows of a passing tile, over which products sum as they do over head sizes.
+    """
+    width = math.gcd(size, passing, 64)  # numbers that are shuffled together: 32 to 128 bytes
+    swizzle = width * jnp.dtype(dtype).itemsize
+    tiling = plgpu.TilingTransform((8, width))
     transforms = tiling, plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM((count, rows, size), dtype, transforms=transforms)
 
 
-def tiles(x, names, count: int, rows: int) -> dict:
+def tiles(x, names, count: int, rows: int, passing: int) -> dict:
     """Room for `count` tiles of operands: matrices, and vectors of one number a row."""
     return {
-        name: matrix(count, rows, x[name].shape[-1], x[name].dtype)
+        name: matrix(count, rows, x[name].shape[-1], x[name].dtype, passing)
         if name in MATRICES
         else plgpu.SMEM((count, rows), x[name].dtype)
         for name in names
@@ -42,9 +47,10 @@ def rooms(body: Body, x, own, ring, passing_rows: int) -> tuple[dict, dict]:
     own: operands of which each compute warpgroup holds 64 rows; ring: two sets of those that pass.
     """
     cut = body.cut
-    memory = tiles(x, own, cut.groups, ROWS)
+    memory = tiles(x, own, cut.groups, ROWS, passing_rows)
     memory["count"] = plgpu.SMEM((cut.groups, passing_rows), jnp.int32)
-    memory |= tiles(x, [name for names in ring for name in names], cut.stages, passing_rows)
+    passing = [name for names in ring for name in names]
+    memory |= tiles(x, passing, cut.stages, passing_rows, passing_rows)
     barriers = {
         "own": plgpu.Barrier(num_arrivals=len(own), num_barriers=cut.groups),
         "filled": [

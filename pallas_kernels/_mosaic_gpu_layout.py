@@ -11,34 +11,15 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.backends import given_table
 from pallas_kernels.tables import from_mask, restrict, transpose
 
 ROWS = 64  # of a warpgroup's matrix products
+HEAD = 16  # head sizes are padded to multiples of it: the narrowest tile of the matrix unit
 BLOCK = 128  # of a table that the caller does not give
 CELLS = 2**22  # pairs of blocks of such a table; longer inputs get larger blocks
 FORWARD, D_QUERIES, D_KEYS = "forward", "d_queries", "d_keys"
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Compute warpgroups, rows of a passing tile, and stages of the ring."""
-
-    groups: int
-    passing: int
-    stages: int
-
-
-# By kernel and by the larger head size, rounded up to 64: what the 240 registers of a thread and
-# the 227 KB of a program's shared memory hold without spills.
-TILES = {
-    (FORWARD, 64): Tiles(2, 128, 4),
-    (FORWARD, 128): Tiles(2, 128, 2),
-    (D_QUERIES, 64): Tiles(2, 128, 4),
-    (D_QUERIES, 128): Tiles(2, 64, 4),
-    (D_KEYS, 64): Tiles(2, 64, 4),
-    (D_KEYS, 128): Tiles(2, 64, 4),
-}
 
 
 @dataclass(frozen=True)
@@ -88,11 +69,6 @@ class Cut:
     stages: int
 
 
-def size_class(*arrays) -> int:
-    """The largest head size, rounded up to 64."""
-    return max(-(-x.shape[-1] // 64) * 64 for x in arrays)
-
-
 def blocks(q, k) -> tuple[int, int]:
     """Sizes of a table's blocks where the caller gives none."""
     block = BLOCK
@@ -101,8 +77,8 @@ def blocks(q, k) -> tuple[int, int]:
     return block, block
 
 
-def cut(kernel: str, q, k, v, q_block: int, k_block: int) -> Cut:
-    tiles = TILES[kernel, size_class(q, v)]
+def cut(kernel: str, q, k, v, q_block: int, k_block: int, capped: bool = False) -> Cut:
+    tiles = tuning.mosaic_gpu(kernel, max(q.shape[-1], v.shape[-1]), capped)
     stay, move = tiles.groups * ROWS, tiles.passing
     if kernel == D_KEYS:
         queries, keys = side(q.shape[1], q_block, move), side(k.shape[1], k_block, stay)

@@ -143,6 +143,15 @@ class Ring:
                 source = part(x, name, here, tile * self.tile, self.tile)
                 plgpu.copy_gmem_to_smem(source, self.room[name].at[slot], barrier)
 
+    def drain(self, steps) -> None:
+        """Waits until all is free: who has waited for a barrier once sees it to its end."""
+
+        def wait(i, _):
+            for free in self.room["free"]:
+                plgpu.barrier_wait(free.at[self.slot(steps - 1 - i)])
+
+        lax.fori_loop(0, jnp.minimum(steps, self.stages), wait, None)
+
     def wait(self, i: int, step) -> None:
         plgpu.barrier_wait(self.room["filled"][i].at[self.slot(step)])
 
@@ -210,20 +219,26 @@ class Meeting(NamedTuple):
 
 
 def logits(body: Body, products):
-    """(values, factor that makes them logits in multiples of log 2, cap's tanh or None)."""
+    """(values, factor that makes them logits in multiples of log 2); values of a cap are tanh."""
     factor, cap = body.scale * LOG2E, body.soft_cap
     if cap is not None:
         # tanh of powers of two: the chip's own is good to 11 bits only.
         bent = 1.0 - 2.0 / (jnp.exp2(products * (2 * factor / cap)) + 1.0)
-        return bent, cap * LOG2E, bent
-    return (products, factor, None) if factor > 0 else (products * factor, 1.0, None)
+        return bent, cap * LOG2E
+    return (products, factor) if factor > 0 else (products * factor, 1.0)
 
 
-def probabilities(body: Body, products, lse, axis: int):
-    """(p, slope of the cap or None) from the saved lse, in multiples of log 2 along `axis`."""
-    values, factor, bent = logits(body, products)
-    p = jnp.exp2(values * factor - repeat(lse, axis, products.shape))
-    return p, None if bent is None else 1.0 - bent * bent
+def probabilities(body: Body, products, lse: Callable, axis: int, meeting: Meeting, masked):
+    """(p, p times the slope of the cap) from the saved lse, in multiples of log 2 along `axis`.
+
+    lse is asked for, and the slope computed, after the element test: registers hold no more.
+    """
+    values, factor = logits(body, products)
+    capped = body.soft_cap is not None
+    # The square of what is hidden has to stay finite where it is a slope.
+    values = meeting.hide(body, masked, values, -1e18 if capped else -jnp.inf)
+    p = jnp.exp2(values * factor - repeat(lse(), axis, products.shape))
+    return p, p * (1.0 - values * values) if capped else p
 
 
 def specialise(body: Body, compute: Callable, move: Callable) -> None:

@@ -43,17 +43,15 @@ def div(x, n: int):
     return x if n == 1 else lax.div(x, jnp.asarray(n, x.dtype))
 
 
-def product(*pairs: tuple, between: Callable = lambda: None):
-    """a b^T of pairs of tiles in shared memory, float32."""
+def product(a, b, between: Callable = lambda: None):
+    """a b^T of tiles in shared memory, float32."""
 
-    def multiply(*sums):
-        for total, (a, b) in zip(sums, pairs, strict=True):
-            plgpu.wgmma(total, a, b.transpose((1, 0)))
+    def multiply(total):
+        plgpu.wgmma(total, a, b.transpose((1, 0)))
         between()
-        return tuple(total[...] for total in sums)
+        return total[...]
 
-    shapes = [plgpu.ACC((a.shape[0], b.shape[0]), F32) for a, b in pairs]
-    return pl.run_scoped(multiply, *shapes)
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), F32))
 
 
 def add_product(total, a, b, place=None) -> None:

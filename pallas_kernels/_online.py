@@ -36,7 +36,8 @@ def finish(top, total, out, dtype):
 
 def row_cotangent(out, d_out, d_lse):
     """di float32 [B, T, N]: what every logit's cotangent has subtracted, that of lse included."""
-    return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - d_lse
+    di = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1)
+    return di if d_lse is None else di - d_lse
 
 
 def mixed_dtypes(q, k, v) -> str | None:

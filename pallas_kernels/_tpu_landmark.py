@@ -25,13 +25,11 @@ from pallas_kernels._tpu_launch import every_call, start
 from pallas_kernels._tpu_layout import Layout, wide
 from pallas_kernels._tpu_tables import Call, Visits, col_of, row_of
 from pallas_kernels.backends import LandmarkOperands
-from pallas_kernels.masks import causal, window
-from pallas_kernels.tables import from_mask
+from pallas_kernels.landmark import older_table
 
 F32 = jnp.float32
 NEVER = np.iinfo(np.int32).max  # number of a block that nobody sees
 ROW_MATRICES, ROW_VECTORS = ("q", "d_out"), ("q_numbers", "q_segments", "lse", "di")
-_OLDER = causal() & ~window(1)  # of numbers of blocks: those before the query's own
 
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
@@ -105,20 +103,8 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Layout, LandmarkBlocks, Visits]:
     """The layout, and the visits of blocks that it is for."""
     cut, blocks = layout(q, k, v, spec.block, backward)
-    q_index = operands.q_numbers
-    if q_index is None:
-        q_index = np.arange(cut.queries, dtype=np.int32)[None] // spec.block
-    table = from_mask(
-        _OLDER,
-        queries=cut.queries,
-        keys=blocks.count,
-        q_block=blocks.q_block,
-        k_block=blocks.step,
-        q_index=q_index,
-        k_index=operands.k_numbers,
-        q_segments=operands.q_segments,
-        k_segments=operands.k_segments,
-    )
+    sizes = dict(q_block=blocks.q_block, k_block=blocks.step)
+    table = older_table(operands, spec.block, cut.queries, blocks.count, **sizes)
     return cut, blocks, tables.visits(table, heads=cut.heads, split=cut.split)
 
 

@@ -58,10 +58,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda"
     """Cotangents of q, k, v and of the bias; that of lse enters through `di`."""
     from pallas_kernels import _triton_kernels as kernels
 
-    # The probabilities of a row without keys are exp(-inf) = 0.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * kernels.LOG2_E).swapaxes(1, 2)
-    di = online.row_cotangent(out, d_out, d_lse).swapaxes(1, 2)
-    arrays = {"q": q, "k": k, "v": v, "d_out": d_out.astype(q.dtype), "lse": lse, "di": di}
+    arrays = saved(q, k, v, out, lse, d_out, d_lse)
     body, x = _prepare("d_queries", q, k, v, operands, spec, interpret)
     outputs = [(q.dtype, q.shape[-1]), None if operands.bias is None else "number"]
     run = functools.partial(kernels.launch, kernels.d_queries)
@@ -73,8 +70,35 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda"
     return dq[0], dk, dv, d_bias
 
 
+def saved(q, k, v, out, lse, d_out, d_lse) -> dict:
+    """The arrays of a backward pass; that of a row without keys has probabilities exp(-inf) = 0."""
+    from pallas_kernels._triton_kernels import LOG2_E
+
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E).swapaxes(1, 2)
+    di = online.row_cotangent(out, d_out, d_lse).swapaxes(1, 2)
+    return {"q": q, "k": k, "v": v, "d_out": d_out.astype(q.dtype), "lse": lse, "di": di}
+
+
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
+    if (reason := unsupported_arrays(q, k, v)) is not None:
+        return reason
+    if not spec.mask.arithmetic:
+        return "the mask looks places up in a long list; kernels compute masks from scalars"
+    if operands.bias is not None and not isinstance(operands.bias, Alibi):
+        return "the bias looks its values up by distance; these kernels know linear biases alone"
+    if (table := given_table(operands, spec)) is not None:
+        for length, block, what in (
+            (q.shape[1], table.q_block, "queries"),
+            (k.shape[1], table.k_block, "keys"),
+        ):
+            if length > block and block % LEAST:
+                return f"blocks of {block} {what} are no multiple of {LEAST}"
+    return None
+
+
+def unsupported_arrays(q, k, v) -> str | None:
+    """Why no Triton kernel of this package can run arrays of these shapes and dtypes, or None."""
     if tuning.architecture() is None:
         return "no NVIDIA GPU of compute capability 8.0 or above is known to this process"
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
@@ -85,19 +109,8 @@ def unsupported(q, k, v, operands, spec) -> str | None:
         return f"the head size {largest} is above {LARGEST_HEAD}: registers would not hold a block"
     if q.dtype == F32 and largest > tuning.LARGEST_EXACT:
         return f"float32 heads of {largest}: above {tuning.LARGEST_EXACT} registers are spilled"
-    if not spec.mask.arithmetic:
-        return "the mask looks places up in a long list; kernels compute masks from scalars"
-    if operands.bias is not None and not isinstance(operands.bias, Alibi):
-        return "the bias looks its values up by distance; these kernels know linear biases alone"
     if max(q.shape[0], q.shape[2]) > LARGEST_GRID:
         return f"{q.shape[0]} rows of {q.shape[2]} heads are more than a grid's {LARGEST_GRID}"
-    if (table := given_table(operands, spec)) is not None:
-        for length, block, what in (
-            (q.shape[1], table.q_block, "queries"),
-            (k.shape[1], table.k_block, "keys"),
-        ):
-            if length > block and block % LEAST:
-                return f"blocks of {block} {what} are no multiple of {LEAST}"
     return None
 
 
@@ -156,11 +169,15 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         stages=tile.stages,
         interpret=interpret,
     )
-    x = _vectors(operands, copies)
+    return body, vectors(operands, copies) | lists(table, rows, keys)
+
+
+def lists(table: BlockTable, rows: Axis, keys: Axis) -> dict:
+    """A table as kernels read it."""
     # Half the bytes of a list, which is part of the program where the table is known.
-    small = max(q.shape[1] // rows.unit, k.shape[1] // keys.unit) < 2**15 - 1
-    x["index"] = jnp.asarray(table.index, jnp.int16 if small else jnp.int32)
-    return body, x | {"full": jnp.asarray(full), "seen": jnp.asarray(seen)}
+    small = max(rows.blocks, keys.blocks) < 2**15
+    index = jnp.asarray(table.index, jnp.int16 if small else jnp.int32)
+    return {"index": index, "full": jnp.asarray(table.full), "seen": jnp.asarray(table.seen)}
 
 
 def _table(q, k, operands, spec, tile, copies: int) -> tuple[Axis, Axis, BlockTable]:
@@ -170,7 +187,7 @@ def _table(q, k, operands, spec, tile, copies: int) -> tuple[Axis, Axis, BlockTa
     places |= dict(q_segments=operands.q_segments, k_segments=operands.k_segments)
     given, (queries, keys) = given_table(operands, spec), (q.shape[1], k.shape[1])
     if given is None:
-        sizes = _blocks(queries * copies, keys, tile)
+        sizes = table_blocks(queries * copies, keys, tile)
         q_block, k_block = sizes if copies == 1 else (queries, sizes[1])
         table = from_mask(spec.mask, **places, q_block=q_block, k_block=k_block)
     else:
@@ -179,7 +196,7 @@ def _table(q, k, operands, spec, tile, copies: int) -> tuple[Axis, Axis, BlockTa
     return rows, axis(keys, table.k_block, tile.keys), table
 
 
-def _blocks(rows: int, keys: int, tile) -> tuple[int, int]:
+def table_blocks(rows: int, keys: int, tile) -> tuple[int, int]:
     """Blocks of a mask's table: steps, or several of them where there would be too many."""
     q_block, k_block = min(tile.rows, power(rows)), min(tile.keys, power(keys))
     while -(-rows // q_block) * -(-keys // k_block) > PAIRS:
@@ -193,7 +210,7 @@ def _parts(table: BlockTable, programs: int, steps: int) -> int:
     return max(1, min(-(-PROGRAMS // programs), longest * steps))
 
 
-def _vectors(operands, copies: int):
+def vectors(operands, copies: int = 1):
     """Places, segments and slopes."""
 
     def rows(x):

@@ -16,20 +16,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._online import LOWEST
+from pallas_kernels import _online as online
 from pallas_kernels._triton_layout import Body
 
 LOG2_E = math.log2(math.e)
 F32 = jnp.float32
 
 
-def dot(body: Body, a, b, axis: int):
-    """a [m, n] times b, over axis `axis` of b, in float32."""
+def dot(body: Body, a, b, axis: int, of: int = 1):
+    """a times b, over axis `of` of a and `axis` of b, in float32."""
     precision = None
     if a.dtype == F32:  # on tensor cores as three products of parts, which lose next to nothing
         exact = lax.Precision.HIGHEST
         precision = exact if body.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    dims = (((1,), (axis,)), ((), ()))
+    dims = (((of,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=F32)
 
 
@@ -37,17 +37,17 @@ def count(start, size: int):
     return start + lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
-def _inside(start, size: int, length: int | None, width: int, wide: int):
+def _inside(start, size: int, end, width: int, wide: int):
     """bool [size, wide] of what is there of a matrix, or None: all of it."""
-    rows = None if length is None else (count(start, size) < length)[:, None]
+    rows = None if end is None else (count(start, size) < end)[:, None]
     columns = None if width == wide else (count(0, wide) < width)[None]
     parts = [jnp.broadcast_to(x, (size, wide)) for x in (rows, columns) if x is not None]
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
-def _matrix(ref, start, size: int, width: int, cut: bool, head=None):
-    """Rows [size, padded width] from `start` on, 0 beyond the end; head: of [rows, heads, width]"""
-    mask = _inside(start, size, ref.shape[0] if cut else None, width, ref.shape[-1])
+def matrix(ref, start, size: int, width: int, end=None, head=None):
+    """Rows [size, padded width] from `start` on, 0 from `end` on; head: of [rows, heads, width]"""
+    mask = _inside(start, size, end, width, ref.shape[-1])
     rows = pl.ds(start, size)
     part = ref.at[rows, :] if head is None else ref.at[rows, head, :]
     return plt.load(part, mask=mask, other=None if mask is None else 0.0)
@@ -61,12 +61,12 @@ def _vector(ref, start, size: int, cut: bool, other=0, head=None):
     return plt.load(part, mask=count(start, size) < ref.shape[-1], other=other)
 
 
-def _put(ref, start, value, width: int, cut: bool):
-    mask = _inside(start, len(value), ref.shape[0] if cut else None, width, ref.shape[-1])
+def put(ref, start, value, width: int, end=None):
+    mask = _inside(start, len(value), end, width, ref.shape[-1])
     plt.store(ref.at[pl.ds(start, len(value)), :], value.astype(ref.dtype), mask=mask)
 
 
-def _visit(body: Body, x, step, carry, head=0):
+def visit(body: Body, x, step, carry, head=0):
     """`carry = step(masked, start, carry)` over the blocks that the program's list names."""
     walked = body.rows if body.turned else body.keys
     head = head if body.by_head else 0
@@ -91,7 +91,7 @@ def _visit(body: Body, x, step, carry, head=0):
     return lax.fori_loop(low, high, run(True), carry) if body.mixed else carry
 
 
-def _row(body: Body):
+def row_of(body: Body):
     """First row of the program; later blocks, which see most of a text, run first."""
     return (body.rows.blocks - 1 - lax.div(pl.program_id(0), body.parts)) * body.rows.unit
 
@@ -105,9 +105,8 @@ class Block:
     def matrix(self, name: str, start, head=None):
         """Rows of "q" or "d_out", or keys of "k" or "v"."""
         body, rows = self.body, name in ("q", "d_out")
-        axis, cut = (body.rows, body.cut_rows) if rows else (body.keys, body.cut_keys)
-        width = body.size if name in ("q", "k") else body.v_size
-        return _matrix(self.x[name], start, axis.unit, width, cut, head)
+        axis, end = (body.rows, body.end_of_rows) if rows else (body.keys, body.end_of_keys)
+        return matrix(self.x[name], start, axis.unit, body.width(name), end, head)
 
     def row_vector(self, name: str, row, other, head=None):
         return _vector(self.x[name], row, self.body.rows.unit, self.body.cut_rows, other, head)
@@ -172,7 +171,7 @@ class Block:
 
 def forward(body: Body, x, out, lse):
     """Online softmax over the key blocks of a row block (FlashAttention, Dao et al. 2022)."""
-    row, size, block = _row(body), body.rows.unit, Block(body, x)
+    row, block = row_of(body), Block(body, x)
     query = block.matrix("q", row)
 
     def step(masked: bool, key, carry):
@@ -187,20 +186,24 @@ def forward(body: Body, x, out, lse):
         acc = acc * keep[:, None] + dot(body, p.astype(value.dtype), value, 0)
         return new, total * keep + jnp.sum(p, 1), acc
 
-    zeros = jnp.zeros(size, F32)
-    start = zeros + LOWEST, zeros, jnp.zeros((size, x["v"].shape[-1]), F32)
-    top, total, acc = _visit(body, x, step, start)
+    start = online.start((body.rows.unit,), x["v"].shape[-1])
+    top, total, acc = visit(body, x, step, start)
+    finish(body, row, top, total, acc, out, lse)
+
+
+def finish(body: Body, row, top, total, acc, out, lse):
+    """Stores what a running softmax, its maximum in base 2, comes to."""
     some = total > 0
     safe = jnp.where(some, total, 1.0)
-    _put(out, row, acc / safe[:, None], body.v_size, body.cut_rows)
+    put(out, row, acc / safe[:, None], body.v_size, body.end_of_rows)
     sums = jnp.where(some, top * (1 / LOG2_E) + jnp.log(safe), -jnp.inf)
-    mask = count(row, size) < body.rows.length if body.cut_rows else None
-    plt.store(lse.at[pl.ds(row, size)], sums, mask=mask)
+    mask = count(row, len(sums)) < body.rows.length if body.cut_rows else None
+    plt.store(lse.at[pl.ds(row, len(sums))], sums, mask=mask)
 
 
 def d_queries(body: Body, x, dq, d_slope):
     """Cotangent of the queries of a row block, and of the head's slope as these rows see it."""
-    row, block = _row(body), Block(body, x)
+    row, block = row_of(body), Block(body, x)
     query, d_out = block.matrix("q", row), block.matrix("d_out", row)
     lse, di = block.row_vector("lse", row, jnp.inf), block.row_vector("di", row, 0)
 
@@ -216,8 +219,8 @@ def d_queries(body: Body, x, dq, d_slope):
 
     slope = None if d_slope is None else jnp.zeros(body.rows.unit, F32)
     start = jnp.zeros((body.rows.unit, x["k"].shape[-1]), F32), slope
-    acc, slope = _visit(body, x, step, start)
-    _put(dq, row, acc * body.scale, body.size, body.cut_rows)
+    acc, slope = visit(body, x, step, start)
+    put(dq, row, acc * body.scale, body.size, body.end_of_rows)
     if slope is not None:
         d_slope[0] = jnp.sum(slope)
 
@@ -239,13 +242,19 @@ def d_keys(body: Body, x, dk, dv):
         d = d if bent is None else d * (1 - bent * bent)
         return acc_k + dot(body, d.astype(query.dtype), query, 0), acc_v
 
-    def of_head(head, carry):
-        return _visit(body, x, functools.partial(step, head), carry, head)
+    sum_k, sum_v = over_heads(body, x, step, body.keys.unit)
+    put(dk, key, sum_k * body.scale, body.size, body.end_of_keys)
+    put(dv, key, sum_v, body.v_size, body.end_of_keys)
 
-    sums = tuple(jnp.zeros((body.keys.unit, x[name].shape[-1]), F32) for name in ("k", "v"))
-    sums = of_head(0, sums) if body.group == 1 else lax.fori_loop(0, body.group, of_head, sums)
-    _put(dk, key, sums[0] * body.scale, body.size, body.cut_keys)
-    _put(dv, key, sums[1], body.v_size, body.cut_keys)
+
+def over_heads(body: Body, x, step, keys: int):
+    """Sums [keys, size], of keys and of values, over the rows of all heads that share them."""
+
+    def of_head(head, carry):
+        return visit(body, x, functools.partial(step, head), carry, head)
+
+    sums = tuple(jnp.zeros((keys, x[name].shape[-1]), F32) for name in ("k", "v"))
+    return of_head(0, sums) if body.group == 1 else lax.fori_loop(0, body.group, of_head, sums)
 
 
 def launch(kernel, body: Body, x, specs, *, grid, outputs):

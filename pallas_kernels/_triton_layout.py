@@ -58,7 +58,7 @@ class Body:
     mixed: bool  # some listed block needs one
     by_head: bool = False  # each query head of a key head has a list of its own
     cache: bool = False  # keys lie as [B, K, S, H]
-    copies: int = 1  # rows behind each other that are one query, of several heads
+    copies: int = 1  # rows behind each other that have one order index
     parts: int = 1  # programs that a list is dealt out to
     warps: int = 4
     stages: int = 2
@@ -71,6 +71,19 @@ class Body:
     @property
     def cut_keys(self) -> bool:
         return self.keys.cut(not self.turned)
+
+    @property
+    def end_of_rows(self) -> int | None:
+        """Where a step has to stop; None: no step reaches beyond the last row."""
+        return self.rows.length if self.cut_rows else None
+
+    @property
+    def end_of_keys(self) -> int | None:
+        return self.keys.length if self.cut_keys else None
+
+    def width(self, name: str) -> int:
+        """Features of a matrix."""
+        return self.size if name in ("q", "k") else self.v_size
 
 
 def axis(length: int, block: int, most: int) -> Axis:

@@ -31,7 +31,7 @@ def forward(run, q, k, v, operands: Operands, spec: Spec):
 
 def backward(run, k, v, rows, operands: Operands, spec: Spec):
     """Cotangents by `run`, rows: (q, out, lse, d_out, d_lse); keys collect from all groups."""
-    groups = tuple(_groups(x, k) for x in rows), _of_groups(k, operands, spec)
+    groups = jax.tree.map(lambda x: _groups(x, k), rows), _of_groups(k, operands, spec)
     spec = dataclasses.replace(spec, table=None)
 
     def step(sums, group):

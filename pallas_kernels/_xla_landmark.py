@@ -19,11 +19,10 @@ from pallas_kernels import _xla_visits as visiting
 from pallas_kernels._xla_blocks import add, dot
 from pallas_kernels.backends import LandmarkSpec, Operands, Spec
 from pallas_kernels.block_table import BlockTable
-from pallas_kernels.masks import causal, window
+from pallas_kernels.landmark import OLDER
 
 _KEYS = 512  # about as many in a step
 _QUERIES = {"forward": 256, "backward": 128}  # on a CPU; twice as many elsewhere
-_OLDER = causal() & ~window(1)  # of numbers of blocks: those before the query's own
 
 
 class Loop(NamedTuple):
@@ -44,7 +43,7 @@ class Loop(NamedTuple):
         return jnp.where(landmark, -jnp.inf, x), x[..., -1]
 
     def visible(self, chunk, i, j):
-        return visiting.visible(_OLDER, self.places, self.in_blocks, chunk, i, j)
+        return visiting.visible(OLDER, self.places, self.in_blocks, chunk, i, j)
 
 
 def _loop(q, k, operands, spec: LandmarkSpec, direction: str, platform: str) -> Loop:
@@ -59,7 +58,7 @@ def _loop(q, k, operands, spec: LandmarkSpec, direction: str, platform: str) -> 
     if operands.q_numbers is None:
         operands = operands._replace(q_numbers=np.arange(t, dtype=np.int32)[None] // block)
     operands = Operands(*operands)
-    table = visiting.table_of(operands, Spec(_OLDER, spec.scale), t, count, in_blocks)
+    table = visiting.table_of(operands, Spec(OLDER, spec.scale), t, count, in_blocks)
     where = cutting.places(operands, t, count, in_blocks)
     in_tokens = in_blocks._replace(bk=in_blocks.bk * block)
     return Loop(in_tokens, in_blocks, where, table, block, spec.scale)

@@ -13,7 +13,8 @@ It computes logit = cap(scale q k^T) + bias with cap(x) = spec.soft_cap tanh(x /
 hides what `spec.mask`, the segments or the table hide, and returns the softmax's weighted values
 and its log-sum-exp (natural logarithm). A query that sees no key gets out 0, lse -inf and zero
 gradients. Softmax and sums are float32; float32 operands are multiplied in full precision. The
-cotangent of lse enters the backward pass through `di = rowsum(out * d_out) - d_lse`.
+cotangent of lse enters the backward pass through `di = rowsum(out * d_out) - d_lse`; d_lse is None
+where nothing depends on lse.
 
 Already done outside backends: masks per head are split (`spec.mask` is one mask for all heads),
 k_lengths are segments, sinks are merged in, a table that overflowed has its results replaced.
@@ -112,6 +113,7 @@ class Backend(NamedTuple):
     platforms: tuple[str, ...]
     portable: bool = False
     by_name: bool = False  # it has not run on its device yet: only where it is asked for
+    takes_d_lse: bool = True  # else its backward pass runs only where nothing depends on lse
 
     def load(self):
         return importlib.import_module(self.module)
@@ -123,10 +125,12 @@ BACKENDS = {
     "tpu": Backend("pallas_kernels._tpu", ("tpu",)),
     "triton": Backend("pallas_kernels._triton", ("cuda",), by_name=True),
     "mosaic_gpu": Backend("pallas_kernels._mosaic_gpu", ("cuda",), by_name=True),
+    "cudnn": Backend("pallas_kernels._cudnn", ("cuda",), by_name=True, takes_d_lse=False),
 }
 LANDMARK = {  # the same functions over `LandmarkOperands` and `LandmarkSpec`, without a bias
     "xla": Backend("pallas_kernels._xla_landmark", ("cpu", "default"), portable=True),
     "tpu": Backend("pallas_kernels._tpu_landmark", ("tpu",)),
+    "triton": Backend("pallas_kernels._triton_landmark", ("cuda",), by_name=True),
 }
 FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
@@ -167,6 +171,22 @@ def _explicit(name: str, q, k, v, operands, spec, family: str):
     if reason is not None:
         raise ValueError(f"{call}: {reason}; leave implementation out for the best one that can")
     return (("default", name),)
+
+
+def backward_choice(choice, d_lse):
+    """The choice for the backward pass: with the portable backend for those that take no d_lse.
+
+    Any backend can go on from another's out and lse.
+    """
+    refusing = {name for _, name in choice if not BACKENDS[name].takes_d_lse}
+    if d_lse is None or not refusing:
+        return choice
+    portable = next(name for name, backend in BACKENDS.items() if backend.portable)
+    _say_once(
+        f"flash: a result depends on lse, whose cotangent {', '.join(sorted(refusing))} does not "
+        f"take; {portable} computes the gradients"
+    )
+    return tuple((p, portable if name in refusing else name) for p, name in choice)
 
 
 def _here() -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from pallas_kernels import backends, reference
 from pallas_kernels.backends import Constant, Operands, Spec
@@ -163,6 +164,7 @@ def _differentiable(q, k, v, operands, spec, choice):
 
 
 def _forward(q, k, v, operands, spec, choice):
+    q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
     out, lse = backends.run("forward", choice, (q, k, v), operands, spec)
     # What a remat policy may keep by name: with it the backward pass computes no attention again.
     out, lse = (checkpoint_name(x, "attention") for x in (out, lse))
@@ -171,14 +173,18 @@ def _forward(q, k, v, operands, spec, choice):
 
 def _backward(spec, choice, saved, cotangents):
     *arrays, operands, out, lse = saved
-    arrays = (*arrays, out, lse, *cotangents)
+    # A cotangent is symbolic where nothing depends on its output: some backends need to know.
+    d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    d_out = jnp.zeros_like(out) if d_out is None else d_out
+    choice = backends.backward_choice(choice, d_lse)
+    arrays = (*arrays, out, lse, d_out, d_lse)
     *d_arrays, d_bias = backends.run("backward", choice, arrays, operands, spec)
     if d_bias is not None:
         d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
     return *d_arrays, Operands(bias=d_bias)
 
 
-_differentiable.defvjp(_forward, _backward)
+_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _check(q, k, v, q_index, k_index, q_segments, k_segments, k_lengths):

@@ -18,14 +18,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import backends
 from pallas_kernels.backends import LandmarkOperands, LandmarkSpec, Operands
 from pallas_kernels.flash import flash
-from pallas_kernels.masks import Mask, causal, chunks, tail_of
+from pallas_kernels.masks import Mask, causal, chunks, tail_of, window
 from pallas_kernels.merging import merge
 from pallas_kernels.sharded import Layout, gathered
+from pallas_kernels.tables import from_mask
+
+OLDER = causal() & ~window(1)  # of numbers of blocks: those before the query's own
 
 
 def own_block(block: int) -> Mask:
@@ -112,6 +116,21 @@ def older_blocks(
     spec = LandmarkSpec(block, float(scale))
     choice = backends.choose(implementation, q, k, v, operands, spec, "landmark_attention")
     return _older(q, k, v, operands, spec, choice)
+
+
+def older_table(operands: LandmarkOperands, block: int, queries: int, keys: int, **blocks):
+    """Which of `keys` landmark blocks each block of queries visits; blocks: q_block and k_block."""
+    index = operands.q_numbers
+    return from_mask(
+        OLDER,
+        queries=queries,
+        keys=keys,
+        q_index=np.arange(queries, dtype=np.int32)[None] // block if index is None else index,
+        k_index=operands.k_numbers,
+        q_segments=operands.q_segments,
+        k_segments=operands.k_segments,
+        **blocks,
+    )
 
 
 def _rows(index, segments, k):

@@ -7,7 +7,7 @@ No figure here is a timing. Tiles were chosen by what the compilers say of them 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -75,6 +75,39 @@ EXACT = (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)
 LARGEST_EXACT = 64  # head size of float32: larger ones have no tile that does not spill
 
 
+@dataclass(frozen=True)
+class Warpgroups:
+    """Compute warpgroups of a Mosaic-GPU program, rows of a passing tile, stages of the ring."""
+
+    groups: int
+    passing: int
+    stages: int
+
+
+# For Hopper by kernel and the larger head size, rounded up to 64: what the 240 registers of a
+# thread and the 227 KB of a program's shared memory hold without spills.
+MOSAIC_GPU = {
+    ("forward", 64): Warpgroups(2, 128, 4),
+    ("forward", 128): Warpgroups(2, 128, 2),
+    ("d_queries", 64): Warpgroups(2, 128, 4),
+    ("d_queries", 128): Warpgroups(2, 64, 4),
+    ("d_keys", 64): Warpgroups(2, 64, 4),
+    ("d_keys", 128): Warpgroups(2, 64, 4),
+}
+
+
+def mosaic_gpu(kind: str, size: int, capped: bool) -> Warpgroups:
+    """The tiles of a Mosaic-GPU kernel for heads of `size`.
+
+    capped: a soft cap's slope is a third number of every score beside p and its cotangent; where
+    dk and dv take 128 registers there is room for half as many scores.
+    """
+    tiles = MOSAIC_GPU[kind, -(-size // 64) * 64]
+    if capped and kind == "d_keys" and size > 64:
+        tiles = replace(tiles, passing=tiles.passing // 2)
+    return tiles
+
+
 def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
     """The tile of a kernel of KINDS for heads that are read as a power of two, `size`.
 
@@ -88,3 +121,27 @@ def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
     if busy and kind == "d_keys":
         rows = max(16, rows // 2)
     return Tile(rows, keys, warps, stages)
+
+
+# Rows, warps and stages of the first three kinds of grouped softmax, whose steps are one landmark
+# block; its tokens as they are read come last. What is not here spills registers or was not tried.
+LANDMARK = {
+    ("sm90", 64, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (128, 8, 2)),
+    ("sm90", 128, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (128, 8, 2)),
+    ("sm80", 64, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (64, 4, 2)),
+    ("sm80", 128, "bfloat16", 64): ((128, 8, 2), (64, 8, 2), (64, 8, 2)),
+    ("sm86", 64, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (64, 4, 2)),
+    ("sm86", 128, "bfloat16", 64): ((128, 8, 2), (64, 8, 2), (64, 8, 2)),
+}
+
+
+def landmark(kind: str, size: int, height: int, dtype) -> Tile | None:
+    """The tile of a kernel of grouped softmax for heads of `size` and blocks of `height` tokens.
+
+    Both as they are read: a power of two. None where no tile is known.
+    """
+    sizes = max(size, 64), str(dtype), max(height, 64)
+    if (tiles := LANDMARK.get((architecture() or "sm86", *sizes))) is None:
+        return None
+    rows, warps, stages = tiles[KINDS.index(kind)]
+    return Tile(rows, 1, warps, stages)

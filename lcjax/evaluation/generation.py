@@ -81,6 +81,9 @@ class PromptTask(Task):
         shape = (_bucket(len(prompt.ids)), new, tuple(example.stop))
         return Unit(index, shape, prompt.ids, facts, prompt)
 
+    def prompts(self, unit: Unit) -> list[np.ndarray]:
+        return [unit.tokens]
+
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path
     ) -> list[Path]:

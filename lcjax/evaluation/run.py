@@ -20,7 +20,6 @@ from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import PromptTask
 from lcjax.evaluation.methods import sections, split_of, subject_of
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
@@ -28,7 +27,7 @@ from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.lm import LanguageModel
 from lcjax.sharding import Mesh, make_mesh, padding_rows, rows_over
-from lcjax.shared_prefix import PrefixReader, alike, shareable
+from lcjax.shared_prefix import PrefixReader, batches, reader_of, shareable
 
 Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
@@ -291,10 +290,9 @@ class _Runner:
         with is read once, and counts once.
         """
         floor, size = measure.reset_peak(), self._config.batch_size
-        if isinstance(task, PromptTask) and isinstance(model, LanguageModel) and shareable(model):
-            model = PrefixReader(model, [unit.tokens for unit in units])
+        model = reader_of(model, [ids for unit in units for ids in task.prompts(unit)])
         scorer, saved = task.scorer(model, size), 0
-        for chunk in _batches(units, size, isinstance(model, PrefixReader)):
+        for chunk in _batches(task, model, units, size):
             fed = chunk
             if isinstance(model, SplitModel):
                 fed = [model.fed(unit, every, self._limits.seed) for unit in chunk]
@@ -319,16 +317,13 @@ class _Runner:
             yield found
 
 
-def _batches(units: Sequence[Unit], size: int, share: bool) -> Iterator[list[Unit]]:
-    """Units of one shape; with `share` those whose prompts begin alike are together."""
+def _batches(task: Task, model, units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
+    """Units of one shape; those whose prompts begin alike are together where `model` profits."""
     shapes: dict[tuple, list[Unit]] = {}
     for unit in units:
         shapes.setdefault(unit.shape, []).append(unit)
     for group in shapes.values():
-        every = range(len(group))
-        for rows in alike([unit.tokens for unit in group]) if share else [every]:
-            for start in range(0, len(rows), size):
-                yield [group[row] for row in rows[start : start + size]]
+        yield from batches(model, group, size, lambda unit: next(iter(task.prompts(unit)), ()))
 
 
 def _read(model, unit: Unit) -> int:

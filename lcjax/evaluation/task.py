@@ -94,6 +94,10 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     def check_model(self, model, units: Sequence[Unit]) -> None:
         """Raises InputError where `model` cannot answer some of `units`, before it is asked."""
 
+    def prompts(self, unit: Unit) -> Sequence[Sequence[int] | np.ndarray]:
+        """Prompts that `score` asks for `unit`; what several begin with may be read once."""
+        return ()
+
     @abc.abstractmethod
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         """One record per unit of one shape, in order, from one call of the model.

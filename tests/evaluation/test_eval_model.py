@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import sys
 
 import numpy as np
 import pytest
 from evaluation_support import texts
 
+from lcjax import shared_prefix
 from lcjax.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
@@ -121,7 +121,7 @@ def test_what_prompts_begin_with_is_read_once_and_records_do_not_show_it(
         return sorted(map(json.loads, lines), key=lambda record: record["window"])
 
     shared = records("shared")
-    monkeypatch.setattr(sys.modules["lcjax.evaluation.run"], "shareable", lambda lm: False)
+    monkeypatch.setattr(shared_prefix, "shareable", lambda lm: False)
     plain = records("plain")
     sizes = [record["size"] for record in plain]
     assert [record["read"] for record in plain] == sizes and len(sizes) == 6

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from memory_support import assert_close, read
+from memory_support import assert_close, assert_trained_alike_on, batch, gradients, read
 from tiny_lm import text
 
 from lcjax import cache as cache_lib
@@ -19,10 +19,6 @@ from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.memory import CepeSection, with_memory
 from lcjax.models import Decoder, head, preset, unstack_layers
-from lcjax.rope.positions import PlainPositions
-from lcjax.sharding import Mesh, make_mesh
-from lcjax.training.objective import language_model
-from lcjax.training.partition import trainable
 from lcjax.tree import flatten, split
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "exact_products")
@@ -222,33 +218,17 @@ def test_zeros_in_the_output_projection_change_nothing():
     np.testing.assert_array_equal(found, run(model, params, tokens))
 
 
-def batch(rows=8, length=16):
-    return {
-        "tokens": text(2, rows, length),
-        "targets": text(3, rows, length),
-        "segments": np.ones((rows, length), np.int32),
-        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)),
-        "weights": np.ones((rows, length), np.float32),
-        "chunks": text(4, rows, 2, 8),
-        "chunk_mask": np.random.default_rng(5).random((rows, 2, 8)) < 0.8,
-    }
+RULES = ("encoder", "cross_attention")  # what the recipes train
 
 
-def gradients(model, params, mesh=None):
-    """The loss, and its gradients for what the recipes train."""
-    objective = language_model(model.config, PlainPositions(), mesh=mesh)
-    chosen = trainable(flatten(params), ("encoder", "cross_attention"))
-    trained, frozen = split(params, chosen)
-
-    def loss(trained):
-        total, count = objective(trained, frozen, batch(), jax.random.key(0))
-        return total / count
-
-    return jax.jit(jax.value_and_grad(loss))(trained)
+def holes():
+    """A batch with padding anywhere in its chunks."""
+    return batch(8, chunk=8) | {"chunk_mask": np.random.default_rng(5).random((8, 2, 8)) < 0.8}
 
 
 def test_what_is_trained_is_encoder_and_cross_attention_and_all_of_it_has_a_gradient():
-    _, grads = gradients(*small())
+    model, params = small()
+    _, grads = gradients(model.config, params, RULES, holes())
     flat = flatten(grads)
     assert all(path.startswith("encoder/") or "/memory/" in path for path in flat)
     assert all(np.abs(leaf).max() > 0 for leaf in flat.values())
@@ -259,14 +239,8 @@ def test_what_is_trained_is_encoder_and_cross_attention_and_all_of_it_has_a_grad
     "sizes", [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4)], ids=lambda sizes: "x".join(map(str, sizes))
 )
 def test_loss_and_gradients_are_the_same_on_any_mesh(sizes):
-    model, params = small()
-    loss, grads = gradients(model, params)
-    mesh = make_mesh(Mesh(*sizes))
-    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
-    model, params, _ = build(section, mesh)
-    found, other = gradients(model, params, mesh)
-    assert abs(found - loss) < 1e-5
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other, grads)
+    section = CepeSection(encoder="tiny-encoder", out=1.0)
+    assert_trained_alike_on(sizes, section, RULES, holes())
 
 
 @pytest.mark.parametrize("layers", [None, 1])

@@ -7,6 +7,7 @@ import cepe_golden as golden
 import jax
 import numpy as np
 import pytest
+from memory_support import assert_most_probable, assert_reads, picked
 from tiny_lm import ids, sharper
 
 from lcjax.attention import Landmark
@@ -40,39 +41,8 @@ CHUNKS = [  # of 64 tokens, the odd one first
 ]
 
 
-def picked(lm, prompts, sampling=GREEDY, **options):
-    """The tokens of every row."""
-    rows = [[] for _ in prompts]
-    for piece in lm.stream(prompts, sampling, **options):
-        rows[piece.row] += piece.ids
-    return rows
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def logits_of(model, params, tokens, chunks, mask):
-    """float32 [B, T, V], everything encoded and read at once; chunks int32 [B, C, P]."""
-    memory = model.apply({"params": params}, chunks, mask, method="encode")
-    hidden, _ = model.apply({"params": params}, tokens, memory=memory)
-    return model.apply({"params": params}, hidden, method="logits")
-
-
-def by_hand(lm, tokens):
-    """Logits of rows of tokens, every row beside its CONTEXT."""
-    chunks, mask = np.zeros((3, 4, 64), np.int32), np.zeros((3, 4, 64), bool)
-    for row, own in enumerate(CHUNKS):
-        for i, chunk in enumerate(own):
-            chunks[row, i, : len(chunk)], mask[row, i, : len(chunk)] = chunk, True
-    model = Decoder(lm.config.replace(remat="none"))
-    return np.array(logits_of(model, lm.params, np.asarray(tokens), chunks, mask))
-
-
 def test_contexts_of_any_number_and_length_are_read_as_the_model_reads_their_chunks(lm):
-    found, plain = lm.nll(TOKENS, context=CONTEXT), lm.nll(TOKENS)
-    log_p = jax.nn.log_softmax(by_hand(lm, TOKENS)[:, :-1])
-    wanted = -np.take_along_axis(np.asarray(log_p), TOKENS[:, 1:, None], -1)[..., 0]
-    np.testing.assert_allclose(found[:, 1:], wanted, atol=5e-5)
-    np.testing.assert_array_equal(found[1], plain[1])  # the row without a context
-    assert np.abs(found - plain).max(1)[[0, 2]].min() > 0.05, "it does listen"
+    assert_reads(lm, TOKENS, CONTEXT, CHUNKS)
 
 
 @pytest.mark.parametrize("context", [[], [[], [], []], [[""], [[]], []]], ids=str)
@@ -158,15 +128,8 @@ def test_text_with_a_cache_equals_the_released_code():
 def test_text_with_a_cache_equals_text_without_for_unequal_prompts_and_contexts(lm, projected):
     prompts = [ids(1, 50), ids(2, 5), ids(3, 33)]
     context = lm.encode_contexts(CONTEXT, projected=projected)
-    found = picked(lm, prompts, context=context, prefill_chunk=32)
-    tokens = np.zeros((3, 64), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt) + 6] = prompt + found[row]
-    logits = by_hand(lm, tokens)
-    logits[..., list(lm.tokenizer.eos_ids)] = -np.inf
-    for row, prompt in enumerate(prompts):
-        best = logits[row, len(prompt) - 1 : len(prompt) + 5].argmax(-1)
-        assert found[row] == best.tolist()
+    found = picked(lm, prompts, GREEDY, context=context, prefill_chunk=32)
+    assert_most_probable(lm, prompts, found, CHUNKS)
 
 
 def test_a_chat_reads_documents_beside_its_turns(lm, monkeypatch):
@@ -196,7 +159,9 @@ def test_contexts_on_a_mesh_equal_those_of_one_device(lm, sizes):
         context = spread.encode_contexts(CONTEXT, projected=projected)
         wanted = lm.nll(TOKENS, context=CONTEXT)
         np.testing.assert_allclose(spread.nll(TOKENS, context=context), wanted, atol=2e-4)
-        assert picked(spread, prompts, context=context) == picked(lm, prompts, context=CONTEXT)
+        assert picked(spread, prompts, GREEDY, context=context) == picked(
+            lm, prompts, GREEDY, context=CONTEXT
+        )
 
 
 @pytest.mark.slow
@@ -303,4 +268,7 @@ def test_a_model_with_landmarks_reads_contexts_as_well(lm):
     found, plain = marked.nll(TOKENS, context=CONTEXT), marked.nll(TOKENS)
     np.testing.assert_array_equal(found[1], plain[1])
     assert np.abs(found - plain).max(1)[[0, 2]].min() > 0.05
-    assert picked(marked, TOKENS.tolist(), context=CONTEXT)[1] == picked(marked, TOKENS.tolist())[1]
+    assert (
+        picked(marked, TOKENS.tolist(), GREEDY, context=CONTEXT)[1]
+        == picked(marked, TOKENS.tolist(), GREEDY)[1]
+    )

@@ -150,52 +150,54 @@ def test_gradients_flow_through_all_windows_as_through_one_after_the_other(secti
         assert_close(grad, second[path], 1e-5 * np.abs(grad).max())
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def slope(model, params, own, said, stop=None):
+    """By the summary tokens `own`, of what window `said` of four says, the text being the last.
+
+    Windows before `stop` are stopped by hand; None: as the memory does it.
+    """
+
+    def loss(own):
+        known = {"params": merged(params, {"encoder/embedding": own})}
+        encode = functools.partial(model.apply, known, method="encode", hidden=True)
+        if stop is None:
+            memory = encode(CHUNKS, np.ones_like(MASK))
+            hidden = memory.hidden
+        else:
+            memory, hidden = by_parts(encode, stop)
+        text, _ = model.apply(known, TOKENS, memory=memory)
+        windows = jnp.square(hidden - 1).sum((0, 2, 3))
+        return jnp.append(windows, jnp.square(text - 1).sum())[said]
+
+    return jax.grad(loss)(own)
+
+
+def by_parts(encode, stop):
+    """What is kept of the windows, and their hidden states [B, C, P, D]."""
+    memory, hidden = None, []
+    for number in range(3):
+        part = CHUNKS[:, number : number + 1], np.ones((3, 1, 8), bool)
+        new = encode(*part, after=memory)
+        hidden.append(new.hidden)
+        new, held = dataclasses.replace(new, hidden=None), number < stop
+        new = jax.tree.map(functools.partial(jnp.where, held), jax.lax.stop_gradient(new), new)
+        memory = new if memory is None else jax.tree.map(behind, memory, new)
+    return memory, jnp.concatenate(hidden, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("segments", [None, 2])
 def test_gradients_end_where_the_papers_sub_steps_do(segments):
     model, params = made(dataclasses.replace(SUMMARY, gradient_segments=segments))
-    full = np.ones_like(MASK)
-
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def slope(own, read, stop=None):
-        """By the summary tokens, of what window `read` of four says, the text being the last.
-
-        Windows before `stop` are stopped by hand, None: as the memory does it.
-        """
-
-        def said(own):
-            known = merged(params, {"encoder/embedding": own})
-            options = {"method": "encode", "hidden": True}
-            if stop is None:
-                memory = model.apply({"params": known}, CHUNKS, full, **options)
-                hidden, said = memory.hidden, memory
-            else:
-                hidden, said = by_parts(known, stop)
-            text, _ = model.apply({"params": known}, TOKENS, memory=said)
-            return jnp.square((text if read == 3 else hidden[:, read]) - 1).sum()
-
-        return jax.grad(said)(own)
-
-    def by_parts(known, stop):
-        kept, hidden = None, []
-        for number in range(3):
-            part = CHUNKS[:, number : number + 1], full[:, number : number + 1]
-            options = {"method": "encode", "hidden": True, "after": kept}
-            new = model.apply({"params": known}, *part, **options)
-            hidden.append(new.hidden)
-            new = dataclasses.replace(new, hidden=None)
-            new = jax.lax.stop_gradient(new) if number < stop else new
-            kept = new if kept is None else jax.tree.map(behind, kept, new)
-        return jnp.concatenate(hidden, 1), kept
-
     own = params["encoder"]["embedding"]
-    found = [slope(own, read) for read in range(4)]
+    found = [slope(model, params, own, said) for said in range(4)]
     # Of sub-steps of two the second segment alone reads what the first one has learned to sum up.
     assert [float(jnp.abs(one).max()) > 0 for one in found] == [False, True, segments is None, True]
     # The text, as the last, learns through the third segment what that one itself sums up.
-    wanted = slope(own, 3, 0 if segments is None else 2)
+    whole, last = (slope(made(SUMMARY)[0], params, own, 3, stop) for stop in (0, 2))
+    wanted, other = (whole, last) if segments is None else (last, whole)
     assert_close(found[3], wanted, 1e-5 * float(jnp.abs(wanted).max()))
-    assert float(jnp.abs(slope(own, 3, 2 if segments is None else 0) - wanted).max()) > 1e-3
+    assert float(jnp.abs(other - wanted).max()) > 1e-3
 
 
 def merged(params, own):

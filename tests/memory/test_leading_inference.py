@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from memory_support import assert_close
+from memory_support import assert_close, assert_most_probable, assert_reads, picked
 from tiny_lm import ids, sharper
 
 from lcjax.build import ModelSection
@@ -16,7 +16,6 @@ from lcjax.evaluation.split import ContextSplit
 from lcjax.generate import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import AutoCompressorSection, BeaconSection
-from lcjax.models import Decoder
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
 
@@ -48,54 +47,14 @@ def lm(request):
     return loaded(request.param)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits_of(model, params, tokens, chunks, mask):
-    """float32 [B, T, V], all windows read in one program; chunks int32 [B, C, P]."""
-    memory = model.apply({"params": params}, chunks, mask, method="encode")
-    hidden, _ = model.apply({"params": params}, tokens, memory=memory)
-    return model.apply({"params": params}, hidden, method="logits")
-
-
-def by_hand(lm, tokens, chunks=CHUNKS):
-    count = max(map(len, chunks))
-    filled, mask = (
-        np.zeros((len(chunks), count, 16), np.int32),
-        np.zeros((len(chunks), count, 16), bool),
-    )
-    for row, own in enumerate(chunks):
-        for i, chunk in enumerate(own):
-            filled[row, i, : len(chunk)], mask[row, i, : len(chunk)] = chunk, True
-    model = Decoder(lm.config.replace(remat="none", scan_layers=False))
-    return np.array(logits_of(model, lm.params, np.asarray(tokens), filled, mask))
-
-
-def picked(lm, prompts, **options):
-    rows = [[] for _ in prompts]
-    for piece in lm.stream(prompts, GREEDY, **options):
-        rows[piece.row] += piece.ids
-    return rows
-
-
 def test_contexts_of_any_length_are_read_window_by_window_under_the_ropes_own_rotation(lm):
-    found, plain = lm.nll(TOKENS, context=CONTEXT), lm.nll(TOKENS)
-    log_p = jax.nn.log_softmax(by_hand(lm, TOKENS)[:, :-1])
-    wanted = -np.take_along_axis(np.asarray(log_p), TOKENS[:, 1:, None], -1)[..., 0]
-    np.testing.assert_allclose(found[:, 1:], wanted, atol=5e-4)
-    np.testing.assert_array_equal(found[1], plain[1])  # the row without a context
-    assert np.abs(found - plain).max(1)[[0, 2]].min() > 0.05, "it does listen"
+    assert_reads(lm, TOKENS, CONTEXT, CHUNKS, tolerance=5e-4)
 
 
 def test_text_is_written_with_a_cache_as_without_for_unequal_prompts(lm):
     prompts = [ids(1, 30), ids(2, 5), ids(3, 18)]
-    found = picked(lm, prompts, context=CONTEXT, prefill_chunk=16)
-    tokens = np.zeros((3, 34), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt) + 4] = prompt + found[row]
-    logits = by_hand(lm, tokens)
-    logits[..., list(lm.tokenizer.eos_ids)] = -np.inf
-    for row, prompt in enumerate(prompts):
-        best = logits[row, len(prompt) - 1 : len(prompt) + 3].argmax(-1)
-        assert found[row] == best.tolist()
+    found = picked(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=16)
+    assert_most_probable(lm, prompts, found, CHUNKS)
 
 
 @pytest.mark.slow
@@ -132,7 +91,7 @@ def test_a_conversation_reads_its_text_again_behind_a_context_that_has_grown(lm)
     talk.read(ids(2, 3))
     so_far = talk.tokens
     talk.write(GREEDY)
-    wanted = picked(lm, [so_far], context=[[ids(4, 20), ids(5, 16)]])[0]
+    wanted = picked(lm, [so_far], GREEDY, context=[[ids(4, 20), ids(5, 16)]])[0]
     assert talk.tokens[len(so_far) :][: len(wanted)] == wanted
 
 
@@ -162,9 +121,9 @@ def test_one_bos_stands_before_the_context_and_none_before_the_text_behind_it(lm
     found = lm.encode_contexts(texts)
     assert found.tokens == (27, 0, 40, 21)
     assert_alike(found, lm.encode_contexts(known))
-    wanted = picked(lm, [[*b"so"], [bos, *b"so"], [*b"so"], ids(5, 3)], context=known)
+    wanted = picked(lm, [[*b"so"], [bos, *b"so"], [*b"so"], ids(5, 3)], GREEDY, context=known)
     for context in (texts, found):
-        assert picked(lm, ["so", "so", "so", ids(5, 3)], context=context) == wanted
+        assert picked(lm, ["so", "so", "so", ids(5, 3)], GREEDY, context=context) == wanted
     # What comes later has its beginning already.
     first = lm.encode_contexts([[words], [], [], []])
     later = lm.encode_contexts([["others"], [], *texts[2:]], after=first)

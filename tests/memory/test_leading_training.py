@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from memory_support import assert_trained_alike_on, batch, gradients
 from tiny_lm import text
 
 from lcjax import convert, cost
@@ -21,9 +22,8 @@ from lcjax.rope.positions import E2Positions, PlainPositions
 from lcjax.sharding import Mesh, make_mesh
 from lcjax.training.assemble import new_adapters
 from lcjax.training.objective import language_model
-from lcjax.training.partition import trainable
 from lcjax.training.step import accumulate
-from lcjax.tree import flatten, split, union
+from lcjax.tree import flatten, union
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -38,44 +38,16 @@ def small(section):
     return model, params
 
 
-def batch(rows, length=16):
-    mask = np.ones((rows, 2, 16), bool)
-    mask[::2, 0, :5] = False
-    return {
-        "tokens": text(2, rows, length),
-        "targets": text(3, rows, length),
-        "segments": np.ones((rows, length), np.int32),
-        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)),
-        "weights": np.ones((rows, length), np.float32),
-        "chunks": text(4, rows, 2, 16),
-        "chunk_mask": mask,
-    }
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _gradients(config, mesh, trained, frozen, own, key):
-    objective = language_model(config, PlainPositions(), mesh=mesh)
-
-    def loss(trained):
-        total, count = objective(trained, frozen, own, key)
-        return total / count
-
-    return jax.value_and_grad(loss)(trained)
-
-
-def gradients(config, params, rules, mesh=None, *, rows=2, seed=0):
-    trained, frozen = split(params, trainable(flatten(params), rules))
-    return _gradients(config, mesh, trained, frozen, batch(rows), jax.random.key(seed))
-
-
 @pytest.mark.slow
 def test_beacons_alone_are_trained_and_ratios_are_drawn_anew_for_each_step():
     model, params = small(BEACON)
-    loss, grads = gradients(model.config, params, ("memory",))
+    loss, grads = gradients(model.config, params, ("memory",), batch(2))
     flat = flatten(grads)
     assert {path for path in flat if "attention/memory/" not in path} == {"encoder/embedding"}
     assert len(flat) == 5 and all(np.abs(leaf).max() > 0 for leaf in flat.values())
-    again, other = (gradients(model.config, params, ("memory",), seed=s)[0] for s in (0, 1))
+    again, other = (
+        gradients(model.config, params, ("memory",), batch(2), seed=s)[0] for s in (0, 1)
+    )
     assert again == loss != other
 
 
@@ -113,7 +85,7 @@ def test_summaries_and_adapters_are_trained_together():
     model, params = small(SUMMARY)
     config = model.config.replace(lora=LoRA(2, targets=("query", "value")))
     params = union(params, new_adapters(config, make_mesh(Mesh(fsdp=1), jax.devices()[:1]), seed=0))
-    _, grads = gradients(config, params, ("memory", "lora"))
+    _, grads = gradients(config, params, ("memory", "lora"), batch(2))
     flat = flatten(grads)
     assert flat.pop("encoder/embedding").any() and len(flat) == 4
     assert all(leaf.any() for path, leaf in flat.items() if path.endswith("lora_b"))
@@ -123,19 +95,13 @@ def test_summaries_and_adapters_are_trained_together():
 @BOTH
 @pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 2, 2, 1)], ids=lambda s: "x".join(map(str, s)))
 def test_loss_and_gradients_are_the_same_on_any_mesh(section, sizes):
-    model, params = small(section)
-    loss, grads = gradients(model.config, params, ("memory",), rows=8)
-    mesh = make_mesh(Mesh(*sizes))
-    model, params, _ = build(ModelSection(preset="tiny", memory=section), mesh)
-    found, other = gradients(model.config, params, ("memory",), mesh, rows=8)
-    assert abs(found - loss) < 1e-5
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other, grads)
+    assert_trained_alike_on(sizes, section, ("memory",), batch(8))
 
 
 def test_texts_that_are_cut_over_devices_are_refused():
     model, params = small(SUMMARY)
     with pytest.raises(InputError, match="mesh.context=4: windows .* set mesh.context=1"):
-        gradients(model.config, params, ("memory",), make_mesh(Mesh(2, 1, 1, 4)))
+        gradients(model.config, params, ("memory",), batch(2), make_mesh(Mesh(2, 1, 1, 4)))
 
 
 def test_tokens_that_are_moved_in_training_are_refused():

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from memory_support import assert_most_probable, assert_reads, picked
 from tiny_lm import ids, sharper
 
 from lcjax.build import ModelSection
@@ -14,7 +15,6 @@ from lcjax.errors import InputError
 from lcjax.generate import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import QueryAware, Random, Right, SharedLlmSection
-from lcjax.models import Decoder
 from lcjax.sharding import Mesh
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -49,58 +49,14 @@ def asking():
     return loaded(QueryAware())
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits_of(model, params, tokens, chunks, mask, at):
-    """float32 [B, T, V], everything encoded and read at once; chunks int32 [B, C, P]."""
-    query = model.apply({"params": params}, tokens, at, method="asked")
-    memory = model.apply({"params": params}, chunks, mask, query=query, method="encode")
-    hidden, _ = model.apply({"params": params}, tokens, memory=memory)
-    return model.apply({"params": params}, hidden, method="logits")
-
-
-def by_hand(lm, tokens, at, chunks=CHUNKS):
-    """Logits of rows of tokens beside `chunks`, searched for the tokens `at` of these rows."""
-    count = max(map(len, chunks))
-    filled, mask = np.zeros((3, count, 32), np.int32), np.zeros((3, count, 32), bool)
-    for row, own in enumerate(chunks):
-        for i, chunk in enumerate(own):
-            filled[row, i, : len(chunk)], mask[row, i, : len(chunk)] = chunk, True
-    model = Decoder(lm.config.replace(remat="none"))
-    at = np.asarray(at, np.int32)
-    return np.array(logits_of(model, lm.params, np.asarray(tokens), filled, mask, at))
-
-
-def nll_of(logits, tokens):
-    log_p = jax.nn.log_softmax(logits[:, :-1])
-    return -np.take_along_axis(np.asarray(log_p), tokens[:, 1:, None], -1)[..., 0]
-
-
-def picked(lm, prompts, sampling=GREEDY, **options):
-    rows = [[] for _ in prompts]
-    for piece in lm.stream(prompts, sampling, **options):
-        rows[piece.row] += piece.ids
-    return rows
-
-
 def test_contexts_of_any_number_and_length_are_read_as_the_model_reads_their_chunks(lm):
-    found, plain = lm.nll(TOKENS, context=CONTEXT, first=12), lm.nll(TOKENS, first=12)
-    wanted = nll_of(by_hand(lm, TOKENS, [11] * 3), TOKENS)[:, 11:]
-    np.testing.assert_allclose(found[:, 12:], wanted, atol=5e-5)
-    np.testing.assert_array_equal(found[1], plain[1])  # the row without a context
-    assert np.abs(found - plain).max(1)[[0, 2]].min() > 0.05, "it does listen"
+    assert_reads(lm, TOKENS, CONTEXT, CHUNKS, first=12)
 
 
 def test_text_with_a_cache_equals_text_without_for_unequal_prompts_and_contexts(lm):
     prompts = [ids(1, 50), ids(2, 5), ids(3, 33)]
-    found = picked(lm, prompts, context=CONTEXT, prefill_chunk=32)
-    tokens = np.zeros((3, 64), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt) + 6] = prompt + found[row]
-    logits = by_hand(lm, tokens, [len(prompt) - 1 for prompt in prompts])
-    logits[..., list(lm.tokenizer.eos_ids)] = -np.inf
-    for row, prompt in enumerate(prompts):
-        best = logits[row, len(prompt) - 1 : len(prompt) + 5].argmax(-1)
-        assert found[row] == best.tolist()
+    found = picked(lm, prompts, GREEDY, context=CONTEXT, prefill_chunk=32)
+    assert_most_probable(lm, prompts, found, CHUNKS)
 
 
 def test_fewer_tokens_than_a_chunk_are_one_smaller_tree(lm):
@@ -203,7 +159,7 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
         talk.write(GREEDY)
         assert_same(talk.context, asking.encode_contexts([[ids(4, 75)]], query=[said]))
         if turn == 0:
-            wanted = picked(asking, [said], context=[[ids(4, 75)]])[0]
+            wanted = picked(asking, [said], GREEDY, context=[[ids(4, 75)]])[0]
             assert talk.tokens[len(said) :] == wanted
     talk.add_context([ids(5, 32)])
     assert talk.context.chunks == (4,)
@@ -240,7 +196,9 @@ def test_contexts_on_a_mesh_equal_those_of_one_device(asking, sizes):
     wanted = asking.nll(TOKENS, context=CONTEXT)
     np.testing.assert_allclose(spread.nll(TOKENS, context=CONTEXT), wanted, atol=2e-4)
     context = spread.encode_contexts(CONTEXT, query=prompts)
-    assert picked(spread, prompts, context=context) == picked(asking, prompts, context=CONTEXT)
+    assert picked(spread, prompts, GREEDY, context=context) == picked(
+        asking, prompts, GREEDY, context=CONTEXT
+    )
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """SharedLLM as it begins, is trained, saved and read back; and what is refused."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from memory_support import SECTION, small_shared_llm
+from memory_support import SECTION, assert_trained_alike_on, batch, gradients, small_shared_llm
 from tiny_lm import text
 
 from lcjax import convert, cost
@@ -20,11 +19,9 @@ from lcjax.lm import LanguageModel
 from lcjax.memory import Policy, QueryAware, Random, Right, SharedLlmSection, Tree
 from lcjax.memory.section import from_note
 from lcjax.models import Decoder, preset
-from lcjax.rope.positions import PlainPositions
-from lcjax.sharding import Mesh, make_mesh
+from lcjax.sharding import Mesh
 from lcjax.training import objective as objectives
-from lcjax.training.partition import trainable
-from lcjax.tree import flatten, split
+from lcjax.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -36,38 +33,11 @@ def small(**changes):
     return small_shared_llm(dataclasses.replace(SECTION, **changes))
 
 
-def batch(rows, length=16):
-    mask = np.ones((rows, 2, 16), bool)
-    mask[::2, 0, :5] = False
-    weights = np.ones((rows, length), np.float32)
-    weights[:, :6] = 0  # a question
-    return {
-        "tokens": text(2, rows, length),
-        "targets": text(3, rows, length),
-        "segments": np.ones((rows, length), np.int32),
-        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)),
-        "weights": weights,
-        "chunks": text(4, rows, 2, 16),
-        "chunk_mask": mask,
-    }
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _gradients(config, mesh, trained, frozen, own, key):
-    objective = objectives.language_model(config, PlainPositions(), mesh=mesh)
-
-    def loss(trained):
-        total, count = objective(trained, frozen, own, key)
-        return total / count
-
-    return jax.value_and_grad(loss)(trained)
-
-
-def gradients(model, params, rules, mesh=None, *, seed=0, rows=2):
-    """The loss, and its gradients for what `rules` train."""
-    trained, frozen = split(params, trainable(flatten(params), rules))
+def asked(rows):
+    """A batch whose texts begin with a question."""
     own = batch(rows)
-    return _gradients(model.config, mesh, trained, frozen, own, jax.random.key(seed))
+    own["weights"][:, :6] = 0
+    return own
 
 
 @pytest.mark.parametrize(
@@ -77,18 +47,20 @@ def gradients(model, params, rules, mesh=None, *, seed=0, rows=2):
 )
 def test_what_is_trained_has_a_gradient_and_splits_are_drawn_anew_for_each_step(policy):
     model, params = small(policy=policy, noise=2.0)
-    loss, grads = gradients(model, params, TRAINED)
+    loss, grads = gradients(model.config, params, TRAINED, asked(2))
     flat = flatten(grads)
     assert flat and all("/memory/" in path or path.startswith("layers_1/") for path in flat)
     assert all(np.abs(leaf).max() > 0 for leaf in flat.values())
-    again, other = (gradients(model, params, TRAINED, seed=seed)[0] for seed in (0, 1))
+    again, other = (
+        gradients(model.config, params, TRAINED, asked(2), seed=seed)[0] for seed in (0, 1)
+    )
     assert again == loss != other
 
 
 @pytest.mark.slow
 def test_the_lower_model_learns_through_its_keys_and_values_where_it_is_trained():
     model, params = small(layers=2)
-    _, grads = gradients(model, params, ("encoder", "cross_attention"))
+    _, grads = gradients(model.config, params, ("encoder", "cross_attention"), asked(2))
     flat = flatten(grads["encoder"])
     # What comes after the last layer's keys and values is never read.
     unread = {"final_norm/scale"}
@@ -108,7 +80,7 @@ def test_in_validation_and_inference_nothing_is_drawn():
 
 def test_a_question_is_the_last_token_before_what_is_learned_and_never_the_answer():
     model, params = small(policy=QueryAware(), noise=None)
-    plain = batch(2)
+    plain = asked(2)
     where = {"positions": plain["positions"], "rotation": model.config.rope.rotation(16, 16)}
 
     @jax.jit
@@ -128,15 +100,8 @@ def test_a_question_is_the_last_token_before_what_is_learned_and_never_the_answe
 )
 @pytest.mark.parametrize("policy", [Right(), QueryAware()], ids=["right", "query"])
 def test_loss_and_gradients_are_the_same_on_any_mesh(sizes, policy):
-    model, params = small(policy=policy)
-    rules = "encoder", "cross_attention"
-    loss, grads = gradients(model, params, rules, rows=8)
-    mesh = make_mesh(Mesh(*sizes))
     section = dataclasses.replace(SECTION, policy=policy)
-    model, params, _ = build(ModelSection(preset="tiny", memory=section), mesh)
-    found, other = gradients(model, params, rules, mesh, rows=8)
-    assert abs(found - loss) < 1e-5
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other, grads)
+    assert_trained_alike_on(sizes, section, ("encoder", "cross_attention"), asked(8))
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -49,6 +49,9 @@ CASES = {
         batch=1, t=300, s=300, heads=4, kv_heads=2, size=64, v_size=64, mask=everything(),
         table=Blocked(heads=2, q_block=256, k_block=256),
     ),
+    "soft cap, heads of 128": Case(
+        batch=1, t=70, s=130, heads=1, kv_heads=1, size=128, v_size=96, soft_cap=1.5
+    ),
     "masks per head, heads of 128": Case(
         batch=1, t=150, s=150, heads=2, kv_heads=2, size=128, v_size=128,
         mask=per_head((causal(), 1), (window(20), 1)),

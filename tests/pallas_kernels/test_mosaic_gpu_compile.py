@@ -72,6 +72,14 @@ def test_places_documents_soft_cap_and_heads_of_128_lower():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [8, 32, 72, 80, 96, 128])
+def test_heads_of_any_size_up_to_128_lower_in_multiples_of_16(size):
+    texts = lowered(causal() & window(9), size=size, soft_cap=30.0)
+    assert kernels(texts) == KERNELS
+    assert f"x{-(-size // 16) * 16}xbf16" in texts[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lists", [1, 2, 4])
 def test_tables_per_head_lower(lists):
     visible = np.ones((1, lists, 4, 4), bool)

@@ -1,127 +1,38 @@
 """TPU kernels of grouped softmax in Pallas' interpreter: the oracle, and plain XLA beside them."""
 
 import functools
-import sys
-import types
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import landmark_cases
 import landmark_oracle
-import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from landmark_cases import Case, build
 
-from pallas_kernels import _tpu, _tpu_landmark, _tpu_tables, _xla_landmark
+from pallas_kernels import _tpu, _tpu_landmark, _tpu_tables
 from pallas_kernels._tpu_landmark_layout import layout
-from pallas_kernels.backends import BACKENDS, LANDMARK, Backend, LandmarkOperands, LandmarkSpec
+from pallas_kernels.backends import LandmarkOperands, LandmarkSpec
 from pallas_kernels.landmark import landmark_attention, older_blocks
 
 pytestmark = pytest.mark.slow  # the interpreter: two minutes together
 
 
-@dataclass(frozen=True)
-class Case:
-    """Inputs; `places` numbers blocks and puts them into documents, at random, in every row."""
-
-    t: int = 300
-    s: int = 304
-    block: int = 8
-    batch: int = 1
-    heads: int = 2
-    kv_heads: int = 1
-    size: int = 32
-    v_size: int = 32
-    scale: float | None = None
-    places: bool = False
-    dtype: str = "float32"
-
-
-CASES = {
-    "several steps of both sides": Case(t=700, s=1280, block=64, size=64, v_size=64),
-    "more queries than keys": Case(t=300, s=96, block=16, heads=3, kv_heads=3),
-    "fifty-one tokens, as in the paper": Case(t=600, s=612, block=51, size=80, v_size=40),
-    "blocks of two, anywhere": Case(t=140, s=170, block=2, batch=2, places=True),
-    "three heads per key head, anywhere": Case(
-        t=260, s=690, block=23, batch=2, heads=6, kv_heads=2, places=True
-    ),
+CASES = landmark_cases.CASES | {
     "heads of 256, blocks longer than a step's": Case(
         t=900, s=1800, block=600, size=256, v_size=96, heads=1
     ),
-    "few queries, eight heads per key head": Case(t=3, s=256, heads=16, kv_heads=2, places=True),
-    "bfloat16, a scale that it cannot hold": Case(
-        t=400, s=640, block=64, size=128, v_size=128, scale=0.1, dtype="bfloat16"
-    ),
-    "bfloat16, anywhere": Case(t=200, s=357, block=51, batch=2, dtype="bfloat16", places=True),
 }
-
-
-def build(case: Case):
-    """(q, k, v, d_out, d_lse), operands and spec."""
-    rng = np.random.default_rng(0)
-    b, t, s, count = case.batch, case.t, case.s, case.s // case.block
-    shapes = [
-        (b, t, case.heads, case.size),
-        (b, s, case.kv_heads, case.size),
-        (b, s, case.kv_heads, case.v_size),
-        (b, t, case.heads, case.v_size),
-    ]
-    arrays = [jnp.asarray(rng.normal(size=shape), case.dtype) for shape in shapes]
-    arrays.append(jnp.asarray(rng.normal(size=(b, t, case.heads)), jnp.float32))
-    operands = LandmarkOperands()
-    if case.places:
-        numbers = [rng.integers(0, count, (b, n)) for n in (t, count)]
-        segments = [np.sort(rng.integers(0, 4, (b, n)), 1) for n in (t, count)]
-        operands = LandmarkOperands(*(jnp.asarray(x, jnp.int32) for x in numbers + segments))
-    scale = case.size**-0.5 if case.scale is None else case.scale
-    return arrays, operands, LandmarkSpec(case.block, scale)
-
-
-def run(module, arrays, operands, spec, **options):
-    """(out, lse, dq, dk, dv) of a backend."""
-
-    @jax.jit
-    def both(q, k, v, d_out, d_lse, operands):
-        out, lse = module.forward(q, k, v, operands, spec, **options)
-        d_lse = jnp.where(jnp.isfinite(lse), d_lse, 0)
-        saved = (q, k, v, out, lse, d_out, d_lse)
-        return out, lse, *module.backward(*saved, operands, spec, **options)
-
-    assert module.unsupported(*arrays[:3], operands, spec) is None
-    return both(*arrays, operands)
-
-
-def compare(arrays, operands, spec, interpret=True, dtype="float32"):
-    """The kernels against XLA in float32; returns what the kernels gave."""
-    found = run(_tpu_landmark, arrays, operands, spec, interpret=interpret)
-    wide = [x.astype(jnp.float32) for x in arrays]
-    wanted = run(_xla_landmark, wide, operands, spec, platform="cpu")
-    bounds = (2e-6, 2e-6, 5e-6, 5e-6, 5e-6) if dtype == "float32" else (5e-3,) * 5
-    for x, y, bound in zip(found, wanted, bounds, strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert np.array_equal(np.isneginf(x), np.isneginf(y)) and not np.isnan(x).any()
-        x, y = (np.where(np.isfinite(z), z, 0) for z in (x, y))
-        assert np.linalg.norm(x - y) <= bound * np.linalg.norm(y)
-    return found
+compare = functools.partial(landmark_cases.compare, _tpu_landmark)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_plain_xla_with_a_cotangent_of_lse(name):
-    case = CASES[name]
-    out, lse, *gradients = compare(*build(case), dtype=case.dtype)
-    assert out.dtype == case.dtype and lse.dtype == jnp.float32
-    assert all(x.dtype == case.dtype and x.any() for x in gradients)
+    landmark_cases.assert_kernels_equal_plain_xla(_tpu_landmark, CASES[name])
 
 
 def test_rows_that_see_nothing_are_zero_and_have_zero_gradients():
-    arrays, operands, spec = build(CASES["blocks of two, anywhere"])
-    out, lse, dq, *_ = compare(arrays, operands, spec)
-    q, k = (operands.q_numbers, operands.q_segments), (operands.k_numbers, operands.k_segments)
-    same = (q[1][:, :, None] == k[1][:, None]) & (k[1] != 0)[:, None]
-    empty = ~np.any(same & (k[0][:, None] < q[0][:, :, None]), -1)
-    assert empty.any() and not empty.all()
-    assert np.all(np.isneginf(lse) == empty[..., None])
-    assert not np.any(out[empty]) and not np.any(dq[empty])
+    landmark_cases.assert_rows_that_see_nothing_are_zero(_tpu_landmark)
 
 
 @pytest.mark.parametrize("places", [False, True])
@@ -156,14 +67,7 @@ def test_kernels_have_no_races_and_read_nothing_unwritten(case):
 @pytest.fixture
 def interpreted(monkeypatch):
     """The name of an implementation: all its TPU kernels, interpreted on a CPU."""
-    for family, kernels in ((BACKENDS, _tpu), (LANDMARK, _tpu_landmark)):
-        module = types.ModuleType(f"interpreted_{kernels.__name__}")
-        module.unsupported = kernels.unsupported
-        for name in ("forward", "backward"):
-            run = functools.partial(getattr(kernels, name), interpret=True)
-            setattr(module, name, run)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(family, "interpreted", Backend(module.__name__, ("cpu",)))
+    landmark_cases.register_interpreted(monkeypatch, _tpu, _tpu_landmark)
     jax.clear_caches()
     yield "interpreted"
     jax.clear_caches()
@@ -177,15 +81,7 @@ def test_the_whole_of_landmark_attention_by_kernels_equals_the_oracle(interprete
 
 
 def test_landmark_values_are_never_used():
-    arrays, operands, spec = build(Case())
-    changed = arrays.copy()
-    changed[2] = arrays[2].at[:, 7::8].set(1e6)
-    for x, y in zip(
-        run(_tpu_landmark, arrays, operands, spec, interpret=True),
-        run(_tpu_landmark, changed, operands, spec, interpret=True),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(x, y)
+    landmark_cases.assert_landmark_values_are_never_used(_tpu_landmark)
 
 
 @pytest.mark.parametrize(

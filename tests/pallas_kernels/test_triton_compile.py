@@ -1,16 +1,20 @@
 """GPU kernels lowered for CUDA without a GPU, and compiled where the plugin's wheels are there."""
 
+import importlib
 import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import (
     _triton,
+    _triton_landmark,
+    backends,
     causal,
     chunk_distance,
     documents,
@@ -23,8 +27,9 @@ from pallas_kernels import (
     tail_of,
     window,
 )
-from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels.backends import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
 from pallas_kernels.biases import Alibi
+from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.tables import from_block_mask
 
 pytestmark = pytest.mark.slow  # half a minute together
@@ -57,15 +62,15 @@ def lowered(f, *args):
     return text.count("@__gpu$xla.gpu.triton")
 
 
-def both(q, k, v, operands, spec):
+def both(q, k, v, operands, spec, module=_triton):
     """Kernels of the forward and of the backward pass."""
-    assert _triton.unsupported(q, k, v, operands, spec) is None
+    assert module.unsupported(q, k, v, operands, spec) is None
     lse = array(*q.shape[:3], dtype="float32")
     out = array(*q.shape[:3], v.shape[3], dtype=q.dtype)
     saved = (q, k, v, out, lse, out, lse, operands)
     return (
-        lowered(lambda q, k, v, x: _triton.forward(q, k, v, x, spec), q, k, v, operands),
-        lowered(lambda *x: _triton.backward(*x, spec), *saved),
+        lowered(lambda q, k, v, x: module.forward(q, k, v, x, spec), q, k, v, operands),
+        lowered(lambda *x: module.backward(*x, spec), *saved),
     )
 
 
@@ -102,11 +107,53 @@ def test_decoding_a_long_cache_is_one_kernel_and_reads_the_cache_as_it_lies():
     assert call.count("4x8x131072x128xbf16") == 2  # swapped twice, which the compiler drops
 
 
+def older(t, block, size, traced):
+    """Kernels of both passes of grouped softmax over older blocks."""
+    count = t // block
+    q, k = array(2, t, 8, size), array(2, count * block, 2, size)
+    places = [array(2, n, dtype="int32") if traced else None for n in (t, count, t, count)]
+    operands, spec = LandmarkOperands(*places), LandmarkSpec(block, 0.1)
+    return both(q, k, k, operands, spec, _triton_landmark)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_grouped_softmax_over_131072_tokens_is_one_kernel_forward_and_two_backward(traced):
+    assert older(LONG, 64, 128, traced) == (1, 2)
+
+
+@pytest.mark.parametrize(("block", "size"), [(2, 32), (51, 80), (33, 128)])
+def test_grouped_softmax_lowers_for_blocks_of_any_size(block, size):
+    assert older(1000, block, size, traced=block % 2 == 1) == (1, 2)
+
+
+def test_landmark_attention_is_kernels_alone(monkeypatch):
+    monkeypatch.setattr(backends, "_here", lambda: "cuda")
+    q, index = array(1, 512, 2, 64), array(1, 512, dtype="int32")
+
+    def loss(q, k, v, index):
+        places = dict(q_index=index, k_index=index, q_segments=index, k_segments=index)
+        out, lse = landmark_attention(q, k, v, 64, implementation="triton", **places)
+        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
+
+    assert lowered(jax.grad(loss, (0, 1, 2)), q, q, q, index) == 6
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
 def test_every_atom_lowers(mask):
     q = array(1, 128, 1, 32)
     index = Operands(array(1, 128, dtype="int32"))  # traced: no block is known
     assert lowered(lambda q, x: _triton.forward(q, q, q, x, Spec(mask, 0.1)), q, index) == 1
+
+
+@pytest.mark.parametrize("folder", ["cuda_nvcc", "cu13"])
+def test_the_assembler_of_either_cuda_is_found(folder, tmp_path, monkeypatch):
+    assembler = tmp_path / "nvidia" / folder / "bin" / "ptxas"
+    assembler.parent.mkdir(parents=True)
+    assembler.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    assert importlib.import_module("gpu_compile").toolkit() == tmp_path / "nvidia" / folder
 
 
 def test_compiled_kernels_use_no_more_than_the_table_says():

@@ -1,4 +1,8 @@
-"""A model's answers to requests: longest first, in batches of one size, prompts read once."""
+"""A model's answers to requests: longest first, in batches of one size, prompts read once.
+
+Prompts that begin alike, as with the same examples, are asked together, and their beginning is read
+once (`lcjax.shared_prefix`); choices of one prompt are scored behind it.
+"""
 
 import dataclasses
 import zlib
@@ -11,6 +15,7 @@ from lcjax.evaluation.lm_eval.requests import Choice, Request, Rolling, Writing
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import filled
 from lcjax.sampling import Sampling
+from lcjax.shared_prefix import PrefixReader, batches, reader_of
 
 # (sum of log p, whether the model would write it), sum of log p, or a text
 Answer = tuple[float, bool] | float | str
@@ -50,15 +55,23 @@ def respond(
     """What `model` answers to each request; `told` hears of each number and answer at once.
 
     Every call of the model has `batch` rows, those that are lacking repeat the first one. Raises
-    InputError before the first of them where `check` does.
+    InputError before the first of them where `check` does. A `PrefixReader` is one of all prompts
+    to come; a model without one gets its own, where it may have one.
     """
     check(model, requests)
+    model = reader_of(model, prompts_of(requests))
     found: list[Answer | None] = [None] * len(requests)
     for number, answer in _answers(model, requests, batch):
         found[number] = answer
         if told is not None:
             told(number, answer)
     return found
+
+
+def prompts_of(requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    """What is read to be gone on from, each as often as it is asked: that of choices once."""
+    choices = dict.fromkeys(r.prompt for r in requests if isinstance(r, Choice))
+    return [*choices, *(r.prompt for r in requests if isinstance(r, Writing))]
 
 
 def _answers(model, requests, batch: int) -> Iterator[tuple[int, Answer]]:
@@ -74,7 +87,7 @@ def _choices(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
     by_prompt: dict[tuple[int, ...], list[tuple[int, Choice]]] = {}
     for number, request in numbered:
         by_prompt.setdefault(request.prompt, []).append((number, request))
-    for some in _batches(list(by_prompt), batch):
+    for some in batches(model, list(by_prompt), batch, lambda prompt: prompt):
         prompts = filled(some, batch)
         options = [[request.continuation for _, request in by_prompt[prompt]] for prompt in prompts]
         scored = model.continuations(prompts, options, *_beside(model, prompts))
@@ -84,11 +97,13 @@ def _choices(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
 
 
 def _rolling(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
+    model = model.lm if isinstance(model, PrefixReader) else model  # texts have no prompts
     sums = {number: 0.0 for number, _ in numbered}
     left = {number: len(request.windows) for number, request in numbered}
     windows = [(number, window) for number, request in numbered for window in request.windows]
     yield from ((number, 0.0) for number, count in left.items() if not count)  # an empty text
-    for some in _batches(sorted(windows, key=lambda pair: -pair[1].size), batch):
+    windows.sort(key=lambda pair: -pair[1].size)
+    for some in batches(model, windows, batch, _prompt):
         rows = [window for _, window in filled(some, batch)]
         tokens = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
         for row, window in enumerate(rows):
@@ -112,7 +127,7 @@ def _writings(model, numbered, batch: int) -> Iterator[tuple[int, Answer]]:
     for number, request in numbered:
         kinds.setdefault(request.sampling, []).append((number, request))
     for sampling, own in kinds.items():
-        for some in _batches(own, batch):
+        for some in batches(model, own, batch, _prompt):
             prompts = [request.prompt for _, request in filled(some, batch)]
             drawn = _drawn(sampling, prompts)
             texts = model.generate(prompts, drawn, *_beside(model, prompts))
@@ -126,9 +141,8 @@ def _drawn(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> Sampling:
     return dataclasses.replace(sampling, seed=tuple(seeds))
 
 
-def _batches(items: list, batch: int) -> Iterator[list]:
-    for start in range(0, len(items), batch):
-        yield items[start : start + batch]
+def _prompt(pair: tuple[int, Choice | Writing]) -> tuple[int, ...]:
+    return pair[1].prompt
 
 
 def _beside(model, prompts: Sequence[Sequence[int]]) -> tuple:

@@ -19,7 +19,7 @@ from lcjax import distributed
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.lm_eval import harness, numbers
-from lcjax.evaluation.lm_eval.answers import Answer, check, respond
+from lcjax.evaluation.lm_eval.answers import Answer, check, prompts_of, respond
 from lcjax.evaluation.lm_eval.chat import conversation
 from lcjax.evaluation.lm_eval.requests import Choice, Encoder, Request, Rolling, Writing
 from lcjax.evaluation.prompt import TEMPLATES
@@ -176,6 +176,9 @@ class LmEval(Task):
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
         check(model, [request for unit in units for request in unit.payload.requests])
+
+    def prompts(self, unit: Unit) -> list[tuple[int, ...]]:
+        return prompts_of(unit.payload.requests)
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         answers = respond(model, [r for u in units for r in u.payload.requests], batch)

@@ -1,0 +1,182 @@
+"""Attention on an NVIDIA GPU: our kernels beside other libraries' in one run, and the targets.
+
+Two commands, from the repository's root, with jax for CUDA (torch and tokamax are peers, if there):
+
+    python benchmarks/gpu_check.py --minutes 3       # are the results right?
+    python benchmarks/gpu_attention.py --minutes 6   # how fast are they?
+
+or both in one, in 9 minutes: `gpu_attention.py --check --minutes 9`. Without a GPU `--cpu` runs all
+of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
+
+Workloads are taken by importance until the time is up (`--group a` to `i` chooses, see
+gpu_workloads.py). All sides of a workload are compiled, compared with a dense float32 oracle, run
+twice for equal bits, and then timed in turns, every round in another order, as medians of chains of
+dependent calls. Who cannot run a workload has a row that says why. A kernel that crashes the
+process or hangs is left out of that workload, and of all of them the second time.
+Where it is a backward pass, `--passes fwd` still times the forward ones.
+
+"executed" counts pairs in visited blocks of 128 x 128, "useful" the visible ones; a backward pass
+counts 2.5 times the forward one. "peak GB" is the compiler's plan of a call. "table" is building
+the list of blocks: on the host where the mask is known, on the device for documents.
+
+Writes DEVICE.json and DEVICE.md into `--out`, after every workload, and prints the tables last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # the repository itself, installed or not
+WATCHED = 75.0  # seconds without a word after which the process counts as hanging
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--group", default="abcdefghi", help="letters of the groups to run")
+    parser.add_argument("--passes", nargs="+", default=["fwd", "bwd", "both"])
+    parser.add_argument("--only", default="", help="words that a workload's name must have")
+    parser.add_argument("--sides", default="", help="a regular expression that a side must match")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--seconds", type=float, default=0.8, help="of timing, per pass")
+    parser.add_argument("--check", action="store_true", help="gpu_check.py first, in 2/5 of it")
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes, without a GPU")
+    parser.add_argument("--interpret", action="store_true", help="Triton kernels on a CPU")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+class Report:
+    """Gathers events, and writes what they come to."""
+
+    def __init__(self, args):
+        self.args, self.found = args, {"command": sys.argv[1:], "rows": [], "lost": [], "left": []}
+
+    def take(self, **event) -> None:
+        if "row" in event:
+            self.found["rows"].append(event["row"])
+        elif "ceilings" in event:
+            self.found |= event
+        elif "lost" in event:
+            self._lose(event)
+        elif "left" in event:
+            self.found["left"] = event["left"]
+        if "done" in event or "lost" in event:
+            self.write()
+            print(f"{time.strftime('%H:%M:%S')} {event}", file=sys.stderr, flush=True)
+
+    def _lose(self, event: dict) -> None:
+        """A workload that is begun again has its rows again."""
+        self.found["lost"].append(event)
+        rows = [r for r in self.found["rows"] if r["workload"] != event["lost"]]
+        if event["step"] is None and event["lost"] != "ceilings":
+            start = {"workload": event["lost"], "group": event["lost"][0], "side": "all"}
+            why = f"it ended the process: {event['why']}"
+            rows += [start | {"pass": x, "reason": why} for x in self.args.passes]
+        self.found["rows"] = rows
+
+    def rows(self) -> list[dict]:
+        from gpu_report import with_ratios
+
+        peak = self.found.get("ceilings", {}).get("matmul")
+        shares = [
+            r | {"peak_share": 1e12 * r["executed_tflops"] / peak if peak else None}
+            if r.get("ms") else r
+            for r in self.found["rows"]
+        ]  # fmt: skip
+        return with_ratios(shares)
+
+    def wrong(self) -> int:
+        """1 where results of ours are not those of the oracle, or not the same twice."""
+        from gpu_report import is_right
+        from gpu_sides import OURS
+
+        ours = [r for r in self.found["rows"] if r.get("ms") and r["side"].startswith(OURS)]
+        return int(not all(map(is_right, ours)))
+
+    def tables(self) -> dict:
+        """Milliseconds of a static table of 128k, and what share of its call a traced one is."""
+        timed = [r for r in self.found["rows"] if r.get("ms") and r["table_ms"] is not None]
+        static = [r["table_ms"] for r in timed if r["workload"].startswith("b window 4k, 128k")]
+        shares: dict = {}
+        for r in timed:
+            if r["group"] == "e" and r["pass"] == "fwd" and r["side"].startswith("lcjax"):
+                share = r["table_ms"] / r["ms"]
+                shares[r["workload"]] = max(share, shares.get(r["workload"], 0.0))
+        # Of the fastest of ours, and of the workload where it costs most.
+        most = max(shares.values(), default=None)
+        return {"static_ms": min(static, default=None), "traced_share": most}
+
+    def write(self) -> str:
+        """Writes both files; returns the short report."""
+        import gpu_report as report
+
+        rows, about = self.rows(), self.found.get("about", {})
+        device = re.sub(r"\W+", "_", about.get("device", "unknown")).strip("_")
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.found | {"rows": rows}, indent=1)
+        (self.args.out / f"{device}.json").write_text(text + "\n")
+        head = self._head(about)
+        end = f"## Targets\n\n{report.targets(rows, self.tables())}"
+        why = f"## Who did not run\n\n{report.absences(rows)}"
+        full = [head, end, f"## All figures\n\n{report.full_table(rows)}", why]
+        (self.args.out / f"{device}.md").write_text("\n\n".join(full) + "\n")
+        return "\n\n".join([why, head, f"## Milliseconds\n\n{report.brief_table(rows)}", end])
+
+    def _head(self, about: dict) -> str:
+        """The device, what runs on it, its ceilings, and what went wrong."""
+        parts = [f"# Attention on {about.get('device')}"]
+        parts.append(", ".join(f"{k} {v}" for k, v in about.items() if v and k != "device"))
+        if ceilings := self.found.get("ceilings"):
+            parts.append(
+                f"Ceilings: {ceilings['matmul'] / 1e12:.0f} TFLOP/s of a bfloat16 product, "
+                f"{ceilings['copy'] / 1e12:.2f} TB/s read and written."
+            )
+        if "check" in self.found:
+            parts.append("Checked: " + "; ".join(self.found["check"]))
+        for lost in self.found["lost"]:
+            side = lost["step"] or "something"
+            parts.append(f"{side} ended the process in {lost['lost']}: {lost['why']}.")
+        if self.found["left"]:
+            parts.append(f"{len(self.found['left'])} workloads were not reached in time.")
+        return "\n\n".join(parts)
+
+
+def main(argv=None) -> int:
+    args = arguments(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if args.cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from gpu_measure import chosen, work
+    from gpu_workers import emit, jobs_of_child, supervise
+
+    if args.worker:
+        work(jobs_of_child(), args, emit)
+        return 0
+    deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
+    if args.check:
+        import gpu_check
+
+        options = ["--minutes", str(0.4 * args.minutes), *["--cpu"] * args.cpu]
+        log = gpu_check.run(gpu_check.arguments(options), options)
+        failed, report.found["check"] = log.failed(), log.lines()
+    jobs = [{"name": x} for x in ("ceilings", *(w.name for w in chosen(args)))]
+    if args.cpu:
+        work(jobs, args, report.take, deadline)
+    else:
+        command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv), "--worker"]
+        for event in supervise(command, jobs, deadline=deadline - 3, patience=WATCHED):
+            report.take(**event)
+    print(report.write())
+    return failed or report.wrong()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""Every GPU implementation against the tests' float64 formulas, on the GPU that is here.
+
+    python benchmarks/gpu_check.py --minutes 4 [--backends triton mosaic_gpu] [--only "words"]
+
+The cases of tests/pallas_kernels (masks, tables, documents, biases, sinks, shared key heads, odd
+sizes, cotangents of the log-sum-exp), and larger ones of several tiles, in bfloat16, float16 and
+float32, on fresh random inputs. Every program writes over buffers full of NaN and runs three times
+with equal bits. Decoding and Landmark's grouped softmax have the oracles of their own tests.
+
+One line per case; "skip" says why an implementation does not take one. Exit code 1 where a case
+fails, crashes or hangs, or an implementation passes none. Several processes share the GPU; one that
+crashes or hangs is replaced. `--cpu` checks "xla" here (`--interpret`: Pallas-Triton too).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT), str(ROOT / "tests" / "pallas_kernels")]
+LANDMARK, DECODE = "Landmark: ", "decode, "  # how names of their cases begin
+WATCHED = 60.0  # seconds without a word after which a process counts as hanging
+
+
+def large() -> dict:
+    """Cases of several tiles, in head sizes that models have."""
+    from attention_oracle import Blocked, Case
+
+    from pallas_kernels import causal, everything, per_head, prefix, window
+
+    one = functools.partial(Case, batch=1, heads=4, kv_heads=2, size=64, v_size=64)
+    apart = per_head((causal(), 2), (causal() & window(200), 2))
+    return {
+        "causal": one(t=1111, s=1111),
+        "causal, heads of 128": one(t=1024, s=1024, size=128, v_size=128),
+        "everything, whole tiles": one(t=512, s=1024, mask=everything()),
+        "window and first keys": one(t=1300, s=1300, mask=causal() & (window(300) | prefix(9))),
+        "window, heads of 128": one(t=900, s=900, size=128, v_size=128, mask=causal() & window(99)),
+        "documents, two rows": one(batch=2, t=700, s=700, segments=6),
+        "end of a longer text": one(t=130, s=1200, offset=1070),
+        "cross, lengths": one(batch=2, t=300, s=1200, mask=None, k_lengths=(1200, 411)),
+        "soft cap and sinks": one(t=600, s=600, soft_cap=5.0, sinks=True),
+        "traced tables per query head, blocks of 64": one(
+            batch=2, t=700, s=700, mask=everything(), table=Blocked(2, 4, 64, 64, traced=True)
+        ),
+        "a table per key head, blocks of 128": one(
+            t=1000, s=900, mask=everything(), table=Blocked(1, 2, 128, 128), size=128, v_size=128
+        ),
+        "masks per head": one(t=800, s=800, mask=apart),
+    }
+
+
+def cases(seed: int) -> dict:
+    """Cases of the three oracles by name, the most telling first."""
+    import attention_oracle
+    import decode_cases
+    import landmark_oracle
+
+    small, many = attention_oracle.CASES, large()
+    rounds = [
+        ("bfloat16", many), ("bfloat16", small), ("float16", many), ("float32", many),
+        ("float32", small),
+    ]  # fmt: skip
+    found = {}
+    for dtype, group in rounds:
+        kind = "tiles" if group is many else "small"
+        for i, (name, case) in enumerate(group.items()):
+            case = dataclasses.replace(case, dtype=dtype, seed=seed + i)
+            found[f"{kind}, {dtype}: {name}"] = case
+    landmark = {LANDMARK + name: case for name, case in landmark_oracle.CASES.items()}
+    for dtype in ("bfloat16", "float32"):
+        for name, case in decode_cases.CASES.items():
+            found[f"{DECODE}{dtype}: {name}"] = dataclasses.replace(case, dtype=dtype)
+    return landmark | found
+
+
+def poisoned(program, inputs):
+    """A function that runs the program on the inputs over NaN, and how many bytes are NaN first.
+
+    Results are written into buffers that are given away, which hold NaN.
+    """
+    import jax
+    import jax.numpy as jnp
+    from gpu_timing import poison
+
+    shapes = jax.eval_shape(program, *inputs)
+    over = jax.jit(lambda trash, *x: program(*x), donate_argnums=0, keep_unused=True)
+    compiled = over.lower(shapes, *inputs).compile()
+
+    def run():
+        poison(*((x.shape, x.dtype) for x in jax.tree.leaves(shapes)))
+        trash = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
+        return compiled(trash, *inputs)
+
+    return run, compiled.memory_analysis().alias_size_in_bytes
+
+
+def check(name: str, case, backend: str) -> tuple[str, str]:
+    """("ok", "skip" or "FAIL", why) of one case."""
+    try:
+        if name.startswith(LANDMARK):
+            return _check_landmark(case, backend)
+        return (_check_decode if name.startswith(DECODE) else _check_flash)(case, backend)
+    except ValueError as error:
+        if f"(implementation='{backend}')" not in str(error):
+            return "FAIL", f"ValueError: {error}"
+        return "skip", str(error).split(": ", 1)[-1].split(";")[0]
+    except Exception as error:
+        from gpu_runs import reason_of
+
+        return "FAIL", reason_of(error)
+
+
+def _check_flash(case, backend: str) -> tuple[str, str]:
+    import attention_oracle as oracle
+    import numpy as np
+
+    run, poisons = poisoned(oracle.program(case, backend), oracle.inputs(case))
+    found = [{k: np.asarray(x) for k, x in run().items()} for _ in range(3)]
+    wrong = oracle.above_limit(case, found[0], oracle.oracle(case))
+    if wrong:
+        return "FAIL", f"relative errors {wrong}"
+    return _same(found, f"over {poisons} bytes of NaN")
+
+
+def _check_decode(case, backend: str) -> tuple[str, str]:
+    import jax
+    import numpy as np
+    from decode_cases import assert_close, build, expected
+
+    from pallas_kernels import decode
+
+    def program(arrays, options):
+        options = options | {"soft_cap": case.soft_cap, "implementation": backend}
+        return decode(*arrays, case.mask, **options)
+
+    inputs = build(case)
+    run, poisons = poisoned(program, inputs)
+    found = [jax.tree.map(np.asarray, run()) for _ in range(3)]
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = expected(case, *jax.device_put(inputs, jax.devices("cpu")[0]))
+    assert_close(found[0], wanted, case.dtype)
+    return _same(found, f"over {poisons} bytes of NaN")
+
+
+def _check_landmark(case, backend: str) -> tuple[str, str]:
+    import jax
+    import landmark_oracle as oracle
+    import numpy as np
+    from gpu_timing import poison
+
+    q, k, v = case.arrays()[:3]
+    found = []
+    for _ in range(2):
+        poison(*((x.shape, x.dtype) for x in (q, q, k, v)))
+        found.append(jax.tree.map(np.asarray, oracle.run.__wrapped__(case, backend)))
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = oracle.oracle(case)[:3]
+    oracle.assert_same(found[0], expected, case.loose)
+    return _same(found, "")
+
+
+def _same(found: list, said: str) -> tuple[str, str]:
+    import jax
+
+    bits = [b"".join(x.tobytes() for x in jax.tree.leaves(one)) for one in found]
+    return ("ok", said) if len(set(bits)) == 1 else ("FAIL", "two runs differ in bits")
+
+
+def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
+    """Checks jobs "backend | case" in this process."""
+    if args.interpret:
+        from gpu_sides import interpret_triton
+
+        interpret_triton()
+    known = cases(args.seed)
+    for i, job in enumerate(jobs):
+        if time.monotonic() > deadline:
+            emit(left=[x["name"] for x in jobs[i:]])
+            break
+        emit(job=job["name"])
+        backend, name = job["name"].split(" | ")
+        status, why = check(name, known[name], backend)
+        emit(row={"backend": backend, "case": name, "status": status, "why": why})
+        emit(done=job["name"])
+        if status == "FAIL":
+            from gpu_measure import alive
+
+            alive()
+
+
+def shards(args, names: list[str]) -> list[list[dict]]:
+    """Jobs of the processes: every backend has its own, and some of them each."""
+    found = []
+    for backend in args.backends:
+        for i in range(args.processes):
+            some = names[i :: args.processes]
+            found.append([{"name": f"{backend} | {name}"} for name in some])
+    return found
+
+
+def supervised(jobs: list[dict], args, command: list[str], deadline: float, take) -> None:
+    from gpu_workers import supervise
+
+    for event in supervise(command, jobs, deadline=deadline, patience=WATCHED):
+        if "lost" in event:
+            backend, name = event["lost"].split(" | ")
+            why = f"it ended the process: {event['why']}"
+            event = {"row": {"backend": backend, "case": name, "status": "FAIL", "why": why}}
+        take(**event)
+
+
+class Log:
+    """Prints a line per case and counts them."""
+
+    def __init__(self, backends):
+        self.counts = {name: {"ok": 0, "skip": 0, "FAIL": 0} for name in backends}
+        self.left, self.failures = 0, []
+
+    def take(self, **event) -> None:
+        self.left += len(event.get("left", ()))
+        if "row" not in event:
+            return
+        row = event["row"]
+        self.counts[row["backend"]][row["status"]] += 1
+        line = f"{row['status']:4} {row['backend']:10} {row['case']}: {row['why']}"
+        if row["status"] == "FAIL":
+            self.failures.append(line)
+        print(line, flush=True)
+
+    def lines(self) -> list[str]:
+        """What failed, and how many cases passed."""
+        counts = self.counts.items()
+        said = [f"{x}: " + ", ".join(f"{n} {what}" for what, n in of.items()) for x, of in counts]
+        said += [f"{self.left} cases were not reached in time"] if self.left else []
+        return [*self.failures, *said]
+
+    def failed(self) -> int:
+        """1 where a case failed, or none was right."""
+        return int(bool(self.failures) or any(not x["ok"] for x in self.counts.values()))
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--backends", nargs="+", help="all for NVIDIA GPUs if left out")
+    parser.add_argument("--only", default="", help="words that a case's name must have")
+    parser.add_argument("--processes", type=int, default=3, help="for every backend")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 2**20)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--interpret", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.backends is None:
+        from pallas_kernels.backends import BACKENDS
+
+        gpu = [name for name, x in BACKENDS.items() if "cuda" in x.platforms]
+        args.backends = ["xla"] + ["triton"] * args.interpret if args.cpu else gpu
+    return args
+
+
+def main(argv=None) -> int:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    args = arguments(argv)
+    if args.cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from gpu_workers import emit, jobs_of_child
+
+    if args.worker:
+        work(jobs_of_child(), args, emit)
+        return 0
+    log = run(args, sys.argv[1:] if argv is None else argv)
+    print("\n".join(["", *log.lines()]))
+    return log.failed()
+
+
+def run(args, options: list[str]) -> Log:
+    """All cases, in processes that are given the same options; in this one on a CPU."""
+    deadline, log = time.monotonic() + 60 * args.minutes, Log(args.backends)
+    words = args.only.split()
+    names = [name for name in cases(args.seed) if all(x in name for x in words)]
+    jobs = shards(args, names)
+    print(f"seed {args.seed}, {len(names)} cases, {', '.join(args.backends)}", flush=True)
+    if args.cpu:
+        work([job for shard in jobs for job in shard], args, log.take, deadline)
+        return log
+    command = [sys.executable, __file__, *options, "--seed", str(args.seed), "--worker"]
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        of = functools.partial(supervised, args=args, command=command, deadline=deadline)
+        list(pool.map(lambda x: of(x, take=log.take), jobs))
+    return log
+
+
+if __name__ == "__main__":
+    sys.exit(main())

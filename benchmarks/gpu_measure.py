@@ -1,0 +1,205 @@
+"""The worker of `gpu_attention.py`: all rows of one workload after another."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+import gpu_sides
+import jax
+import jax.numpy as jnp
+from gpu_runs import JaxRun, TorchRun, errors, reason_of, same_bits
+from gpu_timing import GUESS, ceilings, rotated, summary
+from gpu_workloads import UNIT, oracle, workloads
+
+from pallas_kernels.tables import from_mask
+
+PACKAGES = ("jax", "jaxlib", "torch", "triton", "tokamax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+LONGEST_XLA = 4e12  # visited FLOP of a forward pass, above which blockwise XLA is left out
+
+
+def chosen(args) -> list:
+    words = args.only.split()
+    found = workloads(8 if args.cpu else UNIT)
+    return [w for w in found if w.group in args.group and all(x in w.name for x in words)]
+
+
+def describe() -> dict:
+    """The device, its driver and the versions of what runs on it."""
+    device = jax.devices()[0]
+    found = {"device": device.device_kind, "platform": device.platform}
+    found |= {"python": platform.python_version(), "machine": platform.machine()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        found["driver"], found["max_sm_clock"] = said.splitlines()[0].split(", ")
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        found["driver"] = None
+    return found
+
+
+def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
+    """Does the jobs in this process; "ceilings" first, then workloads by name."""
+    if args.interpret:
+        gpu_sides.interpret_triton()
+    by_name = {w.name: w for w in chosen(args)}
+    for i, job in enumerate(jobs):
+        if time.monotonic() > deadline:
+            emit(left=[x["name"] for x in jobs[i:]])
+            break
+        emit(job=job["name"])
+        if job["name"] == "ceilings":
+            sizes = (256, 2**16) if args.cpu else (8192, 2**30)
+            emit(about=describe(), ceilings=ceilings(*sizes))
+        else:
+            measure(by_name[job["name"]], args, job, emit)
+        gc.collect()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+        emit(done=job["name"])
+
+
+def measure(w, args, job: dict, emit) -> None:
+    """All rows of one workload."""
+    arrays = w.arrays()
+    expected, table_ms, results = oracle(w, arrays), table_time(w), {}
+    runs = begin(w, arrays, args, job, emit)
+    for side, run in runs.items():
+        emit(step=side)
+        results[side] = checked(run, expected)
+    times = {}
+    for which in args.passes:
+        ready = {s: r for s, r in runs.items() if r.ready(which) and "error" in results[s]}
+        times[which] = in_turns(ready, which, args.seconds, emit)
+    for side, run in runs.items():
+        for which in args.passes:
+            found = times[which].get(side)
+            reason = run.reasons.get(which, results[side].get("reason"))
+            if found is None:
+                emit(row=absent(w, which, side, reason or "it failed while it was timed"))
+            else:
+                emit(row=row(w, which, side, run, found, results[side], table_ms))
+
+
+def begin(w, arrays, args, job: dict, emit) -> dict:
+    """The sides that have something to compile for the workload, compiled; rows for the others."""
+    runs = {}
+    for side, library in gpu_sides.names().items():
+        if not re.search(args.sides, side):
+            continue
+        emit(step=side)
+        try:
+            if side in job.get("skip", ()):
+                raise gpu_sides.Absent("it has crashed the process or hung, here or twice before")
+            guess, attention = guess_of(side, w, args), gpu_sides.attention(side, w)
+            make = JaxRun if library == "jax" else TorchRun
+            runs[side] = make(attention, w, arrays, args.passes, guess)
+        except Exception as error:  # a side that cannot run is a row, whatever it raises
+            reason = str(error) if isinstance(error, gpu_sides.Absent) else reason_of(error)
+            for which in args.passes:
+                emit(row=absent(w, which, side, reason))
+            alive()
+    emit(step=None)
+    tasks = [(run, name) for run in runs.values() for name in run.lowered]
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        list(pool.map(lambda task: task[0].compile(task[1]), tasks))
+    return runs
+
+
+def guess_of(side: str, w, args) -> float:
+    """Operations per second to expect, or a reason not to try."""
+    if args.cpu:
+        return 1.0
+    if side != gpu_sides.OURS + "xla":
+        return GUESS
+    if w.flops("fwd")[1] > LONGEST_XLA:
+        raise gpu_sides.Absent(f"blockwise XLA on a GPU is left out above {LONGEST_XLA:.0e} FLOP")
+    return GUESS / 100
+
+
+def checked(run, expected) -> dict:
+    """Errors and bits of a side's results, or the reason that there are none."""
+    try:
+        first = run.check()
+        return {"error": errors(first, expected), "same_bits": same_bits(first, run.check())}
+    except Exception as error:
+        alive()
+        return {"reason": reason_of(error)}
+
+
+def in_turns(runs: dict, which: str, seconds: float, emit) -> dict:
+    """Times of the sides that can do the pass; a side that fails is without."""
+    ready = {}
+    for side, run in runs.items():
+        emit(step=side)
+        try:
+            run.sample(which)
+            ready[side] = lambda run=run: run.sample(which)
+        except Exception as error:
+            run.reasons[which] = reason_of(error)
+            alive()
+    emit(step=None)
+    return rotated(ready, seconds)
+
+
+def alive() -> None:
+    """Ends the process where an error has taken the device along: another one goes on."""
+    try:
+        jax.block_until_ready(jnp.ones(8) + 1)
+    except Exception:
+        os._exit(3)
+
+
+def table_time(w) -> float | None:
+    """Milliseconds to list the blocks of a mask: on the device where documents are traced."""
+    if w.listed is not None:
+        return None
+    if not w.documents:
+        run = w.table
+    else:
+        blocks = dict(queries=w.t, keys=w.s, q_block=w.block, k_block=w.block)
+        traced = jax.jit(lambda x: from_mask(w.mask, **blocks, q_segments=x, k_segments=x))
+        run, ids = None, w.places()["q_segments"]
+        run = lambda: jax.block_until_ready(traced(ids))  # noqa: E731
+        run()
+    times = []
+    for _ in range(3 if not w.documents else 9):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return 1e3 * summary(times)["seconds"]
+
+
+def absent(w, which: str, side: str, reason: str) -> dict:
+    return {"workload": w.name, "group": w.group, "pass": which, "side": side, "reason": reason}
+
+
+def row(w, which: str, side: str, run, found: dict, result: dict, table_ms) -> dict:
+    """A line of the tables; the share of the matrix product's rate is added later."""
+    useful, executed = w.flops(which)
+    worst = max(result["error"].values(), key=lambda x: (x != x, x))  # NaN is the worst
+    return {
+        "workload": w.name, "group": w.group, "pass": which, "side": side,
+        "shape": f"{w.t} x {w.s}, {w.heads}/{w.kv_heads} of {w.size}",
+        "density": w.density, "visited_share": w.pairs[1] / (w.t * w.s * w.heads),
+        "ms": 1e3 * found["seconds"], "spread": found["spread"],
+        "executed_tflops": executed / found["seconds"] / 1e12,
+        "useful_tflops": useful / found["seconds"] / 1e12,
+        "peak_bytes": run.bytes(which), "kept_bytes": run.kept_bytes(),
+        "array_bytes": 2 * w.t * w.heads * w.size,
+        "table_ms": table_ms, "compile_s": run.seconds[which],
+        "error": worst, "errors": result["error"], "same_bits": result["same_bits"],
+    }  # fmt: skip

@@ -1,0 +1,119 @@
+"""Jobs in a process of their own, which is replaced when one of them crashes it or hangs.
+
+A kernel that has never run may read where nothing is or wait for ever, and takes its process along.
+The child gets one JSON list of jobs on its standard input and prints events, one JSON object a line
+behind `MARK`; whatever else it prints is passed on. Events of a child:
+
+    {"job": name}                  a job begins
+    {"step": text}                 what it is about to do, so that it can be left out afterwards
+    {"row": ...}                   a result; anything else with neither of the keys below
+    {"done": name}                 a job has ended
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+MARK = "@event "
+
+
+def emit(**event) -> None:
+    """Called in the child."""
+    print(MARK + json.dumps(event), flush=True)
+
+
+def jobs_of_child() -> list[dict]:
+    return json.loads(sys.stdin.readline())
+
+
+def supervise(
+    command: list[str], jobs: list[dict], *, deadline: float, patience: float, env=None
+) -> Iterator[dict]:
+    """Events of children that do the jobs, [{"name": ..., "skip": [...]}], one after the other.
+
+    Where a child dies, or says nothing for `patience` seconds, {"lost": job, "step": step, "why":
+    text} is an event; another child does the job again with the step in its `skip`, or goes on
+    after it where there was no step. A step lost in two jobs is left out of all others. At
+    `deadline` (`time.monotonic`) the child is ended; {"left": names} were not finished.
+    """
+    jobs, lost = [{"skip": []} | job for job in jobs], []
+    while jobs and time.monotonic() < deadline:
+        at, step, ended = None, None, None
+        for event in _events(command, jobs, deadline, patience, env):
+            at, step = event.get("job", at), event.get("step", None if "job" in event else step)
+            if "done" in event:
+                jobs = [job for job in jobs if job["name"] != event["done"]]
+                at, step = None, None
+            if "ended" in event:
+                ended = event["ended"]
+                break
+            yield event
+        if not jobs or ended == "time":
+            break
+        at = at or jobs[0]["name"]
+        yield {"lost": at, "step": step, "why": ended}
+        jobs = _without(jobs, at, step)
+        if step in lost:
+            jobs = [job | {"skip": [*job["skip"], step]} for job in jobs]
+        lost.append(step if step is not None else ())
+    if jobs:
+        yield {"left": [job["name"] for job in jobs]}
+
+
+def _without(jobs: list[dict], name: str, step: str | None) -> list[dict]:
+    """The jobs that remain, with the step of that job left out, or that job where it has none."""
+    found = []
+    for job in jobs:
+        if job["name"] != name:
+            found.append(job)
+        elif step is not None and step not in job["skip"]:
+            found.append(job | {"skip": [*job["skip"], step]})
+    return found
+
+
+def _events(command, jobs, deadline, patience, env) -> Iterator[dict]:
+    """Of one child; the last one is {"ended": why}."""
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, errors="replace"
+    )
+    lines: queue.Queue = queue.Queue()
+
+    def read():
+        for line in child.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        child.stdin.write(json.dumps(jobs) + "\n")
+        child.stdin.close()
+        yield from _read(child, lines, deadline, patience)
+    except BrokenPipeError:
+        yield {"ended": f"exit code {child.wait()}"}
+    finally:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+
+
+def _read(child, lines: queue.Queue, deadline: float, patience: float) -> Iterator[dict]:
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            line = lines.get(timeout=max(0.0, min(patience, left)))
+        except queue.Empty:
+            yield {"ended": "time" if left <= patience else f"silent for {patience:.0f} s"}
+            return
+        if line is None:
+            yield {"ended": f"exit code {child.wait()}"}
+            return
+        if line.startswith(MARK):
+            yield json.loads(line.removeprefix(MARK))
+        else:
+            print(line, end="", file=sys.stderr)

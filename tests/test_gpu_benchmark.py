@@ -1,0 +1,277 @@
+"""What is to be run on a GPU runs here: `benchmarks/gpu_attention.py` and `gpu_check.py`."""
+
+import json
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import by_heads
+from pallas_kernels.backends import BACKENDS, Backend
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import gpu_attention  # noqa: E402
+import gpu_check  # noqa: E402
+import gpu_report  # noqa: E402
+from gpu_workers import supervise  # noqa: E402
+from gpu_workloads import workloads  # noqa: E402
+
+SMALL = {w.name: w for w in workloads(unit=8) if (w.heads, w.size) == (2, 32)}
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+EVERY = pytest.mark.parametrize("w", SMALL.values(), ids=list(SMALL))
+
+
+def visible(w):
+    """bool [N, T, S] of all pairs."""
+    q, k = np.arange(w.t)[:, None], np.arange(w.s)
+    parts = [np.repeat(m.element(q, k)[None], n, 0) for m, n in by_heads(w.mask, w.heads)]
+    seen = np.concatenate(parts)
+    if w.documents:
+        seen = seen & (w.segments[0][:, None] == w.segments[0])
+    if w.filled is not None:
+        seen = seen & (k < w.filled)
+    return seen if w.listed is None else seen & w.listed[q // w.block, k // w.block]
+
+
+@EVERY
+def test_counted_pairs_are_those_that_are_visible(w):
+    seen = visible(w)
+    blocks = seen.reshape(w.heads, w.t // w.block, w.block, w.s // w.block, w.block)
+    found, visited = w.pairs
+    assert found == seen.sum()
+    assert visited == blocks.any((2, 4)).sum() * w.block**2
+    assert w.flops("fwd") == (4 * w.size * found, 4 * w.size * visited)
+
+
+@pytest.mark.slow  # importing torch is
+@EVERY
+def test_torch_masks_and_block_masks_say_the_same(w):
+    torch = pytest.importorskip("torch")
+    import gpu_sides
+
+    if w.landmark:
+        with pytest.raises(gpu_sides.Absent, match="no FlexAttention mask"):
+            gpu_sides.mask_mod(w, "cpu")
+        return
+    seen, mod = visible(w), gpu_sides.mask_mod(w, "cpu")
+    h, q, k = (torch.arange(n) for n in (w.heads, w.t, w.s))
+    found = torch.broadcast_to(mod(0, h[:, None, None], q[:, None], k), seen.shape).numpy()
+    blocks = gpu_sides.block_mask(w, "cpu").to_dense()[0].numpy().astype(bool)
+    listed = blocks.repeat(w.block, 1).repeat(w.block, 2)
+    np.testing.assert_array_equal(found & listed, seen)
+
+
+def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
+    options = ["--cpu", "--only", "a causal, 32 x 32, 2/2 heads of 16", "--seconds", "0"]
+    options += ["--sides", "lcjax|^jax|tokamax", "--passes", "fwd", "bwd"]
+    assert gpu_attention.main([*options, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert found["about"]["platform"] == "cpu" and found["ceilings"]["matmul"] > 0
+    rows = {(row["side"], row["pass"]): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 2 * len({side for side, _ in rows})
+    for which in ("fwd", "bwd"):
+        ours = rows["lcjax xla", which]
+        assert ours["ms"] > 0 and ours["same_bits"] and ours["error"] < 0.01
+        assert set(ours["errors"]) == {"out", "dq", "dk", "dv"}
+        assert ours["kept_bytes"] >= 4 * ours["array_bytes"]
+        assert "it runs on cuda" in rows["lcjax triton", which]["reason"]
+        assert rows["jax.nn cudnn", which]["reason"]
+    assert rows["lcjax xla", "fwd"]["useful_tflops"] == pytest.approx(
+        4 * 16 * 2 * (32 * 33 // 2) / rows["lcjax xla", "fwd"]["ms"] / 1e9
+    )
+    text = (tmp_path / f"{file.stem}.md").read_text()
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in tables if "lcjax xla" in line}) == 1
+    assert printed.rindex("## Targets") > printed.rindex("## Milliseconds")
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """A backend whose outputs are a little too large."""
+    from pallas_kernels import _xla
+
+    def forward(*inputs, **options):
+        out, lse = _xla.forward(*inputs, **options)
+        return 1.1 * out, lse
+
+    module = types.ModuleType("wrong_backend")
+    module.forward, module.backward, module.unsupported = forward, _xla.backward, _xla.unsupported
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(BACKENDS, "wrong", Backend(module.__name__, ("cpu",)))
+    yield "wrong"
+    jax.clear_caches()
+
+
+def test_wrong_results_are_called_wrong(wrong, tmp_path, capsys):
+    options = ["--cpu", "--only", "a causal, 32 x 32, 2/2 heads of 16", "--seconds", "0"]
+    options += ["--sides", "lcjax", "--passes", "fwd", "--out", str(tmp_path)]
+    assert gpu_attention.main(options) == 1
+    assert " WRONG |" in capsys.readouterr().out
+
+
+def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):
+    only = ["--cpu", "--only", "small, float32: causal, odd"]
+    assert gpu_check.main([*only, "--backends", "xla"]) == 0
+    assert "ok   xla" in capsys.readouterr().out
+    assert gpu_check.main([*only, "--backends", "wrong"]) == 1
+    assert "FAIL wrong" in capsys.readouterr().out
+
+
+def test_a_run_that_checks_first_says_what_failed(tmp_path, monkeypatch, capsys):
+    log = gpu_check.Log(["some"])
+    log.take(row={"backend": "some", "case": "this one", "status": "FAIL", "why": "it is wrong"})
+    monkeypatch.setattr(gpu_check, "run", lambda args, options: log)
+    options = ["--cpu", "--check", "--only", "nothing has this name", "--out", str(tmp_path)]
+    assert gpu_attention.main(options) == 1
+    report = capsys.readouterr().out
+    assert "FAIL some       this one: it is wrong; some: 0 ok, 0 skip, 1 FAIL" in report
+
+
+def test_the_check_fails_where_nothing_could_run(capsys):
+    only = ["--cpu", "--only", "small, float32: causal, odd"]
+    assert gpu_check.main([*only, "--backends", "mosaic_gpu"]) == 1
+    assert "skip mosaic_gpu" in capsys.readouterr().out
+
+
+def test_every_result_is_written_over_nan():
+    import attention_oracle as oracle
+
+    case = oracle.Case(batch=1, t=9, s=9, heads=1, kv_heads=1, size=8, v_size=8)
+    run, poisons = gpu_check.poisoned(oracle.program(case, "xla"), oracle.inputs(case))
+    results = run()
+    assert poisons == sum(x.nbytes for x in results.values())
+    assert all(np.isfinite(x).all() for x in results.values())
+
+
+class Broken:
+    """A program that its compiler does not take."""
+
+    def compile(self):
+        raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize("when", ["traced", "compiled"])
+def test_a_side_without_a_backward_pass_is_timed_forward(when):
+    from gpu_runs import JaxRun
+
+    w = next(iter(SMALL.values()))
+    attention = w.attention("xla")
+    if when == "traced":
+        attention = jax.custom_vjp(attention)
+        attention.defvjp(lambda *x: (attention(*x), None), lambda *_: 1 / 0)
+    run = JaxRun(attention, w, w.arrays(), ("fwd", "bwd"), 1.0)
+    if when == "compiled":
+        run.lowered |= {"check": Broken(), "bwd": Broken()}
+    for name in reversed(list(run.lowered)):
+        run.compile(name)
+    assert run.check().keys() == {"out"} and run.sample("fwd") > 0
+    assert run.ready("fwd") and not run.ready("bwd")
+    said = {"traced": "division by zero", "compiled": "no such instruction"}
+    assert said[when] in run.reasons["bwd"]
+
+
+CHILD = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from gpu_workers import emit, jobs_of_child
+for job in jobs_of_child():
+    emit(job=job["name"])
+    for step in ("good", "dies", "waits"):
+        if step in job["skip"]:
+            continue
+        emit(step=step)
+        if step == "dies" and job["name"] != "c":
+            sys.exit(7)
+        if step == "waits" and job["name"] == "a":
+            time.sleep(60)
+        emit(row=[job["name"], step])
+    emit(done=job["name"])
+"""
+
+
+def test_steps_that_die_or_hang_are_left_out_and_the_rest_is_done():
+    command = [sys.executable, "-c", CHILD, str(BENCHMARKS)]
+    jobs = [{"name": name} for name in "abc"]
+    deadline = time.monotonic() + 30
+    events = list(supervise(command, jobs, deadline=deadline, patience=2.0))
+    lost = [(e["lost"], e["step"], e["why"]) for e in events if "lost" in e]
+    assert lost == [
+        ("a", "dies", "exit code 7"), ("a", "waits", "silent for 2 s"), ("b", "dies", "exit code 7")
+    ]  # fmt: skip
+    assert [e["done"] for e in events if "done" in e] == ["a", "b", "c"]
+    rows = [tuple(e["row"]) for e in events if "row" in e]
+    # "dies" was lost in two jobs, so "c" is spared it.
+    assert rows[-3:] == [("b", "waits"), ("c", "good"), ("c", "waits")]
+
+
+def test_jobs_that_time_leaves_no_room_for_are_named():
+    command = [sys.executable, "-c", CHILD, str(BENCHMARKS)]
+    jobs = [{"name": "a", "skip": ["dies"]}, {"name": "b"}]
+    *_, last = supervise(command, jobs, deadline=time.monotonic() + 1.5, patience=50.0)
+    assert last == {"left": ["a", "b"]}
+
+
+def test_targets_are_judged_by_their_levels():
+    def row(workload, which, side, ms, rate, **more):
+        return {
+            "workload": workload, "group": workload[0], "pass": which, "side": side, "ms": ms,
+            "shape": "another", "density": None, "visited_share": 0.5, "error": 0.004,
+            "same_bits": True, "useful_tflops": rate, "executed_tflops": rate, "compile_s": 3.0,
+            "kept_bytes": 410, "peak_bytes": 920, "array_bytes": 100,
+        } | more  # fmt: skip
+
+    causal = gpu_report.CAUSAL + "128"
+    rows = [
+        row(causal, "fwd", "lcjax triton", 2.0, 400.0),
+        row(causal, "fwd", "lcjax mosaic_gpu", 1.0, 630.0),
+        row(causal, "fwd", "jax.nn cudnn", 0.9, 700.0),
+        row(causal, "both", "lcjax triton", 3.0, 500.0),
+        row(causal, "bwd", "lcjax mosaic_gpu", 9.0, 900.0, error=float("nan")),
+    ]
+    for share, ms in ((1.0, 8.0), (0.125, 1.25), (0.05, 0.44)):
+        name, more = f"f blocks {100 * share:g} %", {"visited_share": share, "density": share}
+        rows.append(row(name, "fwd", "lcjax triton", ms, 1.0, shape="16k x 16k", **more))
+    rows = gpu_report.with_ratios(rows)
+    assert rows[1]["speed_to"] == {"jax.nn cudnn": pytest.approx(0.9)}
+    lines = gpu_report.targets(rows, {"static_ms": 15.0, "traced_share": 0.04}).splitlines()[2:]
+    met = {x.split(" | ")[0].strip("| "): x.split(" | ")[-1].strip(" |") for x in lines}
+    assert met["forward causal 16k, heads of 128"] == "good"  # not excellent: 0.90 of cuDNN
+    assert met["backward causal 16k, heads of 128"] == "?"  # its results are wrong
+    assert met["block-sparse efficiency"] == "floor"  # 0.80 and 0.91
+    assert met["table of 128k: static; traced"] == "good"
+    assert met["memory: kept for the backward pass, and at most"] == "excellent"
+    assert met["compile time, slowest of ours"] == "good"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode, bfloat16: window", "Landmark: tiny", "documents, two"])
+def test_every_kind_of_case_is_checked(name, capsys):
+    assert gpu_check.main(["--cpu", "--only", name]) == 0
+    assert "xla 0 ok" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_and_torch_take_part(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setitem(BACKENDS, "triton", BACKENDS["triton"])  # is put back afterwards
+    options = ["--cpu", "--interpret", "--only", "causal, 32 x 32, 2/2 heads of 16"]
+    options += ["--seconds", "0", "--sides", "lcjax|torch", "--out", str(tmp_path)]
+    try:
+        assert gpu_attention.main(options) == 0
+    finally:
+        jax.clear_caches()
+    (file,) = tmp_path.glob("*.json")
+    rows = json.loads(file.read_text())["rows"]
+    for side in ("lcjax triton", "torch flash"):
+        found = [row for row in rows if row["side"] == side]
+        assert len(found) == 3
+        assert all(row["ms"] > 0 and row["error"] < 0.01 for row in found)
+    assert any(row["side"] == "torch flex" and "on GPUs only" in row["reason"] for row in rows)
