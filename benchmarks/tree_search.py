@@ -3,7 +3,7 @@
     python benchmarks/tree_search.py            # SmolLM2-135M, about 30 minutes on 2 CPU cores
 
 A document is made of notes, each of which begins and ends with its subject and else is text of the
-reference of Python's language; one of them has a password, a word of that reference. A chunk holds
+reference of Python's language; one of them has a password, a noun. A chunk holds
 two notes: its tree keeps the chosen half whole, and one token of the other. The question ends with
 the subject, because a search compares the last token of a question with the last one of each half
 and sees nothing else of them but through one layer (arXiv 2410.19318, sec. 3.2). Cross-attention
@@ -25,6 +25,10 @@ RECIPE = "configs/study/tree_search.yaml"
 SUBJECTS = """lighthouse harbor garden bridge castle river forest village market school church
     library hospital museum theater station airport island valley mountain desert ocean factory
     kitchen tower temple palace prison farm mill"""
+PASSWORDS = """apple banana lemon orange peach cherry melon grape tiger lion wolf bear eagle whale
+    shark horse sheep goat rabbit turtle monkey elephant dragon silver gold copper iron steel glass
+    paper cotton silk leather hammer basket bottle candle mirror violin piano guitar trumpet rocket
+    engine camera telephone pencil carpet blanket umbrella"""
 
 
 class Notes:
@@ -37,14 +41,16 @@ class Notes:
 
         self.encode = lambda text: inside(tokenizer, text)
         self.tokenizer, self.size, self.rng = tokenizer, chunk // 2, np.random.default_rng(seed)
+        self.subjects, self.passwords = map(self._single, (SUBJECTS, PASSWORDS))
         text = " ".join(map(topics.get, sorted(topics))).split()
         words = [word for word in text if re.fullmatch(r"[A-Za-z]+[,.]?", word)]
-        known = {word: self.encode(" " + word) for word in {*words, *SUBJECTS.split()}}
+        known = {word: self.encode(" " + word) for word in set(words)}
         self.words = [known[word] for word in words]
-        single = [word for word in sorted(known) if len(known[word]) == 1]
-        self.short = known[single[0]]
-        self.subjects = [word for word in single if word in SUBJECTS.split()]
-        self.passwords = [word for word in single if re.fullmatch("[a-z]{4,}", word)]
+        self.short = next(ids for ids in self.words if len(ids) == 1)
+
+    def _single(self, words: str) -> list[str]:
+        """Those that are one token."""
+        return [word for word in words.split() if len(self.encode(" " + word)) == 1]
 
     def filler(self, count: int) -> list[int]:
         """`count` tokens of running text, from anywhere."""
