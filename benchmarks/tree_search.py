@@ -1,6 +1,6 @@
 """Whether a search finds what a question asks for: a password behind SharedLLM's trees.
 
-    python benchmarks/tree_search.py            # SmolLM2-135M, about 30 minutes on 2 CPU cores
+    python benchmarks/tree_search.py            # SmolLM2-135M, 17 minutes on 2 CPU cores
 
 A document is made of notes, each of which begins and ends with its subject and else is text of the
 reference of Python's language; one of them has a password, a noun. A chunk holds
