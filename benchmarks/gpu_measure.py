@@ -16,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 import gpu_sides
 import jax
 import jax.numpy as jnp
-from gpu_runs import JaxRun, TorchRun, errors, reason_of, same_bits
+from gpu_runs import JaxRun, TorchRun, errors, same_bits, told
+from gpu_sides import Absent
 from gpu_timing import GUESS, ceilings, rotated, summary
 from gpu_workloads import UNIT, oracle, workloads
 
@@ -96,21 +97,20 @@ def measure(w, args, job: dict, emit) -> None:
 
 def begin(w, arrays, args, job: dict, emit) -> dict:
     """The sides that have something to compile for the workload, compiled; rows for the others."""
-    runs = {}
+    runs, reasons = {}, {}
     for side, library in gpu_sides.names().items():
         if not re.search(args.sides, side):
             continue
         emit(step=side)
-        try:
+        with told(reasons, side):
             if side in job.get("skip", ()):
-                raise gpu_sides.Absent("it has crashed the process or hung, here or twice before")
+                raise Absent("it has crashed the process or hung, here or twice before")
             guess, attention = guess_of(side, w, args), gpu_sides.attention(side, w)
             make = JaxRun if library == "jax" else TorchRun
             runs[side] = make(attention, w, arrays, args.passes, guess)
-        except Exception as error:  # a side that cannot run is a row, whatever it raises
-            reason = str(error) if isinstance(error, gpu_sides.Absent) else reason_of(error)
+        if side in reasons:
             for which in args.passes:
-                emit(row=absent(w, which, side, reason))
+                emit(row=absent(w, which, side, reasons[side]))
             alive()
     emit(step=None)
     tasks = [(run, name) for run in runs.values() for name in run.lowered]
@@ -126,18 +126,18 @@ def guess_of(side: str, w, args) -> float:
     if side != gpu_sides.OURS + "xla":
         return GUESS
     if w.flops("fwd")[1] > LONGEST_XLA:
-        raise gpu_sides.Absent(f"blockwise XLA on a GPU is left out above {LONGEST_XLA:.0e} FLOP")
+        raise Absent(f"blockwise XLA on a GPU is left out above {LONGEST_XLA:.0e} FLOP")
     return GUESS / 100
 
 
 def checked(run, expected) -> dict:
     """Errors and bits of a side's results, or the reason that there are none."""
-    try:
+    found = {}
+    with told(found, "reason"):
         first = run.check()
         return {"error": errors(first, expected), "same_bits": same_bits(first, run.check())}
-    except Exception as error:
-        alive()
-        return {"reason": reason_of(error)}
+    alive()
+    return found
 
 
 def in_turns(runs: dict, which: str, seconds: float, emit) -> dict:
@@ -145,11 +145,10 @@ def in_turns(runs: dict, which: str, seconds: float, emit) -> dict:
     ready = {}
     for side, run in runs.items():
         emit(step=side)
-        try:
+        with told(run.reasons, which):
             run.sample(which)
             ready[side] = lambda run=run: run.sample(which)
-        except Exception as error:
-            run.reasons[which] = reason_of(error)
+        if side not in ready:
             alive()
     emit(step=None)
     return rotated(ready, seconds)
@@ -159,7 +158,7 @@ def alive() -> None:
     """Ends the process where an error has taken the device along: another one goes on."""
     try:
         jax.block_until_ready(jnp.ones(8) + 1)
-    except Exception:
+    except jax.errors.JaxRuntimeError:
         os._exit(3)
 
 
@@ -172,8 +171,11 @@ def table_time(w) -> float | None:
     else:
         blocks = dict(queries=w.t, keys=w.s, q_block=w.block, k_block=w.block)
         traced = jax.jit(lambda x: from_mask(w.mask, **blocks, q_segments=x, k_segments=x))
-        run, ids = None, w.places()["q_segments"]
-        run = lambda: jax.block_until_ready(traced(ids))  # noqa: E731
+        ids = w.places()["q_segments"]
+
+        def run():
+            jax.block_until_ready(traced(ids))
+
         run()
     times = []
     for _ in range(3 if not w.documents else 9):

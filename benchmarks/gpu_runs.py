@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import jax
 import jax.numpy as jnp
+from gpu_sides import Absent
 from gpu_timing import chain_length, chained, poison, timed
 from jax import lax
 
 PASSES = ("fwd", "bwd", "both")
 
 
-def reason_of(error: Exception) -> str:
-    """One line of an error."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
+@contextlib.contextmanager
+def told(reasons: dict[str, str], name: str):
+    """Any error inside is the reason of `name`: other libraries raise what they like."""
+    try:
+        yield
+    except Absent as error:
+        reasons[name] = str(error)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        reasons[name] = f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 class JaxRun:
@@ -71,25 +79,21 @@ class JaxRun:
     def _lower(self, name, program, *arrays):
         """Shapes of the program's results, or None with a reason."""
         begin = time.perf_counter()
-        try:
+        with told(self.reasons, name):
             traced = jax.jit(program).trace(*arrays)
             self.lowered[name] = traced.lower()
-        except Exception as error:  # whatever another library raises is told in its row
-            self.reasons[name] = reason_of(error)
-            return None
-        self.seconds[name] = time.perf_counter() - begin
-        return traced.out_info
+            self.seconds[name] = time.perf_counter() - begin
+            return traced.out_info
+        return None
 
     def compile(self, name: str) -> None:
         """May run in a thread; `seconds` is tracing, lowering and compiling."""
         begin = time.perf_counter()
-        try:
+        with told(self.reasons, name):
             self.programs[name] = self.lowered[name].compile()
-        except Exception as error:
-            self.reasons[name] = reason_of(error)
-            if name == "check" and self.backward:
-                self._lower_forward_check()
-                self.compile("check")
+        if name == "check" and name not in self.programs and self.backward:
+            self._lower_forward_check()
+            self.compile("check")
         self.seconds[name] += time.perf_counter() - begin
 
     def check(self) -> dict:
@@ -147,12 +151,11 @@ class TorchRun:
     def _first(self, which: str) -> None:
         """Compiles what has to be, and reads the most memory that a call takes."""
         begin = time.perf_counter()
-        try:
+        with told(self.reasons, which):
             self._warm(which)
-        except Exception as error:
-            self.reasons[which] = reason_of(error)
+            self.seconds[which] = time.perf_counter() - begin
+        if which in self.reasons:
             return
-        self.seconds[which] = time.perf_counter() - begin
         if self.gpu:
             self.torch.cuda.reset_peak_memory_stats()
             self._warm(which)

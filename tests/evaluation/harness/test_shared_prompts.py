@@ -102,7 +102,7 @@ class Suite:
     """Two tasks of one set of examples: choices, and answers that are written."""
 
     def __init__(self, names, **settings):
-        pass
+        self.names = names
 
     def documents(self, chat, **more):
         facts = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 1}
@@ -110,9 +110,9 @@ class Suite:
         for n in range(3):
             prompt = f"{shots} {chr(70 + n) * 9}"
             choices = [("loglikelihood", [prompt, f" {n * 7 + k}"], 1) for k in range(2)]
-            yield harness.Document("pick", "pick", n, choices, facts)
             write = [("generate_until", [prompt + "!", {"max_gen_toks": 3}], 1)]
-            yield harness.Document("write", "write", n, write, facts)
+            for name, asked in zip(self.names, (choices, write), strict=True):
+                yield harness.Document(name, name, n, asked, facts)
 
     def judge(self, dataset, number, given):
         return {"acc,none": 1.0}
