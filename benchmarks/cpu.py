@@ -108,7 +108,7 @@ def _seconds(function) -> float:
 def _lcjax(case: str, folder: str, length: int):
     if case == "train":
         return _lcjax_train(folder, length)
-    from lcjax.generate import Sampling
+    from lcjax.inference.sampling import Sampling
     from lcjax.lm import LanguageModel
 
     lm = LanguageModel.load(folder)

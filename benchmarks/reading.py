@@ -78,7 +78,7 @@ def read_and_write(config, length: int, *, chunk: int | None, projected: bool = 
     import numpy as np
 
     from lcjax.evaluation.measure import highest_bytes, reset_peak
-    from lcjax.generate import Sampling
+    from lcjax.inference.sampling import Sampling
 
     lm = reader(config)
     text = np.random.default_rng(0).integers(3, config.vocab_size, length).tolist()

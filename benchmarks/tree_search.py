@@ -107,7 +107,7 @@ def train(seed: int) -> Path:
 
 def found(args, lm, policy, chunks: int, closed: bool) -> list[float]:
     """The share of passwords that are found in the left and in the right half of a chunk."""
-    from lcjax.generate import Sampling
+    from lcjax.inference.sampling import Sampling
 
     memory = dataclasses.replace(lm.config.memory, policy=policy)
     reader, shares = lm.with_method(memory=memory), []

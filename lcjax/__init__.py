@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
     from lcjax.build import ModelSection
     from lcjax.conversation import Conversation
     from lcjax.errors import InputError
+    from lcjax.inference.sampling import Sampling
     from lcjax.lm import LanguageModel
     from lcjax.replug import Replug
-    from lcjax.sampling import Sampling
     from lcjax.sharding import Mesh
 
     __version__: str
@@ -33,7 +33,7 @@ _NAMES = {
     "Mesh": "lcjax.sharding",
     "ModelSection": "lcjax.build",
     "Replug": "lcjax.replug",
-    "Sampling": "lcjax.sampling",
+    "Sampling": "lcjax.inference.sampling",
 }
 
 __all__ = [

@@ -14,14 +14,14 @@ import numpy as np
 
 from lcjax import cache as cache_lib
 from lcjax import distributed
-from lcjax.contexts import Contexts, Row
 from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, whole_number
-from lcjax.generate import Piece, Sampling, chunk_size, prefill
-from lcjax.generate import Row as _Text
+from lcjax.inference.contexts import Contexts, Row
+from lcjax.inference.generate import Piece, chunk_size, prefill
+from lcjax.inference.generate import Row as _Text
+from lcjax.inference.sampling import Sampling, pick
 from lcjax.landmarks import Landmarks
 from lcjax.lm import LanguageModel
-from lcjax.sampling import pick
 from lcjax.sharding import padding_rows
 
 

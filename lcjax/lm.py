@@ -13,23 +13,24 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from lcjax import generate as generation
 from lcjax.attention import Landmark, Pattern
 from lcjax.build import ModelSection, Settings, build, resolve_rope
-from lcjax.contexts import Contexts, Row, ask, chunk_size, cut, passages, search
-from lcjax.contexts import encode as encode_chunks
-from lcjax.continuations import Continuation, by_cache, by_rows
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Sampling
-from lcjax.landmark_nll import landmark_nll
-from lcjax.mixture import Mixture
+from lcjax.inference import generate as generation
+from lcjax.inference.contexts import Contexts, Row, ask, chunk_size, cut, passages, search
+from lcjax.inference.contexts import encode as encode_chunks
+from lcjax.inference.continuations import Continuation, by_cache, by_rows
+from lcjax.inference.generate import Piece
+from lcjax.inference.landmark_nll import landmark_nll
+from lcjax.inference.mixture import Mixture
+from lcjax.inference.prefix import Prefix
+from lcjax.inference.sampling import Sampling
+from lcjax.inference.text_nll import text_nll
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.memory import Encoded, Memory, check_memory
-from lcjax.prefix import Prefix
 from lcjax.rope import Default, Rope, Rotation
 from lcjax.sharding import Mesh, make_mesh, padding_rows
-from lcjax.text_nll import text_nll
 
 
 class LanguageModel:
@@ -247,7 +248,7 @@ class LanguageModel:
         """-log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first and past `lengths`.
 
         A model with landmarks reads them among the tokens, in chunks, and retrieves what was before
-        (`lcjax.landmark_nll`).
+        (`lcjax.inference.landmark_nll`).
 
         Args:
           tokens: int [B, T], padded on the right.

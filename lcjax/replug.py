@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lcjax.contexts import Row, passages
-from lcjax.continuations import Continuation, by_rows
 from lcjax.errors import InputError, whole_number
-from lcjax.generate import Piece, Sampling
+from lcjax.inference.contexts import Row, passages
+from lcjax.inference.continuations import Continuation, by_rows
+from lcjax.inference.generate import Piece
+from lcjax.inference.mixture import Mixture, log_weights
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
-from lcjax.mixture import Mixture, log_weights
 
 Scores = Sequence[Sequence[float]]
 

@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax import cache as cache_lib
-from lcjax.continuations import Continuation
 from lcjax.conversation import pieces
 from lcjax.errors import whole_number
-from lcjax.generate import Sampling, chunk_size, prefill, taken_over
+from lcjax.inference.continuations import Continuation
+from lcjax.inference.generate import chunk_size, prefill, taken_over
+from lcjax.inference.prefix import Prefix, goes_on
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
-from lcjax.prefix import Prefix, goes_on
 from lcjax.sharding import padding_rows, rows_over
 
 Ids = Sequence[int] | np.ndarray

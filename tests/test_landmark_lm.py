@@ -11,7 +11,7 @@ import pytest
 from lcjax.attention import Landmark
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Sampling
+from lcjax.inference.sampling import Sampling
 from lcjax.landmarks import Landmarks, asked, in_prompt
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset

@@ -12,11 +12,11 @@ from tiny_lm import sharper
 
 from lcjax import cache as cache_lib
 from lcjax import lm as lm_lib
-from lcjax import text_nll
 from lcjax.build import ModelSection, Settings
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Sampling
+from lcjax.inference import text_nll
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.rope import Clex, DynamicNTK, Yarn

@@ -11,9 +11,9 @@ from tiny_lm import ids, sharper
 
 from lcjax.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.generate import Sampling
+from lcjax.inference.mixture import Mixture, log_weights, mixed
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
-from lcjax.mixture import Mixture, log_weights, mixed
 from lcjax.replug import Replug
 from lcjax.rope import DynamicNTK
 from lcjax.sharding import Mesh

@@ -16,9 +16,9 @@ from lcjax.attention import (
 )  # fmt: skip
 from lcjax.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.generate import Sampling
+from lcjax.inference.prefix import Prefix
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
-from lcjax.prefix import Prefix
 from lcjax.rope import DynamicNTK
 from lcjax.sharding import Mesh
 from lcjax.shared_prefix import PrefixReader, alike
@@ -53,7 +53,7 @@ def read(monkeypatch):
         calls.append(tokens.shape)
         return prefill(model, params, cache, tokens, *rest, **options)
 
-    for module in ("shared_prefix", "generate"):
+    for module in ("shared_prefix", "inference.generate"):
         monkeypatch.setattr(f"lcjax.{module}.prefill", counted)
     return calls
 

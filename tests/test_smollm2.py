@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lcjax.generate import Sampling
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 
 pytestmark = [

@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.contexts import chunk_size
-from lcjax.contexts import cut as chunks_of
-from lcjax.continuations import Continuation
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
+from lcjax.inference.contexts import chunk_size
+from lcjax.inference.contexts import cut as chunks_of
+from lcjax.inference.continuations import Continuation
 from lcjax.memory import Beacon, Cepe, Policy, SharedLlm
 from lcjax.models.memory import check_memory
 from lcjax.replug import Replug

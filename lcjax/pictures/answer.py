@@ -8,11 +8,11 @@ import numpy as np
 
 from lcjax.attention import Pass, Pattern, Places
 from lcjax.errors import InputError
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder
 from lcjax.pictures.weights import attention_weights, check_pattern
 from lcjax.rope import Rotation
-from lcjax.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from lcjax.continuations import Continuation
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, RunSection, measure, run
+from lcjax.inference.continuations import Continuation
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes

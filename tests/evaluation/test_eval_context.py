@@ -24,7 +24,7 @@ from lcjax.evaluation import (
     run,
 )
 from lcjax.evaluation.task import Limits, Unit
-from lcjax.generate import Sampling
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import CepeSection, QueryAware, SharedLlmSection, Tree
 from lcjax.replug import Replug

@@ -10,7 +10,7 @@ from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Budget, Layout, Segment, cut_text, fit
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, generate
-from lcjax.sampling import Sampling
+from lcjax.inference.sampling import Sampling
 
 TOKENIZER = ByteTokenizer()
 

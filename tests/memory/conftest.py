@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from lcjax import context_store
+from lcjax.inference import context_store
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from lcjax.attention import Landmark
 from lcjax.build import ModelSection
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Sampling
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import CepeSection
 from lcjax.models import Decoder

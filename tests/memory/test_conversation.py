@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from tiny_lm import sharper
 
-from lcjax import contexts as contexts_lib
 from lcjax import conversation as conversation_lib
 from lcjax.attention import Landmark
 from lcjax.build import ModelSection
 from lcjax.conversation import Conversation
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Sampling
+from lcjax.inference import contexts as contexts_lib
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import CepeSection
 from lcjax.sharding import Mesh

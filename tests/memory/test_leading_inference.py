@@ -13,7 +13,7 @@ from lcjax.build import ModelSection
 from lcjax.conversation import Conversation
 from lcjax.errors import InputError
 from lcjax.evaluation.split import ContextSplit
-from lcjax.generate import Sampling
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import AutoCompressorSection, BeaconSection
 from lcjax.rope import Linear

@@ -12,7 +12,7 @@ from tiny_lm import ids, sharper
 from lcjax.build import ModelSection
 from lcjax.conversation import Conversation
 from lcjax.errors import InputError
-from lcjax.generate import Sampling
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import QueryAware, Random, Right, SharedLlmSection
 from lcjax.sharding import Mesh

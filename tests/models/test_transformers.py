@@ -6,7 +6,7 @@ import pytest
 
 from lcjax import convert
 from lcjax.build import ModelSection
-from lcjax.generate import Sampling
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 
 torch = pytest.importorskip("torch")

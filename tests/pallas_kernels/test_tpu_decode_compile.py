@@ -19,7 +19,7 @@ from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
 )
 
 from lcjax.cache import create
-from lcjax.generate import _step
+from lcjax.inference.generate import _step
 from lcjax.models import Decoder
 from lcjax.models.presets import PRESETS
 from lcjax.rope import Rotation

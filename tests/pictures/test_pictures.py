@@ -10,9 +10,9 @@ from lcjax import LanguageModel, pictures
 from lcjax.attention import Landmark, Pattern, SelfExtend, ShiftedSparse, Sliding, attend
 from lcjax.build import ModelSection
 from lcjax.errors import InputError
+from lcjax.inference.sampling import Sampling
 from lcjax.pictures import command
 from lcjax.rope import Linear
-from lcjax.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 QUICK = ("self_extend",)

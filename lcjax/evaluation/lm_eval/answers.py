@@ -14,7 +14,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.lm_eval.requests import Choice, Request, Rolling, Writing
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import filled
-from lcjax.sampling import Sampling
+from lcjax.inference.sampling import Sampling
 from lcjax.shared_prefix import PrefixReader, batches, reader_of
 
 # (sum of log p, whether the model would write it), sum of log p, or a text

@@ -11,7 +11,7 @@ from typing import Any
 
 from lcjax.convert.tokenizer import Tokenizer
 from lcjax.errors import InputError
-from lcjax.sampling import Sampling
+from lcjax.inference.sampling import Sampling
 
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -10,7 +10,6 @@ import pytest
 from evaluation_support import BigramModel, only_the_run, token_loss
 
 from lcjax.attention import VerticalSlash
-from lcjax.continuations import Continuation
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, lm_eval, run
 from lcjax.evaluation.commands import main as command
@@ -18,6 +17,7 @@ from lcjax.evaluation.lm_eval import answers, harness, numbers
 from lcjax.evaluation.lm_eval.requests import Encoder
 from lcjax.evaluation.split import ReplugSplit, SplitModel
 from lcjax.evaluation.task import Limits
+from lcjax.inference.continuations import Continuation
 from lcjax.rope import Linear
 
 LENGTH = 40

@@ -9,12 +9,13 @@ from tiny_lm import ids, sharper
 
 from lcjax import shared_prefix
 from lcjax.build import ModelSection
-from lcjax.continuations import Continuation
 from lcjax.evaluation import EvalConfig, LmEval, RunSection, run
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.answers import prompts_of, respond
 from lcjax.evaluation.lm_eval.requests import Choice, Rolling, Writing
-from lcjax.generate import Piece, Sampling
+from lcjax.inference.continuations import Continuation
+from lcjax.inference.generate import Piece
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.shared_prefix import PrefixReader
 

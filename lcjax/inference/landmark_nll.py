@@ -8,7 +8,7 @@ import numpy as np
 
 from lcjax import cache as cache_lib
 from lcjax import distributed
-from lcjax.generate import read_on
+from lcjax.inference.generate import read_on
 from lcjax.landmarks import Landmarks
 from lcjax.loss import token_nll
 from lcjax.models import Decoder, head

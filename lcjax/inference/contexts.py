@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.context_store import Chunk, chosen, written
 from lcjax.errors import InputError, whole_number
+from lcjax.inference.context_store import Chunk, chosen, written
 from lcjax.memory import Tree
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded, Memory

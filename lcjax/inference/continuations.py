@@ -15,13 +15,13 @@ import numpy as np
 
 from lcjax import distributed
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Rotations, chunk_size, read_on, read_prompts
+from lcjax.inference.generate import Piece, Rotations, chunk_size, read_on, read_prompts
+from lcjax.inference.prefix import Prefix
+from lcjax.inference.sampling import Sampling
 from lcjax.loss import over_chunks
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded
-from lcjax.prefix import Prefix
 from lcjax.rope import Rotation
-from lcjax.sampling import Sampling
 from lcjax.sharding import keep_rows, padding_rows
 
 Ids = Sequence[int]

@@ -8,9 +8,9 @@ from tiny_lm import ids, sharper
 
 from lcjax.attention import Landmark, SelfExtend, Streaming
 from lcjax.build import ModelSection
-from lcjax.continuations import by_cache
 from lcjax.errors import InputError
-from lcjax.generate import Sampling
+from lcjax.inference.continuations import by_cache
+from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.replug import Replug
 from lcjax.rope import DynamicNTK
@@ -51,7 +51,7 @@ def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
 
 
 def test_long_prompts_and_continuations_are_read_in_chunks(lm, monkeypatch):
-    monkeypatch.setattr("lcjax.continuations.chunk_size", lambda wanted: 64)
+    monkeypatch.setattr("lcjax.inference.continuations.chunk_size", lambda wanted: 64)
     lm = lm.with_method(length=512)
     options = [[ids(5, 150)], [ids(6, 70)], [ids(7, 2)]]
     assert_same(lm.continuations(PROMPTS, options), by_whole_texts(lm, PROMPTS, options))

@@ -12,11 +12,11 @@ from lcjax import cache as cache_lib
 from lcjax.attention import DualChunk, LMInfinite, SelfExtend, Streaming
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Sampling
+from lcjax.inference.generate import Piece
+from lcjax.inference.sampling import Sampling, pick
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.rope import E2LLM, NTK, Clex, Default, DynamicNTK, Linear, Llama3, LongRope, Yarn
-from lcjax.sampling import pick
 
 ROPES = {
     "default": Default(theta=1e4),
@@ -190,7 +190,7 @@ def test_a_text_with_its_own_seed_draws_the_same_whatever_is_beside_it():
 
 
 def test_top_k_keeps_the_most_probable_tokens_and_the_nucleus_counts_only_these():
-    from lcjax.sampling import _best, pick
+    from lcjax.inference.sampling import _best, pick
 
     logits = jnp.array([[0.0, 3.0, 1.0, 2.0], [5.0, 5.0, 5.0, 1.0]])
     kept = np.isfinite(np.asarray(_best(logits, 2)))
@@ -209,7 +209,7 @@ def test_top_k_keeps_the_most_probable_tokens_and_the_nucleus_counts_only_these(
 
 
 def test_nucleus_keeps_the_smallest_set_that_reaches_top_p():
-    from lcjax.sampling import _nucleus
+    from lcjax.inference.sampling import _nucleus
 
     probability = np.array([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]])
     kept = np.isfinite(np.asarray(_nucleus(jnp.log(probability), 0.8)))
@@ -226,7 +226,7 @@ class _Scripted:
 
 
 def _row(text, **sampling):
-    from lcjax.generate import Row
+    from lcjax.inference.generate import Row
 
     row = Row(0, _Scripted(), Sampling(**sampling))
     pieces = []
@@ -296,7 +296,7 @@ def test_bad_requests_are_refused_in_one_line(params):
 
 @pytest.mark.parametrize("chunk", [40, 1024, 4096, 10**9])
 def test_prompts_of_all_lengths_are_read_in_a_few_compiled_shapes(chunk):
-    from lcjax.generate import _bucketed, starts
+    from lcjax.inference.generate import _bucketed, starts
 
     sizes = set()
     for length in range(1, 9000):
@@ -311,7 +311,7 @@ def test_prompts_of_all_lengths_are_read_in_a_few_compiled_shapes(chunk):
 
 
 def test_prompts_of_near_lengths_share_one_compiled_prefill(params):
-    from lcjax.generate import prefill
+    from lcjax.inference.generate import prefill
 
     lm = _model(params)
     _generated(lm, [_ids(11, 270)], Sampling(max_new_tokens=1))
@@ -356,7 +356,7 @@ def test_a_method_is_exchanged_without_touching_the_weights(params):
 
 
 def test_requests_that_differ_in_seed_stop_length_or_temperature_share_one_compiled_choice(params):
-    from lcjax.sampling import _draw
+    from lcjax.inference.sampling import _draw
 
     lm, prompt = _model(params), _ids(6, 12)
     _generated(lm, [prompt], Sampling(max_new_tokens=3, temperature=0.7))

@@ -19,13 +19,13 @@ from lcjax import distributed
 from lcjax.attention import Landmark
 from lcjax.convert.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
+from lcjax.inference.mixture import Mixture
+from lcjax.inference.prefix import Prefix
+from lcjax.inference.sampling import Sampling, pick, whole
 from lcjax.landmarks import Landmarks, aligned, in_prompt
-from lcjax.mixture import Mixture
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded
-from lcjax.prefix import Prefix
 from lcjax.rope import Rotation
-from lcjax.sampling import Sampling, pick, whole
 from lcjax.sharding import keep_rows, padding_rows
 
 _BUCKET = 64  # the smallest chunk of a prompt that is compiled
