@@ -17,9 +17,10 @@ from lcjax import distributed
 from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, whole_number
 from lcjax.inference.contexts import Contexts, Row
-from lcjax.inference.generate import Piece, chunk_size, prefill
+from lcjax.inference.generate import Piece, prefill
 from lcjax.inference.generate import Row as _Text
 from lcjax.inference.sampling import Sampling, pick
+from lcjax.inference.shapes import prefill_chunk_size, unpadded_chunks
 from lcjax.landmarks import Landmarks
 from lcjax.lm import LanguageModel
 from lcjax.sharding import padding_rows
@@ -64,7 +65,7 @@ class Conversation:
         if not isinstance(context, Contexts):
             self.context = lm.encode_contexts([context], projected=projected)
         self.messages: list[dict[str, str]] = []  # what `say` has sent and got
-        self._chunk = chunk_size(prefill_chunk)
+        self._chunk = prefill_chunk_size(prefill_chunk)
         self._start_over()
 
     @property
@@ -171,7 +172,7 @@ class Conversation:
         In pieces of few sizes and without padding, which would stand between turns for ever.
         """
         lm, memory = self.lm, self.context.rows(1, self._rows - 1)
-        for size in pieces(len(self._ids) - self._read, self._chunk):
+        for size in unpadded_chunks(len(self._ids) - self._read, self._chunk):
             places = np.arange(self._read, self._read + size)
             tokens = np.array(self._ids[self._read : self._read + size], np.int32)
             tokens, places = (np.tile(x, (self._rows, 1)) for x in (tokens, places))
@@ -181,15 +182,3 @@ class Conversation:
             )  # fmt: skip
             self._read += size
         return logits
-
-
-def pieces(count: int, chunk: int) -> list[int]:
-    """`count` as whole chunks and powers of four: at most three of each."""
-    sizes, size = [chunk] * (count // chunk), 1
-    rest = count % chunk
-    while 4 * size <= rest:
-        size *= 4
-    while rest:
-        sizes += [size] * (rest // size)
-        rest, size = rest % size, size // 4
-    return sizes

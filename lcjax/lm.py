@@ -18,7 +18,7 @@ from lcjax.build import ModelSection, Settings, build, resolve_rope
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
 from lcjax.inference import generate as generation
-from lcjax.inference.contexts import Contexts, Row, ask, chunk_size, cut, passages, search
+from lcjax.inference.contexts import Contexts, Row, ask, context_chunk_size, cut, passages, search
 from lcjax.inference.contexts import encode as encode_chunks
 from lcjax.inference.continuations import Continuation, by_cache, by_rows
 from lcjax.inference.generate import Piece
@@ -170,7 +170,7 @@ class LanguageModel:
         if memory is None and not any(len(row) for row in contexts):
             return Contexts(None, *[(0,) * len(contexts)] * 2, self.params)
         check_memory(memory)
-        size = chunk_size(memory, chunk)
+        size = context_chunk_size(memory, chunk)
         encode, vocab, count = self.tokenizer.encode, self.config.vocab_size, len(contexts)
         begin = [self.tokenizer.bos_id] if memory.leads and self.tokenizer.add_bos else []
         begun = [False] * count if after is None else after.begins(count)

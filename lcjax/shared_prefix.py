@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax import cache as cache_lib
-from lcjax.conversation import pieces
 from lcjax.errors import whole_number
 from lcjax.inference.continuations import Continuation
-from lcjax.inference.generate import chunk_size, prefill, taken_over
+from lcjax.inference.generate import prefill, taken_over
 from lcjax.inference.prefix import Prefix, goes_on
 from lcjax.inference.sampling import Sampling
+from lcjax.inference.shapes import prefill_chunk_size, unpadded_chunks
 from lcjax.lm import LanguageModel
 from lcjax.sharding import padding_rows, rows_over
 
@@ -146,7 +146,7 @@ class PrefixReader:
         shared = min(common(rows[0], row[:-1]) for row in rows)
         kept = common(self._ids, rows[0][:shared])
         more = max(self._wanted(rows, shared) - kept, 0) // self._least * self._least
-        fewer = taken_over([*map(len, rows)], kept + more, chunk_size(None))
+        fewer = taken_over([*map(len, rows)], kept + more, prefill_chunk_size(None))
         if not _worth(kept + more, max(map(len, rows)), self._least) or not fewer.any():
             return None
         if more:
@@ -182,7 +182,7 @@ class PrefixReader:
 
     def _read_on(self, ids: np.ndarray, kept: int) -> None:
         """Makes `ids` what the stem has read, of which it has the first `kept`."""
-        lm, chunk, size = self.lm, chunk_size(None), np.int32(kept)
+        lm, chunk, size = self.lm, prefill_chunk_size(None), np.int32(kept)
         model, rotation = lm._model, lm.rotation(self._length)
         self._room = max(self._room, len(ids))
         # Each step gives up the stem before it: what fails on the way leaves none.
@@ -195,7 +195,7 @@ class PrefixReader:
             stem = cache_lib.branch(stem, size, np.zeros(1, np.int32), slots, lm.mesh)
         else:
             stem = _cut_back(stem, size)
-        for count in pieces(len(ids) - kept, chunk):
+        for count in unpadded_chunks(len(ids) - kept, chunk):
             places = np.arange(kept, kept + count)
             text = ids[places][None], None, places[None]
             _, stem = prefill(model, lm.params, stem, *text, rotation)

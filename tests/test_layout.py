@@ -27,7 +27,7 @@ ORDER = [
     {"build"},
     {"data"},
     {"training"},
-    {"inference"},
+    {"inference", "inference.shapes"},
     {"inference.sampling", "inference.mixture", "inference.prefix", "inference.context_store"},
     {"inference.contexts", "inference.generate"},
     {"inference.continuations", "inference.landmark_nll", "inference.text_nll"},

@@ -175,16 +175,6 @@ def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
     assert text_nll._score._cache_size() == before
 
 
-def test_sizes_of_programs_are_few_and_near_the_length():
-    sizes = set()
-    for length in range(1, 9000):
-        wide = text_nll.bucketed(length)
-        sizes.add(wide)
-        assert length <= wide <= max(64, length * 9 / 8)
-    assert len(sizes) <= 60
-    assert {64, 128, 1024, 2048, 4096, 8192} <= sizes
-
-
 def test_a_text_as_long_as_a_table_of_positions_is_scored():
     lm = LanguageModel.load(ModelSection(preset="tiny", position="learned"))
     tokens = np.array([_ids(1, lm.config.max_length - 1)])

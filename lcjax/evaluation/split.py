@@ -17,7 +17,7 @@ import numpy as np
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
-from lcjax.inference.contexts import chunk_size
+from lcjax.inference.contexts import context_chunk_size
 from lcjax.inference.contexts import cut as chunks_of
 from lcjax.inference.continuations import Continuation
 from lcjax.memory import Beacon, Cepe, Policy, SharedLlm
@@ -122,7 +122,7 @@ class ContextSplit(Split):
 
     def size(self, model) -> int:
         """Tokens of a chunk."""
-        return chunk_size(model.config.memory, self.chunk)
+        return context_chunk_size(model.config.memory, self.chunk)
 
     def context(self, model, length: int) -> tuple[int, int] | None:
         if model.config.memory is None:

@@ -16,6 +16,7 @@ import numpy as np
 from lcjax import cache as cache_lib
 from lcjax import distributed
 from lcjax.errors import whole_number
+from lcjax.inference.shapes import bucketed
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded, Memory, token_axis
 from lcjax.rope import Rotation
@@ -127,7 +128,7 @@ def _batches(chunks: Sequence[Chunk], at_once: int, mesh) -> Iterator[_Batch]:
     groups: dict[int, list[int]] = {}
     longest = max((len(chunk.tokens) for chunk in chunks), default=0)
     for index, chunk in enumerate(chunks):
-        width = min(max(1 << (len(chunk.tokens) - 1).bit_length(), _SHORTEST), longest)
+        width = min(bucketed(len(chunk.tokens), 1, _SHORTEST), longest)
         groups.setdefault(width, []).append(index)
     for width, group in sorted(groups.items()):
         most = max(at_once // width, 1)
@@ -146,7 +147,7 @@ def _in_turn(memory: Memory, chunks: Sequence[Chunk], at_once: int, mesh) -> Ite
 
 def _batch(chunks: Sequence[Chunk], part: list[int], width: int, most: int, mesh) -> _Batch:
     # Powers of two, and all devices that share rows get equally many.
-    count = min(1 << (len(part) - 1).bit_length(), most)
+    count = min(bucketed(len(part), 1, 1), most)
     count += padding_rows(mesh, count)
     own = [chunks[index] for index in part]
     tokens, mask = np.zeros((count, width), np.int32), np.zeros((count, width), bool)

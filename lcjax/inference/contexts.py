@@ -22,6 +22,7 @@ import numpy as np
 
 from lcjax.errors import InputError, whole_number
 from lcjax.inference.context_store import Chunk, chosen, written
+from lcjax.inference.shapes import bucketed
 from lcjax.memory import Tree
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded, Memory
@@ -131,7 +132,7 @@ def passages(
     return found
 
 
-def chunk_size(memory: Memory, wanted: int | None) -> int:
+def context_chunk_size(memory: Memory, wanted: int | None) -> int:
     """Tokens of the chunks that long texts are cut into; None: what `memory` was trained with."""
     if wanted is None:
         return memory.usual
@@ -318,9 +319,3 @@ def _placed(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Context
             filled[row] += room
     counts = {"tokens": tuple(tokens), "chunks": tuple(chunks), "filled": tuple(filled)}
     return added, dataclasses.replace(after, **counts)
-
-
-def bucketed(length: int) -> int:
-    """The next of eight sizes an octave, at least 64: at most an eighth of it is padding."""
-    step = max(1 << (length - 1).bit_length() >> 4, 8)
-    return max(-(-length // step) * step, 64)

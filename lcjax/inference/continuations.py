@@ -15,9 +15,10 @@ import numpy as np
 
 from lcjax import distributed
 from lcjax.errors import InputError
-from lcjax.inference.generate import Piece, Rotations, chunk_size, read_on, read_prompts
+from lcjax.inference.generate import Piece, Rotations, read_on, read_prompts
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling
+from lcjax.inference.shapes import prefill_chunk_size
 from lcjax.loss import over_chunks
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded
@@ -73,7 +74,7 @@ def by_cache(
     rounds = _rounds([*continuations, *[continuations[0]] * filler])
     lengths = np.array([len(prompt) for prompt in prompts])
     turned = Rotations(rotation, lengths, np.pad(longest, (0, filler), "edge"), False).at(0)
-    room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, chunk_size(None)
+    room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, prefill_chunk_size(None)
     logits, cache = read_prompts(
         model, params, prompts, turned, room=max(room, _ROOM), chunk=chunk, memory=memory,
         prefix=prefix,

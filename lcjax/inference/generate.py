@@ -22,13 +22,12 @@ from lcjax.errors import InputError
 from lcjax.inference.mixture import Mixture
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling, pick, whole
+from lcjax.inference.shapes import chunk_spans, prefill_chunk_size, prompt_bucket
 from lcjax.landmarks import Landmarks, aligned, in_prompt
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded
 from lcjax.rope import Rotation
 from lcjax.sharding import keep_rows, padding_rows
-
-_BUCKET = 64  # the smallest chunk of a prompt that is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +80,7 @@ def stream(
     model.config.check_length(max(map(len, prompts)) + sampling.max_new_tokens - 1)
     mixture = mixture or Mixture.of_itself(len(prompts))
     sampling.check_texts(mixture.texts)
-    chunk, exact = chunk_size(prefill_chunk), exact and follows_length
+    chunk, exact = prefill_chunk_size(prefill_chunk), exact and follows_length
     if Landmarks.read_by(model.config.pattern) is not None:
         _check_not_exact(exact)
         chunk = _whole_chunk(chunk, model.config.pattern)
@@ -138,14 +137,14 @@ def read_prompts(
     width = tokens.shape[1]
     slots, mesh, first = cache_lib.whole_blocks(width + room), model.mesh, 0
     if prefix is not None:
-        first = width - _bucketed(max(map(len, prompts)) - prefix.tokens, chunk)
+        first = width - prompt_bucket(max(map(len, prompts)) - prefix.tokens, chunk)
     if first > 0:
         cache = cache_lib.branch(prefix.cache, np.int32(first), padding, slots, mesh)
     else:
         first, options = 0, {"chunk": chunk, "rotated": rotated, "mesh": mesh}
         cache = cache_lib.create(model.config, len(prompts), slots, **options)
     positions = np.maximum(np.arange(width)[None] - padding[:, None], 0)
-    for start, stop in starts(width - first, chunk):
+    for start, stop in chunk_spans(width - first, chunk):
         part = slice(first + start, first + stop)
         texts = tokens[:, part], segments[:, part], positions[:, part]
         logits, cache = prefill(model, params, cache, *texts, rotation, ends, memory)
@@ -158,7 +157,7 @@ def taken_over(lengths: Sequence[int], tokens: int, chunk: int) -> np.ndarray:
     All rows end together: shorter ones read the end of the prefix again, while longer ones read
     what follows it, which is as long as its program.
     """
-    return np.maximum(np.array(lengths) - _bucketed(max(lengths) - tokens, chunk), 0)
+    return np.maximum(np.array(lengths) - prompt_bucket(max(lengths) - tokens, chunk), 0)
 
 
 def _decode(step, tokenizer, logits, cache, sampling, mixture):
@@ -217,7 +216,7 @@ def _lay_out(prompts, chunk: int, marks: Landmarks | None):
     """
     if marks is None:
         return *pad_left(prompts, chunk), None
-    return aligned(prompts, _bucketed(max(map(len, prompts)), chunk), marks)
+    return aligned(prompts, prompt_bucket(max(map(len, prompts)), chunk), marks)
 
 
 def _place(count, marks: Landmarks | None):
@@ -302,45 +301,13 @@ def _overlap(text: str, stops: Sequence[str]) -> int:
 
 def pad_left(prompts, chunk):
     """tokens and segments int32 [B, T], and the padding [B] before each prompt."""
-    longest = _bucketed(max(len(prompt) for prompt in prompts), chunk)
+    longest = prompt_bucket(max(len(prompt) for prompt in prompts), chunk)
     tokens = np.zeros((len(prompts), longest), np.int32)
     padding = np.array([longest - len(prompt) for prompt in prompts])
     for row, prompt in enumerate(prompts):
         tokens[row, padding[row] :] = prompt
     segments = (np.arange(longest)[None] >= padding[:, None]).astype(np.int32)
     return tokens, segments, padding
-
-
-def chunk_size(wanted: int | None) -> int:
-    """Tokens read at once; None: what keeps a matrix unit busy, or what a CPU's caches can hold."""
-    if wanted is None:
-        return 1024 if jax.default_backend() == "cpu" else 4096
-    whole("prefill_chunk", wanted)
-    if wanted < 1:
-        raise InputError(f"prefill_chunk={wanted} must be at least 1; leave it out for the default")
-    return int(wanted)
-
-
-def _bucketed(length: int, chunk: int) -> int:
-    """The length whose odd chunk has 64, 96, 128, 192, 256, 384, ... tokens: two sizes an octave.
-
-    Each size is compiled once, so a few of them serve all prompts; beyond 64 tokens at most a third
-    of the odd chunk is padding.
-    """
-    whole, rest = divmod(length, chunk)
-    if not rest:
-        return length
-    rest = max(rest, _BUCKET)
-    octave = 1 << (rest - 1).bit_length()
-    between = octave * 3 // 4
-    return whole * chunk + min(between if rest <= between else octave, chunk)
-
-
-def starts(length: int, chunk: int) -> list[tuple[int, int]]:
-    """Chunks of the prompt; the odd one comes first, where there is least to attend to."""
-    first = length % chunk
-    edges = ([0, first] if first else [0]) + list(range(first + chunk, length + 1, chunk))
-    return list(zip(edges, edges[1:], strict=False))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from lcjax import distributed
-from lcjax.inference.contexts import bucketed
+from lcjax.inference.shapes import bucketed
 from lcjax.loss import token_nll
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded

@@ -51,7 +51,7 @@ def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
 
 
 def test_long_prompts_and_continuations_are_read_in_chunks(lm, monkeypatch):
-    monkeypatch.setattr("lcjax.inference.continuations.chunk_size", lambda wanted: 64)
+    monkeypatch.setattr("lcjax.inference.continuations.prefill_chunk_size", lambda wanted: 64)
     lm = lm.with_method(length=512)
     options = [[ids(5, 150)], [ids(6, 70)], [ids(7, 2)]]
     assert_same(lm.continuations(PROMPTS, options), by_whole_texts(lm, PROMPTS, options))

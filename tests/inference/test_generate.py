@@ -294,22 +294,6 @@ def test_bad_requests_are_refused_in_one_line(params):
     assert Piece(0, "", ()).finish is None
 
 
-@pytest.mark.parametrize("chunk", [40, 1024, 4096, 10**9])
-def test_prompts_of_all_lengths_are_read_in_a_few_compiled_shapes(chunk):
-    from lcjax.inference.generate import _bucketed, starts
-
-    sizes = set()
-    for length in range(1, 9000):
-        padded = _bucketed(length, chunk)
-        parts = starts(padded, chunk)
-        assert parts[0][0] == 0 and parts[-1][1] == padded >= length
-        sizes |= {stop - start for start, stop in parts}
-        # What is read for nothing: a third of the odd chunk, or a few dozen tokens.
-        assert padded - length <= max(64, (parts[0][1] - parts[0][0]) / 3)
-    assert max(sizes) <= chunk
-    assert len(sizes) <= 16
-
-
 def test_prompts_of_near_lengths_share_one_compiled_prefill(params):
     from lcjax.inference.generate import prefill
 

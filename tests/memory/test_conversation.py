@@ -124,13 +124,6 @@ def test_a_conversation_on_a_mesh_equals_that_of_one_device():
     assert found[0] == found[1]
 
 
-def test_pieces_of_a_turn_are_few_and_of_few_sizes():
-    for count in range(1, 300):
-        sizes = conversation_lib.pieces(count, 100)
-        assert sum(sizes) == count and set(sizes) <= {100, 64, 16, 4, 1}
-        assert all(sizes.count(size) <= 3 for size in (64, 16, 4, 1))
-
-
 def test_conversations_that_cannot_go_on_are_refused_in_one_line(lm):
     for call, words in (
         (lambda: Conversation(lm).write(), "empty"),
