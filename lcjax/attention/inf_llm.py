@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from lcjax.attention.base import Pass, Pattern, Places, check_at_least
-from lcjax.attention.block_memory import read
-from lcjax.attention.lm_infinite import near_and_far
+from lcjax.attention.inf_llm_retrieval import read
+from lcjax.attention.near_far import near_and_far
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
 from pallas_kernels import Mask, prefix

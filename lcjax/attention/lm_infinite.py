@@ -1,31 +1,18 @@
-"""LM-Infinite (Han et al. 2023, arXiv 2308.16137) and its ceiling without a mask, ReRoPE."""
+"""LM-Infinite (Han et al. 2023, arXiv 2308.16137): a Lambda-shaped mask and a distance ceiling."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from lcjax.attention.base import Pass, Pattern, Places, check_at_least
 from lcjax.attention.best_keys import best_keys
+from lcjax.attention.near_far import at_distance, near_and_far
 from lcjax.attention.partial import partial_attention
 from lcjax.errors import InputError
 from lcjax.rope.base import Rotation
-from pallas_kernels import Mask, causal, merge, prefix, window
-
-
-def near_and_far(places: Places, size: int, distance: int, far: Mask) -> list[Pass]:
-    """The last `size` keys at their own distance, older ones of `far` all at `distance`."""
-    far = causal() & ~window(size) & far
-    near = Pass(places.q_positions, places.k_positions, causal() & window(size))
-    return [near, at_distance(places, distance, far)]
-
-
-def at_distance(places: Places, distance: int, mask: Mask) -> Pass:
-    """The keys of `mask`, all of them at `distance`."""
-    ceiling = jnp.full_like(places.q_positions, distance)
-    return Pass(ceiling, jnp.zeros_like(places.k_positions), mask, together=True)
+from pallas_kernels import causal, merge, prefix, window
 
 
 @Pattern.register_subclass("lm_infinite")

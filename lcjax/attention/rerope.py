@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lcjax.attention.base import Pass, Pattern, Places, check_at_least
-from lcjax.attention.lm_infinite import near_and_far
+from lcjax.attention.near_far import near_and_far
 from pallas_kernels import everything
 
 
