@@ -28,8 +28,8 @@ from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
 from lcjax.convert.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
-from lcjax.host import fetched, waits
 from lcjax.models.config import ModelConfig
+from lcjax.offload import fetched, is_offloaded
 from lcjax.tree import lookup
 
 _MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
@@ -200,7 +200,7 @@ def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int |
 
 def _row(stack: jax.Array, layer: int) -> jax.Array:
     """One layer of a stack on the device; no other layer leaves the host if it waits there."""
-    return _fetched_row(stack, layer) if waits(stack) else stack[layer]
+    return _fetched_row(stack, layer) if is_offloaded(stack) else stack[layer]
 
 
 @jax.jit

@@ -19,9 +19,9 @@ from lcjax.convert import hf_config
 from lcjax.convert.tokenizer import Tokenizer, write_json
 from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json
 from lcjax.errors import InputError
-from lcjax.host import fetched
 from lcjax.landmarks import Landmarks
 from lcjax.models.config import ModelConfig
+from lcjax.offload import fetched
 from lcjax.sharding import param_shardings
 
 MODEL_TYPE = "llama_with_landmark"

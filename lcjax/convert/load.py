@@ -51,7 +51,7 @@ def load(
     own, onto `mesh` as the sharding table says (none: the default device). `param_dtype` none keeps
     the dtype that config.json names, else that of the stored matrices (float32 when they differ or
     are quantised). With `host` what needs nothing done to it goes into the memory of the mesh's
-    hosts, as `lcjax.host.on_host` says. `progress` is told the bytes of each leaf.
+    hosts, as `lcjax.offload.host_shardings` says. `progress` is told the bytes of each leaf.
 
     A folder of adapters (`peft`'s, LongLoRA's) is merged into `base`, by default the one that its
     adapter_config.json names. `context` is the length that a model was trained for, where its files

@@ -18,10 +18,10 @@ from lcjax.checkpoint import load_state
 from lcjax.convert.tokenizer import Tokenizer
 from lcjax.errors import InputError
 from lcjax.files import write_whole
-from lcjax.host import fetched
-from lcjax.memory.section import from_note
+from lcjax.memory.config import from_note
 from lcjax.models.config import ModelConfig
 from lcjax.models.initial import abstract_params, random_params, with_learned_rope
+from lcjax.offload import fetched
 from lcjax.sharding import Mesh, make_mesh
 from lcjax.tree import flatten, split, union
 

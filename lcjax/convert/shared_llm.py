@@ -9,8 +9,8 @@ from typing import Any
 from lcjax.convert import cepe, landmark
 from lcjax.errors import InputError
 from lcjax.memory import QueryAware, Right, SharedLlm, Tree
+from lcjax.memory.config import lower_config
 from lcjax.memory.policies import policy_note, policy_of
-from lcjax.memory.section import lower_config
 from lcjax.models.config import ModelConfig
 
 _OWN = "lcjax_shared_llm"

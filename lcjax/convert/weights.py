@@ -14,9 +14,9 @@ import numpy as np
 
 from lcjax.convert import hf_names
 from lcjax.errors import InputError
-from lcjax.host import on_host
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import unstack_layers
+from lcjax.offload import host_shardings
 from lcjax.tree import lookup, nest, union
 
 DTYPES = {
@@ -99,15 +99,15 @@ def read_params(
 ) -> dict:
     """The parameter tree in `config.param_dtype`, on `mesh` as the sharding table says.
 
-    With `host` they go to the memory of the mesh's hosts, as `lcjax.host.on_host` says. Without a
-    mesh everything goes to the default device. `progress` is told the bytes of each leaf.
+    With `host` they go to the memory of the mesh's hosts, as `lcjax.offload.host_shardings` says.
+    Without a mesh everything goes to the default device. `progress` is told the bytes of each leaf.
     """
     check(source, config)
     table = hf_names.entries(config)
     shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, _dtype(e, config)) for e in table})
     shardings = _shardings(mesh, shapes)
     if host:
-        shardings = on_host(shapes, shardings)
+        shardings = host_shardings(shapes, shardings)
     leaves = {}
     for entry in table:
         leaves[entry.path] = jax.make_array_from_callback(

@@ -19,9 +19,9 @@ import numpy as np
 
 from lcjax.cost.compute import note_bytes, parameter_shapes
 from lcjax.errors import InputError
-from lcjax.host import LAYER, STACK, Offload, can_wait
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
+from lcjax.offload import LAYER, STACK, Offload, offloadable
 from lcjax.sharding import AXES, Mesh, spec_of
 from lcjax.tree import nest, split, union
 
@@ -183,7 +183,7 @@ def _bytes(counts: Mapping[str, tuple[int, int]]) -> int:
 def _waiting(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
     """Those of `sizes`, by path, whose parameters can wait on the host."""
     shapes = parameter_shapes(config)
-    return {path: x for path, x in sizes.items() if can_wait(path, len(shapes[path].shape))}
+    return {path: x for path, x in sizes.items() if offloadable(path, len(shapes[path].shape))}
 
 
 def _here(config: ModelConfig, sizes: Mapping[str, int], offload: bool) -> int:

@@ -3,16 +3,16 @@
 from lcjax.memory.auto_compressor import AutoCompressor
 from lcjax.memory.beacon import Beacon
 from lcjax.memory.cepe import Cepe
-from lcjax.memory.context_tree import Tree
-from lcjax.memory.initial import with_lower_model, with_memory
-from lcjax.memory.policies import Level, Policy, QueryAware, Random, Right
-from lcjax.memory.section import (
+from lcjax.memory.config import (
     AutoCompressorSection,
     BeaconSection,
     CepeSection,
     MemorySection,
     SharedLlmSection,
 )
+from lcjax.memory.context_tree import Tree
+from lcjax.memory.initial import with_lower_model, with_memory
+from lcjax.memory.policies import Level, Policy, QueryAware, Random, Right
 from lcjax.memory.shared_llm import SharedLlm
 from lcjax.models.memory import Encoded, Memory
 

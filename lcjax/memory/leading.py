@@ -22,9 +22,9 @@ from lcjax.errors import InputError, whole_number
 from lcjax.memory.context_tree import gathered
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
+from lcjax.models.layer_groups import apart
 from lcjax.models.layers import Keep
 from lcjax.models.memory import Encoded, Memory, check_chunks, token_axis
-from lcjax.models.runs import apart
 from lcjax.rope import Rotation
 from lcjax.sharding import LENGTH
 

@@ -120,7 +120,7 @@ class ModelConfig:
     def stacked(self) -> bool:
         """Whether weights lie in stacks [L, ...] under `layers`, not one by one under `layers_0`.
 
-        They do not where layers are not all alike: `lcjax.models.runs` scans those that are.
+        Not where layers are not all alike: `lcjax.models.layer_groups` scans those that are.
         """
         return self.scan_layers and (self.memory is None or self.memory.alike(self.num_layers))
 

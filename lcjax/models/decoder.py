@@ -12,14 +12,14 @@ from lcjax import cache as cache_lib
 from lcjax.attention import order_indices
 from lcjax.errors import InputError
 from lcjax.loss import Projection
-from lcjax.models import runs
+from lcjax.models import layer_groups
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Keep, Norm
 from lcjax.models.lookup import look_up
 from lcjax.models.memory import Encoded, check_memory
 from lcjax.models.mlm import MaskedHead
+from lcjax.models.offloaded import unboxed
 from lcjax.models.position import Position, no_rotation
-from lcjax.models.waiting import arrived
 from lcjax.rope import Rotation
 from lcjax.sharding import LENGTH, keep_tokens
 from pallas_kernels import zigzag
@@ -207,26 +207,26 @@ class Decoder(nn.Module):
     def _stacked(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
         """The layers where their weights are one stack."""
         count = self.config.num_layers
-        memory, pairs = runs.together(runs.memories(context.memory, [True] * count))
+        memory, pairs = layer_groups.together(layer_groups.memories(context.memory, [True] * count))
         return self.layers(x, context._replace(memory=memory), layers, pairs)
 
     def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
-        """The layers where each has its weights by itself: one by one, or run by run."""
+        """The layers where each has its weights by itself: one by one, or group by group."""
         c, blocks, kept = self.config, self.layers, []
         reads = [block.reads for block in blocks]
-        memories = runs.memories(context.memory, reads)
-        found = runs.single(c.num_layers)
+        memories = layer_groups.memories(context.memory, reads)
+        groups = layer_groups.single(c.num_layers)
         if c.scan_layers and layers is None and not self.is_initializing():
             weights = [block.variables["params"] for block in blocks]
-            found = runs.alike(weights, reads)
-        for run in found:
-            if len(run) > 1:
-                block = _block(c, scanned=True)(c, self.mesh, reads[run.start], parent=None)
-                parts = weights[run.start : run.stop], memories[run.start : run.stop]
-                x, each = runs.scan(block, *parts, x, context, self.mesh)
+            groups = layer_groups.alike(weights, reads)
+        for group in groups:
+            if len(group) > 1:
+                block = _block(c, scanned=True)(c, self.mesh, reads[group.start], parent=None)
+                parts = weights[group.start : group.stop], memories[group.start : group.stop]
+                x, each = layer_groups.scan(block, *parts, x, context, self.mesh)
                 kept += each
                 continue
-            (index,) = run
+            (index,) = group
             here = context._replace(memory=memories[index])
             x, layer = blocks[index](x, here, None if layers is None else layers[index])
             kept.append(layer)
@@ -329,9 +329,9 @@ def head(params: dict, config: ModelConfig) -> Projection:
     dtype = config.compute_dtype()
     if config.tie_embeddings:
         bias = params["mlm"]["bias"] if config.mlm_head else None
-        table = arrived(params["embed"]["embedding"])
-        return Projection(table.astype(dtype), arrived(bias), tied=True)
-    kernel, bias = arrived(params["head"]["kernel"]), arrived(params["head"].get("bias"))
+        table = unboxed(params["embed"]["embedding"])
+        return Projection(table.astype(dtype), unboxed(bias), tied=True)
+    kernel, bias = unboxed(params["head"]["kernel"]), unboxed(params["head"].get("bias"))
     return Projection(kernel.astype(dtype), bias)
 
 

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from lcjax.host import on_host
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
+from lcjax.offload import host_shardings
 from lcjax.sharding import param_shardings
 
 
@@ -37,7 +37,7 @@ def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, *, host: bool 
     shapes = jax.eval_shape(lambda k: _init(config, k), jax.random.key(0))
     shardings = param_shardings(mesh, shapes)
     if host:
-        shardings = on_host(shapes, shardings)
+        shardings = host_shardings(shapes, shardings)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

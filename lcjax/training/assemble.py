@@ -12,8 +12,8 @@ from lcjax.build import build
 from lcjax.convert.landmark import with_landmark
 from lcjax.convert.run_folder import Base, fingerprint
 from lcjax.errors import InputError
-from lcjax.host import moved
 from lcjax.models import Decoder, ModelConfig
+from lcjax.offload import to_host
 from lcjax.sharding import param_shardings, replicated
 from lcjax.training.batches import check_context
 from lcjax.training.config import TrainConfig
@@ -52,8 +52,8 @@ def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
     if grown:
         _check_new_rows(frozen, config)
     if away:
-        trained = _each(trained, lambda path, leaf: moved(path, leaf, jnp.float32))
-        frozen = _each(frozen, moved)
+        trained = _each(trained, lambda path, leaf: to_host(path, leaf, jnp.float32))
+        frozen = _each(frozen, to_host)
     else:
         trained = _each(trained, lambda _, leaf: wide(leaf))
     return Assembly(model_config, trained, frozen, tokenizer)

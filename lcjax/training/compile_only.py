@@ -12,7 +12,7 @@ from lcjax.cost.verdict import Verdict, verdict
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.sharding import AXES, make_mesh
-from lcjax.training import ahead, batches, estimate
+from lcjax.training import abstract_step, batches, estimate
 from lcjax.training.config import TrainConfig
 
 FLAG = "--compile_only"
@@ -61,8 +61,8 @@ def compile_step(
 ) -> tuple[Verdict, ModelConfig, jax.sharding.Mesh]:
     compiler = tpu_compiler if topology.tpu else gpu_compiler
     mesh = make_mesh(config.mesh, compiler.devices(topology))
-    model = ahead.model_of(config)
-    return verdict(ahead.lower(config, model, mesh), topology.chip), model, mesh
+    model = abstract_step.model_of(config)
+    return verdict(abstract_step.lower(config, model, mesh), topology.chip), model, mesh
 
 
 def step_flops(config: TrainConfig, model: ModelConfig) -> float:

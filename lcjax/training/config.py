@@ -11,8 +11,8 @@ from lcjax.data import DataConfig
 from lcjax.distill import Distill
 from lcjax.distributed import Distributed
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.host import Offload
 from lcjax.lora import LoRA
+from lcjax.offload import Offload
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.sharding import Mesh
 from lcjax.training.partition import matcher

@@ -13,7 +13,7 @@ from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.sharding import AXES, Mesh, mesh_sizes
-from lcjax.training import ahead, batches
+from lcjax.training import abstract_step, batches
 from lcjax.training.config import TrainConfig
 from lcjax.training.partition import matcher
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     """Prints the estimate; returns whether the memory of a device is enough."""
-    mesh, model = mesh_sizes(config.mesh, topology.devices), ahead.model_of(config)
+    mesh, model = mesh_sizes(config.mesh, topology.devices), abstract_step.model_of(config)
     batches.check_rows(config, dataclasses.asdict(mesh))
     length, train, chip = batches.row_length(config, model), config.train, topology.chip
     found = flops(config, model)

@@ -19,7 +19,7 @@ from lcjax.convert.run_folder import MODEL_CONFIG, check_frozen
 from lcjax.data import Loader, check_sources
 from lcjax.errors import InputError
 from lcjax.sharding import make_mesh, replicated
-from lcjax.training import ahead, batches, estimate, optim, results
+from lcjax.training import abstract_step, batches, estimate, optim, results
 from lcjax.training import folder as folder_lib
 from lcjax.training.assemble import Assembly, assemble, base_of, jitted_step
 from lcjax.training.config import TrainConfig
@@ -63,7 +63,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     batches.check_text(config)
     if jax.process_index() == 0:
         check_packages(config.track)
-    ahead.check_rules(config)
+    abstract_step.check_rules(config)
     announce(f"loading {config.model.path or config.model.preset}")
     assembly = assemble(config, mesh)
     announce(

@@ -10,7 +10,7 @@ from lcjax.errors import InputError
 from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.memory import Encoded
-from lcjax.models.waiting import arrived, boxed
+from lcjax.models.offloaded import boxed, unboxed
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.sharding import LENGTH
 from lcjax.tree import union
@@ -61,7 +61,7 @@ def language_model(
             batch["positions"],
             rope=config.rope,
             head_dim=config.rotary_dim,
-            params=arrived(params.get("rope")),
+            params=unboxed(params.get("rope")),
         )
         rotation = config.pattern.at_length(rotation, places.shape[1])
         targets, weights = batch["targets"], batch["weights"]

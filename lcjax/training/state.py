@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.host import Offload, fetched, on_host
+from lcjax.offload import Offload, fetched, host_shardings
 from lcjax.sharding import param_shardings
-from lcjax.training.in_turn import joined
+from lcjax.training.layerwise_update import joined
 from lcjax.training.optim import wide
 from lcjax.tree import flatten, nest
 
-# What of the state waits in the host's memory.
-_WAITING = {
+# What of the state is offloaded.
+_OFFLOADED = {
     "none": (),
     "optimizer": ("opt_state", "ema"),
     "parameters": ("params", "opt_state", "ema"),
@@ -47,8 +47,8 @@ def init_state(
 ) -> TrainState:
     """The state before the first step, every array made where it will stay; `params` is donated.
 
-    What is to wait on the host is made one parameter after another, so that a device never has to
-    hold all of it.
+    What is offloaded is made one parameter after another, so that a device never has to hold all of
+    it.
     """
     start = _starter(optimizer, seed, ema)
 
@@ -106,10 +106,11 @@ def state_shardings(
 ) -> TrainState:
     """Moments and averages lie where their parameter lies; everything else on every device.
 
-    What `offload` names waits in the memory of that device's host, but for vectors.
+    What `offload` names lies in the memory of that device's host, but for vectors.
     """
     layout = param_shardings(mesh, state)
-    waiting = {
-        name: on_host(getattr(state, name), getattr(layout, name)) for name in _WAITING[offload]
+    offloaded = {
+        name: host_shardings(getattr(state, name), getattr(layout, name))
+        for name in _OFFLOADED[offload]
     }
-    return dataclasses.replace(layout, **waiting)
+    return dataclasses.replace(layout, **offloaded)

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.host import waits
-from lcjax.models.waiting import differentiable, with_gradients
+from lcjax.models.offloaded import differentiable, with_gradients
+from lcjax.offload import is_offloaded
 from lcjax.training import optim
-from lcjax.training.in_turn import in_turn
+from lcjax.training.layerwise_update import layerwise_update
 from lcjax.training.objective import Batch, Objective
 from lcjax.training.state import TrainState
 
@@ -70,8 +70,8 @@ def make_train_step(
                 return params, opt_state, ema
 
             old = state.params, state.opt_state, state.ema
-            if any(map(waits, jax.tree.leaves(old))):
-                kept = in_turn(update, good, old, grads)
+            if any(map(is_offloaded, jax.tree.leaves(old))):
+                kept = layerwise_update(update, good, old, grads)
             else:
                 kept = jax.lax.cond(good, update, lambda old, _: old, old, grads)
         bad = jnp.where(good | jumped, 0, bad + 1).astype(jnp.int32)

@@ -21,7 +21,7 @@ from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models import preset
 from lcjax.rope.positions import PlainPositions
-from lcjax.training import ahead
+from lcjax.training import abstract_step
 from lcjax.training.config import TrainConfig
 from lcjax.training.objective import language_model
 from lcjax.training.optim import schedule
@@ -105,7 +105,7 @@ def test_ceped_reads_the_rows_that_its_teacher_makes():
 )
 def test_what_a_recipe_trains_has_the_papers_size(name, overrides, trained, at_the_root):
     recipe = read(name, *overrides)
-    shapes = cost.parameter_shapes(ahead.model_of(recipe))
+    shapes = cost.parameter_shapes(abstract_step.model_of(recipe))
     chosen = trainable(shapes, recipe.train.rules())
     assert sum(math.prod(leaf.shape) for path, leaf in shapes.items() if chosen(path)) == trained
 
@@ -115,13 +115,13 @@ def test_recipes_go_on_from_what_the_recipe_before_them_makes(at_the_root, tmp_p
         recipe, warmup = read(name), read(before)
         assert recipe.model.path == f"{warmup.run.folder}/model" == f"runs/{before}/model"
         assert recipe.model.memory is None and warmup.model.memory is not None
-        assert ahead.model_of(recipe).memory == ahead.model_of(warmup).memory
-    assert ahead.model_of(read("cepe_7b")).memory.states == preset("cepe-encoder")
-    assert ahead.model_of(read("cepe_smollm2")).memory.states == preset("smollm2-encoder")
-    assert ahead.model_of(read("cepe_mlm_encoder")).pattern == Bidirectional()
+        assert abstract_step.model_of(recipe).memory == abstract_step.model_of(warmup).memory
+    assert abstract_step.model_of(read("cepe_7b")).memory.states == preset("cepe-encoder")
+    assert abstract_step.model_of(read("cepe_smollm2")).memory.states == preset("smollm2-encoder")
+    assert abstract_step.model_of(read("cepe_mlm_encoder")).pattern == Bidirectional()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"runs/cepe_warmup_7b/model is not on this machine"):
-        ahead.model_of(read("cepe_7b"))
+        abstract_step.model_of(read("cepe_7b"))
 
 
 def switches(name):
@@ -149,7 +149,7 @@ def test_the_ablations_are_switches(at_the_root):
     memory = "--model.memory={type: cepe, encoder: hyen/LLaMA-MLM-Large}"
     bare = read("cepe_7b", "--model.path=meta-llama/Llama-2-7b-hf", memory)
     assert bare.model.memory == CepeSection(encoder="hyen/LLaMA-MLM-Large"), "no warm-up"
-    assert ahead.model_of(bare).memory == ahead.model_of(read("cepe_7b")).memory
+    assert abstract_step.model_of(bare).memory == abstract_step.model_of(read("cepe_7b")).memory
     random = read("cepe_warmup_7b", "--model.memory.encoder=cepe-encoder")
     assert random.model.memory.encoder == "cepe-encoder"
     assert read("cepe_7b", "--data.chunks.noise=null").data.chunks.noise is None
@@ -214,7 +214,7 @@ def test_the_compile_check_knows_the_shapes_of_a_teachers_rows(at_the_root):
     from lcjax.sharding import Mesh, make_mesh
 
     mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
-    shapes = ahead._batch(recipe, ahead.model_of(recipe), mesh)
+    shapes = abstract_step._batch(recipe, abstract_step.model_of(recipe), mesh)
     found = {name: (leaf.shape, leaf.dtype) for name, leaf in shapes.items() if "teacher" in name}
     assert found == {
         "teacher_ids": ((2, 2048, 5), jnp.int32),

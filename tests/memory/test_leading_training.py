@@ -16,7 +16,7 @@ from lcjax.convert.weights import read_params
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
 from lcjax.memory import AutoCompressorSection, BeaconSection
-from lcjax.memory.section import from_note
+from lcjax.memory.config import from_note
 from lcjax.models import preset
 from lcjax.rope.positions import E2Positions, PlainPositions
 from lcjax.sharding import Mesh, make_mesh

@@ -17,7 +17,7 @@ from lcjax.convert.weights import read_params, spread_layers
 from lcjax.errors import InputError
 from lcjax.lm import LanguageModel
 from lcjax.memory import Policy, QueryAware, Random, Right, SharedLlmSection, Tree
-from lcjax.memory.section import from_note
+from lcjax.memory.config import from_note
 from lcjax.models import Decoder, preset
 from lcjax.sharding import Mesh
 from lcjax.training import objective as objectives

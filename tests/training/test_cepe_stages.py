@@ -179,7 +179,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     from lcjax.convert import ByteTokenizer
     from lcjax.models import preset
     from lcjax.sharding import make_mesh
-    from lcjax.training import ahead, batches
+    from lcjax.training import abstract_step, batches
 
     config = tiny(
         *(tmp_path / "run", ""), data=taught(stored), model=WITH_MEMORY, distill=Distill(top=5)
@@ -189,7 +189,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     loader = batches.open_loader(config, model, ByteTokenizer(), "train", mesh)
     put = batches.put(next(loader), mesh)
     loader.close()
-    described = ahead._batch(config, model, mesh)
+    described = abstract_step._batch(config, model, mesh)
     assert {k: (v.shape, v.dtype, v.sharding) for k, v in put.items()} == {
         k: (v.shape, v.dtype, v.sharding) for k, v in described.items()
     }

@@ -15,14 +15,13 @@ from lcjax.cost import tpu_compiler
 from lcjax.cost.chips import Topology
 from lcjax.cost.verdict import verdict
 from lcjax.errors import InputError
-from lcjax.host import moved, waits
-from lcjax.host import on_host as place
 from lcjax.lora import LoRA
 from lcjax.models import Decoder, ModelConfig, preset
-from lcjax.models.waiting import arrived, boxed
+from lcjax.models.offloaded import boxed, unboxed
+from lcjax.offload import host_shardings, is_offloaded, to_host
 from lcjax.rope.positions import PlainPositions
 from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
-from lcjax.training import TrainConfig, ahead, optim, run
+from lcjax.training import TrainConfig, abstract_step, optim, run
 from lcjax.training.config import EvalSection, TrainSection
 from lcjax.training.objective import language_model
 from lcjax.training.partition import trainable
@@ -50,7 +49,7 @@ def batch(seed, rows=8, length=16):
 
 
 def away(tree):
-    return nest({path: moved(path, leaf) for path, leaf in flatten(tree).items()})
+    return nest({path: to_host(path, leaf) for path, leaf in flatten(tree).items()})
 
 
 def steps(offload, *, config=CONFIG, shape=ONE, rules=("all",), accumulation=2, bad=(), count=2):
@@ -81,7 +80,7 @@ def steps(offload, *, config=CONFIG, shape=ONE, rules=("all",), accumulation=2, 
 
 
 def on_host(tree):
-    return {path for path, leaf in flatten(tree).items() if waits(leaf)}
+    return {path for path, leaf in flatten(tree).items() if is_offloaded(leaf)}
 
 
 def assert_same_numbers(here, away):
@@ -95,7 +94,7 @@ def assert_same_numbers(here, away):
 
 def toy(trained, frozen, batch, key):
     """A loss of all weights, so small that its step is compiled at once."""
-    weights = flatten(arrived(boxed(trained)))
+    weights = flatten(unboxed(boxed(trained)))
     loss = sum(jnp.sum(jnp.sin(leaf * (i + 2))) for i, leaf in enumerate(weights.values()))
     return loss * batch["scale"].mean(), batch["weights"].sum()
 
@@ -194,7 +193,7 @@ def test_gradients_stay_on_the_device():
         jax.random.key(0),
     )
     mesh = make_mesh(EIGHT)
-    layout = place(shapes, param_shardings(mesh, shapes))
+    layout = host_shardings(shapes, param_shardings(mesh, shapes))
     params = jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, layout
     )
@@ -271,7 +270,7 @@ def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device():
                 f"--train.offload={offload}",
             ],
         )
-        found[offload] = verdict(ahead.lower(config, model, mesh), topology.chip)
+        found[offload] = verdict(abstract_step.lower(config, model, mesh), topology.chip)
     weights = cost.estimate(model, 512).parameters  # the bytes of a float32 copy on 4 devices
     none, away = found.values()
     assert none.host == 0 and away.host == pytest.approx(3 * weights, rel=0.02)

@@ -1,9 +1,9 @@
-"""Runs of layers that are alike, where not all layers of a model are: one compiled layer for each.
+"""Groups of successive layers that are alike, where not all of a model are: each is one scan.
 
 Such a model keeps the weights of every layer by themselves, under the names that they have without
-a scan: checkpoints, rules about what is trained and generation know no runs. To be scanned, the
-weights of a run are stacked in the program that reads them. A step copies them once more for that,
-and its gradients; without, compilers take minutes for what they do in seconds.
+a scan: checkpoints, rules about what is trained and generation know no groups. To be scanned, the
+weights of a group are stacked in the program that reads them. A step copies them once more for
+that, and its gradients; without, compilers take minutes for what they do in seconds.
 """
 
 import dataclasses
@@ -18,25 +18,25 @@ import jax.numpy as jnp
 
 from lcjax.models.layers import Context
 from lcjax.models.memory import Encoded
-from lcjax.models.waiting import Waiting
+from lcjax.models.offloaded import Offloaded
 from lcjax.sharding import param_shardings
 
 
 def single(count: int) -> list[range]:
-    """Every layer as a run of its own."""
+    """Every layer as a group of its own."""
     return [range(index, index + 1) for index in range(count)]
 
 
 def alike(layers: Sequence[dict], reads: Sequence[bool]) -> list[range]:
-    """The runs of `layers`, trees of weights, from the first on.
+    """The groups of `layers`, trees of weights, from the first on.
 
-    Those of a run read the memory or do not, and their weights have the same names, shapes and
-    dtypes. Weights that wait on the host are left apart: to be stacked they would be fetched.
+    Those of a group read the memory or do not, and their weights have the same names, shapes and
+    dtypes. Offloaded weights are left apart: to be stacked they would be fetched.
     """
 
     def kind(index: int) -> Any:
-        leaves, names = jax.tree.flatten(layers[index], is_leaf=_waits)
-        if any(map(_waits, leaves)):
+        leaves, names = jax.tree.flatten(layers[index], is_leaf=_is_offloaded)
+        if any(map(_is_offloaded, leaves)):
             return index
         return reads[index], names, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -44,8 +44,8 @@ def alike(layers: Sequence[dict], reads: Sequence[bool]) -> list[range]:
     return [range(group[0], group[-1] + 1) for group in groups]
 
 
-def _waits(node: Any) -> bool:
-    return isinstance(node, Waiting)
+def _is_offloaded(node: Any) -> bool:
+    return isinstance(node, Offloaded)
 
 
 def memories(memory: Encoded | None, reads: Sequence[bool]) -> list[Encoded | None]:
@@ -71,7 +71,7 @@ def scan(
     context: Context,
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[jax.Array, list]:
-    """`x` [B, T, D] after a run: after `block` with one of `layers` after the other.
+    """`x` [B, T, D] after a group: after `block` with one of `layers` after the other.
 
     And what each of them returns of the keys and values that are to be kept.
     """

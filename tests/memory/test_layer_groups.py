@@ -1,4 +1,4 @@
-"""Layers that do not all read the memory: scanned in runs, they compute what they do one by one."""
+"""Layers that do not all read the memory: in groups they compute what they do one by one."""
 
 import functools
 
@@ -12,8 +12,8 @@ from tiny_lm import text
 from lcjax import cache as cache_lib
 from lcjax.lora import LoRA
 from lcjax.memory import Cepe, SharedLlmSection
-from lcjax.models import Decoder, preset, runs
-from lcjax.models.waiting import Waiting
+from lcjax.models import Decoder, layer_groups, preset
+from lcjax.models.offloaded import Offloaded
 from lcjax.sharding import Mesh, make_mesh, param_shardings
 from lcjax.tree import flatten, nest, split
 
@@ -144,7 +144,7 @@ def test_gradients_of_layers_of_another_precision_are_the_same():
 
 
 @pytest.mark.slow
-def test_runs_on_a_mesh_compute_the_same():
+def test_groups_on_a_mesh_compute_the_same():
     config = shared()
     own, frozen = split(random(config), lambda path: "memory/" in path or "layers_4" in path)
     wanted = gradients(config, None, own, frozen)
@@ -175,11 +175,12 @@ def test_a_cache_is_filled_layer_by_layer_with_the_same_numbers(config):
     assert_close(*both(params), 1e-5)
 
 
-def test_runs_end_where_reading_shapes_or_precision_change_and_leave_out_what_waits():
+def test_groups_end_where_reading_shapes_or_precision_change_and_leave_out_what_is_offloaded():
     plain, other = {"a": np.zeros(2)}, {"a": np.zeros(3)}
-    waiting = {"a": Waiting(np.zeros(2))}
+    away = {"a": Offloaded(np.zeros(2))}
     reads = [True, True, False, False, False, False, False]
-    layers = [plain, plain, plain, plain, other, waiting, waiting]
+    layers = [plain, plain, plain, plain, other, away, away]
     found = [(0, 2), (2, 4), (4, 5), (5, 6), (6, 7)]
-    assert [(run.start, run.stop) for run in runs.alike(layers, reads)] == found
-    assert runs.alike([plain, {"a": np.zeros(2, np.float32)}], [True] * 2) == runs.single(2)
+    assert [(group.start, group.stop) for group in layer_groups.alike(layers, reads)] == found
+    layers = [plain, {"a": np.zeros(2, np.float32)}]
+    assert layer_groups.alike(layers, [True] * 2) == layer_groups.single(2)

@@ -1,4 +1,4 @@
-"""An update one layer after another, for what waits in the host's memory.
+"""An update one layer after another, for what is offloaded to the host's memory.
 
 Adam, its decay and the average treat every number by itself, so the order does not matter; only the
 norm for clipping is of the whole gradient. Fetched together, weights and moments would need the
@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
-from lcjax.host import LAYER, STACK, fetched, put_back
+from lcjax.offload import LAYER, STACK, fetched, put_back
 from lcjax.tree import flatten, nest, union
 
 # ((parameters, state of the optimizer, average), gradients) -> the three after an update
 Update = Callable[[tuple, dict], tuple]
 
 
-def in_turn(update: Update, good: jax.Array, old: tuple, grads: dict) -> tuple:
+def layerwise_update(update: Update, good: jax.Array, old: tuple, grads: dict) -> tuple:
     """`update(old, grads)`, or `old` where `good` is false; every array stays where it lies."""
 
     def one(old: tuple, grads: dict) -> tuple:

@@ -1,4 +1,4 @@
-"""Weights that wait in the host's memory until a layer asks for them.
+"""Weights offloaded to the host's memory, fetched when a layer asks for them.
 
 Flax takes a parameter out of its box where a module names it. For a box of this kind that is the
 moment at which the weight is fetched: inside the scan over layers one layer's part of it, and again
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 
-from lcjax.host import fetched, waits
+from lcjax.offload import fetched, is_offloaded
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Waiting(meta.AxisMetadata):
+class Offloaded(meta.AxisMetadata):
     """A weight on the host, and what takes its gradient on the device.
 
     `gradient` is like the weight and never read: the derivative by it is the derivative by the
@@ -33,10 +33,10 @@ class Waiting(meta.AxisMetadata):
     def replace_boxed(self, val: Any) -> Any:
         return val
 
-    def add_axis(self, index: int, params: dict) -> "Waiting":
+    def add_axis(self, index: int, params: dict) -> "Offloaded":
         return self
 
-    def remove_axis(self, index: int, params: dict) -> "Waiting":
+    def remove_axis(self, index: int, params: dict) -> "Offloaded":
         return self
 
 
@@ -50,23 +50,23 @@ _fetch.defvjp(lambda weight, gradient: (fetched(weight), None), lambda _, slope:
 
 def differentiable(params: dict) -> dict:
     """What the loss is to be differentiated by: the parameters, zeros for those on the host."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if waits(x) else x, params)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_offloaded(x) else x, params)
 
 
 def with_gradients(params: dict, by: dict) -> dict:
     """The parameters for a model, `by` being `differentiable(params)`."""
-    return jax.tree.map(lambda x, d: Waiting(x, d) if waits(x) else d, params, by)
+    return jax.tree.map(lambda x, d: Offloaded(x, d) if is_offloaded(x) else d, params, by)
 
 
 def boxed(params: dict) -> dict:
     """The parameters for a model, those on the host in boxes."""
     return jax.tree.map(
-        lambda x: x if isinstance(x, Waiting) or not waits(x) else Waiting(x),
+        lambda x: x if isinstance(x, Offloaded) or not is_offloaded(x) else Offloaded(x),
         params,
-        is_leaf=lambda x: isinstance(x, Waiting),
+        is_leaf=lambda x: isinstance(x, Offloaded),
     )
 
 
-def arrived(tree: Any) -> Any:
+def unboxed(tree: Any) -> Any:
     """What is in the boxes of a tree, fetched."""
     return meta.unbox(tree)
