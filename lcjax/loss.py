@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lcjax.sharding import gradient_sums, spread_over, tokens_spec
+from lcjax.reduce_scatter import gradient_reduce_scatter
+from lcjax.sharding import spread_over, tokens_spec
 
 # The float32 logits of one chunk on one device stay below this many bytes: what a CPU's caches
 # still help with, and what keeps an accelerator's matrix unit busy.
@@ -231,11 +232,11 @@ def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
     """The loss and, chunk by chunk, the gradients for a cotangent of one."""
     tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
     path = "embed/embedding" if projection.tied else "head/kernel"
-    adding = gradient_sums(mesh, path, projection.kernel.shape, *weights.shape)
+    reduce = gradient_reduce_scatter(mesh, path, projection.kernel.shape, *weights.shape)
     run = functools.partial(
-        _with_gradients, criterion=criterion, chunk=chunk, axes=spread_over(tokens), adding=adding
+        _with_gradients, criterion=criterion, chunk=chunk, axes=spread_over(tokens), reduce=reduce
     )
-    kernel = everywhere if adding is None else adding.kept
+    kernel = everywhere if reduce is None else reduce.kept
     bias = None if projection.bias is None else everywhere
     inputs = tokens, everywhere, tokens, tokens
     found = everywhere, Projection(kernel, bias, projection.tied)
@@ -245,10 +246,10 @@ def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
     return sums, (d_projection, *by_token)
 
 
-def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axes=(), adding=None):
+def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axes=(), reduce=None):
     """((loss, its parts) and the gradient for the projection, of all tokens), (d_hidden, loss).
 
-    On the tokens of one device; `adding` says which part it keeps of the kernel's gradient.
+    On the tokens of one device; `reduce` says which part it keeps of the kernel's gradient.
     """
 
     def one(sums, xs):
@@ -275,7 +276,7 @@ def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axe
     d_kernel = d_kernel.T if projection.tied else d_kernel
     if axes:
         losses, d_bias = jax.lax.psum((losses, d_bias), axes)
-        d_kernel = jax.lax.psum(d_kernel, axes) if adding is None else adding.of(d_kernel)
+        d_kernel = jax.lax.psum(d_kernel, axes) if reduce is None else reduce.of(d_kernel)
     by_token = tuple(_joined(x, hidden.shape[1]) for x in by_token)
     return (losses, Projection(d_kernel, d_bias, projection.tied)), by_token
 

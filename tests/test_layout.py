@@ -20,7 +20,17 @@ CODE += sorted((ROOT / "benchmarks").rglob("*.py"))
 ORDER = [
     {"errors", "files", "config", "tree"},
     {"rope", "attention"},
-    {"landmarks", "lora", "sharding", "offload", "loss", "distill", "models", "cache"},
+    {
+        "landmarks",
+        "lora",
+        "sharding",
+        "reduce_scatter",
+        "offload",
+        "loss",
+        "distill",
+        "models",
+        "cache",
+    },
     {"memory", "rendezvous", "distributed"},
     {"cost", "checkpoint"},
     {"convert"},

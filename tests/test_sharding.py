@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import sharding
+from lcjax import reduce_scatter
 from lcjax.cost.collectives import collectives
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
@@ -115,7 +115,7 @@ def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape, params, bat
 def test_gradients_that_are_added_up_part_by_part_are_those_of_one_device(
     shape, tied, params, batch, monkeypatch
 ):
-    monkeypatch.setattr(sharding, "_HIDDEN", 1)
+    monkeypatch.setattr(reduce_scatter, "_HIDDEN", 1)
     config = CONFIG.replace(tie_embeddings=tied)
     params = {name: child for name, child in params.items() if not tied or name != "head"}
     want = _alone(config)(params, batch)
@@ -132,8 +132,8 @@ def test_gradients_that_are_added_up_part_by_part_are_those_of_one_device(
 
 def test_few_devices_leave_the_sums_to_the_compiler():
     asked = "layers/mlp/up/kernel", (2, 64, 96), ROWS, LENGTH
-    assert sharding.gradient_sums(make_mesh(Mesh(1, 8)), *asked) is None
-    assert sharding.gradient_sums(None, *asked) is None
+    assert reduce_scatter.gradient_reduce_scatter(make_mesh(Mesh(1, 8)), *asked) is None
+    assert reduce_scatter.gradient_reduce_scatter(None, *asked) is None
 
 
 def test_no_collective_moves_the_hidden_states_of_all_rows(params, batch):

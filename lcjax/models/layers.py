@@ -16,8 +16,9 @@ from lcjax.loss import Projection
 from lcjax.models.config import ModelConfig
 from lcjax.models.matmul import matmul
 from lcjax.models.memory import Encoded
+from lcjax.reduce_scatter import ReduceScatter, gradient_reduce_scatter
 from lcjax.rope import Rotation, rotate
-from lcjax.sharding import Sums, attention_layout, gradient_sums
+from lcjax.sharding import attention_layout
 from pallas_kernels import Bias, flash
 
 
@@ -69,7 +70,7 @@ class Linear(nn.Module):
             return value.astype(config.compute_dtype())
 
         kernel = weight("kernel", spread, (*self.inputs, *self.outputs))
-        y = _matmul(x, kernel, count, self._sums(x, kernel))
+        y = _matmul(x, kernel, count, self._reduction(x, kernel))
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.outputs)
         if config.lora is not None and self.name in config.lora.targets:
@@ -79,16 +80,16 @@ class Linear(nn.Module):
             y = y + config.lora.scale * _matmul(_matmul(x, a, count), b, 1)
         return y
 
-    def _sums(self, x: jax.Array, kernel: jax.Array) -> Sums | None:
+    def _reduction(self, x: jax.Array, kernel: jax.Array) -> ReduceScatter | None:
         """For the gradient of the kernel as one flat matrix, of whose axes the outer ones count."""
         if self.is_initializing():
             return None
         path = "/".join((*self.path, "kernel"))
-        sums = gradient_sums(self.mesh, path, kernel.shape, *x.shape[:2])
-        if sums is None:
+        reduce = gradient_reduce_scatter(self.mesh, path, kernel.shape, *x.shape[:2])
+        if reduce is None:
             return None
-        flat = PartitionSpec(sums.kept[0], sums.kept[len(self.inputs)])
-        return dataclasses.replace(sums, kept=flat)
+        flat = PartitionSpec(reduce.kept[0], reduce.kept[len(self.inputs)])
+        return dataclasses.replace(reduce, kept=flat)
 
 
 class Head(nn.Module):
@@ -107,7 +108,7 @@ class Head(nn.Module):
 
 
 def _matmul(
-    x: jax.Array, kernel: jax.Array, contracted: int, sums: Sums | None = None
+    x: jax.Array, kernel: jax.Array, contracted: int, reduce: ReduceScatter | None = None
 ) -> jax.Array:
     """Sums the last axes of `x` against the first ones of `kernel`, as one flat product.
 
@@ -115,7 +116,7 @@ def _matmul(
     """
     outer, kept = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     size = math.prod(kernel.shape[:contracted])
-    y = matmul(x.reshape(*outer, size), kernel.reshape(size, -1), sums)
+    y = matmul(x.reshape(*outer, size), kernel.reshape(size, -1), reduce)
     return y.reshape(*outer, *kept)
 
 
