@@ -145,7 +145,7 @@ class Conversation:
         self._read = 0  # of _ids, tokens in the cache; the last one never is
         lm, slots = self.lm, cache_lib.whole_blocks(self.length)
         self._cache = cache_lib.create(
-            lm._model.config, self._rows, slots, chunk=self._chunk, mesh=lm.mesh
+            lm.model.config, self._rows, slots, chunk=self._chunk, mesh=lm.mesh
         )
 
     def _stream(self, sampling: Sampling) -> Iterator[Piece]:
@@ -177,7 +177,7 @@ class Conversation:
             tokens = np.array(self._ids[self._read : self._read + size], np.int32)
             tokens, places = (np.tile(x, (self._rows, 1)) for x in (tokens, places))
             logits, self._cache = prefill(
-                lm._model, lm.params, self._cache, tokens, None, places, self._rotation,
+                lm.model, lm.params, self._cache, tokens, None, places, self._rotation,
                 memory=memory,
             )  # fmt: skip
             self._read += size

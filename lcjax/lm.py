@@ -55,7 +55,7 @@ class LanguageModel:
         config = config.replace(scan_layers=False)
         self.params = params
         # The rotation is an argument of every call: methods share one compiled function.
-        self._model = Decoder(config.replace(rope=Default(theta=10_000.0)), model.mesh)
+        self.model = Decoder(config.replace(rope=Default(theta=10_000.0)), model.mesh)
         self._rotations: dict[int, Rotation] = {}
 
     @classmethod
@@ -86,7 +86,7 @@ class LanguageModel:
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
         """Whose devices share weights, rows and caches; None: all is on one device."""
-        return self._model.mesh
+        return self.model.mesh
 
     @property
     def follows_length(self) -> bool:
@@ -121,9 +121,9 @@ class LanguageModel:
                 f"rope type {other.config.rope.type} is learned, and this checkpoint has no"
                 " weights for it; train it first, or load a checkpoint that has them"
             )
-        model = self._model
+        model = self.model
         kept = {name: getattr(other.config, name) for name in ("pattern", "memory")}
-        other._model = Decoder(model.config.replace(**kept), model.mesh)
+        other.model = Decoder(model.config.replace(**kept), model.mesh)
         return other
 
     def rotation(self, length: int) -> Rotation:
@@ -181,7 +181,7 @@ class LanguageModel:
         rows = [[chunk for text in row for chunk in cut(text, size)] for row in texts]
         asked = None if query is None or not memory.asks else self._asked(query, len(rows))
         return encode_chunks(
-            self._model, self.params, rows,
+            self.model, self.params, rows,
             batch_tokens=batch_tokens, projected=projected, after=after, query=asked,
             rotation=self.rotation(size) if memory.leads else None, rope=self._leading_rope,
         )  # fmt: skip
@@ -203,7 +203,7 @@ class LanguageModel:
             return contexts
         contexts = contexts.repeated(len(query))
         asked = self._asked(query, len(contexts.tokens))
-        return search(self._model, self.params, contexts, asked, batch_tokens=batch_tokens)
+        return search(self.model, self.params, contexts, asked, batch_tokens=batch_tokens)
 
     def _asked(self, texts: Sequence[str | Sequence[int]], rows: int) -> jax.Array:
         """What texts ask contexts for: float32 [B, D]."""
@@ -212,7 +212,7 @@ class LanguageModel:
                 f"query={texts!r:.40} must be a list with one entry for each of the {rows} rows"
             )
         ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
-        return ask(self._model, self.params, ids, self.rotation, follows_length=self.follows_length)
+        return ask(self.model, self.params, ids, self.rotation, follows_length=self.follows_length)
 
     @property
     def _leading_rope(self) -> Rope | None:
@@ -267,7 +267,7 @@ class LanguageModel:
         filled[rows:] = tokens[:1]
         memory = self._memory(context, list(tokens[:, :first]))
         score = landmark_nll if isinstance(self.config.pattern, Landmark) else text_nll
-        scored = score(self._model, self.params, filled, self.rotation, first, memory)
+        scored = score(self.model, self.params, filled, self.rotation, first, memory)
         nll = np.zeros((rows, length), np.float32)
         nll[:, first:] = scored[:rows]
         if lengths is not None:
@@ -294,7 +294,7 @@ class LanguageModel:
             nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
             return by_rows(nll, stream, prompts, continuations)
         return by_cache(
-            self._model, self.params, prompts, continuations, rotation=self.rotation,
+            self.model, self.params, prompts, continuations, rotation=self.rotation,
             memory=self._memory(context, prompts), prefix=prefix,
         )  # fmt: skip
 
@@ -355,7 +355,7 @@ class LanguageModel:
             changes = exact and self.follows_length
             prefix.check(self.config.pattern, ids, context=context, exact=changes)
         return generation.stream(
-            self._model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
+            self.model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
             follows_length=self.follows_length, exact=exact, prefill_chunk=prefill_chunk,
             memory=self._memory(context, ids), mixture=mixture, prefix=prefix,
         )  # fmt: skip

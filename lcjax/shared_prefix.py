@@ -183,7 +183,7 @@ class PrefixReader:
     def _read_on(self, ids: np.ndarray, kept: int) -> None:
         """Makes `ids` what the stem has read, of which it has the first `kept`."""
         lm, chunk, size = self.lm, prefill_chunk_size(None), np.int32(kept)
-        model, rotation = lm._model, lm.rotation(self._length)
+        model, rotation = lm.model, lm.rotation(self._length)
         self._room = max(self._room, len(ids))
         # Each step gives up the stem before it: what fails on the way leaves none.
         stem, self._stem, self._ids = self._stem, None, ids[:0]

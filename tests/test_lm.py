@@ -45,7 +45,7 @@ def spread():
 def test_weights_and_caches_are_split_over_the_mesh(spread):
     kernel = spread.params["layers_0"]["mlp"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 4
-    config, mesh = spread._model.config, spread._model.mesh
+    config, mesh = spread.model.config, spread.model.mesh
     cache = cache_lib.create(config, 4, 64, mesh=mesh)
     keys, _ = cache.layers[1]
     assert keys.addressable_shards[0].data.shape == (1, config.num_kv_heads // 2, 64, 16)
@@ -80,8 +80,8 @@ def test_text_on_a_mesh_equals_that_of_one_device(alone, spread, temperature):
 
 def test_a_mesh_of_jax_and_the_shape_of_one_are_the_same(spread):
     own = LanguageModel.load(SECTION, mesh=make_mesh(Mesh(data=2, fsdp=2, tensor=2)))
-    assert own._model == spread._model
-    assert own.with_method(rope=Yarn(factor=2.0))._model.mesh == own._model.mesh
+    assert own.model == spread.model
+    assert own.with_method(rope=Yarn(factor=2.0)).model.mesh == own.model.mesh
     with pytest.raises(InputError, match="must divide"):
         LanguageModel.load(SECTION, mesh=Mesh(data=3))
 
@@ -100,11 +100,11 @@ def test_loading_leaves_one_copy_of_the_weights_in_memory(monkeypatch):
 def test_layers_are_separate_on_every_backend(monkeypatch, backend):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     lm = LanguageModel.load(ModelSection(preset="tiny", dtype="float32"))
-    assert not lm._model.config.scan_layers and "layers_1" in lm.params
+    assert not lm.model.config.scan_layers and "layers_1" in lm.params
     model = Decoder(preset("tiny"))
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     lm = LanguageModel(model, params, ByteTokenizer())
-    assert not lm._model.config.scan_layers and "layers_1" in lm.params
+    assert not lm.model.config.scan_layers and "layers_1" in lm.params
     assert "layers" in params  # the caller's own tree
 
 
@@ -148,7 +148,7 @@ def test_settings_change_a_section_that_is_loaded():
 
 def _exact_scores(lm, tokens, first):
     """Scores by the logits of the text alone, at its own length."""
-    log_p = np.asarray(_log_p(lm._model, lm.params, tokens, lm.rotation(tokens.shape[1])))
+    log_p = np.asarray(_log_p(lm.model, lm.params, tokens, lm.rotation(tokens.shape[1])))
     return -np.take_along_axis(log_p[:, first - 1 : -1], tokens[:, first:, None], -1)[..., 0]
 
 

@@ -113,7 +113,7 @@ def best(lm, passages, weights, prompt, answer):
     for passage, weight in zip(passages, weights, strict=True):
         text = [*passage, *prompt, *answer]
         tokens = np.array([text + [0] * (40 - len(text))])
-        found = probabilities(lm._model, lm.params, tokens, lm.rotation(len(text)))[0]
+        found = probabilities(lm.model, lm.params, tokens, lm.rotation(len(text)))[0]
         total += np.exp(weight) * np.asarray(found, np.float64)[len(text) - 6 : len(text) - 1]
     total[:, list(lm.tokenizer.eos_ids)] = 0
     return total.argmax(-1).tolist()

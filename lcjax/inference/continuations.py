@@ -126,30 +126,28 @@ def _rounds(continuations: Sequence[Sequence[Ids]]) -> list[tuple[np.ndarray, np
     return found
 
 
-@jax.jit
-def _first(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-log p of `targets` [B], and whether each is the most probable, of logits [B, V]."""
-    picked = jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
+def _scored(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """-log p of `targets` [...], and whether each is the most probable, of logits [..., V]."""
+    picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return jax.nn.logsumexp(logits, -1) - picked, logits.argmax(-1) == targets
+
+
+_first = jax.jit(_scored)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _follow(model, params, cache, tokens, targets, segments, positions, rotation, memory):
-    """The same [B, T] of the tokens after `tokens`, and a cache with `tokens` [B, T] in it.
+    """`_scored` of the tokens after `tokens` [B, T], and a cache with these in it.
 
     The one given stays as it is, for the next continuation.
     """
     hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation, memory)
-    scores = over_chunks(
-        _scored, hidden, head(params, model.config), keep_rows(targets, model.mesh)
-    )
-    return scores, cache
 
+    def score(hidden, projection, targets):
+        return _scored(projection(hidden), targets)
 
-def _scored(hidden, projection, targets):
-    logits = projection(hidden)
-    picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    return jax.nn.logsumexp(logits, -1) - picked, logits.argmax(-1) == targets
+    projection, targets = head(params, model.config), keep_rows(targets, model.mesh)
+    return over_chunks(score, hidden, projection, targets), cache
 
 
 def by_rows(

@@ -356,7 +356,7 @@ def test_requests_that_differ_in_seed_stop_length_or_temperature_share_one_compi
 
 def test_fractional_positions_survive_in_a_cache_of_unrotated_keys(params):
     lm = _model(params, ROPES["yarn"])
-    model, places = lm._model, np.arange(20, dtype=np.float32)[None] / 3
+    model, places = lm.model, np.arange(20, dtype=np.float32)[None] / 3
     tokens, rotation = np.array([_ids(10, 20)]), lm.rotation(64)
     options = {"positions": places, "rotation": rotation}
     want, _ = _hidden(model, lm.params, tokens, options)

@@ -246,7 +246,7 @@ def test_a_model_without_a_memory_takes_an_empty_context(lm):
 def test_chunks_and_masks_that_do_not_fit_are_refused_in_one_line(lm):
     def encode(lm, chunks, mask):
         shapes = (np.zeros(chunks, np.int32), np.ones(mask, bool))
-        apply = functools.partial(lm._model.apply, method="encode")
+        apply = functools.partial(lm.model.apply, method="encode")
         return jax.eval_shape(apply, {"params": lm.params}, *shapes)
 
     good = encode(lm, (1, 2, 64), (1, 2, 64))

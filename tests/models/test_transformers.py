@@ -87,8 +87,8 @@ def _peer_logits(model, tokens):
 def _our_logits(lm, tokens):
     @jax.jit
     def run(params, tokens, rotation):
-        hidden, _ = lm._model.apply({"params": params}, tokens, rotation=rotation)
-        return lm._model.apply({"params": params}, hidden, method="logits")
+        hidden, _ = lm.model.apply({"params": params}, tokens, rotation=rotation)
+        return lm.model.apply({"params": params}, hidden, method="logits")
 
     return np.asarray(run(lm.params, tokens, lm.rotation(tokens.shape[1])))
 
