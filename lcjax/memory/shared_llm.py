@@ -199,7 +199,7 @@ class TreeEncoder(nn.Module):
             positions=position,
             segments=node,
             rotation=self.memory.rotation(),
-            keep=Keep(index, jnp.take_along_axis(position, index, 1) + turns),
+            keep=Keep(index, jnp.take_along_axis(position, index, 1) + turns, alone=True),
         )
         return Encoded(
             present.reshape(rows, -1), layers=self._by_rows(layers, rows), chunks=there.sum(1)

@@ -160,7 +160,8 @@ class Decoder(nn.Module):
           memory: the context that `encode` made; without, a model that could read one is the
             decoder that it was made from.
           keep: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
-            returned in its place, as `Cache.layers` has them but for the order of axes.
+            returned in its place, as `Cache.layers` has them but for the order of axes. Where
+            layers are scanned and it is `alone`, there are no hidden states.
           beacons: int32 [B, R], of a memory whose tokens the last R are (`Context.beacons`).
         """
         c = self.config
@@ -202,12 +203,15 @@ class Decoder(nn.Module):
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
-        return self.final_norm(x), cache if keep is None else layers
+        return None if x is None else self.final_norm(x), cache if keep is None else layers
 
     def _stacked(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
         """The layers where their weights are one stack."""
-        count = self.config.num_layers
-        memory, pairs = runs.together(runs.memories(context.memory, [True] * count))
+        c = self.config
+        if context.keep is not None and context.keep.alone and not self.is_initializing():
+            block = _block(c, scanned=True)(c, self.mesh, parent=None)
+            return None, runs.keys_alone(block, self.layers.variables["params"], x, context)
+        memory, pairs = runs.together(runs.memories(context.memory, [True] * c.num_layers))
         return self.layers(x, context._replace(memory=memory), layers, pairs)
 
     def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
@@ -338,11 +342,11 @@ def head(params: dict, config: ModelConfig) -> Projection:
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
     """A new tree with `layers` [L, ...] as layers_0, layers_1, ...: that of `scan_layers=False`.
 
-    `params` stays as it is, so for a while there are two copies of the layers; on a mesh each part
-    is split over the devices as the whole was.
+    `params` stays, so for a while there are two copies of the layers; each part is split over
+    the devices as the whole was.
     """
-    tree = {name: child for name, child in params.items() if name != "layers"}
-    return tree | _spread(params["layers"], config.num_layers)
+    rest = {name: child for name, child in params.items() if name != "layers"}
+    return rest | _spread(params["layers"], config.num_layers)
 
 
 def unstack_layers_in_place(params: dict, config: ModelConfig) -> None:
@@ -371,15 +375,14 @@ def _spread(stacked: dict, count: int, *, consume: bool = False) -> dict:
 
 
 def _parts(leaf: jax.Array) -> list[jax.Array]:
-    """The L arrays of a stack [L, ...], each laid out as the stack was; they are there on return.
-
-    Without waiting, the stacks of all leaves would be alive until the device has caught up.
-    """
+    """The L arrays of a stack [L, ...], each laid out as the stack was; they are there on return."""
+    # Without waiting, the stacks of all leaves would be alive until the device has caught up.
     layout = getattr(leaf, "sharding", None)
     if isinstance(layout, NamedSharding):
         layout = NamedSharding(layout.mesh, PartitionSpec(*layout.spec[1:]))
-        return jax.block_until_ready(jax.jit(list, out_shardings=layout)(leaf))
-    return jax.block_until_ready(jax.jit(list)(leaf))
+    else:
+        layout = None
+    return jax.block_until_ready(jax.jit(list, out_shardings=layout)(leaf))
 
 
 def stack_layers(params: dict, config: ModelConfig) -> dict:
