@@ -375,13 +375,11 @@ def _spread(stacked: dict, count: int, *, consume: bool = False) -> dict:
 
 
 def _parts(leaf: jax.Array) -> list[jax.Array]:
-    """The L arrays of a stack [L, ...], each laid out as the stack was; they are there on return."""
+    """The L arrays of a stack [L, ...], each laid out as it was; they are there on return."""
     # Without waiting, the stacks of all leaves would be alive until the device has caught up.
-    layout = getattr(leaf, "sharding", None)
-    if isinstance(layout, NamedSharding):
-        layout = NamedSharding(layout.mesh, PartitionSpec(*layout.spec[1:]))
-    else:
-        layout = None
+    layout, found = None, getattr(leaf, "sharding", None)
+    if isinstance(found, NamedSharding):
+        layout = NamedSharding(found.mesh, PartitionSpec(*found.spec[1:]))
     return jax.block_until_ready(jax.jit(list, out_shardings=layout)(leaf))
 
 
