@@ -21,7 +21,7 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
 from lcjax.memory import Beacon, Cepe, Policy, SharedLlm
-from lcjax.models.memory import check_memory
+from lcjax.models.memory import Memory, check_memory
 from lcjax.replug import Replug
 
 SOURCES = ("own", "foreign")
@@ -105,7 +105,13 @@ class ContextSplit(Split):
         whole_numbers(self.key, self, 0, "ratio")
 
     def of(self, model, length: int) -> "SplitModel":
-        memory, decoder = model.config.memory, self.tokens(model, length)
+        decoder = self.tokens(model, length)
+        subject = model.with_method(memory=self._memory(model), length=decoder)
+        return SplitModel(subject, self, decoder, self.size(model))
+
+    def _memory(self, model) -> Memory:
+        """That of the model with these settings."""
+        memory = model.config.memory
         check_memory(memory)
         settings = (("trained_context", Cepe), ("policy", SharedLlm), ("ratios", SharedLlm))
         settings += (("ratio", Beacon),)
@@ -120,12 +126,11 @@ class ContextSplit(Split):
             if name == "ratios":
                 name, value = "tree", dataclasses.replace(memory.tree, ratios=value)
             memory = dataclasses.replace(memory, **{name: value})
-        subject = model.with_method(memory=memory, length=decoder)
-        return SplitModel(subject, self, decoder, self.size(model))
+        return memory
 
     def size(self, model) -> int:
         """Tokens of a chunk."""
-        return chunk_size(model.config.memory, self.chunk)
+        return chunk_size(self._memory(model), self.chunk)
 
     def context(self, model, length: int) -> tuple[int, int] | None:
         if model.config.memory is None:
