@@ -11,6 +11,7 @@ settings: a text of 8,192 tokens is read once, its last 4,096 by the model and t
     trees, each by itself, as tables 11-13 of the paper (arXiv 2410.19318, app.); and a search for
     the question. Beta is what a chunk has tokens for each that is kept of it.
 reading: the same text read and continued by SharedLLM, CEPE (chunks of 256) and full attention.
+    Both keep keys and values of what they read.
 """
 
 import argparse
@@ -82,7 +83,8 @@ def read_and_write(args, side: str, length: int, fields: dict) -> dict:
     config = bench.decoder(args)
     if side == "full":
         return bench.read_and_write(config, length, chunk=None)
-    return bench.read_and_write(bench.with_cepe(config, args), length, chunk=args.cepe_chunk)
+    cepe = bench.with_cepe(config, args)
+    return bench.read_and_write(cepe, length, chunk=args.cepe_chunk, projected=True)
 
 
 def costs(args) -> None:

@@ -32,7 +32,8 @@ class Conversation:
     Turns are read when an answer is asked for, beside the context that there is by then: what was
     read earlier is not read again when a context is added. So a conversation equals reading all of
     it at once as long as its context stays the same. A memory that keeps what a question needs is
-    searched for every turn, and what is unchanged is not encoded again. Where a context stands
+    searched for every turn, for the last token of the text or for the turn's `query`, and what is
+    unchanged is not encoded again. Where a context stands
     before the text (`Memory.leads`), the text is read again behind one that has grown, and BOS
     stands before the context.
 
@@ -90,17 +91,31 @@ class Conversation:
             text = inside(lm.tokenizer, text) if inner else lm.encode(text, begins=begins)
         self._ids += [int(token) for token in text]
 
-    def write(self, sampling: Sampling = Sampling()) -> str:
-        """What the model goes on with."""
-        return "".join(piece.text for piece in self.stream(sampling))
+    def write(
+        self, sampling: Sampling = Sampling(), *, query: str | Sequence[int] | None = None
+    ) -> str:
+        """What the model goes on with.
 
-    def stream(self, sampling: Sampling = Sampling()) -> Iterator[Piece]:
+        `query` is what a context is searched for, by its last token; None: the text so far, which
+        in a chat ends with the template's own tokens, as it does in training.
+        """
+        return "".join(piece.text for piece in self.stream(sampling, query=query))
+
+    def stream(
+        self, sampling: Sampling = Sampling(), *, query: str | Sequence[int] | None = None
+    ) -> Iterator[Piece]:
         """`write` piece by piece; all of it is part of the text, a stop string included."""
         self._check(len(self._ids), sampling.max_new_tokens)
-        return self._stream(sampling)
+        return self._stream(sampling, query)
 
-    def say(self, message: str, sampling: Sampling = Sampling()) -> str:
-        """The model's answer to the next message of a chat.
+    def say(
+        self,
+        message: str,
+        sampling: Sampling = Sampling(),
+        *,
+        query: str | Sequence[int] | None = None,
+    ) -> str:
+        """The model's answer to the next message of a chat; `query` as in `write`.
 
         Where a chat template changes what was written before, all of it is read anew.
         """
@@ -117,7 +132,7 @@ class Conversation:
         if anew:
             self._start_over()
         self._ids = ids
-        answer = self.write(sampling)
+        answer = self.write(sampling, query=query)
         # A stop string stands in the text, but not in the chat.
         self._shown = None if self._cut else text + answer
         self.messages = [*messages, {"role": "assistant", "content": answer}]
@@ -148,11 +163,12 @@ class Conversation:
             lm.model.config, self._rows, slots, chunk=self._chunk, mesh=lm.mesh
         )
 
-    def _stream(self, sampling: Sampling) -> Iterator[Piece]:
+    def _stream(self, sampling: Sampling, query: str | Sequence[int] | None) -> Iterator[Piece]:
         tokenizer = self.lm.tokenizer
         sampling.check_texts(1)
         # What a context keeps is chosen anew for each turn; what was read beside it stays read.
-        self.context = self.lm.search_contexts(self.context, [self._ids])
+        asked = self._ids if query is None else query
+        self.context = self.lm.search_contexts(self.context, [asked])
         key, eos = sampling.key(self._rows), jnp.array(tokenizer.eos_ids, jnp.int32)
         text = _Text(0, tokenizer, sampling)
         for count in range(sampling.max_new_tokens):

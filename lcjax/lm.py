@@ -198,7 +198,7 @@ class LanguageModel:
         Only nodes that were not there before are encoded; a memory that does not ask keeps all as
         it is. One row of contexts serves many questions.
         """
-        contexts.check(self.params, self._leading_rope)
+        contexts.check(self.params, self.config.memory, self._leading_rope)
         if not contexts.source:
             return contexts
         contexts = contexts.repeated(len(query))
@@ -232,7 +232,7 @@ class LanguageModel:
         """What `texts` read, those that fill up the mesh included; None without a context."""
         if (context := self._encoded(context)) is None:
             return None
-        context.check(self.params, self._leading_rope)
+        context.check(self.params, self.config.memory, self._leading_rope)
         if context.waits:
             context = self.search_contexts(context, texts)
         return context.rows(len(texts), padding_rows(self.mesh, len(texts)))

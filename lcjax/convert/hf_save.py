@@ -1,7 +1,8 @@
 """Writes a folder that transformers opens with the same logits.
 
 CLEX and an E2-LLM scale that follows the length have no form in transformers: it reads them
-as plain rope, and a warning says so when they are written.
+as plain rope, and a warning says so when they are written. So it does of SharedLLM's trees that
+the released code has no field for.
 
 Everything goes into a hidden folder beside the destination, which is renamed when it is complete: a
 killed process or a full disk never leaves half a model that looks whole. Tensors pass through the
@@ -25,6 +26,7 @@ from lcjax.convert import hf_names
 from lcjax.convert.atomic import check_destination, finished_or_absent
 from lcjax.convert.leading import config_to_hf
 from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
+from lcjax.convert.shared_llm import misread_by_released
 from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
 from lcjax.convert.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
@@ -67,6 +69,7 @@ def save_hf(
         return folder
     check_destination(folder, overwrite)
     _warn_of_plain_rope(config, folder)
+    _warn_of_other_trees(config, folder)
     _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
     with finished_or_absent(folder, overwrite) as partial:
         write_json(partial / "config.json", hf)
@@ -86,6 +89,15 @@ def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
         "lcjax reads the method itself from this folder",
         stacklevel=3,
     )
+
+
+def _warn_of_other_trees(config: ModelConfig, folder: Path) -> None:
+    if (misread := misread_by_released(config)) is not None:
+        warnings.warn(
+            f"{folder}: the released code will read model.memory.{misread}; lcjax reads what was"
+            " trained from this folder",
+            stacklevel=3,
+        )
 
 
 def _write_weights(

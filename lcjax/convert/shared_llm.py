@@ -74,13 +74,31 @@ def _ratio(length: int, kept: float) -> int:
     return length // count
 
 
+def misread_by_released(config: ModelConfig) -> str | None:
+    """The setting of the memory that the released code has no field for, and what it reads."""
+    memory = config.memory
+    if not isinstance(memory, SharedLlm):
+        return None
+    if memory.placement == "interleaved":
+        return "placement=interleaved as bottom"
+    if len(set(_counts(memory))) > 1:
+        ratios, count = list(memory.tree.ratios), _counts(memory)[0]
+        return f"ratios={ratios} as trees that keep {count} tokens of every node"
+    return None
+
+
+def _counts(memory: SharedLlm) -> list[int]:
+    """Tokens that are kept of a node at each level."""
+    return [-(-(memory.chunk >> w) // r) for w, r in enumerate(memory.tree.ratios, 1)]
+
+
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
     """As `lcjax.convert.cepe.config_to_hf`; what the released code reads beside it."""
     memory = config.memory
     if not isinstance(memory, SharedLlm):
         return cepe.config_to_hf(config, dtype=dtype)
     sign = 1 if memory.placement == "top" else -1
-    counts = [-(-(memory.chunk >> w) // r) for w, r in enumerate(memory.tree.ratios, 1)]
+    counts = _counts(memory)
     return landmark.config_to_hf(config.replace(memory=None), dtype=dtype) | {
         "architectures": [cepe.DECODER],
         "is_decoder": True,

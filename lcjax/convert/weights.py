@@ -15,7 +15,7 @@ import numpy as np
 from lcjax.convert import hf_names
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.models.decoder import unstack_layers
+from lcjax.models.stacking import unstack_layers
 from lcjax.offload import host_shardings
 from lcjax.tree import lookup, nest, union
 

@@ -21,7 +21,7 @@ from lcjax.inference.contexts import context_chunk_size
 from lcjax.inference.contexts import cut as chunks_of
 from lcjax.inference.continuations import Continuation
 from lcjax.memory import Beacon, Cepe, Policy, SharedLlm
-from lcjax.models.memory import check_memory
+from lcjax.models.memory import Memory, check_memory
 from lcjax.replug import Replug
 
 SOURCES = ("own", "foreign")
@@ -76,8 +76,11 @@ class Split(abc.ABC):
 
     def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
         """The chunks of what stands before the decoder's text; the odd one is the first."""
-        chunks = chunks_of(context, chunk)
-        return chunks if self.chunks is None else chunks[len(chunks) - self.chunks :]
+        return self.kept(chunks_of(context, chunk))
+
+    def kept(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
+        """Those that `chunks` allows: the last ones."""
+        return chunks if self.chunks is None else chunks[max(len(chunks) - self.chunks, 0) :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +105,13 @@ class ContextSplit(Split):
         whole_numbers(self.key, self, 0, "ratio")
 
     def of(self, model, length: int) -> "SplitModel":
-        memory, decoder = model.config.memory, self.tokens(model, length)
+        decoder = self.tokens(model, length)
+        subject = model.with_method(memory=self._memory(model), length=decoder)
+        return SplitModel(subject, self, decoder, self.size(model))
+
+    def _memory(self, model) -> Memory:
+        """That of the model with these settings."""
+        memory = model.config.memory
         check_memory(memory)
         settings = (("trained_context", Cepe), ("policy", SharedLlm), ("ratios", SharedLlm))
         settings += (("ratio", Beacon),)
@@ -117,12 +126,11 @@ class ContextSplit(Split):
             if name == "ratios":
                 name, value = "tree", dataclasses.replace(memory.tree, ratios=value)
             memory = dataclasses.replace(memory, **{name: value})
-        subject = model.with_method(memory=memory, length=decoder)
-        return SplitModel(subject, self, decoder, self.size(model))
+        return memory
 
     def size(self, model) -> int:
         """Tokens of a chunk."""
-        return context_chunk_size(model.config.memory, self.chunk)
+        return context_chunk_size(self._memory(model), self.chunk)
 
     def context(self, model, length: int) -> tuple[int, int] | None:
         if model.config.memory is None:
@@ -285,7 +293,7 @@ class SplitModel:
         spans = [[(0, len(row) - 1)] for row in rows] if movable is None else movable
         parts = [self._part(row, own, new) for row, own in zip(rows, spans, strict=True)]
         passages = [
-            self._kept([chunk for text in part.beside for chunk in self._passages(text)])
+            self._split.kept([chunk for text in part.beside for chunk in self._passages(text)])
             for part in parts
         ]
         return parts, passages
@@ -315,18 +323,13 @@ class SplitModel:
             over -= moved[-1][1] - start
         return [span for span in moved if span[1] > span[0]]
 
-    def _kept(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
-        """Of several texts' chunks those that `chunks` allows: the last ones."""
-        limit = self._split.chunks
-        return chunks if limit is None else chunks[max(len(chunks) - limit, 0) :]
-
     def unread(self, size: int, movable: Sequence[tuple[int, int]] | None = None) -> int:
         """Tokens of a window of `size` that neither the decoder reads nor a chunk holds."""
         if self._split.chunks is None:
             return 0
         spans = [(0, size)] if movable is None else movable
         beside = [np.zeros(b - a, np.int32) for a, b in self._moved(size, spans)]
-        kept = self._kept([chunk for text in beside for chunk in self._passages(text)])
+        kept = self._split.kept([chunk for text in beside for chunk in self._passages(text)])
         return sum(map(len, beside)) - sum(map(len, kept))
 
     def _passages(self, context: np.ndarray) -> list[np.ndarray]:

@@ -6,6 +6,7 @@ is written where it belongs in its row.
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -119,8 +120,10 @@ class _Batch:
 
     @property
     def tags(self) -> np.ndarray:
-        """uint32 [R], another for each chunk."""
-        return (self.rows.astype(np.uint32) << 16) + self.numbers.astype(np.uint32)
+        """uint32 [R], of each chunk's number and tokens: the same in whichever row it stands."""
+        rows = zip(self.tokens, self.mask, self.numbers)
+        found = [zlib.crc32(ids[there].tobytes(), int(number)) for ids, there, number in rows]
+        return np.array(found, np.uint32)
 
 
 def _batches(chunks: Sequence[Chunk], at_once: int, mesh) -> Iterator[_Batch]:

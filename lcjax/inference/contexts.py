@@ -46,6 +46,7 @@ class Contexts:
     source: tuple[Chunk, ...] = dataclasses.field(default=(), repr=False, compare=False)
     query: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
     rope: Rope | None = None  # that the decoder read them with, where they stand before the text
+    memory: Memory | None = dataclasses.field(default=None, repr=False)  # that they were encoded by
 
     @property
     def waits(self) -> bool:
@@ -61,11 +62,18 @@ class Contexts:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.encoded))
 
-    def check(self, weights: dict, rope: Rope | None) -> None:
-        """Refuses a model with other `weights`, or one that turns windows and text differently."""
+    def check(self, weights: dict, memory: Memory | None, rope: Rope | None) -> None:
+        """Refuses a model with other `weights`, or one that would have encoded them differently."""
         if weights is not self.weights:
             raise InputError(
                 "context was encoded by another model; use encode_contexts of the one that reads it"
+            )
+        if self.encoded is None and not self.source:
+            return
+        if memory is None or memory.encodes_as(self.memory) != self.memory:
+            raise InputError(
+                f"context was encoded with {_difference(self.memory, memory)}; use encode_contexts"
+                " of the model, as with_method gives it, that reads it"
             )
         if self.encoded is not None and rope != self.rope:
             raise InputError(
@@ -114,6 +122,20 @@ class Contexts:
         if self.encoded is None or wanted == [*range(len(self.tokens))]:
             return self.encoded
         return jax.tree.map(lambda x: x[np.array(wanted)], self.encoded)
+
+
+def _difference(encoded: Memory, reads: Memory | None) -> str:
+    """In which settings two memories differ, for a message."""
+    if type(encoded) is not type(reads):
+        kind = "none" if reads is None else type(reads).__name__
+        return f"the memory {type(encoded).__name__}, and the model that reads it has {kind}"
+    names = [field.name for field in dataclasses.fields(encoded)]
+    changed = [name for name in names if getattr(encoded, name) != getattr(reads, name)]
+    old, new = (
+        ", ".join(f"{name}={getattr(memory, name)}" for name in changed)
+        for memory in (encoded, reads)
+    )
+    return f"model.memory.{old}, and the model that reads it has {new}"
 
 
 def passages(
@@ -180,22 +202,25 @@ def encode(
       batch_tokens: tokens that are encoded at once; None: what suits the platform.
       projected: keep the keys and values of every reading layer instead of the encoder's states:
         faster to read, many times larger. `after` says it for chunks that are added.
-      query: of a memory that asks, what `Decoder.asked` says of each row, float32 [B, D]; None: as
-        `after` was asked, or left open.
+      query: of a memory that asks, what `Decoder.asked` says of each row, float32 [B, D], for
+        which `after` is searched too; None: as `after` was asked, or left open.
       rotation: that of the text, for memories that lead it; it is noted by the `rope` it is of.
     """
     if after is None:
         none = (0,) * len(rows)
         after = Contexts(None, none, none, params)
-    after.check(params, rope)
-    after = dataclasses.replace(after, rope=rope)
+    memory = model.config.memory
+    after.check(params, memory, rope)
+    after = dataclasses.replace(after, rope=rope, memory=memory)
     if len(rows) != len(after.tokens):
         raise InputError(
             f"after: contexts of {len(after.tokens)} rows can be extended by as many, and"
             f" {len(rows)} are given; write [] for a row that gets nothing"
         )
-    added, whole = _placed(model.config.memory, rows, after)
-    if model.config.memory.asks:
+    if memory.asks and query is not None and after.query is not None:
+        after = search(model, params, after, query, batch_tokens=batch_tokens)
+    added, whole = _placed(memory, rows, after)
+    if memory.asks:
         query = after.query if query is None else query
         if query is None:
             return dataclasses.replace(whole, source=(*after.source, *added))

@@ -12,12 +12,12 @@ from lcjax.memory.config import (
 )
 from lcjax.memory.context_tree import Tree
 from lcjax.memory.initial import with_lower_model, with_memory
-from lcjax.memory.policies import Level, Policy, QueryAware, Random, Right
+from lcjax.memory.policies import Level, Own, Policy, QueryAware, Random, Right
 from lcjax.memory.shared_llm import SharedLlm
 from lcjax.models.memory import Encoded, Memory
 
 __all__ = [
     "AutoCompressor", "AutoCompressorSection", "Beacon", "BeaconSection", "Cepe", "CepeSection",
-    "Encoded", "Level", "Memory", "MemorySection", "Policy", "QueryAware", "Random", "Right",
+    "Encoded", "Level", "Memory", "MemorySection", "Own", "Policy", "QueryAware", "Random", "Right",
     "SharedLlm", "SharedLlmSection", "Tree", "with_lower_model", "with_memory",
 ]  # fmt: skip

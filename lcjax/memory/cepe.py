@@ -40,6 +40,10 @@ class Cepe(Memory):
     def reading(self, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
 
+    def encodes_as(self, other: Memory | None) -> "Cepe":
+        trained = getattr(other, "trained_context", self.trained_context)
+        return dataclasses.replace(self, trained_context=trained)
+
     def of_layers(self, count: int) -> "Cepe":
         return dataclasses.replace(self, layers=count)
 

@@ -1,7 +1,8 @@
 """Which half of a node a context tree splits again: the `model.memory.policy` of a config.
 
 A policy is a frozen dataclass with `choose`. To use your own, register a subclass of `Policy`, or
-give an instance to `SharedLlm`: it is called while tracing, once per level, for all chunks at once.
+give `SharedLlm` an instance or any function of a `Level`: it is called while tracing, once per
+level, for all chunks at once.
 """
 
 import abc
@@ -52,6 +53,18 @@ class Policy(draccus.ChoiceRegistry, abc.ABC):
     def choose(self, level: Level) -> jax.Array:
         """bool [R]: true where the right half is split again."""
 
+    @classmethod
+    def of(cls, policy: "Policy | Callable[[Level], jax.Array]") -> "Policy":
+        """A policy as it is, and a function as one."""
+        if isinstance(policy, Policy):
+            return policy
+        if not callable(policy) or isinstance(policy, type):
+            raise InputError(
+                f"model.memory.policy={policy!r} must be a policy, such as Right(), or a function"
+                " of a lcjax.memory.Level"
+            )
+        return Own(policy)
+
 
 @Policy.register_subclass("right")
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +100,20 @@ class Random(Policy):
         return jax.vmap(jax.random.bernoulli)(level.keys)
 
 
+@dataclasses.dataclass(frozen=True)
+class Own(Policy):
+    """What a function chooses, a `Level` -> bool [R]; `asks`: whether it needs the query.
+
+    A checkpoint cannot name a function: to save one, register a subclass of `Policy`.
+    """
+
+    function: Callable[[Level], jax.Array]
+    asks: bool = dataclasses.field(default=False, kw_only=True)
+
+    def choose(self, level: Level) -> jax.Array:
+        return self.function(level)
+
+
 def _cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     size = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
     return (a * b).sum(-1) / jnp.maximum(size, 1e-6)
@@ -101,6 +128,7 @@ def search(
     encode: Callable[[jax.Array, jax.Array], jax.Array],
     *,
     query: jax.Array | None = None,
+    asked: jax.Array | None = None,
     drawn: jax.Array | None = None,
 ) -> jax.Array:
     """The path of each chunk, bool [R, h - 1], for `lcjax.memory.context_tree.nodes`.
@@ -110,6 +138,8 @@ def search(
       keys: random keys [R].
       encode: as `Level` has it.
       query: [R, D]; `drawn`: the splits, as in `nodes`.
+      asked: bool [R], which chunks anything is asked of: others are split as `Right` does; None:
+        all.
     """
     start, path = jnp.zeros_like(length), []
     for number, width in enumerate(widths(tree, tokens.shape[1])[:-1], 1):
@@ -118,8 +148,10 @@ def search(
         here = jnp.take_along_axis(tokens, jnp.minimum(place, tokens.shape[1] - 1), 1)
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
         level = Level(number, here, left, right, query, own, encode)
-        # Half a token is none: then there is nothing to choose.
-        chosen = policy.choose(level) & (right > 0)
+        chosen = policy.choose(level)
+        if asked is not None:
+            chosen |= ~asked
+        chosen &= right > 0  # half a token is none: then there is nothing to choose
         path.append(chosen)
         start = jnp.where(chosen, start + left, start)
         length = jnp.where(chosen, right, left)
@@ -130,7 +162,7 @@ def search(
 def policy_note(policy: Policy) -> dict[str, Any]:
     """`policy` as plain values, with its `type`."""
     try:
-        name = Policy.get_choice_name(type(policy))
+        name = Policy.get_choice_name(type(policy))  # a function has none
     except (KeyError, ValueError):
         raise InputError(
             f"model.memory.policy={policy!r} has no name to be saved by; register its class:"

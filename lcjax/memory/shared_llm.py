@@ -51,6 +51,9 @@ class SharedLlm(Memory):
     # always 0 (it indexes its table of rotations twice).
     positions: str = "paper"
 
+    def __post_init__(self):
+        object.__setattr__(self, "policy", Policy.of(self.policy))
+
     @property
     def layers(self) -> int:
         """M."""
@@ -164,6 +167,7 @@ class TreeEncoder(nn.Module):
         numbers: jax.Array | None = None,
         path: jax.Array | None = None,
         query: jax.Array | None = None,
+        asked: jax.Array | None = None,
         key: jax.Array | None = None,
         tags: jax.Array | None = None,
         tree: Tree | None = None,
@@ -174,6 +178,8 @@ class TreeEncoder(nn.Module):
           numbers: int32 [B, C], the chunks' own; None: those with text count 0, 1, 2, ...
           path: bool [B, C, h - 1], as `choose` gives it; None: what it gives for `query`, `key`.
           query: float32 [B, D], what `Decoder.asked` says of the question.
+          asked: bool [B], which rows have one: in others the half nearer to the text is split
+            again; None: all.
           key: of training: it moves splits, and chooses for a random policy.
           tags: uint32 [B, C], which tell chunks apart for a random policy.
           tree: another one than the memory's: what is below a node (`Tree.below`).
@@ -186,7 +192,7 @@ class TreeEncoder(nn.Module):
         tokens, length = gathered(*(x.reshape(rows * count, width) for x in (chunks, mask)))
         drawn = _drawn(tree, key, rows, count)
         if path is None:
-            options = {"query": query, "key": key, "tags": tags}
+            options = {"query": query, "asked": asked, "key": key, "tags": tags}
             path = self._path(tree, tokens, length, (rows, count), drawn, **options)
         found = nodes(tree, length, path.reshape(rows * count, -1), drawn)
         node, position = numbered(found, width)
@@ -199,7 +205,7 @@ class TreeEncoder(nn.Module):
             positions=position,
             segments=node,
             rotation=self.memory.rotation(),
-            keep=Keep(index, jnp.take_along_axis(position, index, 1) + turns),
+            keep=Keep(index, jnp.take_along_axis(position, index, 1) + turns, alone=True),
         )
         return Encoded(
             present.reshape(rows, -1), layers=self._by_rows(layers, rows), chunks=there.sum(1)
@@ -223,7 +229,9 @@ class TreeEncoder(nn.Module):
         path = self._path(self.memory.tree, tokens, length, shape, None, **options)
         return path.reshape(*shape, -1)
 
-    def _path(self, tree, tokens, length, shape, drawn, *, query=None, key=None, tags=None):
+    def _path(
+        self, tree, tokens, length, shape, drawn, *, query=None, asked=None, key=None, tags=None
+    ):
         """bool [B C, h - 1] for chunks [B C, P] of B, C = `shape`."""
         policy, (rows, count) = self.memory.policy, shape
         if self.is_initializing():
@@ -233,8 +241,7 @@ class TreeEncoder(nn.Module):
                 "query=None: model.memory.policy compares the context with a question; give its"
                 " state (Decoder.asked), or choose the policy right"
             )
-        if query is not None:
-            query = jnp.repeat(query, count, axis=0)
+        query, asked = (None if x is None else jnp.repeat(x, count, axis=0) for x in (query, asked))
         tags = jnp.arange(rows * count) if tags is None else tags.reshape(-1)
         key = jax.random.key(0) if key is None else key
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, tags)
@@ -249,7 +256,8 @@ class TreeEncoder(nn.Module):
                 params, self.config, tokens, self.mesh, positions=position, **options
             )
 
-        return search(policy, tree, tokens, length, keys, encode, query=query, drawn=drawn)
+        options = {"query": query, "asked": asked, "drawn": drawn}
+        return search(policy, tree, tokens, length, keys, encode, **options)
 
     def _by_rows(self, layers, rows: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Keys and values [B, K, C M, H] by layer of stacked ones [L, B C, M, K, H]."""

@@ -6,7 +6,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax import cache as cache_lib
 from lcjax.attention import order_indices
@@ -160,7 +159,8 @@ class Decoder(nn.Module):
           memory: the context that `encode` made; without, a model that could read one is the
             decoder that it was made from.
           keep: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
-            returned in its place, as `Cache.layers` has them but for the order of axes.
+            returned in its place, as `Cache.layers` has them but for the order of axes. Where
+            layers are scanned and it is `alone`, there are no hidden states.
           beacons: int32 [B, R], of a memory whose tokens the last R are (`Context.beacons`).
         """
         c = self.config
@@ -202,12 +202,17 @@ class Decoder(nn.Module):
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
-        return self.final_norm(x), cache if keep is None else layers
+        return None if x is None else self.final_norm(x), cache if keep is None else layers
 
     def _stacked(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
         """The layers where their weights are one stack."""
-        count = self.config.num_layers
-        memory, pairs = layer_groups.together(layer_groups.memories(context.memory, [True] * count))
+        c = self.config
+        if context.keep is not None and context.keep.alone and not self.is_initializing():
+            block = _block(c, scanned=True)(c, self.mesh, parent=None)
+            return None, layer_groups.keys_alone(block, self.layers.variables["params"], x, context)
+        memory, pairs = layer_groups.together(
+            layer_groups.memories(context.memory, [True] * c.num_layers)
+        )
         return self.layers(x, context._replace(memory=memory), layers, pairs)
 
     def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
@@ -333,66 +338,3 @@ def head(params: dict, config: ModelConfig) -> Projection:
         return Projection(table.astype(dtype), unboxed(bias), tied=True)
     kernel, bias = unboxed(params["head"]["kernel"]), unboxed(params["head"].get("bias"))
     return Projection(kernel.astype(dtype), bias)
-
-
-def unstack_layers(params: dict, config: ModelConfig) -> dict:
-    """A new tree with `layers` [L, ...] as layers_0, layers_1, ...: that of `scan_layers=False`.
-
-    `params` stays as it is, so for a while there are two copies of the layers; on a mesh each part
-    is split over the devices as the whole was.
-    """
-    tree = {name: child for name, child in params.items() if name != "layers"}
-    return tree | _spread(params["layers"], config.num_layers)
-
-
-def unstack_layers_in_place(params: dict, config: ModelConfig) -> None:
-    """Turns `params` itself into the tree of `unstack_layers`, one array after another.
-
-    Each stacked array is given up as soon as its parts exist: memory never holds more than the
-    model and one such array, provided that nobody else holds on to the arrays.
-    """
-    layers = params.pop("layers")
-    params |= _spread(layers, config.num_layers, consume=True)
-
-
-def _spread(stacked: dict, count: int, *, consume: bool = False) -> dict:
-    """{layers_0: tree, ...} of a tree of [L, ...]; `consume` empties `stacked` on the way."""
-    trees: list[dict] = [{} for _ in range(count)]
-    for key in list(stacked):
-        child = stacked.pop(key) if consume else stacked[key]
-        if isinstance(child, dict):
-            parts = list(_spread(child, count, consume=consume).values())
-        else:
-            parts = _parts(child)
-        del child
-        for tree, part in zip(trees, parts, strict=True):
-            tree[key] = part
-    return {f"layers_{index}": tree for index, tree in enumerate(trees)}
-
-
-def _parts(leaf: jax.Array) -> list[jax.Array]:
-    """The L arrays of a stack [L, ...], each laid out as the stack was; they are there on return.
-
-    Without waiting, the stacks of all leaves would be alive until the device has caught up.
-    """
-    layout = getattr(leaf, "sharding", None)
-    if isinstance(layout, NamedSharding):
-        layout = NamedSharding(layout.mesh, PartitionSpec(*layout.spec[1:]))
-        return jax.block_until_ready(jax.jit(list, out_shardings=layout)(leaf))
-    return jax.block_until_ready(jax.jit(list)(leaf))
-
-
-def stack_layers(params: dict, config: ModelConfig) -> dict:
-    """The inverse of `unstack_layers`."""
-    each = [params[f"layers_{index}"] for index in range(config.num_layers)]
-    rest = {name: child for name, child in params.items() if not name.startswith("layers_")}
-    return rest | {"layers": jax.tree.map(_stacked, *each)}
-
-
-def _stacked(*leaves: jax.Array) -> jax.Array:
-    """[L, ...] of L arrays, laid out as they are."""
-    layout = getattr(leaves[0], "sharding", None)
-    if not isinstance(layout, NamedSharding):
-        return jnp.stack(leaves)
-    layout = NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
-    return jax.jit(jnp.stack, out_shardings=layout)(leaves)

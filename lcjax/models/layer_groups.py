@@ -89,6 +89,27 @@ def scan(
     return x, apart(kept, len(layers))
 
 
+def keys_alone(
+    block: nn.Module, stacked: dict, x: jax.Array, context: Context
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [L, B, S, K, H] that `context.keep` names, with weights [L, ...].
+
+    What nobody reads of the last layer, its attention and its MLP, is not computed.
+    """
+
+    def one(x, part):
+        own, last = part
+
+        def whole(x):
+            return block.apply({"params": own}, x, context, None)
+
+        return jax.lax.cond(last, lambda x: (x, whole(x)[1]), whole, x)
+
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    _, found = jax.lax.scan(one, x, (stacked, jnp.arange(count) == count - 1))
+    return found
+
+
 def apart(stacked: Any, count: int) -> list:
     """The trees of `count` layers of one whose arrays are [L, ...]."""
     return [jax.tree.map(operator.itemgetter(index), stacked) for index in range(count)]

@@ -28,6 +28,7 @@ class Keep(NamedTuple):
     index: jax.Array  # int32 [B, S], their places in the row
     # [B, S], where these keys stand for whoever reads them; None: they are not rotated
     positions: jax.Array | None
+    alone: bool = False  # hidden states are not wanted, so the last layer need not make any
 
 
 class Context(NamedTuple):

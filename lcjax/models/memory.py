@@ -84,6 +84,10 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         """The memory as it reads when nothing is trained."""
         return self
 
+    def encodes_as(self, other: "Memory | None") -> "Memory":
+        """This memory with the settings of `other` that change nothing until a context is read."""
+        return self
+
     @abc.abstractmethod
     def encoder(self, config: "ModelConfig", mesh: jax.sharding.Mesh | None) -> nn.Module:
         """A module: (chunks int32 [B, C, P], mask bool [B, C, P], options) -> `Encoded`."""

@@ -109,7 +109,8 @@ def _encoded(model: Decoder, params: dict, batch: Batch, where: dict, key: jax.A
     """The context of a batch.
 
     Asked for it is what the last token before the first one that is learned needs, since later ones
-    are not there yet when the model answers. A row of which nothing is learned asks with its first.
+    are not there yet when the model answers. A row that is learned from its first token on, or not
+    at all, asks nothing: it is a text, and not an answer.
     """
     options, memory = {}, model.config.memory
     if memory.ordered or memory.leads:
@@ -119,8 +120,7 @@ def _encoded(model: Decoder, params: dict, batch: Batch, where: dict, key: jax.A
     if memory.asks:
         at = jnp.argmax(batch["weights"] > 0, axis=1)
         own = {"segments": batch["segments"], **where}
-        options["query"] = model.apply(
-            {"params": params}, batch["tokens"], at, method="asked", **own
-        )
+        asked = model.apply({"params": params}, batch["tokens"], at, method="asked", **own)
+        options |= {"query": asked, "asked": at > 0}
     context = batch["chunks"], batch["chunk_mask"]
     return model.apply({"params": params}, *context, method="encode", **options)

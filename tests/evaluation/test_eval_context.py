@@ -86,7 +86,10 @@ def test_windows_are_cut_as_in_the_papers_table(length, decoder, chunks):
     assert model.length == decoder and nll.shape == tokens.shape and not nll[:, :-decoder].any()
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(0, []), (1, [16]), (2, [16, 16]), (9, [4, 16, 16])])
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(0, []), (1, [16]), (2, [16, 16]), *((count, [4, 16, 16]) for count in (3, 4, 5, 9))],
+)
 def test_only_the_last_chunks_before_the_text_are_read(count, sizes):
     model, tokens = Noting(), np.arange(50)[None]
     split = ContextSplit(decoder=14, chunk=16, chunks=count).of(model, 50)

@@ -168,25 +168,6 @@ def test_chunks_are_read_wherever_their_padding_is():
     assert np.asarray(found).tolist() == [[5, 6, 7, 0, 0]] * 3 and length.tolist() == [3] * 3
 
 
-def test_a_new_query_is_no_new_program():
-    traced = []
-
-    @jax.jit
-    def run(query):
-        traced.append(None)
-        keys = jax.random.split(jax.random.key(0), 2)
-        lengths, tokens = jnp.full(2, 8), jnp.ones((2, 8), jnp.int32)
-
-        def encode(tokens, segments):
-            return jnp.ones((*tokens.shape, 4))
-
-        return search(QueryAware(), Tree((2, 1)), tokens, lengths, keys, encode, query=query)
-
-    for seed in range(3):
-        run(jnp.full((2, 4), seed))
-    assert len(traced) == 1
-
-
 @pytest.mark.parametrize(
     ("tree", "chunk", "words"),
     [

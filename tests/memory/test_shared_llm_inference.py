@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from memory_support import assert_most_probable, assert_reads, picked
@@ -12,6 +13,7 @@ from tiny_lm import ids, sharper
 from lcjax.build import ModelSection
 from lcjax.conversation import Conversation
 from lcjax.errors import InputError
+from lcjax.inference import context_store, contexts
 from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.memory import QueryAware, Random, Right, SharedLlmSection
@@ -139,6 +141,78 @@ def test_another_question_encodes_only_what_was_not_there(asking, encoded):
     assert 2 in seen, "some chunks changed below their first level only"
 
 
+def test_new_questions_need_few_programs_and_then_none(asking):
+    programs = context_store._encode, context_store._choose, contexts._ask
+    found = asking.encode_contexts([ids(8, 32 * 8)], query=[ids(1, 9)])
+
+    def counted(questions):
+        nonlocal found
+        for question in questions:
+            found = asking.search_contexts(found, [question])
+        return [program._cache_size() for program in programs]
+
+    before = counted([])
+    for level in (1, 2):  # below which 1, 2, 4 or 8 chunks have changed
+        for count in (1, 2, 4, 8):
+            source = list(found.source)
+            for index in range(count):
+                path = source[index].path.copy()
+                path[level - 1] ^= True
+                source[index] = dataclasses.replace(source[index], path=path)
+            found = dataclasses.replace(found, source=tuple(source))
+            counted([ids(1, 9)])
+    every = counted([])
+    assert every[0] - before[0] <= 2 * 4 and every[1:] == before[1:]
+    assert counted([ids(seed, 9) for seed in range(2, 32)]) == every
+
+
+def test_a_function_chooses_where_no_policy_does(asking):
+    def left(level):
+        return jnp.zeros(level.left.shape, bool)
+
+    chunk = ids(4, 32)
+    chosen = dataclasses.replace(asking.config.memory, policy=left)
+    found = asking.with_method(memory=chosen).encode_contexts([chunk])
+    options = {"method": "encode", "path": np.zeros((1, 1, 2), bool)}
+    tokens, there = np.array([[chunk]]), np.ones((1, 1, 32), bool)
+    wanted = asking._model.apply({"params": asking.params}, tokens, there, **options)
+    count = int(wanted.mask.sum())
+    for own, other in zip(found.encoded.layers, wanted.layers, strict=True):
+        for x, y in zip(own, other, strict=True):
+            np.testing.assert_allclose(x[:, :, :count], y[:, :, :count], atol=2e-5)
+    with pytest.raises(InputError, match="must be a policy, such as Right"):
+        dataclasses.replace(chosen, policy=3)
+
+
+def test_a_random_policy_reads_a_text_alike_in_every_row():
+    lm, (a, b) = loaded(Random()), ([ids(seed, 32 * 4)] for seed in (8, 9))
+    one, other = (lm.encode_contexts(rows).encoded.layers for rows in ([a, b], [b, a]))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[::-1], atol=2e-5), one, other)
+
+
+def test_contexts_are_read_as_they_were_encoded_or_refused(asking):
+    lm = loaded(Right())
+    found = lm.encode_contexts([CONTEXT[0]])
+    for change in ({"placement": "top"}, {"positions": "released"}, {"policy": QueryAware()}):
+        changed = lm.with_method(memory=dataclasses.replace(lm.config.memory, **change))
+        name = next(iter(change))
+        with pytest.raises(InputError, match=rf"encoded with model\.memory\.{name}=.*has {name}="):
+            changed.nll(TOKENS[:1], context=found, first=12)
+        with pytest.raises(InputError, match=f"has {name}="):
+            changed.encode_contexts([[]], after=found)
+    with pytest.raises(InputError, match="another model"):
+        asking.search_contexts(found, [ids(1, 9)])
+
+
+def test_what_is_added_with_a_new_question_searches_all_for_it(asking):
+    first = asking.encode_contexts([ids(4, 64)], query=[ids(1, 9)])
+    both = asking.encode_contexts([ids(5, 64)], after=first, query=[ids(2, 9)])
+    whole = asking.encode_contexts([[ids(4, 64), ids(5, 64)]], query=[ids(2, 9)])
+    assert_same(both, whole)
+    kept = asking.encode_contexts([[ids(4, 64), ids(5, 64)]], query=[ids(1, 9)])
+    assert [c.path.tolist() for c in kept.source] != [c.path.tolist() for c in whole.source]
+
+
 @pytest.mark.slow
 def test_a_random_policy_chooses_the_same_however_chunks_are_put_together():
     lm = loaded(Random())
@@ -166,7 +240,10 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
     talk.read(ids(3, 5))
     said = talk.tokens
     talk.write(GREEDY)
-    assert_same(talk.context, asking.encode_contexts([[ids(4, 75), ids(5, 32)]], query=[said]))
+    document = [[ids(4, 75), ids(5, 32)]]
+    assert_same(talk.context, asking.encode_contexts(document, query=[said]))
+    talk.write(GREEDY, query=ids(7, 9))
+    assert_same(talk.context, asking.encode_contexts(document, query=[ids(7, 9)]))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """SharedLLM as it begins, is trained, saved and read back; and what is refused."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,23 @@ def test_a_question_is_the_last_token_before_what_is_learned_and_never_the_answe
     assert np.abs(kept(question) - found).max() > 1e-3
 
 
+def test_a_text_that_asks_nothing_keeps_the_half_that_is_nearer_to_it():
+    model, params = small(policy=QueryAware(), noise=None)
+    nearer = Decoder(model.config.replace(memory=model.config.memory.unasked()))
+    rows = asked(2)
+    where = {"positions": rows["positions"], "rotation": model.config.rope.rotation(16, 16)}
+    weights = rows["weights"].copy()
+    weights[0] = 1.0  # learned from the first token on
+    encoded = jax.jit(objectives._encoded, static_argnums=0)
+    found, wanted, searched = (
+        encoded(of, params, rows | {"weights": own}, where, jax.random.key(0)).layers[0][0]
+        for of, own in ((model, weights), (nearer, weights), (model, rows["weights"]))
+    )
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_array_equal(found[1], searched[1])
+    assert np.abs(searched[0] - wanted[0]).max() > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4)], ids=lambda sizes: "x".join(map(str, sizes))
@@ -132,7 +150,11 @@ def test_the_lower_model_begins_as_the_first_layers_and_reading_as_self_attentio
 )
 def test_a_saved_folder_is_read_back_bit_for_bit(changes, tmp_path):
     model, params = small(**changes)
-    convert.save_hf(tmp_path / "model", params, model.config)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        convert.save_hf(tmp_path / "model", params, model.config)
+    misread = ["placement=interleaved as bottom" in str(w.message) for w in said]
+    assert any(misread) == (changes.get("placement") == "interleaved")
     config = convert.load_config(tmp_path / "model")
     assert config.memory == model.config.memory
     source = SafetensorsFolder(tmp_path / "model")
