@@ -6,9 +6,11 @@ from typing import Any
 
 from lcjax.build import ModelSection
 from lcjax.convert import ByteTokenizer
+from lcjax.convert.identity import identity
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.split import ContextSplit, Split
+from lcjax.models import PRESETS
 
 
 def sections(config: EvalConfig) -> list[ModelSection]:
@@ -20,6 +22,24 @@ def sections(config: EvalConfig) -> list[ModelSection]:
         else dataclasses.replace(config.model, path=method.path, **own)
         for method in config.methods
     ]
+
+
+def weights(config: EvalConfig) -> dict[str, str]:
+    """What the files hold that each method is loaded from, by the method's name."""
+    found: list[str] = []
+    opened = sections(config)
+    for index, section in enumerate(opened):
+        known = opened.index(section)
+        found.append(_weights_of(section) if known == index else found[known])
+    return {method.name: own for method, own in zip(config.methods, found, strict=True)}
+
+
+def _weights_of(section: ModelSection) -> str:
+    encoder = section.memory and section.memory.encoder
+    found = [] if section.path is None else [identity(section.path, section.base)]
+    if encoder is not None and encoder not in PRESETS:
+        found.append(identity(encoder))
+    return "+".join(found) or "random"
 
 
 def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:

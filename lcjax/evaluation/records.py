@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lcjax import distributed
 from lcjax.config import dump
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 MARKER = "run.json"  # what the records were made with
+WEIGHTS = "weights"  # of a marker: what the checkpoint of each method held, by the method's name
 REPORT = "report.html"
 CONFIG = "config.yaml"
 _OWN = (
@@ -66,8 +67,28 @@ class Store:
                 " resume or overwrite"
             )
         self._replaces = used and config.run.existing == "overwrite"
+        self._weights: dict[str, str] = {}
         if used and not self._replaces:
-            self._compare(json.loads(self._marker.read_text()), settings)
+            before = json.loads(self._marker.read_text())
+            self._compare(before, settings)
+            self._weights = before.get(WEIGHTS, {})
+
+    def of_weights(self, weights: Mapping[str, str]) -> None:
+        """Refuses to mix records of other weights than these, by the name of each method."""
+        if not distributed.same(str(sorted(weights.items()))):
+            raise InputError(
+                "model.path holds other weights for this process than for others of the job; name"
+                " one on storage that all machines share"
+            )
+        before = self._weights
+        changed = [name for name in weights if before.get(name, weights[name]) != weights[name]]
+        if changed:
+            raise InputError(
+                f"run.folder={self.folder} holds records of other weights for {', '.join(changed)}:"
+                " the checkpoint has changed since; put the old one back, name another folder, or"
+                " set run.existing=overwrite"
+            )
+        self._weights = dict(weights)
 
     def begin(self) -> None:
         """Removes an old run if that is wanted, and notes the settings of this one."""
@@ -78,7 +99,8 @@ class Store:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._replaces = False
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
-        describe(self.folder, self._config, self._settings)
+        more = {WEIGHTS: self._weights} if self._weights else {}
+        describe(self.folder, self._config, self._settings, **more)
 
     def _compare(self, before: Record, settings: Mapping) -> None:
         if before["hash"] == self.hash:
@@ -183,7 +205,7 @@ def by_cell(
     return cells
 
 
-def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: str) -> None:
+def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any) -> None:
     """Notes in a run folder what its records are made with, and what `more` says of them."""
     entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings, **more}
     write_whole(folder / MARKER, json.dumps(entry, indent=1, default=str) + "\n")

@@ -20,7 +20,7 @@ from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.methods import sections, split_of, subject_of
+from lcjax.evaluation.methods import sections, split_of, subject_of, weights
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import SplitModel
@@ -42,12 +42,12 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     """
     limits, trainings = check(config), study.trainings(config)
     ready = study.with_trained(config)
+    opened = load or functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     if load is None:
         made = study.made_by(trainings)
         for section in sections(ready):
             if section.path not in made:
                 check_source(section)
-        load = functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     settings = draccus.encode(config)
     if trainings:
         settings["trainings"] = study.settings(trainings)
@@ -55,8 +55,10 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     study.check_paths(config, trainings)
     if not study.run(config, trainings):
         return None
+    if load is None:
+        store.of_weights(weights(ready))
     try:
-        records = _Runner(ready, limits, store, load).records()
+        records = _Runner(ready, limits, store, opened).records()
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(
             f"finished records are in {store.folder}; the same command continues from there"
