@@ -103,13 +103,17 @@ class BigramModel:
         self.log.append((tokens.shape, first))
         losses = np.full(tokens.shape, 1e9, np.float64)
         losses[:, 1:] = TABLE[tokens[:, :-1], tokens[:, 1:]]
-        losses[:, 1:] += self.bonus / np.arange(1, tokens.shape[1])
+        losses[:, 1:] += self.bonus / self.seen(tokens.shape[1] - 1)
         losses[:, :first] = 0
         for row, size in enumerate(lengths):
             losses[row, size:] = 1e9
         if self.broken is not None:
             losses[tokens == self.broken] = np.nan
         return losses
+
+    def seen(self, length):
+        """How many tokens each of `length` tokens looks back on, itself included."""
+        return np.arange(1, length + 1)
 
     def continuations(self, prompts, continuations):
         self.log.append(("continuations", len(prompts)))

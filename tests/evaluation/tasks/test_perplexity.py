@@ -1,7 +1,10 @@
 """Every protocol against a reference that looks at one token after another."""
 
+import dataclasses
 import math
+import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from evaluation_support import (
@@ -14,10 +17,12 @@ from evaluation_support import (
     token_loss,
 )
 
+from lcjax.attention import Causal, Places, Streaming
 from lcjax.errors import InputError
 from lcjax.evaluation import Perplexity
 from lcjax.evaluation.corpus import Corpus, Document
 from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks import windows as windows_lib
 from lcjax.evaluation.tasks.perplexity import bin_edges
 from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, choose, join, lay
 
@@ -69,6 +74,64 @@ def last_k(docs, length, stride, last, per_document):
     return math.exp(np.mean(means))
 
 
+def slide_yarn(docs, length, stride, bos):
+    means = []
+    for doc in docs:
+        text, before, start = doc[bos:], 0, 0
+        while before < len(text):
+            stop = min(start + length - bos, len(text))
+            places = [place for place in range(before, stop) if place or bos]
+            context = {place: [0] * bos + text[start:place] for place in places}
+            means.append(np.mean([token_loss(context[p], text[p]) for p in places]))
+            start, before = start + stride, stop
+    return math.exp(np.mean(means))
+
+
+def rolling_lmeval(named, length):
+    """The loss of all tokens over all words; the prefix is not one of the text."""
+    total = words = 0
+    for _, text in named:
+        ids, told = ByteTokenizer().encode(text), 0
+        words += len(re.split(r"\s+", text))
+        while told < len(ids):
+            stop = min(told + length, len(ids))
+            known = [0, *ids][max(stop - length, 0) : told + 1]
+            for token in ids[told:stop]:
+                total += token_loss(known, token)
+                known = [*known, token]
+            told = stop
+    return math.exp(total / words)
+
+
+def stream_sink(docs, length, last, pattern):
+    """A cache that is cut back to its sinks and its last tokens before each step."""
+    losses = []
+    for doc in docs:
+        text, cache, room = doc[:length], [], pattern.sinks + pattern.recent
+        for place, token in enumerate(text[:-1]):
+            if not room:
+                cache = cache[: pattern.sinks] + cache[-pattern.recent :]
+                room = pattern.stride
+            cache, room = [*cache, token], room - 1
+            if last is None or place + 1 >= len(text) - last:
+                losses.append(token_loss(cache, text[place + 1]))
+    return math.exp(np.mean(losses))
+
+
+class Forgetful(BigramModel):
+    """Looks back on as many tokens as the masks of its pattern show."""
+
+    def __init__(self, pattern):
+        super().__init__()
+        self.config.pattern = pattern
+
+    def seen(self, length):
+        at = jnp.arange(length)
+        masks = [step.mask for step in self.config.pattern.passes(Places(at[None], at[None]))]
+        shown = [np.broadcast_to(m.element(at[:, None], at[None]), (length,) * 2) for m in masks]
+        return np.sum(shown, (0, 2))
+
+
 def prefix_yarn(docs, length, bos):
     means = []
     for doc in docs:
@@ -98,6 +161,8 @@ def prefix_yarn(docs, length, bos):
             lambda d, b: last_k(d, LENGTH, STRIDE, 3, 1),
         ),
         ({"protocol": "prefix_yarn"}, lambda d, b: prefix_yarn(d, LENGTH, b)),
+        ({"protocol": "slide_yarn"}, lambda d, b: slide_yarn(d, LENGTH, STRIDE, b)),
+        ({"protocol": "last_k_n100", "last": 5}, lambda d, b: last_k(d, LENGTH, STRIDE, 5, 0)),
     ],
 )
 def test_a_protocol_equals_its_reference_token_by_token(options, reference, bos, batch):
@@ -107,13 +172,80 @@ def test_a_protocol_equals_its_reference_token_by_token(options, reference, bos,
     assert task.summarise(records)["value"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("last", [None, 4])
+def test_a_stream_is_read_by_a_cache_that_forgets_all_but_sinks_and_recent_tokens(last, stride):
+    pattern = Streaming(sinks=2, recent=4, stride=stride)
+    task, limits = Perplexity(protocol="stream_sink", last=last), Limits((24,))
+    records = score(task, limits, length=24, model=Forgetful(pattern))
+    expected = stream_sink(documents(1, minimum=24), 24, last, pattern)
+    assert task.summarise(records)["value"] == pytest.approx(expected, rel=1e-12)
+    assert {record["stride"] for record in records} == {None}
+
+
+def test_a_stream_needs_a_method_that_forgets():
+    task = Perplexity(protocol="stream_sink")
+    task.check_model(Forgetful(Streaming()), [])
+    for model in (Forgetful(Causal()), BigramModel()):
+        with pytest.raises(InputError, match="keeps every key; give it a pattern"):
+            task.check_model(model, [])
+
+
+@pytest.mark.parametrize("bos", ["auto", "never"])
+@pytest.mark.parametrize("ends", [(), (9,)])
+def test_rolling_blocks_equal_their_reference_by_words_bytes_and_with_any_prefix(bos, ends):
+    tokenizer = ByteTokenizer(eos_ids=ends, add_bos=not ends)  # auto does not ask for it
+    task, limits = Perplexity(protocol="rolling_lmeval", bos=bos), Limits((LENGTH,))
+    records = score(task, limits, tokenizer=tokenizer)
+    found, size = task.summarise(records), sum(len(text) for _, text in texts())
+    assert {record["bos"] for record in records} == {"none" if bos == "never" else "prefix"}
+    if bos == "never":  # the first token of a text is then not predicted
+        assert found["tokens_scored"] == size - len(texts())
+        return
+    expected = rolling_lmeval(texts(), LENGTH)
+    assert found["value"] == pytest.approx(expected, rel=1e-12)
+    words = sum(len(re.split(r"\s+", text)) for _, text in texts())
+    assert found["tokens_scored"] == size
+    assert found["byte_perplexity"] == pytest.approx(expected ** (words / size), rel=1e-12)
+    assert found["byte_perplexity"] == pytest.approx(2 ** found["bits_per_byte"], rel=1e-12)
+    low, high = task.interval(records)
+    assert low < found["value"] < high
+
+
+def test_rolling_blocks_begin_with_the_end_of_a_text_where_there_is_no_bos():
+    tokenizer = ByteTokenizer(bos_id=None, add_bos=False, eos_ids=(9,))
+    units = Perplexity(protocol="rolling_lmeval").plan(
+        Corpus(texts(), tokenizer), LENGTH, Limits((LENGTH,))
+    )
+    assert [unit.tokens[0] for unit in units if not unit.facts["start"]] == [9] * len(texts())
+
+
+def test_of_many_windows_a_hundred_are_taken_and_at_128k_one_of_each_of_ten_documents(monkeypatch):
+    many, limits = texts((60,) * 12, seed=2), Limits((LENGTH,), stride=STRIDE)
+    task, docs = Perplexity(protocol="last_k_n100", last=4), documents(1, many)
+    records = score(task, limits, corpus_texts=many)
+    every = Perplexity(protocol="last_k", last=4)
+    windows = score(every, limits, corpus_texts=many)
+    assert len(windows) > 100 == len(records)
+    first = [record for record in windows if record["window"] < 100]
+    assert task.summarise(records)["value"] == every.summarise(first)["value"]
+    few = score(task, dataclasses.replace(limits, max_windows=7), corpus_texts=many)
+    assert [r["window"] for r in few] == [0, 14, 28, 42, 57, 71, 85]
+    monkeypatch.setattr(windows_lib, "_LONG", LENGTH)
+    records = score(task, limits, corpus_texts=many)
+    assert [(r["document"], r["start"]) for r in records] == [(n, 0) for n in range(10)]
+    expected = last_k(docs[:10], LENGTH, STRIDE, 4, 1)
+    assert task.summarise(records)["value"] == pytest.approx(expected, rel=1e-12)
+
+
 def test_protocols_give_different_numbers_on_the_same_losses():
     values = set()
-    for protocol in PROTOCOLS:
+    alike = {"last_k_n100", "stream_sink"}  # of few windows, by a model that forgets nothing
+    for protocol in PROTOCOLS.keys() - alike:
         task = Perplexity(protocol=protocol, last=4)
         records = score(task, Limits((LENGTH,), stride=STRIDE))
         values.add(round(task.summarise(records)["value"], 3))
-    assert len(values) == len(PROTOCOLS)
+    assert len(values) == len(PROTOCOLS) - len(alike)
 
 
 @pytest.mark.parametrize("size", [2, 7, 11, 12, 13, 15, 16, 17, 50])
@@ -239,7 +371,9 @@ def test_joined_documents_keep_their_byte_counts():
 @pytest.mark.parametrize(
     ("task", "lengths", "parts"),
     [
-        (Perplexity(protocol="slide"), (12,), ["protocol='slide'", "slide_press, slide_full"]),
+        (Perplexity(protocol="slide"), (12,), ["protocol='slide'", "slide_press, slide_yarn"]),
+        (Perplexity(protocol="last_k", last=None), (12,), ["last=null", "protocol=stream_sink"]),
+        (Perplexity(protocol="stream_sink", last=12), (12,), ["last=12", "12"]),
         (Perplexity(select="best"), (12,), ["select='best'", "spread, first, random"]),
         (Perplexity(protocol="last_k", last=12), (12,), ["last=12", "12"]),
         (Perplexity(max_tokens=10), (12,), ["max_tokens=10", "12"]),
