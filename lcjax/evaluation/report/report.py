@@ -172,7 +172,8 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
     if any(cell["peak_bytes"] is None for cell in cells):
         parts.append(
             "≤: the allocator keeps one peak per process and an earlier cell had set it, so this is"
-            " a bound; evaluate the method alone, in another run.folder, for its own peak.\n"
+            " a bound; evaluate the method at that length alone, in another run.folder, for its own"
+            " peak.\n"
         )
     return "\n".join(parts)
 

@@ -10,6 +10,7 @@ import numpy as np
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import BOS_RULES, Corpus, prefix_token, start_token
 from lcjax.evaluation.report import plots
+from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
 from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, Protocol, choose, join, lay
@@ -155,6 +156,9 @@ class Perplexity(Task):
                 " the methods keeps every key; give it a pattern, such as {type: streaming, sinks:"
                 " 4, recent: 2044}, or use protocol=prefix_yarn"
             )
+        if isinstance(model, SplitModel):
+            for unit in units:
+                model.check_scored(*unit.shape, unit.facts["size"])
 
     def reach(self, corpus: Corpus) -> tuple[int, str]:
         sizes = sorted(map(len, corpus.documents(1)))
