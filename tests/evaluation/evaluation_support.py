@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from lcjax.continuations import Continuation
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, RunSection, measure, run
+from lcjax.evaluation.corpus import Corpus
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes
@@ -167,6 +168,24 @@ def slide_press(docs, length, stride):
                 start += stride
             losses.append(token_loss(doc[start:place], doc[place]))
     return math.exp(math.fsum(losses) / len(losses))
+
+
+def score(task, limits, length=12, tokenizer=None, batch=3, corpus_texts=None, model=None):
+    """What the runner does for one method and length, without its files."""
+    tokenizer = tokenizer or ByteTokenizer()
+    model = model or BigramModel(tokenizer)
+    task.check(limits, "tasks.0")
+    units = task.plan(Corpus(corpus_texts or texts(), tokenizer), length, limits)
+    records = []
+    for shape in dict.fromkeys(unit.shape for unit in units):
+        group = [unit for unit in units if unit.shape == shape]
+        for start in range(0, len(group), batch):
+            chunk = group[start : start + batch]
+            scores = task.score(model, chunk, batch)
+            for unit, found in zip(chunk, scores, strict=True):
+                facts = {"method": "fake", "trained": 32, "window": unit.index}
+                records.append({**facts, **unit.facts, **found})
+    return records
 
 
 def config_in(folder) -> EvalConfig:

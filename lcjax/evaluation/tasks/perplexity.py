@@ -199,9 +199,10 @@ class Perplexity(Task):
             positions = np.arange(unit.facts["first"], unit.facts["size"])
             places = np.searchsorted(edges, positions, "right")
             sums = np.bincount(places - 1, known, len(edges) - 1)
-            counts = np.bincount(places - 1, finite, len(edges) - 1)
-            record["position_nll"] = sums.tolist()
-            record["position_count"] = counts.astype(int).tolist()
+            record["position_nll"] = sums.astype(np.float32)
+            if record["nan"]:  # else they follow from what was scored
+                counts = np.bincount(places - 1, finite, len(edges) - 1)
+                record["position_count"] = counts.astype(int).tolist()
         return record
 
     def summarise(self, records: Sequence[Record]) -> Record:
@@ -264,8 +265,8 @@ class Perplexity(Task):
             length = max(record["length"] for record in own)
             own = [record for record in own if record["length"] == length]
             edges = bin_edges(length, self.position_bins)
-            sums = np.asarray([record["position_nll"] for record in own])
-            counts = np.asarray([record["position_count"] for record in own])
+            sums = np.asarray([record["position_nll"] for record in own], np.float64)
+            counts = np.asarray([_position_counts(record, edges) for record in own])
             seen = counts.sum(0) > 0
             total = np.maximum(counts.sum(0), 1)
             mean = sums.sum(0) / total
@@ -292,6 +293,13 @@ def bin_edges(length: int, how: str) -> np.ndarray:
         return np.append(np.arange(0, length, 128), length)
     steps = np.round(2.0 ** np.arange(0, math.log2(length), 0.25)).astype(np.int64)
     return np.append(np.unique(steps), length)
+
+
+def _position_counts(record: Record, edges: np.ndarray) -> np.ndarray | list[int]:
+    """Scored tokens of a window in each position bin."""
+    if "position_count" in record:
+        return record["position_count"]
+    return np.diff(np.clip(edges, record["first"], record["size"]))
 
 
 def _mean_loss(records: Sequence[Record], per: str) -> float:

@@ -12,6 +12,7 @@ from evaluation_support import (
     BigramModel,
     ByteTokenizer,
     documents,
+    score,
     slide_press,
     texts,
     token_loss,
@@ -23,28 +24,9 @@ from lcjax.evaluation import Perplexity
 from lcjax.evaluation.corpus import Corpus, Document
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks import windows as windows_lib
-from lcjax.evaluation.tasks.perplexity import bin_edges
 from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, choose, join, lay
 
 LENGTH, STRIDE = 12, 4
-
-
-def score(task, limits, length=LENGTH, tokenizer=None, batch=3, corpus_texts=None, model=None):
-    """What the runner does for one method and length, without its files."""
-    tokenizer = tokenizer or ByteTokenizer()
-    model = model or BigramModel(tokenizer)
-    task.check(limits, "tasks.0")
-    units = task.plan(Corpus(corpus_texts or texts(), tokenizer), length, limits)
-    records = []
-    for shape in dict.fromkeys(unit.shape for unit in units):
-        group = [unit for unit in units if unit.shape == shape]
-        for start in range(0, len(group), batch):
-            chunk = group[start : start + batch]
-            scores = task.score(model, chunk, batch)
-            for unit, found in zip(chunk, scores, strict=True):
-                facts = {"method": "fake", "trained": 32, "window": unit.index}
-                records.append({**facts, **unit.facts, **found})
-    return records
 
 
 def slide_full(docs, length, stride, drop):
@@ -263,67 +245,6 @@ def test_slide_press_scores_every_token_but_the_first_exactly_once(size, stride)
 def test_slide_full_lays_as_many_windows_as_the_published_loop(total, count):
     windows = lay(PROTOCOLS["slide_full"], [Document("s", np.zeros(total))], 12, Options(stride=4))
     assert len(windows) == max(0, math.ceil((total - 12) / 4) - 1) == count
-
-
-@pytest.mark.parametrize("bins", ["linear", "log"])
-@pytest.mark.parametrize("protocol", ["slide_full", "prefix_yarn"])
-def test_sums_by_position_add_up_to_the_totals_and_the_curve_is_right(protocol, bins):
-    task = Perplexity(protocol=protocol, position_bins=bins)
-    long = texts((700, 650), seed=3)
-    records = score(task, Limits((300,), stride=200), length=300, corpus_texts=long)
-    for record in records:
-        assert math.fsum(record["position_nll"]) == pytest.approx(record["nll"], rel=1e-12)
-        assert sum(record["position_count"]) == record["scored"]
-    (curve,) = task.curves(records)
-    docs = documents(1, long)
-    edges = bin_edges(300, bins)
-    starts = [r["start"] for r in records]
-    sources = docs if protocol == "prefix_yarn" else [docs[0] + docs[1]]
-    for low, high, nll in zip(edges[:-1], edges[1:], curve["nll"], strict=True):
-        losses = [
-            token_loss(
-                sources[r["document"]][start : start + place],
-                sources[r["document"]][start + place],
-            )
-            for r, start in zip(records, starts, strict=True)
-            for place in range(max(low, 1), high)
-        ]
-        assert nll == pytest.approx(np.mean(losses), rel=1e-12)
-
-
-def test_bits_per_byte_count_the_bytes_of_scored_tokens_even_inside_characters():
-    text = "naïve café, 東京 — " * 6
-    task = Perplexity(protocol="slide_press", bos="always")
-    records = score(task, Limits((LENGTH,), stride=STRIDE), corpus_texts=[("d", text)])
-    found = task.summarise(records)
-    assert math.fsum(r["bytes"] for r in records) == pytest.approx(len(text.encode()))
-    ids = [0, *ByteTokenizer().encode(text)]
-    total = math.log(slide_press([ids], LENGTH, STRIDE)) * (len(ids) - 1)
-    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()))
-
-
-def test_bits_per_byte_are_absent_when_the_tokenizer_rewrites_the_text():
-    class Shortening(ByteTokenizer):
-        def encode(self, text, *, allow_special=False):
-            return super().encode(text.replace("b", ""))
-
-    long, limits = texts((200, 180)), Limits((LENGTH,), stride=STRIDE)
-    records = score(Perplexity(), limits, tokenizer=Shortening(), corpus_texts=long)
-    assert records and all(record["bytes"] is None for record in records)
-    assert math.isnan(Perplexity().summarise(records)["bits_per_byte"])
-
-
-def test_losses_that_are_not_numbers_are_counted_and_the_rest_is_shown_apart():
-    limits, task = Limits((LENGTH,), stride=STRIDE), Perplexity(protocol="last_k", last=2)
-    model = BigramModel()
-    model.broken = ByteTokenizer().encode("h")[0]
-    records = score(task, limits, model=model)
-    whole = [record for record in score(task, limits) if not records[record["window"]]["nan"]]
-    found = task.summarise(records)
-    assert math.isnan(found["value"])
-    assert found["value_without_nan"] == pytest.approx(task.summarise(whole)["value"])
-    assert found["nan_windows"] == len(records) - len(whole) > 0
-    assert found["nan_tokens"] == sum(record["nan"] for record in records)
 
 
 def test_all_lengths_score_documents_that_reach_the_longest():
