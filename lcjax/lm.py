@@ -21,7 +21,7 @@ from lcjax.contexts import encode as encode_chunks
 from lcjax.continuations import Continuation, by_cache, by_rows
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Sampling
+from lcjax.generate import Piece, Sampling, Written, written
 from lcjax.landmark_nll import landmark_nll
 from lcjax.mixture import Mixture
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
@@ -305,8 +305,8 @@ class LanguageModel:
         context: Contexts | Sequence[Row] | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
-    ) -> list[str]:
-        """New text for every prompt (text or token ids).
+    ) -> list[Written]:
+        """New text for every prompt (text or token ids), each a string with its token ids.
 
         Args:
           prompts: a list, also for a single prompt.
@@ -321,10 +321,7 @@ class LanguageModel:
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )
-        texts = [""] * len(prompts)
-        for piece in pieces:
-            texts[piece.row] += piece.text
-        return texts
+        return written(pieces, len(prompts))
 
     def stream(
         self,

@@ -18,7 +18,7 @@ import numpy as np
 from lcjax.contexts import Row, passages
 from lcjax.continuations import Continuation, by_rows
 from lcjax.errors import InputError, whole_number
-from lcjax.generate import Piece, Sampling
+from lcjax.generate import Piece, Sampling, Written, written
 from lcjax.lm import LanguageModel
 from lcjax.mixture import Mixture, log_weights
 
@@ -98,13 +98,11 @@ class Replug:
         scores: Scores | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
-    ) -> list[str]:
+    ) -> list[Written]:
         """New text for every prompt, each token picked from the mixture; as `LanguageModel`'s."""
         options = {"exact": exact, "prefill_chunk": prefill_chunk}
-        texts = [""] * len(prompts)
-        for piece in self.stream(prompts, sampling, context=context, scores=scores, **options):
-            texts[piece.row] += piece.text
-        return texts
+        pieces = self.stream(prompts, sampling, context=context, scores=scores, **options)
+        return written(pieces, len(prompts))
 
     def stream(
         self,

@@ -25,7 +25,7 @@ from lcjax import cache as cache_lib
 from lcjax.continuations import Continuation
 from lcjax.conversation import pieces
 from lcjax.errors import whole_number
-from lcjax.generate import Sampling, chunk_size, prefill, taken_over
+from lcjax.generate import Sampling, Written, chunk_size, prefill, taken_over, written
 from lcjax.lm import LanguageModel
 from lcjax.prefix import Prefix, goes_on
 from lcjax.sharding import padding_rows, rows_over
@@ -111,12 +111,10 @@ class PrefixReader:
         self._ids = np.zeros(0, np.int32)  # that the stem has read
         self._length = 0  # of the requests for which its keys are rotated
 
-    def generate(self, prompts: Sequence[Ids], sampling: Sampling = Sampling()) -> list[str]:
+    def generate(self, prompts: Sequence[Ids], sampling: Sampling = Sampling()) -> list[Written]:
         """New text for every prompt."""
         prefix = self._prefix(prompts, [sampling.max_new_tokens] * len(prompts))
-        texts = [""] * len(prompts)
-        for piece in self.lm.stream(prompts, sampling, prefix=prefix):
-            texts[piece.row] += piece.text
+        texts = written(self.lm.stream(prompts, sampling, prefix=prefix), len(prompts))
         self._give_back()
         return texts
 

@@ -103,7 +103,7 @@ def _made(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {"versions": {}, "device": None}
     summary = json.loads(path.read_text(encoding="utf-8"))
-    return {key: summary.get(key) for key in ("versions", "device")}
+    return {key: summary.get(key) for key in ("versions", "commit", "device", "models")}
 
 
 def _records(path: Path) -> list[Record]:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import draccus
+
 from lcjax.build import ModelSection
 from lcjax.convert import ByteTokenizer
 from lcjax.convert.identity import identity
@@ -60,9 +62,19 @@ def split_of(method: Method, model) -> Split | None:
 
 def subject_of(model, method: Method, length: int):
     """`model` as `method` has it, for windows of `length` tokens."""
-    changes = {"rope": method.rope, "pattern": method.pattern}
-    changes = {key: value for key, value in changes.items() if value is not None}
     split = split_of(method, model)
     if split is None:
-        return model.with_method(**changes, length=length)
-    return split.of(model.with_method(**changes), length)
+        return model.with_method(**_changes(method), length=length)
+    return split.of(model.with_method(**_changes(method)), length)
+
+
+def _changes(method: Method) -> dict[str, Any]:
+    changes = {"rope": method.rope, "pattern": method.pattern}
+    return {key: value for key, value in changes.items() if value is not None}
+
+
+def described(model, method: Method) -> Any:
+    """The config of `model` as `method` has it, with its rope's base and scale, as plain values."""
+    changes = _changes(method)
+    config = model.with_method(**changes).config if changes else model.config
+    return draccus.encode(config) if dataclasses.is_dataclass(config) else None

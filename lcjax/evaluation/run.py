@@ -20,7 +20,7 @@ from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.methods import sections, split_of, subject_of, weights
+from lcjax.evaluation.methods import described, sections, split_of, subject_of, weights
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit, SplitModel
@@ -61,7 +61,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     if load is None:
         store.of_weights(weights(ready))
     try:
-        records = _Runner(ready, limits, store, opened).records()
+        runner = _Runner(ready, limits, store, opened)
+        records = runner.records()
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(
             f"finished records are in {store.folder}; the same command continues from there"
@@ -70,7 +71,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         return None
     order = [method.name for method in config.methods]
     notes = study.table(trainings) if trainings else ""
-    result = report.write(store.folder, settings, records, order=order, notes=notes)
+    made = {**report.made_here(), "models": runner.models}
+    result = report.write(store.folder, settings, records, order=order, notes=notes, made=made)
     print(f"\n{result.text}\nWritten:")
     print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
     return result
@@ -147,6 +149,7 @@ class _Runner:
         self._plans: dict[tuple, Plan] = {}  # by what the tokenizer does to a text
         self._done = {task.label: store.read(task.label) for task in config.tasks}
         self._kept: dict[Task, list[Record]] = {task: [] for task in config.tasks}
+        self.models: dict[str, Any] = {}  # configs of the methods, for the summary
 
     def records(self) -> dict[Task, list[Record]]:
         """All records of the run, by task; new ones are on disk before the next batch starts."""
@@ -180,6 +183,7 @@ class _Runner:
         # to have as many.
         bar.total = bar.n + self._tokens(left, self._plan(model.tokenizer, bar))
         for method in methods:
+            self.models[method.name] = described(model, method)
             self._refuse_unanswerable(method, model)
         self._store.begin()  # not before: a run that cannot start must not cost the one before it
         for method in methods:

@@ -188,6 +188,7 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm,
     assert len({cell["tokens_scored"] for cell in report.cells}) == 1
     read = {record["method"]: record["decoder"] for record in records(config, "perplexity_last_k")}
     assert read == {"usual": 48, "none": 48, "foreign": 48, "sharper": 48, "replug": 24}
+    assert read == {cell["method"]: cell["decoder"] for cell in report.cells}
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 import dataclasses
 import gc
+import importlib
 import json
 import math
+import re
 import time
 import weakref
 from pathlib import Path
@@ -148,6 +150,27 @@ def test_the_summary_is_strict_json_with_config_versions_and_seed(config):
     assert task["cells"][0]["value"] is None and task["cells"][0]["nan_tokens"] > 0
     assert math.isnan(report.cells[0]["value"])
     assert "without the windows that gave NaN" in report.text
+
+
+def test_the_summary_says_of_which_commit_the_code_is_where_there_is_one(config, monkeypatch):
+    module = importlib.import_module("lcjax.evaluation.report.report")
+    summary = run(config, load=fake()).summary
+    if (Path(module.__file__).parents[3] / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", summary["commit"])
+
+    def absent(*words, **settings):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(module.subprocess, "run", absent)
+    assert run(config, load=fake()).summary["commit"] is None
+
+
+def test_cells_say_what_a_budget_counts_where_there_is_one(config):
+    own = dataclasses.replace(config, tasks=(Perplexity(), Passkey(depths=2)), lengths=(500,))
+    Path(config.data.path, "long.txt").write_text(texts((1500,))[0][1])
+    text, *_, asked = run(own, load=fake(trained=1000)).cells
+    assert asked["budget"] == "bos+template+prompt+answer_prefix+new"
+    assert "budget" not in text and "decoder" not in text and "decoder" not in asked
 
 
 def test_a_checkpoint_with_another_tokenizer_gets_its_own_windows(config):
