@@ -8,7 +8,7 @@ the accelerator does not wait for Python.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,26 +42,6 @@ class Piece:
     text: str
     ids: tuple[int, ...]
     finish: str | None = None
-
-
-class Written(str):
-    """A text that a model wrote, with all tokens that it picked and why it ended (`Piece`)."""
-
-    ids: tuple[int, ...]
-    finish: str | None
-
-
-def written(pieces: Iterable[Piece], rows: int) -> list[Written]:
-    """The whole text of each row."""
-    found: list[list[Piece]] = [[] for _ in range(rows)]
-    for piece in pieces:
-        found[piece.row].append(piece)
-    texts = []
-    for own in found:
-        texts.append(Written("".join(piece.text for piece in own)))
-        texts[-1].ids = tuple(token for piece in own for token in piece.ids)
-        texts[-1].finish = own[-1].finish if own else None
-    return texts
 
 
 def stream(

@@ -21,13 +21,14 @@ from lcjax.contexts import encode as encode_chunks
 from lcjax.continuations import Continuation, by_cache, by_rows
 from lcjax.convert import Tokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Sampling, Written, written
+from lcjax.generate import Piece, Sampling
 from lcjax.landmark_nll import landmark_nll
 from lcjax.mixture import Mixture
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.memory import Encoded, Memory, check_memory
 from lcjax.prefix import Prefix
 from lcjax.rope import Default, Rope, Rotation
+from lcjax.sampling import Written, written
 from lcjax.sharding import Mesh, make_mesh, padding_rows
 from lcjax.text_nll import text_nll
 

@@ -18,9 +18,10 @@ import numpy as np
 from lcjax.contexts import Row, passages
 from lcjax.continuations import Continuation, by_rows
 from lcjax.errors import InputError, whole_number
-from lcjax.generate import Piece, Sampling, Written, written
+from lcjax.generate import Piece, Sampling
 from lcjax.lm import LanguageModel
 from lcjax.mixture import Mixture, log_weights
+from lcjax.sampling import Written, written
 
 Scores = Sequence[Sequence[float]]
 

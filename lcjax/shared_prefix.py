@@ -25,9 +25,10 @@ from lcjax import cache as cache_lib
 from lcjax.continuations import Continuation
 from lcjax.conversation import pieces
 from lcjax.errors import whole_number
-from lcjax.generate import Sampling, Written, chunk_size, prefill, taken_over, written
+from lcjax.generate import Sampling, chunk_size, prefill, taken_over
 from lcjax.lm import LanguageModel
 from lcjax.prefix import Prefix, goes_on
+from lcjax.sampling import Written, written
 from lcjax.sharding import padding_rows, rows_over
 
 Ids = Sequence[int] | np.ndarray

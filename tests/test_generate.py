@@ -12,11 +12,11 @@ from lcjax import cache as cache_lib
 from lcjax.attention import DualChunk, LMInfinite, SelfExtend, Streaming
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
-from lcjax.generate import Piece, Sampling, written
+from lcjax.generate import Piece, Sampling
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.rope import E2LLM, NTK, Clex, Default, DynamicNTK, Linear, Llama3, LongRope, Yarn
-from lcjax.sampling import pick
+from lcjax.sampling import pick, written
 
 ROPES = {
     "default": Default(theta=1e4),

@@ -16,8 +16,8 @@ from lcjax.continuations import Continuation
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, RunSection, measure, run
 from lcjax.evaluation.corpus import Corpus
-from lcjax.generate import Written
 from lcjax.rope import Linear
+from lcjax.sampling import Written
 
 VOCAB = 257  # BOS and 256 bytes
 
@@ -130,9 +130,8 @@ class BigramModel:
         for prompt in prompts:
             text = self.tokenizer.decode(prompt[-self.config.max_length :])
             digits = "".join(c if c.isdigit() else " " for c in text).split()
-            answers.append(Written(f" {digits[-1]}." if digits else " unknown"))
-            answers[-1].ids = tuple(self.tokenizer.encode(answers[-1]))
-            answers[-1].finish = "length"
+            answer = f" {digits[-1]}." if digits else " unknown"
+            answers.append(Written(answer, tuple(self.tokenizer.encode(answer)), "length"))
         return answers
 
 
