@@ -22,7 +22,7 @@ def test_other_weights_of_the_same_shapes_are_told_apart_and_copies_are_not(tmp_
     assert identity(tmp_path / "copy") == before
     changed = {**params, "final_norm": jax.tree.map(lambda x: x + 1, params["final_norm"])}
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "model").iterdir()}
-    save_hf(tmp_path / "model", changed, config, ByteTokenizer())
+    save_hf(tmp_path / "model", changed, config, ByteTokenizer(), overwrite=True)
     assert sizes == {file.name: file.stat().st_size for file in (tmp_path / "model").iterdir()}
     assert identity(tmp_path / "model") != before
 

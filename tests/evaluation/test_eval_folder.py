@@ -89,7 +89,7 @@ def test_other_weights_under_the_same_path_are_refused_when_a_run_continues(
 ):
     def save(seed):
         params = random_params(preset("tiny"), seed)
-        save_hf(tmp_path / "model", params, preset("tiny"), LibraryTokenizer())
+        save_hf(tmp_path / "model", params, preset("tiny"), LibraryTokenizer(), overwrite=True)
 
     monkeypatch.setattr(LanguageModel, "load", lambda section, mesh=None: BigramModel())
     section = ModelSection(path=str(tmp_path / "model"))
