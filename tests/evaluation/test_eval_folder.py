@@ -7,13 +7,9 @@ import pytest
 from evaluation_support import BigramModel, changed, config_in, fake, only_the_run, records
 
 from lcjax.build import ModelSection
-from lcjax.convert import ByteTokenizer as LibraryTokenizer
-from lcjax.convert import save_hf
 from lcjax.errors import InputError
 from lcjax.evaluation import Method, RunSection, run
 from lcjax.lm import LanguageModel
-from lcjax.models import preset
-from lcjax.models.initial import random_params
 from lcjax.rope import Linear
 
 
@@ -88,11 +84,10 @@ def test_other_weights_under_the_same_path_are_refused_when_a_run_continues(
     config, tmp_path, monkeypatch
 ):
     def save(seed):
-        params = random_params(preset("tiny"), seed)
-        save_hf(tmp_path / "model", params, preset("tiny"), LibraryTokenizer(), overwrite=True)
+        (tmp_path / "model.gguf").write_bytes(bytes([seed]) * 1000)
 
     monkeypatch.setattr(LanguageModel, "load", lambda section, mesh=None: BigramModel())
-    section = ModelSection(path=str(tmp_path / "model"))
+    section = ModelSection(path=str(tmp_path / "model.gguf"))
     config = dataclasses.replace(config, model=section, lengths=(12,))
     save(0)
     run(config)

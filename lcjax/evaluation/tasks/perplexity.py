@@ -69,7 +69,7 @@ class Perplexity(Task):
         ):
             one_of(f"{key}.{field}", value, known)
         counts = ("min_tokens", "max_tokens", "first_documents", "windows_per_document")
-        whole_numbers(key, self, 1, "last", *counts)
+        whole_numbers(key, self, 1, *counts, *(["last"] if self.last is not None else []))
         if self.last is None and self._rules.ends and self.protocol != "stream_sink":
             raise InputError(
                 f"{key}.last=null scores all tokens, and {self.protocol} the last ones of a window;"
