@@ -25,7 +25,10 @@ def start_token(tokenizer, rule: str) -> int | None:
 
 
 def prefix_token(tokenizer) -> int:
-    """What stands before a text that has nothing before it: BOS, or the end of a document."""
+    """What stands before a text that has nothing before it: BOS, or else the end of a document.
+
+    As lm-evaluation-harness has it, also where a model was trained without BOS.
+    """
     ends = tokenizer.eos_ids
     if tokenizer.bos_id is None and not ends:
         raise InputError("the tokenizer has neither BOS nor an end, so a first token has no p")

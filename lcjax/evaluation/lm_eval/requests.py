@@ -71,7 +71,6 @@ class Encoder:
 
     @property
     def prefix(self) -> int:
-        """What stands before a text that has nothing before it."""
         return prefix_token(self.tokenizer)
 
     def ids(self, text: str, bos: bool | None = None) -> list[int]:
