@@ -25,7 +25,7 @@ from lcjax.inference.generate import Piece
 from lcjax.inference.landmark_nll import landmark_nll
 from lcjax.inference.mixture import Mixture
 from lcjax.inference.prefix import Prefix
-from lcjax.inference.sampling import Sampling
+from lcjax.inference.sampling import Sampling, Written, written
 from lcjax.inference.text_nll import text_nll
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.memory import Encoded, Memory, check_memory
@@ -306,8 +306,8 @@ class LanguageModel:
         context: Contexts | Sequence[Row] | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
-    ) -> list[str]:
-        """New text for every prompt (text or token ids).
+    ) -> list[Written]:
+        """New text for every prompt (text or token ids), each a string with its token ids.
 
         Args:
           prompts: a list, also for a single prompt.
@@ -322,10 +322,7 @@ class LanguageModel:
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )
-        texts = [""] * len(prompts)
-        for piece in pieces:
-            texts[piece.row] += piece.text
-        return texts
+        return written(pieces, len(prompts))
 
     def stream(
         self,

@@ -20,7 +20,7 @@ from lcjax.inference.contexts import Row, passages
 from lcjax.inference.continuations import Continuation, by_rows
 from lcjax.inference.generate import Piece
 from lcjax.inference.mixture import Mixture, log_weights
-from lcjax.inference.sampling import Sampling
+from lcjax.inference.sampling import Sampling, Written, written
 from lcjax.lm import LanguageModel
 
 Scores = Sequence[Sequence[float]]
@@ -99,13 +99,11 @@ class Replug:
         scores: Scores | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
-    ) -> list[str]:
+    ) -> list[Written]:
         """New text for every prompt, each token picked from the mixture; as `LanguageModel`'s."""
         options = {"exact": exact, "prefill_chunk": prefill_chunk}
-        texts = [""] * len(prompts)
-        for piece in self.stream(prompts, sampling, context=context, scores=scores, **options):
-            texts[piece.row] += piece.text
-        return texts
+        pieces = self.stream(prompts, sampling, context=context, scores=scores, **options)
+        return written(pieces, len(prompts))
 
     def stream(
         self,

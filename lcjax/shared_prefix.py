@@ -26,7 +26,7 @@ from lcjax.errors import whole_number
 from lcjax.inference.continuations import Continuation
 from lcjax.inference.generate import prefill, taken_over
 from lcjax.inference.prefix import Prefix, goes_on
-from lcjax.inference.sampling import Sampling
+from lcjax.inference.sampling import Sampling, Written, written
 from lcjax.inference.shapes import prefill_chunk_size, unpadded_chunks
 from lcjax.lm import LanguageModel
 from lcjax.sharding import padding_rows, rows_over
@@ -112,12 +112,10 @@ class PrefixReader:
         self._ids = np.zeros(0, np.int32)  # that the stem has read
         self._length = 0  # of the requests for which its keys are rotated
 
-    def generate(self, prompts: Sequence[Ids], sampling: Sampling = Sampling()) -> list[str]:
+    def generate(self, prompts: Sequence[Ids], sampling: Sampling = Sampling()) -> list[Written]:
         """New text for every prompt."""
         prefix = self._prefix(prompts, [sampling.max_new_tokens] * len(prompts))
-        texts = [""] * len(prompts)
-        for piece in self.lm.stream(prompts, sampling, prefix=prefix):
-            texts[piece.row] += piece.text
+        texts = written(self.lm.stream(prompts, sampling, prefix=prefix), len(prompts))
         self._give_back()
         return texts
 

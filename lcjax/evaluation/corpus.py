@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
@@ -23,6 +24,17 @@ def start_token(tokenizer, rule: str) -> int | None:
     return tokenizer.bos_id
 
 
+def prefix_token(tokenizer) -> int:
+    """What stands before a text that has nothing before it: BOS, or else the end of a document.
+
+    As lm-evaluation-harness has it, also where a model was trained without BOS.
+    """
+    ends = tokenizer.eos_ids
+    if tokenizer.bos_id is None and not ends:
+        raise InputError("the tokenizer has neither BOS nor an end, so a first token has no p")
+    return ends[0] if tokenizer.bos_id is None else tokenizer.bos_id
+
+
 @dataclasses.dataclass(frozen=True)
 class Document:
     """Token ids of one text.
@@ -34,6 +46,7 @@ class Document:
     name: str
     tokens: np.ndarray  # int32 [n]
     byte_ends: np.ndarray | None = None  # float64 [n]
+    words: float = 0.0  # of the text, parted by blanks
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -43,14 +56,16 @@ class Document:
         if token is None:
             return self
         ends = None if self.byte_ends is None else np.concatenate([[0.0], self.byte_ends])
-        return Document(self.name, np.concatenate([[token], self.tokens]).astype(np.int32), ends)
+        tokens = np.concatenate([[token], self.tokens]).astype(np.int32)
+        return dataclasses.replace(self, tokens=tokens, byte_ends=ends)
 
     def cut(self, limit: int | None) -> "Document":
         """The first `limit` tokens; None keeps all."""
         if limit is None or limit >= len(self):
             return self
         ends = None if self.byte_ends is None else self.byte_ends[:limit]
-        return Document(self.name, self.tokens[:limit], ends)
+        words = self.words * limit / len(self)
+        return Document(self.name, self.tokens[:limit], ends, words)
 
 
 @dataclasses.dataclass
@@ -121,7 +136,8 @@ class Corpus:
     def _tokenised(self, entry: _Entry) -> Document:
         if entry.document is None:
             tokens = np.asarray(self.tokenizer.encode(entry.text), np.int32)
-            entry.document = Document(entry.name, tokens, self._byte_ends(tokens, entry.size))
+            ends, words = self._byte_ends(tokens, entry.size), len(re.split(r"\s+", entry.text))
+            entry.document = Document(entry.name, tokens, ends, float(words))
             entry.text = None
         return entry.document
 

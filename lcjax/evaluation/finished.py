@@ -14,7 +14,15 @@ from lcjax.errors import InputError
 from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.methods import sections
-from lcjax.evaluation.records import CONFIG, MARKER, by_cell, fingerprint, parse, records_file
+from lcjax.evaluation.records import (
+    CONFIG,
+    MARKER,
+    WEIGHTS,
+    by_cell,
+    fingerprint,
+    parse,
+    records_file,
+)
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
 
@@ -32,6 +40,7 @@ class Finished:
     made: dict[str, Any]  # versions and device, as far as the run noted them
     notes: str  # Markdown about trainings
     trained_in: Path  # the run whose folder holds what was trained; most often this one
+    weights: dict[str, str]  # what the checkpoint of each method held, as far as it was noted
 
     @property
     def hash(self) -> str:
@@ -83,7 +92,10 @@ def read(folder: str | Path) -> Finished:
     notes = folder / NOTES
     text = notes.read_text(encoding="utf-8") if notes.exists() else ""
     trained_in = Path(os.path.normpath(folder / marker.get(TRAINED_IN, "")))
-    return Finished(folder, config, marker["config"], tasks, _made(folder), text, trained_in)
+    return Finished(
+        folder, config, marker["config"], tasks, _made(folder), text, trained_in,
+        marker.get(WEIGHTS, {}),
+    )  # fmt: skip
 
 
 def _made(folder: Path) -> dict[str, Any]:
@@ -91,7 +103,7 @@ def _made(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {"versions": {}, "device": None}
     summary = json.loads(path.read_text(encoding="utf-8"))
-    return {key: summary.get(key) for key in ("versions", "device")}
+    return {key: summary.get(key) for key in ("versions", "commit", "device", "models")}
 
 
 def _records(path: Path) -> list[Record]:

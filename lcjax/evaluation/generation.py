@@ -14,7 +14,7 @@ from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, 
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Task, Unit, filled
-from lcjax.inference.sampling import Sampling
+from lcjax.inference.sampling import Sampling, Written
 
 OWN_WORDING = "lcjax-1"  # of prompts in this library's words, for records
 
@@ -105,7 +105,10 @@ class GenerationTask(PromptTask):
 
     @abc.abstractmethod
     def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        """What an answer is worth to each metric, 0 to 1; `unit.facts` holds the references."""
+        """What an answer is worth to each metric, 0 to 1.
+
+        `unit.facts` holds the references, and the `ids` that the model picked if it said them.
+        """
 
     @property
     @abc.abstractmethod
@@ -127,8 +130,12 @@ class GenerationTask(PromptTask):
         ]
 
     def _record(self, answer: str, unit: Unit, tokenizer) -> Record:
+        made = {}
+        if isinstance(answer, Written):
+            made = {"ids": list(answer.ids), "finish": answer.finish}
+            unit = dataclasses.replace(unit, facts={**unit.facts, **made})
         scores = {k: float(v) for k, v in self.judge(answer, unit, tokenizer).items()}
-        return {"answer": answer, "scores": scores, "correct": scores[self.shown]}
+        return {"answer": str(answer), **made, "scores": scores, "correct": scores[self.shown]}
 
     def rescored(self, record: Record, tokenizer) -> Record:
         unit = Unit(record["window"], (), np.zeros(0, np.int32), record)

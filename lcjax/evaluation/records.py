@@ -10,7 +10,9 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lcjax import distributed
 from lcjax.config import dump
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 MARKER = "run.json"  # what the records were made with
+WEIGHTS = "weights"  # of a marker: what the checkpoint of each method held, by the method's name
 REPORT = "report.html"
 CONFIG = "config.yaml"
 _OWN = (
     MARKER, CONFIG, "summary.json", REPORT, ERROR, "records", "tables", "figures", "export",
 )  # fmt: skip
+# Keys whose numbers are an array of float32 here: as a list they take eight times the memory.
+COMPACT = frozenset({"position_nll"})
 _FREE = ("run", "batch_size", "mesh", "distributed")  # keys that may change when a run is continued
 
 Key = tuple[str, int, int]  # method, length, index of the unit
@@ -66,8 +71,28 @@ class Store:
                 " resume or overwrite"
             )
         self._replaces = used and config.run.existing == "overwrite"
+        self._weights: dict[str, str] = {}
         if used and not self._replaces:
-            self._compare(json.loads(self._marker.read_text()), settings)
+            before = json.loads(self._marker.read_text())
+            self._compare(before, settings)
+            self._weights = before.get(WEIGHTS, {})
+
+    def of_weights(self, weights: Mapping[str, str]) -> None:
+        """Refuses to mix records of other weights than these, by the name of each method."""
+        if not distributed.same(str(sorted(weights.items()))):
+            raise InputError(
+                "model.path holds other weights for this process than for others of the job; name"
+                " one on storage that all machines share"
+            )
+        before = self._weights
+        changed = [name for name in weights if before.get(name, weights[name]) != weights[name]]
+        if changed:
+            raise InputError(
+                f"run.folder={self.folder} holds records of other weights for {', '.join(changed)}:"
+                " the checkpoint has changed since; put the old one back, name another folder, or"
+                " set run.existing=overwrite"
+            )
+        self._weights = dict(weights)
 
     def begin(self) -> None:
         """Removes an old run if that is wanted, and notes the settings of this one."""
@@ -78,7 +103,8 @@ class Store:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._replaces = False
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
-        describe(self.folder, self._config, self._settings)
+        more = {WEIGHTS: self._weights} if self._weights else {}
+        describe(self.folder, self._config, self._settings, **more)
 
     def _compare(self, before: Record, settings: Mapping) -> None:
         if before["hash"] == self.hash:
@@ -160,8 +186,10 @@ def parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
     for number, line in enumerate(data.splitlines(), 1):
         try:
             record = json.loads(line)
-            records[record["method"], record["length"], record["window"]] = record
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            key: Key = record["method"], record["length"], record["window"]
+            some = {name: np.asarray(record[name], np.float32) for name in COMPACT & record.keys()}
+            records[key] = record | some
+        except (ValueError, KeyError, TypeError):
             damaged.append(number)
     return records, damaged
 
@@ -183,7 +211,7 @@ def by_cell(
     return cells
 
 
-def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: str) -> None:
+def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any) -> None:
     """Notes in a run folder what its records are made with, and what `more` says of them."""
     entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings, **more}
     write_whole(folder / MARKER, json.dumps(entry, indent=1, default=str) + "\n")
@@ -196,7 +224,9 @@ def folder_name(name: str) -> str:
 
 
 def clean(value):
-    """`value` for strict JSON: numbers that are not finite become null."""
+    """`value` for strict JSON: numbers that are not finite become null, arrays lists."""
+    if isinstance(value, np.ndarray):  # as few digits as tell a number of its precision
+        return [clean(float(str(item))) for item in value]
     if isinstance(value, Mapping):
         return {key: clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

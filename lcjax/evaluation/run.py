@@ -20,11 +20,12 @@ from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.methods import sections, split_of, subject_of
+from lcjax.evaluation.methods import described, sections, split_of, subject_of, weights
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
-from lcjax.evaluation.split import SplitModel
+from lcjax.evaluation.split import ContextSplit, SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
+from lcjax.evaluation.tasks.windows import PROTOCOLS
 from lcjax.lm import LanguageModel
 from lcjax.sharding import Mesh, make_mesh, padding_rows, rows_over
 from lcjax.shared_prefix import PrefixReader, batches, reader_of, shareable
@@ -42,12 +43,14 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     """
     limits, trainings = check(config), study.trainings(config)
     ready = study.with_trained(config)
+    opened = load or functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     if load is None:
         made = study.made_by(trainings)
-        for section in sections(ready):
+        for method, section in zip(config.methods, sections(ready), strict=True):
             if section.path not in made:
                 check_source(section)
-        load = functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
+            if study.has_memory(section, trainings):
+                _check_splits(config, limits, [method])
     settings = draccus.encode(config)
     if trainings:
         settings["trainings"] = study.settings(trainings)
@@ -55,8 +58,11 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     study.check_paths(config, trainings)
     if not study.run(config, trainings):
         return None
+    if load is None:
+        store.of_weights(weights(ready))
     try:
-        records = _Runner(ready, limits, store, load).records()
+        runner = _Runner(ready, limits, store, opened)
+        records = runner.records()
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(
             f"finished records are in {store.folder}; the same command continues from there"
@@ -65,7 +71,8 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         return None
     order = [method.name for method in config.methods]
     notes = study.table(trainings) if trainings else ""
-    result = report.write(store.folder, settings, records, order=order, notes=notes)
+    made = {**report.made_here(), "models": runner.models}
+    result = report.write(store.folder, settings, records, order=order, notes=notes, made=made)
     print(f"\n{result.text}\nWritten:")
     print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
     return result
@@ -102,20 +109,27 @@ def check(config: EvalConfig) -> Limits:
     )
     for index, task in enumerate(config.tasks):
         task.check(limits, f"tasks.{index}")
-        for method in config.methods:
-            _check_split(method, task, f"tasks.{index}", limits)
+    _check_splits(config, limits, [m for m in config.methods if m.context or m.replug])
     return limits
+
+
+def _check_splits(config: EvalConfig, limits: Limits, methods: Sequence[Method]) -> None:
+    """`methods` read a part of each window beside the decoder."""
+    for index, task in enumerate(config.tasks):
+        for method in methods:
+            _check_split(method, task, f"tasks.{index}", limits)
 
 
 def _check_split(method: Method, task: Task, key: str, limits: Limits) -> None:
     """Refuses to score what the decoder does not read."""
-    split, protocol = method.context or method.replug, getattr(task, "protocol", "last_k")
-    if split is not None and split.source == "foreign" and task.generates:
+    split = method.context or method.replug or ContextSplit()
+    protocol = getattr(task, "protocol", "last_k")
+    if split.source == "foreign" and task.generates:
         raise InputError(
             f"{key}: {task.label} asks with prompts, and the method {method.name} reads chunks of"
             " other documents (source=foreign), which texts have; leave one of them out"
         )
-    if split is None or protocol == "last_k" or (split.decoder or 0) >= limits.lengths[-1]:
+    if PROTOCOLS[protocol].ends or (split.decoder or 0) >= limits.lengths[-1]:
         return
     raise InputError(
         f"{key}.protocol={protocol} scores tokens that the method {method.name} reads beside its"
@@ -135,6 +149,7 @@ class _Runner:
         self._plans: dict[tuple, Plan] = {}  # by what the tokenizer does to a text
         self._done = {task.label: store.read(task.label) for task in config.tasks}
         self._kept: dict[Task, list[Record]] = {task: [] for task in config.tasks}
+        self.models: dict[str, Any] = {}  # configs of the methods, for the summary
 
     def records(self) -> dict[Task, list[Record]]:
         """All records of the run, by task; new ones are on disk before the next batch starts."""
@@ -142,33 +157,48 @@ class _Runner:
             next(self._texts())  # a path without text is said before a large model is read
         methods = self._config.methods
         opened = sections(self._config)
-        with tqdm(unit="window", dynamic_ncols=True, disable=not distributed.first()) as bar:
-            bar.total, left = 0, len(methods)
+        # Counted in tokens: windows of one run differ a hundredfold in what they take.
+        quiet = not distributed.first()
+        with tqdm(unit="tok", unit_scale=True, dynamic_ncols=True, disable=quiet) as bar:
+            left = list(methods)
             for index, section in enumerate(opened):
                 if section in opened[:index]:
                     continue
                 own = [m for m, other in zip(methods, opened, strict=True) if other == section]
                 self._checkpoint(section, own, left, bar)
-                left -= len(own)
+                left = [method for method in left if method not in own]
         return self._kept
 
     def _checkpoint(
-        self, section: ModelSection, methods: Sequence[Method], left: int, bar: tqdm
+        self, section: ModelSection, methods: Sequence[Method], left: Sequence[Method], bar: tqdm
     ) -> None:
-        """All methods of one checkpoint, which is read once and given up before the next one."""
+        """All methods of one checkpoint, which is read once and given up before the next one.
+
+        `left` are these methods and those of checkpoints to come.
+        """
         model = self._load(section)
         if isinstance(model, LanguageModel) and distributed.first():
             bar.write(self._needs(section, methods, model), file=sys.stderr)
         # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
         # to have as many.
-        bar.total = bar.n + left * sum(map(len, self._plan(model.tokenizer, bar).values()))
+        bar.total = bar.n + self._tokens(left, self._plan(model.tokenizer, bar))
         for method in methods:
+            self.models[method.name] = described(model, method)
             self._refuse_unanswerable(method, model)
         self._store.begin()  # not before: a run that cannot start must not cost the one before it
         for method in methods:
             self._method(method, model, bar)
         del model
         gc.collect()
+
+    def _tokens(self, methods: Sequence[Method], plan: Plan) -> int:
+        """Tokens of everything that no record answers: finished work says nothing of the speed."""
+        return sum(
+            unit.facts["size"]
+            for (label, length), units in plan.items()
+            for method, unit in itertools.product(methods, units)
+            if (method.name, length, unit.index) not in self._done[label]
+        )
 
     def _needs(self, section: ModelSection, methods: Sequence[Method], model: LanguageModel) -> str:
         """What the largest batch needs of each device, and whether it keeps them all busy."""
@@ -211,10 +241,20 @@ class _Runner:
                 if bar is not None:  # hundreds of long prompts take minutes
                     bar.set_description(f"preparing {task.label} {length:,}")
                 plan[task.label, length] = task.plan(corpus, length, self._limits)
+                self._refuse_other_questions(task, length, plan[task.label, length])
             for task in self._config.tasks:
                 self._refuse_empty(task, corpus, plan)
             self._plans[name] = plan
         return self._plans[name]
+
+    def _refuse_other_questions(self, task: Task, length: int, units: Sequence[Unit]) -> None:
+        """Each process computes its part of every batch, so all must have planned the same."""
+        if not distributed.same(str([(u.index, u.shape, u.digest) for u in units])):
+            raise InputError(
+                f"the processes of this job ask different questions in {task.label} at length"
+                f" {length}; give all machines the same files of data and tasks, best on storage"
+                " that they share"
+            )
 
     def _habits(self, tokenizer) -> tuple:
         """What windows and prompts depend on; two checkpoints may share a vocabulary alone."""
@@ -243,12 +283,12 @@ class _Runner:
 
     def _method(self, method: Method, model, bar: tqdm) -> None:
         plan = self._plan(model.tokenizer)
-        for length in self._limits.lengths:
+        for length in reversed(self._limits.lengths):  # what does not fit is known at once
             facts = {"method": method.name, "length": length, "trained": model.config.max_length}
             facts["tokenizer"] = model.tokenizer.fingerprint
             subject = None
             for task in self._config.tasks:
-                left = self._left(task, method.name, plan[task.label, length], bar)
+                left = self._left(task, method.name, plan[task.label, length])
                 if not left:
                     continue  # a finished cell needs no model
                 if subject is None:
@@ -260,9 +300,9 @@ class _Runner:
                 for records in self._score(task, subject, left, facts, units):
                     self._store.append(task.label, records)
                     self._kept[task] += records
-                    bar.update(len(records))
+                    bar.update(sum(record["size"] for record in records))
 
-    def _left(self, task: Task, method: str, units: Sequence[Unit], bar: tqdm) -> list[Unit]:
+    def _left(self, task: Task, method: str, units: Sequence[Unit]) -> list[Unit]:
         """Units without a record; finished ones are taken over, if they saw the same tokens."""
         left = []
         for unit in units:
@@ -278,7 +318,6 @@ class _Runner:
                     "another run.folder"
                 )
             self._kept[task].append(record)
-            bar.update(1)
         return left
 
     def _score(
@@ -318,11 +357,14 @@ class _Runner:
 
 
 def _batches(task: Task, model, units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
-    """Units of one shape; those whose prompts begin alike are together where `model` profits."""
+    """Units of one shape; those whose prompts begin alike are together where `model` profits.
+
+    The longest come first.
+    """
     shapes: dict[tuple, list[Unit]] = {}
     for unit in units:
         shapes.setdefault(unit.shape, []).append(unit)
-    for group in shapes.values():
+    for group in sorted(shapes.values(), key=lambda own: -max(u.facts["size"] for u in own)):
         yield from batches(model, group, size, lambda unit: next(iter(task.prompts(unit)), ()))
 
 

@@ -250,17 +250,22 @@ class SplitModel:
     def nll(self, tokens: np.ndarray, first: int, lengths: np.ndarray) -> np.ndarray:
         """As `LanguageModel.nll`, of what the decoder reads."""
         start = tokens.shape[1] - self.decoder
-        if first <= start or (np.asarray(lengths) <= start + 1).any():
-            raise InputError(
-                f"{self._split.key}: this protocol scores tokens from {first} on, and the decoder"
-                f" reads from {start} on; use protocol=last_k, with last below {self.decoder}"
-            )
+        self.check_scored(tokens.shape[1], first, np.min(lengths))
         read, found = tokens[:, start:], np.zeros(tokens.shape, np.float32)
         found[:, start:] = self._split.nll(
             self._model, read, [self._passages(row[:start]) for row in tokens], self._chunk,
             first=first - start, lengths=np.asarray(lengths) - start,
         )  # fmt: skip
         return found
+
+    def check_scored(self, length: int, first: int, size: int) -> None:
+        """Raises InputError where tokens `first : size` of a window of `length` are not read."""
+        start = length - self.decoder
+        if first <= start or size <= start + 1:
+            raise InputError(
+                f"{self._split.key}: this protocol scores tokens from {first} on, and the decoder"
+                f" reads from {start} on; use protocol=last_k, with last below {self.decoder}"
+            )
 
     def generate(
         self,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lcjax import config as config_lib
-from lcjax.build import check_source
+from lcjax.build import ModelSection, check_source
+from lcjax.convert import load_config
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method, Study
 from lcjax.evaluation.records import folder_name
@@ -143,6 +144,23 @@ def made_by(found: Trainings) -> set[str]:
     """What stands for the trained models: their run folders, and what these export."""
     folders = [Path(training.run.folder) for training in found.values()]
     return {str(path) for folder in folders for path in (folder, folder / "model")}
+
+
+def has_memory(section: ModelSection, found: Trainings) -> bool:
+    """Whether the model of a section, trained or not yet, reads a context beside its window."""
+    makers = {
+        str(path): training
+        for training in found.values()
+        for path in (Path(training.run.folder), Path(training.run.folder, "model"))
+    }
+    while section.memory is None and section.path in makers:
+        section = makers.pop(section.path).model
+    if section.memory is not None or section.path is None:
+        return section.memory is not None
+    try:
+        return load_config(section.path).memory is not None
+    except InputError:  # as of adapters, or of what is not there: loading says it
+        return False
 
 
 def check_paths(config: EvalConfig, found: Trainings) -> None:

@@ -1,8 +1,12 @@
-"""How the next token is picked: greedily, or drawn after temperature, top-k and top-p."""
+"""How the next token is picked: greedily, or drawn after temperature, top-k and top-p.
+
+And what was picked, as a text.
+"""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -128,3 +132,21 @@ def _nucleus(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
         jnp.zeros(logits.shape, bool), order, before < top_p, axis=-1, inplace=False
     )
     return jnp.where(kept, logits, -jnp.inf)
+
+
+class Written(str):
+    """A text that a model wrote: `ids` are all tokens that it picked, `finish` is why it ended."""
+
+    def __new__(cls, text: str, ids: tuple[int, ...] = (), finish: str | None = None):
+        made = super().__new__(cls, text)
+        made.ids, made.finish = ids, finish
+        return made
+
+
+def written(pieces: Iterable, rows: int) -> list[Written]:
+    """The whole text of each row, from the pieces of `stream`."""
+    found = [Written("")] * rows
+    for piece in pieces:
+        old = found[piece.row]
+        found[piece.row] = Written(old + piece.text, old.ids + piece.ids, piece.finish)
+    return found

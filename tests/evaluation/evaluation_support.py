@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, RunSection, measure, run
+from lcjax.evaluation.corpus import Corpus
 from lcjax.inference.continuations import Continuation
+from lcjax.inference.sampling import Written
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes
@@ -103,13 +105,17 @@ class BigramModel:
         self.log.append((tokens.shape, first))
         losses = np.full(tokens.shape, 1e9, np.float64)
         losses[:, 1:] = TABLE[tokens[:, :-1], tokens[:, 1:]]
-        losses[:, 1:] += self.bonus / np.arange(1, tokens.shape[1])
+        losses[:, 1:] += self.bonus / self.seen(tokens.shape[1] - 1)
         losses[:, :first] = 0
         for row, size in enumerate(lengths):
             losses[row, size:] = 1e9
         if self.broken is not None:
             losses[tokens == self.broken] = np.nan
         return losses
+
+    def seen(self, length):
+        """How many tokens each of `length` tokens looks back on, itself included."""
+        return np.arange(1, length + 1)
 
     def continuations(self, prompts, continuations):
         self.log.append(("continuations", len(prompts)))
@@ -124,7 +130,8 @@ class BigramModel:
         for prompt in prompts:
             text = self.tokenizer.decode(prompt[-self.config.max_length :])
             digits = "".join(c if c.isdigit() else " " for c in text).split()
-            answers.append(f" {digits[-1]}." if digits else " unknown")
+            answer = f" {digits[-1]}." if digits else " unknown"
+            answers.append(Written(answer, tuple(self.tokenizer.encode(answer)), "length"))
         return answers
 
 
@@ -163,6 +170,24 @@ def slide_press(docs, length, stride):
                 start += stride
             losses.append(token_loss(doc[start:place], doc[place]))
     return math.exp(math.fsum(losses) / len(losses))
+
+
+def score(task, limits, length=12, tokenizer=None, batch=3, corpus_texts=None, model=None):
+    """What the runner does for one method and length, without its files."""
+    tokenizer = tokenizer or ByteTokenizer()
+    model = model or BigramModel(tokenizer)
+    task.check(limits, "tasks.0")
+    units = task.plan(Corpus(corpus_texts or texts(), tokenizer), length, limits)
+    records = []
+    for shape in dict.fromkeys(unit.shape for unit in units):
+        group = [unit for unit in units if unit.shape == shape]
+        for start in range(0, len(group), batch):
+            chunk = group[start : start + batch]
+            scores = task.score(model, chunk, batch)
+            for unit, found in zip(chunk, scores, strict=True):
+                facts = {"method": "fake", "trained": 32, "window": unit.index}
+                records.append({**facts, **unit.facts, **found})
+    return records
 
 
 def config_in(folder) -> EvalConfig:

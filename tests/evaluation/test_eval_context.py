@@ -3,12 +3,14 @@
 import dataclasses
 import importlib
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 from evaluation_support import ByteTokenizer, records, texts
 
 from lcjax.build import ModelSection
+from lcjax.config import dump
 from lcjax.cost import Memory
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
@@ -22,6 +24,7 @@ from lcjax.evaluation import (
     ReplugSplit,
     RunSection,
     run,
+    study,
 )
 from lcjax.evaluation.task import Limits, Unit
 from lcjax.inference.sampling import Sampling
@@ -188,6 +191,7 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm,
     assert len({cell["tokens_scored"] for cell in report.cells}) == 1
     read = {record["method"]: record["decoder"] for record in records(config, "perplexity_last_k")}
     assert read == {"usual": 48, "none": 48, "foreign": 48, "sharper": 48, "replug": 24}
+    assert read == {cell["method"]: cell["decoder"] for cell in report.cells}
 
 
 @pytest.mark.slow
@@ -278,6 +282,36 @@ def test_what_cannot_be_read_is_refused_in_one_line(config, score, changes, word
         own = dataclasses.replace(config, **changes())
         (score if own.model == TINY else run)(own)
     assert "\n" not in str(caught.value)
+
+
+def test_a_method_with_a_memory_is_refused_before_anything_is_scored(config, score):
+    tasks = (Perplexity(protocol="last_k", last=48, windows_per_document=1),)
+    methods = (Method("long", context=ContextSplit(decoder=90)), Method("usual"))
+    with pytest.raises(InputError, match="scores tokens from 48 on, and the decoder reads from 48"):
+        score(dataclasses.replace(config, methods=methods, tasks=tasks))
+    assert not Path(config.run.folder).exists()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_memory_is_seen_before_a_model_is_read(config, lm, monkeypatch, tmp_path, trained):
+    if trained:  # what a run folder says of its model
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        (tmp_path / "run" / "config.yaml").write_text("{}")
+        dump(lm.config, tmp_path / "run" / "model.yaml")
+        config = dataclasses.replace(config, model=ModelSection(path=str(tmp_path / "run")))
+    monkeypatch.setattr(LanguageModel, "load", lambda *_, **more: pytest.fail("it was read"))
+    with pytest.raises(InputError, match="protocol=slide_press scores tokens that the method base"):
+        run(dataclasses.replace(config, tasks=(Perplexity(),)))
+
+
+def test_a_memory_is_seen_before_it_is_trained():
+    training = types.SimpleNamespace(run=types.SimpleNamespace(folder="runs/a"), model=TINY)
+    extended = types.SimpleNamespace(
+        run=types.SimpleNamespace(folder="runs/b"), model=ModelSection(path="runs/a/model")
+    )
+    found = {"": training, "b": extended}
+    assert study.has_memory(ModelSection(path="runs/b"), found)
+    assert not study.has_memory(ModelSection(preset="tiny"), found)
 
 
 def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choices(monkeypatch):

@@ -4,10 +4,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from evaluation_support import changed, config_in, fake, only_the_run, records
+from evaluation_support import BigramModel, changed, config_in, fake, only_the_run, records
 
+from lcjax.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation import Method, RunSection, run
+from lcjax.lm import LanguageModel
 from lcjax.rope import Linear
 
 
@@ -76,6 +78,31 @@ def test_changed_text_is_refused_when_a_run_continues(config):
         file.write(text[::-1])
     with pytest.raises(InputError, match="the data has changed"):
         run(config, load=fake())
+
+
+def test_other_weights_under_the_same_path_are_refused_when_a_run_continues(
+    config, tmp_path, monkeypatch
+):
+    def save(seed):
+        (tmp_path / "model.gguf").write_bytes(bytes([seed]) * 1000)
+
+    monkeypatch.setattr(LanguageModel, "load", lambda section, mesh=None: BigramModel())
+    section = ModelSection(path=str(tmp_path / "model.gguf"))
+    config = dataclasses.replace(config, model=section, lengths=(12,))
+    save(0)
+    run(config)
+    before = records(config)
+    save(0)
+    run(config)
+    save(1)
+    with pytest.raises(InputError) as error:
+        run(config)
+    assert "other weights for base, linear" in str(error.value)
+    assert "run.existing=overwrite" in str(error.value) and "\n" not in str(error.value)
+    assert records(config) == before
+    own = dataclasses.replace(config.run, existing="overwrite")
+    run(dataclasses.replace(config, run=own))
+    run(config)
 
 
 def test_a_damaged_record_is_named_by_file_and_line(config):

@@ -39,6 +39,16 @@ def found(tmp_path_factory):
     return config, run(config)
 
 
+def test_the_summary_says_with_which_model_and_scale_each_method_was_evaluated(found):
+    _, report = found
+    models = json.loads(report.files[0].read_text())["models"]
+    assert models["base"]["rope"]["type"] == "default"
+    rope = models["pi"]["rope"]
+    assert (rope["type"], rope["factor"]) == ("linear", 4.0)
+    assert rope["theta"] == models["base"]["rope"]["theta"]
+    assert models["pi"]["num_layers"] == 2
+
+
 @pytest.fixture(scope="module")
 def model(found):
     return LanguageModel.load(found[0].model)

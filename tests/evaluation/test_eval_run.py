@@ -2,8 +2,10 @@
 
 import dataclasses
 import gc
+import importlib
 import json
 import math
+import re
 import time
 import weakref
 from pathlib import Path
@@ -150,6 +152,27 @@ def test_the_summary_is_strict_json_with_config_versions_and_seed(config):
     assert "without the windows that gave NaN" in report.text
 
 
+def test_the_summary_says_of_which_commit_the_code_is_where_there_is_one(config, monkeypatch):
+    module = importlib.import_module("lcjax.evaluation.report.report")
+    summary = run(config, load=fake()).summary
+    if (Path(module.__file__).parents[3] / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", summary["commit"])
+
+    def absent(*words, **settings):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(module.subprocess, "run", absent)
+    assert run(config, load=fake()).summary["commit"] is None
+
+
+def test_cells_say_what_a_budget_counts_where_there_is_one(config):
+    own = dataclasses.replace(config, tasks=(Perplexity(), Passkey(depths=2)), lengths=(500,))
+    Path(config.data.path, "long.txt").write_text(texts((1500,))[0][1])
+    text, *_, asked = run(own, load=fake(trained=1000)).cells
+    assert asked["budget"] == "bos+template+prompt+answer_prefix+new"
+    assert "budget" not in text and "decoder" not in text and "decoder" not in asked
+
+
 def test_a_checkpoint_with_another_tokenizer_gets_its_own_windows(config):
     other = ByteTokenizer(bos_id=None, add_bos=False, fingerprint="bytes without bos")
     sections = []
@@ -230,10 +253,10 @@ def test_a_peak_of_the_device_belongs_to_the_cell_in_which_it_rose(config, monke
     monkeypatch.setattr(BigramModel, "nll", nll)
     monkeypatch.setattr(measure, "_device_peak", lambda: seen[-1])
     report = run(config, load=lambda section: model)
-    assert [cell["peak_bytes"] for cell in report.cells] == [5_000, 9_000, None, None]
-    # Of the others a bound is known, and the table says that it is one.
-    assert [cell["peak_bytes_at_most"] for cell in report.cells] == [5_000, 9_000, 9_000, 9_000]
-    assert report.text.count(" / ≤ 0.00 |") == 2
+    # The longest come first, and of the others a bound is known: the table says that it is one.
+    assert [cell["peak_bytes"] for cell in report.cells] == [None, 9_000, None, None]
+    assert [cell["peak_bytes_at_most"] for cell in report.cells] == [9_000] * 4
+    assert report.text.count(" / ≤ 0.00 |") == 3
     assert "one peak per process" in report.text and "so this is a bound" in report.text
     header, *_, last = (Path(config.run.folder) / "tables/perplexity_slide_press.csv").open()
     cell = dict(zip(header.strip().split(","), last.strip().split(","), strict=True))

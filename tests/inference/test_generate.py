@@ -13,7 +13,7 @@ from lcjax.attention import DualChunk, LMInfinite, SelfExtend, Streaming
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.inference.generate import Piece
-from lcjax.inference.sampling import Sampling, pick
+from lcjax.inference.sampling import Sampling, pick, written
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.rope import E2LLM, NTK, Clex, Default, DynamicNTK, Linear, Llama3, LongRope, Yarn
@@ -250,6 +250,13 @@ def test_text_ends_before_a_stop_string_and_never_shows_its_beginning():
 def test_the_end_of_text_token_and_the_limit_finish_a_row():
     assert _row("ab.cd")[:2] == ("ab", "stop")
     assert _row("abcdef", max_new_tokens=3)[:2] == ("abc", "length")
+
+
+def test_a_whole_text_has_the_tokens_that_were_picked_and_says_why_it_ended():
+    other = [Piece(1, "x", (24,)), Piece(1, "", (25,), "length")]
+    first, second = written([other[0], *_row("ab.cd")[2], other[1]], 2)
+    assert (first, first.ids, first.finish) == ("ab", (1, 2, 0), "stop")
+    assert (second, second.ids, second.finish) == ("x", (24, 25), "length")
 
 
 def test_bad_requests_are_refused_in_one_line(params):

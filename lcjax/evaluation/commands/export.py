@@ -109,6 +109,7 @@ def _lm_eval_frame(run: Finished, method: str) -> dict[str, Any]:
             "random_seed": run.config.seed,
         },
         "lcjax": {"hash": run.hash, "versions": run.made.get("versions")},
+        "git_hash": run.made.get("commit"),
     }
 
 

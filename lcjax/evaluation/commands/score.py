@@ -15,7 +15,7 @@ from lcjax.evaluation import report
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.finished import TRAINED_IN, Finished, read
 from lcjax.evaluation.methods import tokenizer_of
-from lcjax.evaluation.records import CONFIG, describe, records_file, to_lines
+from lcjax.evaluation.records import CONFIG, WEIGHTS, describe, records_file, to_lines
 from lcjax.evaluation.task import Record
 from lcjax.files import write_whole
 
@@ -50,7 +50,8 @@ def score(
     settings = {**draccus.encode(config), **_trainings(run)}
     for task, records in tasks.items():
         write_whole(records_file(out, task.label), to_lines(records))
-    describe(out, config, settings, **{TRAINED_IN: os.path.relpath(run.trained_in, out)})
+    notes = {TRAINED_IN: os.path.relpath(run.trained_in, out), WEIGHTS: run.weights}
+    describe(out, config, settings, **notes)
     return report.write(out, settings, tasks, order=run.order, notes=run.notes, made=run.made)
 
 

@@ -16,7 +16,17 @@ _HIDDEN = frozenset(
     {"method", "length", "trained", "tokenizer", "digest", "protocol", "wording", "stride", "bos"}
     | {"size", "seconds", "compile_seconds", "read", "peak_bytes", "peak_bytes_at_most", "weight"}
     | {"answer", "references", "key", "correct", "score", "scored", "prompt", "budget", "first"}
-    | {"nan", "template", "prompt_tokens", "max_new_tokens", "decoder", "nll", "bytes"}
+    | {
+        "ids",
+        "finish",
+        "nan",
+        "template",
+        "prompt_tokens",
+        "max_new_tokens",
+        "decoder",
+        "nll",
+        "bytes",
+    }
 )
 
 

@@ -262,6 +262,7 @@ def _facts(summary: Mapping[str, Any], cells: Sequence[Record]) -> list[tuple[st
         ("tokenizer", ", ".join(tokenizers)),
         ("device", summary["device"] or "not recorded"),
         ("versions", versions or "not recorded"),
+        *([("commit", summary["commit"])] if summary.get("commit") else []),
         ("settings' hash", summary["hash"]),
     ]
     return facts

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lcjax.files import write_whole
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 NOTES = "tables/training.md"
 _COMMON = ("protocol", "stride", "bos", "trained", "tokenizer")
+_OWN = ("budget", "decoder")  # of tasks that ask with prompts, of methods that read in parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Report:
 def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> Record:
     """One cell of a table: the task's numbers, what they depend on, and what they cost."""
     common = {key: records[0].get(key) for key in _COMMON}
+    common |= {key: records[0][key] for key in _OWN if key in records[0]}
     return {
         "task": task.label,
         "method": method,
@@ -74,8 +77,8 @@ def write(
 ) -> Report:
     """Writes summary.json, tables/, figures/ and report.html; methods come in the order given.
 
-    `notes` is Markdown that follows the tables. `made` are versions and device that computed the
-    records; None: those of this process.
+    `notes` is Markdown that follows the tables. `made` are versions, device and models that
+    computed the records; None: those of this process.
     """
     sections = [_section(folder, task, records, order) for task, records in tasks.items()]
     files = [file for section, _, saved in sections for file in (*saved, *section.figures)]
@@ -134,7 +137,20 @@ def _entry(section: page.Section) -> Record:
 def made_here() -> dict[str, Any]:
     """What this process computes with."""
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    return {"versions": versions(), "device": device}
+    return {"versions": versions(), "commit": _commit(), "device": device}
+
+
+def _commit() -> str | None:
+    """The commit of the clone that this is run from, `-dirty` if it was changed; None elsewhere."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        made = subprocess.run([*words, "--exclude=*"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return made.stdout.strip() or None
 
 
 def versions() -> dict[str, str]:
@@ -172,7 +188,8 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
     if any(cell["peak_bytes"] is None for cell in cells):
         parts.append(
             "≤: the allocator keeps one peak per process and an earlier cell had set it, so this is"
-            " a bound; evaluate the method alone, in another run.folder, for its own peak.\n"
+            " a bound; evaluate the method at that length alone, in another run.folder, for its own"
+            " peak.\n"
         )
     return "\n".join(parts)
 

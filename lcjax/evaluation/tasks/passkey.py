@@ -108,7 +108,7 @@ class Passkey(DepthTask):
         return around(context), bare.start("context_doc") + cut
 
     def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, bool]:
-        return judge(answer, unit.facts["key"], tokenizer)
+        return judge(answer, unit.facts["key"], tokenizer, unit.facts.get("ids"))
 
     def rescored(self, record: Record, tokenizer) -> Record:
         return {**super().rescored(record, tokenizer), "protocol": f"passkey_{self.match}"}
@@ -124,12 +124,16 @@ class Passkey(DepthTask):
         return found
 
 
-def judge(answer: str, key: str, tokenizer) -> dict[str, bool]:
-    """Whether an answer counts as right, by each of the published rules."""
+def judge(answer: str, key: str, tokenizer, ids: Sequence[int] | None = None) -> dict[str, bool]:
+    """Whether an answer counts as right, by each of the published rules.
+
+    `ids` are those that the model picked; None: what its text is encoded as.
+    """
     digits = re.search(r"\d+", answer)
     expected = inside(tokenizer, " " + key)
+    picked = inside(tokenizer, " " + answer.strip()) if ids is None else list(ids)
     return {
         "first_integer": digits is not None and int(digits.group()) == int(key),
         "first_digits": digits is not None and digits.group() == key,
-        "token_ids": inside(tokenizer, " " + answer.strip())[: len(expected)] == expected,
+        "token_ids": picked[: len(expected)] == expected,
     }

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation.corpus import BOS_RULES, Corpus, start_token
+from lcjax.evaluation.corpus import BOS_RULES, Corpus, prefix_token, start_token
 from lcjax.evaluation.report import plots
+from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
 from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, Protocol, choose, join, lay
@@ -22,8 +23,12 @@ SELECT = ("spread", "first", "random")
 class Perplexity(Task):
     """How well the next token is predicted, under one of the protocols of `windows.py`."""
 
-    protocol: str = "slide_press"  # slide_press, slide_full, last_k or prefix_yarn
-    last: int = 256  # last_k: scored tokens at the end of a window
+    # slide_press, slide_yarn, slide_full, last_k, last_k_n100, prefix_yarn, stream_sink or
+    # rolling_lmeval
+    protocol: str = "slide_press"
+    # last_k, last_k_n100, stream_sink: scored tokens at the end of a window; null, for stream_sink
+    # alone: all
+    last: int | None = 256
     bos: str = "auto"  # BOS before each document: auto (if the model expects it), always, never
     min_tokens: int | None = None  # shortest document that counts; null: the longest length
     # Where documents are cut, so that all lengths score the same text; null: nowhere
@@ -43,11 +48,17 @@ class Perplexity(Task):
     @property
     def metric(self) -> Metric:
         # Papers print a dash where a model has broken down.
-        return Metric("perplexity", f"perplexity ({self.protocol})", True, 2, dash_above=1e3)
+        what = "word perplexity" if self._rules.mean_over == "words" else "perplexity"
+        return Metric("perplexity", f"{what} ({self.protocol})", True, 2, dash_above=1e3)
 
     @property
     def _rules(self) -> Protocol:
         return PROTOCOLS[self.protocol]
+
+    @property
+    def _per(self) -> str:
+        """What a record's loss is divided by: its tokens, or the words that it is weighed by."""
+        return "weight" if self._rules.mean_over == "words" else "scored"
 
     def check(self, limits: Limits, key: str) -> None:
         for field, value, known in (
@@ -58,7 +69,12 @@ class Perplexity(Task):
         ):
             one_of(f"{key}.{field}", value, known)
         counts = ("min_tokens", "max_tokens", "first_documents", "windows_per_document")
-        whole_numbers(key, self, 1, "last", *counts)
+        whole_numbers(key, self, 1, *counts, *(["last"] if self.last is not None else []))
+        if self.last is None and self._rules.ends and self.protocol != "stream_sink":
+            raise InputError(
+                f"{key}.last=null scores all tokens, and {self.protocol} the last ones of a window;"
+                " give a number, or use protocol=stream_sink"
+            )
         if self.max_tokens is not None and self.max_tokens < max(limits.lengths):
             raise InputError(
                 f"{key}.max_tokens={self.max_tokens} cuts documents below the longest of "
@@ -68,7 +84,7 @@ class Perplexity(Task):
             self._check_length(length, limits.stride, key)
 
     def _check_length(self, length: int, stride: int, key: str) -> None:
-        if self.protocol == "last_k" and self.last >= length:
+        if self._rules.ends and self.last is not None and self.last >= length:
             raise InputError(
                 f"{key}.last={self.last} must be below every length, also {length}: the "
                 "first token of a window cannot be predicted"
@@ -84,27 +100,29 @@ class Perplexity(Task):
             )
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
-        bos = start_token(corpus.tokenizer, self.bos)
-        minimum = 2 if self._rules.stream else self.min_tokens or max(limits.lengths)
+        bos, rules = self._start(corpus.tokenizer), self._rules
+        # All lengths score texts of one size, but where they score whole ones anyway.
+        shortest = 1 if rules.whole else max(limits.lengths)
+        minimum = 2 if rules.stream else self.min_tokens or shortest
         counts = [n for n in (self.first_documents, limits.max_documents) if n is not None]
         # YaRN's windows leave one place to BOS; the other protocols count it as a token of text.
         documents = corpus.documents(minimum - (bos is not None), min(counts, default=None))
         documents = [document.with_first(bos).cut(self.max_tokens) for document in documents]
-        if self._rules.stream and documents:
+        if rules.stream and documents:
             documents = [join(documents)]
         options = Options(
             limits.stride, self.last, bos is not None, self.drop_last_window,
             self.windows_per_document,
         )  # fmt: skip
-        windows = lay(self._rules, documents, length, options)
+        windows = lay(rules, documents, length, options)
         units = []
         for window in choose(windows, limits.max_windows, self.select, limits.seed):
             document, stop = documents[window.document], window.start + window.size
             facts = {
                 "protocol": self.protocol,
                 "length": length,
-                "stride": limits.stride if self._rules.strided else None,
-                "bos": "none" if bos is None else "document",
+                "stride": limits.stride if rules.strided else None,
+                "bos": "none" if bos is None else rules.bos,
                 "document": window.document,
                 "source": document.name,
                 "start": window.start,
@@ -117,12 +135,34 @@ class Perplexity(Task):
                 ends, before = document.byte_ends, window.start + window.first - 1
                 facts["bytes"] = float(ends[stop - 1] - ends[before])
             tokens = document.tokens[window.start : stop]
-            units.append(Unit(window.index, (length, window.first), tokens, facts))
+            if bos is not None and rules.bos == "window":
+                tokens = np.concatenate([np.asarray([bos], np.int32), tokens[1:]])
+            # Of blocks every last one begins elsewhere, and they are to run together.
+            shape = (length + 1, 1) if rules.whole else (length, window.first)
+            units.append(Unit(window.index, shape, tokens, facts))
         return units
+
+    def _start(self, tokenizer) -> int | None:
+        """What stands before a text, if anything does."""
+        if self._rules.bos == "prefix" and self.bos != "never":
+            return prefix_token(tokenizer)
+        return start_token(tokenizer, self.bos)
+
+    def check_model(self, model, units: Sequence[Unit]) -> None:
+        pattern = getattr(model.config, "pattern", None)
+        if self.protocol == "stream_sink" and (pattern is None or pattern.kept() is None):
+            raise InputError(
+                f"tasks: {self.label} reads texts by a cache that forgets (stream_sink), and one of"
+                " the methods keeps every key; give it a pattern, such as {type: streaming, sinks:"
+                " 4, recent: 2044}, or use protocol=prefix_yarn"
+            )
+        if isinstance(model, SplitModel):
+            for unit in units:
+                model.check_scored(*unit.shape, unit.facts["size"])
 
     def reach(self, corpus: Corpus) -> tuple[int, str]:
         sizes = sorted(map(len, corpus.documents(1)))
-        more = sum(start_token(corpus.tokenizer, self.bos) is not None for _ in sizes)
+        more = sum(self._start(corpus.tokenizer) is not None for _ in sizes)
         if self._rules.stream:
             return sum(sizes) + more, (
                 f"the {len(sizes)} documents, joined, are too short (a window that is the last is "
@@ -141,7 +181,10 @@ class Perplexity(Task):
         for row, own in enumerate(rows):
             tokens[row, : len(own)] = own
         nll = np.asarray(model.nll(tokens, first=first, lengths=sizes), np.float64)
-        return [self._record(unit, nll[row, first : sizes[row]]) for row, unit in enumerate(units)]
+        return [
+            self._record(unit, nll[row, unit.facts["first"] : sizes[row]])
+            for row, unit in enumerate(units)
+        ]
 
     def _record(self, unit: Unit, nll: np.ndarray) -> Record:
         finite = np.isfinite(nll)
@@ -156,9 +199,10 @@ class Perplexity(Task):
             positions = np.arange(unit.facts["first"], unit.facts["size"])
             places = np.searchsorted(edges, positions, "right")
             sums = np.bincount(places - 1, known, len(edges) - 1)
-            counts = np.bincount(places - 1, finite, len(edges) - 1)
-            record["position_nll"] = sums.tolist()
-            record["position_count"] = counts.astype(int).tolist()
+            record["position_nll"] = sums.astype(np.float32)
+            if record["nan"]:  # else they follow from what was scored
+                counts = np.bincount(places - 1, finite, len(edges) - 1)
+                record["position_count"] = counts.astype(int).tolist()
         return record
 
     def summarise(self, records: Sequence[Record]) -> Record:
@@ -168,18 +212,20 @@ class Perplexity(Task):
         """
         clean = [record for record in records if not record["nan"]]
         scored = sum(record["scored"] for record in records)
-        loss = _mean_loss(clean)
+        loss = _mean_loss(clean, self._per)
         value = self._rules.base**loss if loss < 700 else math.inf
         sizes = [record["bytes"] for record in clean]
         bits = math.nan
         if clean and all(size is not None for size in sizes) and sum(sizes):
             bits = math.fsum(r["nll"] for r in clean) / math.log(2) / math.fsum(sizes)
+        by_bytes = {} if self._rules.mean_over != "words" else {"byte_perplexity": 2**bits}
         return {
             "value": value if len(clean) == len(records) else math.nan,
             "value_without_nan": value,
             "loss": loss,
-            "loss_standard_error": _standard_error(clean),
+            "loss_standard_error": _standard_error(clean, self._per),
             "bits_per_byte": bits,
+            **by_bytes,
             "windows": len(records),
             "documents": len({record["document"] for record in records}),
             "tokens_scored": scored,
@@ -188,8 +234,8 @@ class Perplexity(Task):
         }
 
     def example(self, record: Record) -> float | None:
-        """Nats per token of a window."""
-        return None if record["nan"] else record["nll"] / record["scored"]
+        """Nats per token of a window, or per word."""
+        return None if record["nan"] else record["nll"] / record[self._per]
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """Bootstrap over documents."""
@@ -219,8 +265,8 @@ class Perplexity(Task):
             length = max(record["length"] for record in own)
             own = [record for record in own if record["length"] == length]
             edges = bin_edges(length, self.position_bins)
-            sums = np.asarray([record["position_nll"] for record in own])
-            counts = np.asarray([record["position_count"] for record in own])
+            sums = np.asarray([record["position_nll"] for record in own], np.float64)
+            counts = np.asarray([_position_counts(record, edges) for record in own])
             seen = counts.sum(0) > 0
             total = np.maximum(counts.sum(0), 1)
             mean = sums.sum(0) / total
@@ -249,15 +295,22 @@ def bin_edges(length: int, how: str) -> np.ndarray:
     return np.append(np.unique(steps), length)
 
 
-def _mean_loss(records: Sequence[Record]) -> float:
-    """Weighted mean of window means in nats per token."""
+def _position_counts(record: Record, edges: np.ndarray) -> np.ndarray | list[int]:
+    """Scored tokens of a window in each position bin."""
+    if "position_count" in record:
+        return record["position_count"]
+    return np.diff(np.clip(edges, record["first"], record["size"]))
+
+
+def _mean_loss(records: Sequence[Record], per: str) -> float:
+    """Weighted mean of window means, in nats per token or word."""
     if not records:
         return math.nan
-    total = math.fsum(r["weight"] * (r["nll"] / r["scored"]) for r in records)
+    total = math.fsum(r["weight"] * (r["nll"] / r[per]) for r in records)
     return total / math.fsum(r["weight"] for r in records)
 
 
-def _standard_error(records: Sequence[Record]) -> float:
+def _standard_error(records: Sequence[Record], per: str) -> float:
     """Of the mean loss, over documents: windows of one document are not independent.
 
     Ratio estimator: sqrt(n / (n - 1) * sum_d (t_d - w_d m)^2) / sum_d w_d.
@@ -265,7 +318,7 @@ def _standard_error(records: Sequence[Record]) -> float:
     sums: dict[int, list[float]] = {}
     for record in records:
         entry = sums.setdefault(record["document"], [0.0, 0.0])
-        entry[0] += record["weight"] * record["nll"] / record["scored"]
+        entry[0] += record["weight"] * record["nll"] / record[per]
         entry[1] += record["weight"]
     if len(sums) < 2:
         return math.nan

@@ -116,6 +116,9 @@ class RagLm(Task):
             whole = [ids[: self.chunk] for ids in chunks if len(ids) >= self.chunk]
             yield line, str(row.get("domain", "text")), text, whole
 
+    def check_model(self, model, units: Sequence[Unit]) -> None:
+        self._windows.check_model(model, units)
+
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         return self._windows.score(model, units, batch)
 

@@ -12,6 +12,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation import Passkey
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.passkey import judge
+from lcjax.inference.sampling import Written
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,21 @@ def test_a_length_without_room_for_filler_is_refused_and_the_least_one_works():
 )
 def test_answers_are_judged_by_each_published_rule(answer, verdict):
     assert tuple(judge(answer, "71432", TOKENIZER).values()) == verdict
+
+
+def test_of_tokens_those_count_that_the_model_picked():
+    for text, right in ((" 71432. It", True), ("71432", False), (" 7143", False)):
+        ids = TOKENIZER.encode(text)
+        assert judge(text, "71432", TOKENIZER, ids)["token_ids"] is right
+    task, (unit, *_) = Passkey(match="token_ids"), plan(Passkey(), 1200)
+    key = unit.facts["key"]  # decoding may lose the blank before it
+    answer = Written(key, tuple(TOKENIZER.encode(" " + key)), "length")
+    record = {**unit.facts, "window": 0, **task._record(answer, unit, TOKENIZER)}
+    assert record["correct"] == 1.0 and type(record["answer"]) is str
+    assert (record["ids"], record["finish"]) == (list(answer.ids), "length")
+    assert task.rescored({**record, "correct": 0.0}, TOKENIZER)["correct"] == 1.0
+    wrong = {**record, "ids": TOKENIZER.encode("x" + answer)}
+    assert task.rescored(wrong, TOKENIZER)["correct"] == 0.0
 
 
 def test_accuracy_and_the_effective_window_come_from_the_records():

@@ -1,7 +1,10 @@
 """Every protocol against a reference that looks at one token after another."""
 
+import dataclasses
 import math
+import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from evaluation_support import (
@@ -9,37 +12,21 @@ from evaluation_support import (
     BigramModel,
     ByteTokenizer,
     documents,
+    score,
     slide_press,
     texts,
     token_loss,
 )
 
+from lcjax.attention import Causal, Places, Streaming
 from lcjax.errors import InputError
 from lcjax.evaluation import Perplexity
 from lcjax.evaluation.corpus import Corpus, Document
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.perplexity import bin_edges
+from lcjax.evaluation.tasks import windows as windows_lib
 from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, choose, join, lay
 
 LENGTH, STRIDE = 12, 4
-
-
-def score(task, limits, length=LENGTH, tokenizer=None, batch=3, corpus_texts=None, model=None):
-    """What the runner does for one method and length, without its files."""
-    tokenizer = tokenizer or ByteTokenizer()
-    model = model or BigramModel(tokenizer)
-    task.check(limits, "tasks.0")
-    units = task.plan(Corpus(corpus_texts or texts(), tokenizer), length, limits)
-    records = []
-    for shape in dict.fromkeys(unit.shape for unit in units):
-        group = [unit for unit in units if unit.shape == shape]
-        for start in range(0, len(group), batch):
-            chunk = group[start : start + batch]
-            scores = task.score(model, chunk, batch)
-            for unit, found in zip(chunk, scores, strict=True):
-                facts = {"method": "fake", "trained": 32, "window": unit.index}
-                records.append({**facts, **unit.facts, **found})
-    return records
 
 
 def slide_full(docs, length, stride, drop):
@@ -67,6 +54,64 @@ def last_k(docs, length, stride, last, per_document):
             means.append(np.mean(scored))
             start, count = start + stride, count + 1
     return math.exp(np.mean(means))
+
+
+def slide_yarn(docs, length, stride, bos):
+    means = []
+    for doc in docs:
+        text, before, start = doc[bos:], 0, 0
+        while before < len(text):
+            stop = min(start + length - bos, len(text))
+            places = [place for place in range(before, stop) if place or bos]
+            context = {place: [0] * bos + text[start:place] for place in places}
+            means.append(np.mean([token_loss(context[p], text[p]) for p in places]))
+            start, before = start + stride, stop
+    return math.exp(np.mean(means))
+
+
+def rolling_lmeval(named, length):
+    """The loss of all tokens over all words; the prefix is not one of the text."""
+    total = words = 0
+    for _, text in named:
+        ids, told = ByteTokenizer().encode(text), 0
+        words += len(re.split(r"\s+", text))
+        while told < len(ids):
+            stop = min(told + length, len(ids))
+            known = [0, *ids][max(stop - length, 0) : told + 1]
+            for token in ids[told:stop]:
+                total += token_loss(known, token)
+                known = [*known, token]
+            told = stop
+    return math.exp(total / words)
+
+
+def stream_sink(docs, length, last, pattern):
+    """A cache that is cut back to its sinks and its last tokens before each step."""
+    losses = []
+    for doc in docs:
+        text, cache, room = doc[:length], [], pattern.sinks + pattern.recent
+        for place, token in enumerate(text[:-1]):
+            if not room:
+                cache = cache[: pattern.sinks] + cache[-pattern.recent :]
+                room = pattern.stride
+            cache, room = [*cache, token], room - 1
+            if last is None or place + 1 >= len(text) - last:
+                losses.append(token_loss(cache, text[place + 1]))
+    return math.exp(np.mean(losses))
+
+
+class Forgetful(BigramModel):
+    """Looks back on as many tokens as the masks of its pattern show."""
+
+    def __init__(self, pattern):
+        super().__init__()
+        self.config.pattern = pattern
+
+    def seen(self, length):
+        at = jnp.arange(length)
+        masks = [step.mask for step in self.config.pattern.passes(Places(at[None], at[None]))]
+        shown = [np.broadcast_to(m.element(at[:, None], at[None]), (length,) * 2) for m in masks]
+        return np.sum(shown, (0, 2))
 
 
 def prefix_yarn(docs, length, bos):
@@ -98,6 +143,8 @@ def prefix_yarn(docs, length, bos):
             lambda d, b: last_k(d, LENGTH, STRIDE, 3, 1),
         ),
         ({"protocol": "prefix_yarn"}, lambda d, b: prefix_yarn(d, LENGTH, b)),
+        ({"protocol": "slide_yarn"}, lambda d, b: slide_yarn(d, LENGTH, STRIDE, b)),
+        ({"protocol": "last_k_n100", "last": 5}, lambda d, b: last_k(d, LENGTH, STRIDE, 5, 0)),
     ],
 )
 def test_a_protocol_equals_its_reference_token_by_token(options, reference, bos, batch):
@@ -107,13 +154,80 @@ def test_a_protocol_equals_its_reference_token_by_token(options, reference, bos,
     assert task.summarise(records)["value"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("last", [None, 4])
+def test_a_stream_is_read_by_a_cache_that_forgets_all_but_sinks_and_recent_tokens(last, stride):
+    pattern = Streaming(sinks=2, recent=4, stride=stride)
+    task, limits = Perplexity(protocol="stream_sink", last=last), Limits((24,))
+    records = score(task, limits, length=24, model=Forgetful(pattern))
+    expected = stream_sink(documents(1, minimum=24), 24, last, pattern)
+    assert task.summarise(records)["value"] == pytest.approx(expected, rel=1e-12)
+    assert {record["stride"] for record in records} == {None}
+
+
+def test_a_stream_needs_a_method_that_forgets():
+    task = Perplexity(protocol="stream_sink")
+    task.check_model(Forgetful(Streaming()), [])
+    for model in (Forgetful(Causal()), BigramModel()):
+        with pytest.raises(InputError, match="keeps every key; give it a pattern"):
+            task.check_model(model, [])
+
+
+@pytest.mark.parametrize("bos", ["auto", "never"])
+@pytest.mark.parametrize("ends", [(), (9,)])
+def test_rolling_blocks_equal_their_reference_by_words_bytes_and_with_any_prefix(bos, ends):
+    tokenizer = ByteTokenizer(eos_ids=ends, add_bos=not ends)  # auto does not ask for it
+    task, limits = Perplexity(protocol="rolling_lmeval", bos=bos), Limits((LENGTH,))
+    records = score(task, limits, tokenizer=tokenizer)
+    found, size = task.summarise(records), sum(len(text) for _, text in texts())
+    assert {record["bos"] for record in records} == {"none" if bos == "never" else "prefix"}
+    if bos == "never":  # the first token of a text is then not predicted
+        assert found["tokens_scored"] == size - len(texts())
+        return
+    expected = rolling_lmeval(texts(), LENGTH)
+    assert found["value"] == pytest.approx(expected, rel=1e-12)
+    words = sum(len(re.split(r"\s+", text)) for _, text in texts())
+    assert found["tokens_scored"] == size
+    assert found["byte_perplexity"] == pytest.approx(expected ** (words / size), rel=1e-12)
+    assert found["byte_perplexity"] == pytest.approx(2 ** found["bits_per_byte"], rel=1e-12)
+    low, high = task.interval(records)
+    assert low < found["value"] < high
+
+
+def test_rolling_blocks_begin_with_the_end_of_a_text_where_there_is_no_bos():
+    tokenizer = ByteTokenizer(bos_id=None, add_bos=False, eos_ids=(9,))
+    units = Perplexity(protocol="rolling_lmeval").plan(
+        Corpus(texts(), tokenizer), LENGTH, Limits((LENGTH,))
+    )
+    assert [unit.tokens[0] for unit in units if not unit.facts["start"]] == [9] * len(texts())
+
+
+def test_of_many_windows_a_hundred_are_taken_and_at_128k_one_of_each_of_ten_documents(monkeypatch):
+    many, limits = texts((60,) * 12, seed=2), Limits((LENGTH,), stride=STRIDE)
+    task, docs = Perplexity(protocol="last_k_n100", last=4), documents(1, many)
+    records = score(task, limits, corpus_texts=many)
+    every = Perplexity(protocol="last_k", last=4)
+    windows = score(every, limits, corpus_texts=many)
+    assert len(windows) > 100 == len(records)
+    first = [record for record in windows if record["window"] < 100]
+    assert task.summarise(records)["value"] == every.summarise(first)["value"]
+    few = score(task, dataclasses.replace(limits, max_windows=7), corpus_texts=many)
+    assert [r["window"] for r in few] == [0, 14, 28, 42, 57, 71, 85]
+    monkeypatch.setattr(windows_lib, "_LONG", LENGTH)
+    records = score(task, limits, corpus_texts=many)
+    assert [(r["document"], r["start"]) for r in records] == [(n, 0) for n in range(10)]
+    expected = last_k(docs[:10], LENGTH, STRIDE, 4, 1)
+    assert task.summarise(records)["value"] == pytest.approx(expected, rel=1e-12)
+
+
 def test_protocols_give_different_numbers_on_the_same_losses():
     values = set()
-    for protocol in PROTOCOLS:
+    alike = {"last_k_n100", "stream_sink"}  # of few windows, by a model that forgets nothing
+    for protocol in PROTOCOLS.keys() - alike:
         task = Perplexity(protocol=protocol, last=4)
         records = score(task, Limits((LENGTH,), stride=STRIDE))
         values.add(round(task.summarise(records)["value"], 3))
-    assert len(values) == len(PROTOCOLS)
+    assert len(values) == len(PROTOCOLS) - len(alike)
 
 
 @pytest.mark.parametrize("size", [2, 7, 11, 12, 13, 15, 16, 17, 50])
@@ -131,67 +245,6 @@ def test_slide_press_scores_every_token_but_the_first_exactly_once(size, stride)
 def test_slide_full_lays_as_many_windows_as_the_published_loop(total, count):
     windows = lay(PROTOCOLS["slide_full"], [Document("s", np.zeros(total))], 12, Options(stride=4))
     assert len(windows) == max(0, math.ceil((total - 12) / 4) - 1) == count
-
-
-@pytest.mark.parametrize("bins", ["linear", "log"])
-@pytest.mark.parametrize("protocol", ["slide_full", "prefix_yarn"])
-def test_sums_by_position_add_up_to_the_totals_and_the_curve_is_right(protocol, bins):
-    task = Perplexity(protocol=protocol, position_bins=bins)
-    long = texts((700, 650), seed=3)
-    records = score(task, Limits((300,), stride=200), length=300, corpus_texts=long)
-    for record in records:
-        assert math.fsum(record["position_nll"]) == pytest.approx(record["nll"], rel=1e-12)
-        assert sum(record["position_count"]) == record["scored"]
-    (curve,) = task.curves(records)
-    docs = documents(1, long)
-    edges = bin_edges(300, bins)
-    starts = [r["start"] for r in records]
-    sources = docs if protocol == "prefix_yarn" else [docs[0] + docs[1]]
-    for low, high, nll in zip(edges[:-1], edges[1:], curve["nll"], strict=True):
-        losses = [
-            token_loss(
-                sources[r["document"]][start : start + place],
-                sources[r["document"]][start + place],
-            )
-            for r, start in zip(records, starts, strict=True)
-            for place in range(max(low, 1), high)
-        ]
-        assert nll == pytest.approx(np.mean(losses), rel=1e-12)
-
-
-def test_bits_per_byte_count_the_bytes_of_scored_tokens_even_inside_characters():
-    text = "naïve café, 東京 — " * 6
-    task = Perplexity(protocol="slide_press", bos="always")
-    records = score(task, Limits((LENGTH,), stride=STRIDE), corpus_texts=[("d", text)])
-    found = task.summarise(records)
-    assert math.fsum(r["bytes"] for r in records) == pytest.approx(len(text.encode()))
-    ids = [0, *ByteTokenizer().encode(text)]
-    total = math.log(slide_press([ids], LENGTH, STRIDE)) * (len(ids) - 1)
-    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()))
-
-
-def test_bits_per_byte_are_absent_when_the_tokenizer_rewrites_the_text():
-    class Shortening(ByteTokenizer):
-        def encode(self, text, *, allow_special=False):
-            return super().encode(text.replace("b", ""))
-
-    long, limits = texts((200, 180)), Limits((LENGTH,), stride=STRIDE)
-    records = score(Perplexity(), limits, tokenizer=Shortening(), corpus_texts=long)
-    assert records and all(record["bytes"] is None for record in records)
-    assert math.isnan(Perplexity().summarise(records)["bits_per_byte"])
-
-
-def test_losses_that_are_not_numbers_are_counted_and_the_rest_is_shown_apart():
-    limits, task = Limits((LENGTH,), stride=STRIDE), Perplexity(protocol="last_k", last=2)
-    model = BigramModel()
-    model.broken = ByteTokenizer().encode("h")[0]
-    records = score(task, limits, model=model)
-    whole = [record for record in score(task, limits) if not records[record["window"]]["nan"]]
-    found = task.summarise(records)
-    assert math.isnan(found["value"])
-    assert found["value_without_nan"] == pytest.approx(task.summarise(whole)["value"])
-    assert found["nan_windows"] == len(records) - len(whole) > 0
-    assert found["nan_tokens"] == sum(record["nan"] for record in records)
 
 
 def test_all_lengths_score_documents_that_reach_the_longest():
@@ -239,7 +292,9 @@ def test_joined_documents_keep_their_byte_counts():
 @pytest.mark.parametrize(
     ("task", "lengths", "parts"),
     [
-        (Perplexity(protocol="slide"), (12,), ["protocol='slide'", "slide_press, slide_full"]),
+        (Perplexity(protocol="slide"), (12,), ["protocol='slide'", "slide_press, slide_yarn"]),
+        (Perplexity(protocol="last_k", last=None), (12,), ["last=null", "protocol=stream_sink"]),
+        (Perplexity(protocol="stream_sink", last=12), (12,), ["last=12", "12"]),
         (Perplexity(select="best"), (12,), ["select='best'", "spread, first, random"]),
         (Perplexity(protocol="last_k", last=12), (12,), ["last=12", "12"]),
         (Perplexity(max_tokens=10), (12,), ["max_tokens=10", "12"]),

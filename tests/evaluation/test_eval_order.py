@@ -1,0 +1,77 @@
+"""In which order a run asks, how far it says it is, and that all its processes ask the same."""
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evaluation_support import config_in, fake, only_the_run, records, texts
+from tqdm import tqdm
+
+from lcjax import distributed
+from lcjax.errors import InputError
+from lcjax.evaluation import Passkey, RunSection, run
+from lcjax.evaluation.task import Unit
+
+run_module = importlib.import_module("lcjax.evaluation.run")
+
+
+@pytest.fixture
+def config(tmp_path):
+    return config_in(tmp_path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with only_the_run():
+        yield
+
+
+def test_the_bar_counts_tokens_of_what_is_left_and_the_longest_come_first(config, monkeypatch):
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            bars.append(self)
+            self.said = []
+
+        def update(self, n=1):
+            self.said.append(n)
+            return super().update(n)
+
+    monkeypatch.setattr(run_module, "tqdm", Bar)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, load=fake(fail_after=5))
+    done = records(config)
+    run(config, load=fake())
+    every = records(config)
+    for method in ("base", "linear"):
+        lengths = [record["length"] for record in every if record["method"] == method]
+        assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) == 2
+    tokens, finished = (sum(record["size"] for record in some) for some in (every, done))
+    assert 0 < finished < tokens
+    assert [bar.total for bar in bars] == [tokens, tokens - finished]
+    assert [sum(bar.said) for bar in bars] == [finished, tokens - finished]
+
+
+def test_of_units_of_several_shapes_the_longest_are_asked_first():
+    units = [
+        Unit(index, (size,), np.zeros(size, np.int32), {"size": size})
+        for index, size in enumerate((4, 9, 4, 9, 6))
+    ]
+    asked = run_module._batches(Passkey(), None, units, 2)
+    assert [[unit.index for unit in some] for some in asked] == [[1, 3], [4], [0, 2]]
+
+
+def test_processes_that_would_ask_different_questions_are_refused(config, monkeypatch):
+    said = []
+    monkeypatch.setattr(distributed, "same", lambda value: said.append(value) or True)
+    run(config, load=fake())
+    Path(config.data.path, "text3.txt").write_text(texts()[3][1][::-1])  # another machine's disk
+    monkeypatch.setattr(distributed, "same", lambda value: value in said)
+    other = dataclasses.replace(config, run=RunSection(config.run.folder + "_other"))
+    with pytest.raises(InputError, match="different questions in perplexity_slide_press at length"):
+        run(other, load=fake())
+    assert not Path(other.run.folder).exists()
