@@ -216,7 +216,7 @@ def _rows(path: Path, data: IclSet) -> Iterator[tuple[int, str, str]]:
         text, label = row["text"], row["label"]
         if isinstance(label, int) and 0 <= label < len(data.classes):
             label = data.classes[label]
-        if not isinstance(text, str) or not isinstance(label, str):
+        if not isinstance(text, str) or not isinstance(label, str) or not label.strip("_ \n"):
             known = f"0 to {len(data.classes) - 1} or a name" if data.classes else "a name"
             local_files.skip(path, number, f"has label={label!r} or a text that fits not; {known}")
             continue

@@ -29,6 +29,9 @@ _FIELDS = ("context", "input", "answer", "options")
 _VARIABLES = {"yarn-mistral": "yarn_mistral_templates", "gpt4": "gpt4_templates"} | {
     "claude2": "claude2_templates"
 }
+# Of what type labels are, where they are no texts.
+_NUMBERS = {"code_run": int, "math_calc": int, "math_find": int | float}
+_CHOOSING = ("code_debug", "longbook_choice_eng")
 _OPTIONS = ("OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D")
 _CHOICES = "\nA. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\n"
 _BOOK = "Here is a book, and after it a question about it.\n\n{context}\n\nQuestion: {question}"
@@ -154,7 +157,7 @@ def _fields(row: dict, name: str) -> dict[str, str]:
     if not isinstance(row["context"], str) or not isinstance(row["input"], str):
         raise ValueError("has a context or input that is no text")
     fields = {"context": row["context"], "input": row["input"], "question": row["input"]}
-    if name in ("code_debug", "longbook_choice_eng"):
+    if name in _CHOOSING:
         if not isinstance(row["options"], list) or len(row["options"]) != len(_OPTIONS):
             raise ValueError(f"has options={row['options']!r}, not four")
         fields |= dict(zip(_OPTIONS, map(str, row["options"]), strict=True))
@@ -173,10 +176,14 @@ def _fields(row: dict, name: str) -> dict[str, str]:
 
 
 def _label(row: dict, name: str) -> Sequence:
+    """What the score compares with; ValueError where that is of another type."""
     answer = row["answer"]
-    if name in ("code_debug", "longbook_choice_eng"):
-        return scores.labels(answer, row["options"])
     label = answer if isinstance(answer, list) else [answer]
+    if label and isinstance(label[0], list):
+        label = label[0]
     if not label:
         raise ValueError("has an empty answer")
-    return label[0] if isinstance(label[0], list) else label
+    kind = _NUMBERS.get(name, str)
+    if not all(isinstance(item, kind) for item in label):
+        raise ValueError(f"has answer={answer!r}, no {'text' if kind is str else 'number'}")
+    return scores.labels(label, row["options"]) if name in _CHOOSING else label

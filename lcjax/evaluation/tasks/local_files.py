@@ -19,6 +19,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Segment
 
 _FIELD = re.compile(r"\{(\w+)\}")
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
@@ -43,15 +44,9 @@ def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict]]:
             if not line.strip():
                 continue
             try:
-                row, fault = json.loads(line), None
-            except json.JSONDecodeError as error:
-                row, fault = None, f"is no JSON ({error.msg})"
-            if fault is None and not isinstance(row, dict):
-                fault = "is no JSON object"
-            if fault is None and (absent := [name for name in fields if name not in row]):
-                fault = f"lacks {', '.join(absent)}"
-            if fault is not None:
-                skip(path, number, fault)
+                row = _row(line, fields)
+            except ValueError as fault:
+                skip(path, number, str(fault))
                 continue
             good += 1
             yield number, row
@@ -59,6 +54,26 @@ def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict]]:
         raise InputError(
             f"{path} has no line with {', '.join(fields)}; it is not the official file"
         )
+
+
+def _row(line: str, fields: Sequence[str]) -> dict:
+    """A line as an object with `fields`; ValueError says what does not fit."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # also of numbers with more digits than Python reads
+        raise ValueError(f"is no JSON ({getattr(error, 'msg', error)})") from None
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    if absent := [name for name in fields if name not in row]:
+        raise ValueError(f"lacks {', '.join(absent)}")
+    if "\\ud" in line.lower() and _HALF.search(json.dumps(row, ensure_ascii=False)):
+        raise ValueError("has half a character (a lone surrogate), which no tokenizer reads")
+    return row
+
+
+def texts(value: object) -> bool:
+    """Whether `value` is a list of texts, and not an empty one."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
 def skip(path: Path, number: int, fault: str) -> None:

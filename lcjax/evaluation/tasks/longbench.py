@@ -11,6 +11,7 @@ first newline, which changes no first line unless the model begins with a newlin
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -32,6 +33,7 @@ SOURCE = (
     " dataset2prompt.json of its code belongs beside them"
 )
 _FIELDS = ("input", "context", "answers", "all_classes")
+_PARAGRAPH = {"retrieval": r"Paragraph \d", "retrieval_zh": r"段落\d"}  # of a right answer
 _BANDS = {"0_4k": (0, 4000), "4_8k": (4000, 8000), "8k": (8000, float("inf"))}  # words
 
 
@@ -138,7 +140,7 @@ class LongBench(TextCutBenchmark):
             metrics.words_zh("")  # says what to install before a model is loaded
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
-        return examples(path, *self._template(data.name), classes="classification" in data.scores)
+        return examples(path, *self._template(data.name), data)
 
     def _template(self, name: str) -> tuple[str, str]:
         if self.wording == "lm_eval":
@@ -168,22 +170,24 @@ class LongBench(TextCutBenchmark):
         if not self.e:
             return found
         for band, (low, high) in _BANDS.items():
-            inside = [r for r in records if low <= (r.get("words") or 0) < high]
+            inside = [
+                r for r in records if (r.get("words") is not None) and low <= r["words"] < high
+            ]
             by_set = self.scores_by_set(inside)
             found[f"words_{band}"] = float(np.mean(list(by_set.values()))) if by_set else None
             found |= {f"{name}_{band}": score for name, score in by_set.items()}
         return found
 
 
-def examples(path: Path, template: str, wording: str, *, classes: bool) -> Iterator[Example]:
-    """Rows of a file in LongBench's format; `classes` are what the score needs to know."""
+def examples(path: Path, template: str, wording: str, data: DataSet) -> Iterator[Example]:
+    """Rows of a file in LongBench's format."""
     for number, row in local_files.rows(path, _FIELDS):
-        if (fault := _fault(row)) is not None:
+        if (fault := _fault(row, data)) is not None:
             local_files.skip(path, number, fault)
             continue
         facts = {"wording": wording, "line": number, "id": row.get("_id")}
         facts["template_text"] = local_files.wording_hash(template)
-        if classes:
+        if "classification" in data.scores:
             facts["all_classes"] = row["all_classes"]
         if "length" in row:
             facts["words"] = row["length"]
@@ -191,12 +195,19 @@ def examples(path: Path, template: str, wording: str, *, classes: bool) -> Itera
         yield Example(segments, row["answers"], facts)
 
 
-def _fault(row: dict) -> str | None:
-    """What is wrong with the types of a row."""
+def _fault(row: dict, data: DataSet) -> str | None:
+    """What of a row the scores of its data set cannot read."""
     for name in ("input", "context"):
         if not isinstance(row[name], str):
             return f"has {name}={row[name]!r}, no text"
     answers = row["answers"]
-    if not isinstance(answers, list) or not all(isinstance(a, str) for a in answers) or not answers:
+    if not local_files.texts(answers):
         return f"has answers={answers!r}, no list of texts"
+    if "classification" in data.scores and not local_files.texts(row["all_classes"]):
+        return f"has all_classes={row['all_classes']!r}, no list of texts"
+    for name in _PARAGRAPH.keys() & data.scores.keys():
+        if not all(re.search(_PARAGRAPH[name], answer) for answer in answers):
+            return f"has answers={answers!r}, which name no paragraph"
+    if not isinstance(row.get("length"), int | None):
+        return f"has length={row['length']!r}, no number of words"
     return None

@@ -91,7 +91,7 @@ class ManyShot(TextCutBenchmark):
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
         if path.name != TEST:
             template = longbench.WORDING["trec"]
-            return longbench.examples(path, template, OWN_WORDING, classes=True)
+            return longbench.examples(path, template, OWN_WORDING, data)
         files = corpus.once(
             (ManyShot, path), lambda: (_label_file(path), _label_file(path.with_name(TRAIN)))
         )

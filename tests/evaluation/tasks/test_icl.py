@@ -131,12 +131,13 @@ def test_labels_that_fit_not_are_named(tmp_path):
     path = write(tmp_path)
     file = tmp_path / "sst2" / "validation.jsonl"
     bad = [{"text": "a", "label": 7}, {"text": "b", "label": "neutral"}]
+    bad += [{"text": None, "label": 1}, {"text": "d", "label": "_"}]
     file.write_text(file.read_text() + "\n" + "\n".join(map(json.dumps, bad)))
     task = Icl(path=path, tasks=("sst2",))
     with pytest.warns(UserWarning) as warned:
         units = plan(task)
     texts = " ".join(str(warning.message) for warning in warned)
-    assert "validation.jsonl:7" in texts and "validation.jsonl:8" in texts and len(units) == 6
+    assert all(f"validation.jsonl:{line} " in texts for line in (7, 8, 9, 10)) and len(units) == 6
     train = tmp_path / "sst2" / "train.jsonl"
     before = train.read_text()
     train.write_text("\n".join(map(json.dumps, bad[:1])))

@@ -96,8 +96,13 @@ def test_the_input_alone_is_cut_in_the_middle_and_the_answer_comes_on_top(tmp_pa
         ("code_debug", {"answer": "other"}, "none of the options"),
         ("passkey", {"answer": []}, "empty answer"),
         ("passkey", {"context": 3}, "no text"),
+        *((name, {"answer": answer}, "no text") for name in TASKS for answer in (None, 3.5)
+          if name not in ("code_run", "math_calc", "math_find")),
+        *((name, {"answer": ["12", None]}, "no number") for name in TASKS
+          if name in ("code_run", "math_calc", "math_find")),
+        ("longbook_qa_eng", {"answer": ["fox", 7]}, "no text"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_does_not_fit_its_task_is_left_out_by_name(tmp_path, name, fields, words):
     path = Path(write(tmp_path, (name,), 2)) / f"{name}.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
@@ -105,6 +110,7 @@ def test_a_row_that_does_not_fit_its_task_is_left_out_by_name(tmp_path, name, fi
     with pytest.warns(UserWarning, match=rf"{name}\.jsonl:1 .*{words}"):
         units = plan(InfiniteBench(path=str(tmp_path), tasks=(name,)))
     assert [unit.facts["line"] for unit in units] == [2]
+    assert scored(InfiniteBench(path=str(tmp_path)), units, [TASKS[name][1]])[0]["correct"] == 1
 
 
 def test_settings_of_infinitebench_that_cannot_work_are_refused(tmp_path):
@@ -209,6 +215,19 @@ def test_places_that_are_none_are_named(tmp_path, fields):
         pytest.raises(InputError, match="no line that fits"),
     ):
         plan(task)
+
+
+def test_a_row_whose_id_or_separator_is_no_text_is_left_out_by_line(tmp_path):
+    path = Path(official(tmp_path)) / "narrative_qa" / "validation.jsonl"
+    row = json.loads(path.read_text())
+    bad = ({**row, "id": ["x"]}, {**row, "truncation_seperator": 7})
+    path.write_text("\n".join(map(json.dumps, (*bad, row))))
+    task = ZeroScrolls(path=str(tmp_path), tasks=("narrative_qa",))
+    with pytest.warns(UserWarning) as warned:
+        (unit,) = plan(task, 300)
+    assert unit.facts["line"] == 3
+    words = ("jsonl:1 has id=['x'], no text", "jsonl:2 has truncation_seperator=7, no text")
+    assert all(word in str(w.message) for word, w in zip(words, warned, strict=True))
 
 
 def test_a_split_without_references_is_refused_by_line(tmp_path):

@@ -209,6 +209,39 @@ def test_a_line_that_is_broken_is_named_and_the_others_go_on(tmp_path):
         plan(task)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("trec", {"all_classes": None}, "all_classes=None"),
+        ("lsht", {"all_classes": "Food"}, "all_classes='Food'"),
+        ("trec", {"all_classes": ["Food", 3]}, "all_classes="),
+        ("passage_retrieval_en", {"answers": ["3"]}, "name no paragraph"),
+        ("passage_retrieval_zh", {"answers": ["段落3", "Paragraph 3"]}, "name no paragraph"),
+        ("hotpotqa", {"answers": []}, "no list of texts"),
+        ("hotpotqa", {"context": "half \ud83d"}, "half a character"),
+        ("qasper", {"length": "many"}, "length='many', no number"),
+    ],
+)
+def test_a_row_that_the_scores_cannot_read_is_left_out_by_name(
+    tmp_path, jieba, name, fields, words
+):
+    suffix = "_e" if "length" in fields else ""
+    path = Path(write(tmp_path, (name,), 2, suffix=suffix)) / f"{name}{suffix}.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in ({**row(name), **fields}, row(name, 1))))
+    task = LongBench(path=str(tmp_path), tasks=(name,), e=bool(suffix))
+    with pytest.warns(UserWarning, match=rf"{name}{suffix}\.jsonl:1 .*{words}"):
+        units = plan(task)
+    assert [unit.facts["line"] for unit in units] == [2]
+    assert task.summarise(scored(task, units, lambda _: "something"))["windows"] == 1
+
+
+def test_a_number_with_more_digits_than_python_reads_is_a_broken_line(tmp_path):
+    path = Path(write(tmp_path, ("hotpotqa",), 1)) / "hotpotqa.jsonl"
+    path.write_text(path.read_text() + '{"length": ' + "1" * 5000 + "}")
+    with pytest.warns(UserWarning, match=r"hotpotqa\.jsonl:2 is no JSON"):
+        assert len(plan(LongBench(path=str(tmp_path), tasks=("hotpotqa",)))) == 1
+
+
 def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
     path = write(tmp_path, ("qasper", "lcc"), 3, suffix="_e")
     task = LongBench(path=path, tasks=("qasper", "lcc"), e=True)

@@ -105,9 +105,11 @@ def test_files_in_longbenchs_format_are_read_as_they_are(tmp_path):
         "input": "Question: Who?\nType:", "context": "Question: When?\nType: Date",
         "answers": ["Individual"], "all_classes": ["Date", "Individual"],
     }  # fmt: skip
-    (tmp_path / "trec_10shots.jsonl").write_text(json.dumps(row))
+    bad = {**row, "all_classes": None}
+    (tmp_path / "trec_10shots.jsonl").write_text("\n".join(map(json.dumps, (bad, row))))
     task = ManyShot(path=str(tmp_path), tasks=("trec_10shots",))
-    (unit,) = plan(task)
+    with pytest.warns(UserWarning, match=r"trec_10shots\.jsonl:1 has all_classes=None"):
+        (unit,) = plan(task)
     assert TOKENIZER.decode(unit.tokens).endswith("Type: Date\nQuestion: Who?\nType:")
     assert scored(task, [unit], ["Individual"])[0]["correct"] == 1
     with pytest.raises(InputError, match=r"trec_1shots\.jsonl is missing.*TREC_10\.label"):
