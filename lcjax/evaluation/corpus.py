@@ -23,6 +23,17 @@ def start_token(tokenizer, rule: str) -> int | None:
     return tokenizer.bos_id
 
 
+def prefix_token(tokenizer) -> int:
+    """What stands before a text that has nothing before it: BOS, or else the end of a document.
+
+    As lm-evaluation-harness has it, also where a model was trained without BOS.
+    """
+    ends = tokenizer.eos_ids
+    if tokenizer.bos_id is None and not ends:
+        raise InputError("the tokenizer has neither BOS nor an end, so a first token has no p")
+    return ends[0] if tokenizer.bos_id is None else tokenizer.bos_id
+
+
 @dataclasses.dataclass(frozen=True)
 class Document:
     """Token ids of one text.

@@ -11,6 +11,7 @@ from typing import Any
 
 from lcjax.convert.tokenizer import Tokenizer
 from lcjax.errors import InputError
+from lcjax.evaluation.corpus import prefix_token
 from lcjax.sampling import Sampling
 
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
@@ -70,11 +71,7 @@ class Encoder:
 
     @property
     def prefix(self) -> int:
-        """What stands before a text that has nothing before it: BOS, or the end of a document."""
-        ends = self.tokenizer.eos_ids
-        if self.tokenizer.bos_id is None and not ends:
-            raise InputError("the tokenizer has neither BOS nor an end, so a first token has no p")
-        return ends[0] if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+        return prefix_token(self.tokenizer)
 
     def ids(self, text: str, bos: bool | None = None) -> list[int]:
         """Ids of a text, special tokens included; `bos` None: if the model expects one."""

@@ -13,8 +13,7 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example, GenerationTask, PromptTask, counts
-from lcjax.evaluation.prompt import Budget, Segment, cut_text
-from lcjax.evaluation.statistics import bootstrap
+from lcjax.evaluation.prompt import Budget, Layout, Segment, cut_text
 from lcjax.evaluation.task import Limits, Metric, Record, Unit
 from lcjax.evaluation.tasks.local_files import find
 
@@ -127,13 +126,6 @@ class FileBenchmark(PromptTask):
         facts, new = {"dataset": data.name, **example.facts}, example.max_new_tokens
         return dataclasses.replace(example, facts=facts, max_new_tokens=new or data.new_tokens)
 
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
-        """Bootstrap of the value; where all examples count alike, of their mean or share."""
-        weights = self.weights(records)
-        if np.allclose(weights, weights[0]):
-            return super().interval(records)
-        return bootstrap([record["correct"] for record in records], weights=weights)
-
     def weights(self, records: Sequence[Record]) -> list[float]:
         """Data sets or categories count alike."""
         names = [record["dataset"] for record in records]
@@ -227,6 +219,15 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
             stop=data.stop,
             template=None if data.chat else "none",
         )
+
+    def told(self, example: Example, line: str, tokenizer, length: int) -> Example:
+        """`example`, with `line` before its question where the end of its text will be cut."""
+        prompt = Layout(tokenizer, example.template or self.template).prompt(example.segments)
+        *before, last = example.segments
+        if self.budget(length, example.max_new_tokens).left(prompt) >= 0 or last.kind != "question":
+            return example
+        text = line.rstrip() + "\n\n" + last.text.lstrip()
+        return dataclasses.replace(example, segments=[*before, Segment("question", text)])
 
     def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         return self.rules(self.known[unit.facts["dataset"]]).judged(answer, unit.facts)

@@ -11,6 +11,7 @@ first newline, which changes no first line unless the model begins with a newlin
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, best_of
+from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of
 from lcjax.evaluation.tasks.longbench_wording import WORDING
 
 SOURCE = (
@@ -34,14 +35,13 @@ SOURCE = (
 )
 _FIELDS = ("input", "context", "answers", "all_classes")
 _PARAGRAPH = {"retrieval": r"Paragraph \d", "retrieval_zh": r"段落\d"}  # of a right answer
-_BANDS = {"0_4k": (0, 4000), "4_8k": (4000, 8000), "8k": (8000, float("inf"))}  # words
+BANDS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, float("inf"))}  # words
 
 
-def _classes(answer: str, facts: Record) -> float:
-    return metrics.best(
-        lambda text, right: scores.classification(text, right, facts["all_classes"]),
-        answer,
-        facts["references"],
+def _classes(*, parity: bool) -> Score:
+    score = functools.partial(scores.classification, parity=parity)
+    return lambda answer, facts: metrics.best(
+        lambda text, right: score(text, right, facts["all_classes"]), answer, facts["references"]
     )
 
 
@@ -49,7 +49,10 @@ _F1 = {"qa_f1": best_of(metrics.qa_f1)}
 _F1_ZH = {"qa_f1_zh": best_of(metrics.qa_f1_zh)}
 _ROUGE = {"rouge_l_sets": best_of(metrics.rouge_l_sets)}
 _ROUGE_ZH = {"rouge_l_sets_zh": best_of(metrics.rouge_l_sets_zh)}
-_CLASS = {"classification": _classes}
+_CLASS = {
+    "classification": _classes(parity=True),
+    "classification_whole": _classes(parity=False),
+}
 _INDEL, _DIFFLIB = best_of(scores.code_indel), best_of(scores.code_difflib)
 _CODE = {"code_indel": _INDEL, "code_difflib": _DIFFLIB}
 _RETRIEVAL = {"retrieval": best_of(scores.retrieval)}
@@ -136,7 +139,7 @@ class LongBench(TextCutBenchmark):
             raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")
         for data in self.chosen():
             self._template(data.name)
-        if any(data.name in _CHINESE and data.name != "lsht" for data in self.chosen()):
+        if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.chosen()):
             metrics.words_zh("")  # says what to install before a model is loaded
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
@@ -169,14 +172,20 @@ class LongBench(TextCutBenchmark):
         found = super().summarise(records)
         if not self.e:
             return found
-        for band, (low, high) in _BANDS.items():
-            inside = [
-                r for r in records if (r.get("words") is not None) and low <= r["words"] < high
-            ]
-            by_set = self.scores_by_set(inside)
+        for band, inside in by_band(records).items():
+            band, by_set = band.replace("-", "_").rstrip("+"), self.scores_by_set(inside)
             found[f"words_{band}"] = float(np.mean(list(by_set.values()))) if by_set else None
             found |= {f"{name}_{band}": score for name, score in by_set.items()}
         return found
+
+
+def by_band(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of LongBench-E by how many words their prompts have, where the file says it."""
+    known = [record for record in records if record.get("words") is not None]
+    return {
+        band: [record for record in known if low <= record["words"] < high]
+        for band, (low, high) in BANDS.items()
+    }
 
 
 def examples(path: Path, template: str, wording: str, data: DataSet) -> Iterator[Example]:

@@ -17,7 +17,7 @@ from lcjax.errors import one_of
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
-from lcjax.evaluation.prompt import Layout, Segment
+from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of
@@ -124,15 +124,11 @@ class ZeroScrolls(AnswerBenchmark):
     def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Where the text will be cut at its end, the official line says so."""
         example = super().asked(example, data, tokenizer, length)
-        separator, segments = example.facts["separator"], list(example.segments)
-        prompt = Layout(tokenizer, example.template or self.template).prompt(segments)
-        over = self.budget(length, example.max_new_tokens).left(prompt) < 0
-        last = segments[-1]
-        if self.keep == "head" and over and last.kind == "question":
-            text = separator.rstrip() + "\n\n" + last.text.lstrip()
-            segments[-1] = Segment("question", text)
-        facts = {k: v for k, v in example.facts.items() if k != "separator"}
-        return dataclasses.replace(example, segments=segments, facts=facts)
+        facts = dict(example.facts)
+        separator = facts.pop("separator")
+        if self.keep == "head":
+            example = self.told(example, separator, tokenizer, length)
+        return dataclasses.replace(example, facts=facts)
 
     def rules(self, data: DataSet) -> DataSet:
         shown = next(iter(data.scores))

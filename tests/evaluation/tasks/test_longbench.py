@@ -111,6 +111,14 @@ def test_code_is_scored_by_the_backend_that_is_named(tmp_path):
         assert {"code_indel", "code_difflib"} <= set(record["scores"])
 
 
+def test_classes_are_also_judged_without_the_scorers_slip(tmp_path):
+    fields = {"all_classes": ["Foo", "Food", "Food other"]}
+    task = LongBench(path=write(tmp_path, ("trec",), 1, **fields), tasks=("trec",))
+    (record,) = scored(task, plan(task), ["Food other"])
+    assert record["scores"]["classification"] == record["correct"] == 0.5
+    assert record["scores"]["classification_whole"] == 1.0
+
+
 def test_official_wording_is_read_from_the_folder_and_records_say_so(tmp_path, monkeypatch):
     path = write(tmp_path, ("trec", "hotpotqa"), 1)
     task = LongBench(path=path, tasks=("trec", "hotpotqa"))
@@ -277,6 +285,15 @@ def test_settings_that_cannot_work_are_refused(tmp_path, monkeypatch, fields, wo
         task.check(Limits((4000,)), "tasks.0")
 
 
+def test_jieba_is_asked_for_by_the_scores_that_use_it_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    names = ("lsht", "passage_retrieval_zh")
+    task = LongBench(path=write(tmp_path, names), tasks=names)
+    task.check(Limits((4000,)), "tasks.0")
+    found = scored(task, plan(task), ["Food", "Food", "段落3", "段落3"])
+    assert task.summarise(found)["value"] == 1
+
+
 def test_a_command_line_runs_it_and_writes_records_and_tables(tmp_path):
     path = write(tmp_path / "longbench", ("hotpotqa", "trec"))
     config = config_in(tmp_path)
@@ -295,18 +312,30 @@ def test_a_command_line_runs_it_and_writes_records_and_tables(tmp_path):
     assert entry["aggregates"]["base"]["flat"] == 50  # in percent, as papers print it
 
 
-def test_predictions_go_back_to_the_official_scorer_with_its_numbers(tmp_path):
-    task = LongBench(path=write(tmp_path / "data", ("trec",)), tasks=("trec",))
+def exported(folder: Path, task: LongBench) -> list[Path]:
+    """Files of a run whose first answer is right."""
     model = Scripted(lambda text: "Food other" if "asked 0" in text else "none")
     config = dataclasses.replace(
-        config_in(tmp_path), tasks=(task,), lengths=(900,), methods=(Method("base"),)
+        config_in(folder), tasks=(task,), lengths=(900,), methods=(Method("base"),)
     )
     with only_the_run():
         run(config, load=lambda _: model)
-    (predictions, result) = export(
-        finished.read(config.run.folder), ["longbench"], tmp_path / "out"
-    )
+    return export(finished.read(config.run.folder), ["longbench"], folder / "out")
+
+
+def test_predictions_go_back_to_the_official_scorer_with_its_numbers(tmp_path):
+    task = LongBench(path=write(tmp_path / "data", ("trec",)), tasks=("trec",))
+    predictions, result = exported(tmp_path, task)
+    assert result.parent == tmp_path / "out" / "longbench" / "longbench" / "900" / "pred" / "base"
     rows = [json.loads(line) for line in predictions.read_text().splitlines()]
     assert [row["pred"] for row in rows] == ["Food other", "none"]
     assert rows[0]["all_classes"] == CLASSES and rows[0]["length"] == 3000
     assert json.loads(result.read_text()) == {"trec": 50.0}
+
+
+def test_of_the_even_lengths_version_they_go_back_with_scores_by_words(tmp_path):
+    task = LongBench(path=write(tmp_path / "data", ("trec",), suffix="_e"), tasks=("trec",), e=True)
+    _, result = exported(tmp_path, task)
+    assert result.parent.parent.name == "pred_e"
+    # 3,000 and 6,000 words.
+    assert json.loads(result.read_text()) == {"trec": {"0-4k": 100.0, "4-8k": 0.0, "8k+": None}}

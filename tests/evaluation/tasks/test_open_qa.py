@@ -83,6 +83,8 @@ def test_passages_are_cut_before_the_question(tmp_path):
         assert text.endswith(f"{unit.facts['question']}\nAnswer:") and text.startswith(
             "Passage (T0)"
         )
+        assert "\n\n... [The other passages are left out]\n\nQuestion: " in text
+    assert all("left out" not in TOKENIZER.decode(unit.tokens) for unit in plan(task))
 
 
 def test_fewer_examples_are_drawn_and_odd_lines_left_out(tmp_path):
