@@ -109,17 +109,27 @@ class FileBenchmark(PromptTask):
         for name in self.tasks:
             one_of(f"{key}.tasks", name, names)
         whole_numbers(key, self, 1, "max_examples")
-        for data in self.chosen():
+        for data in filter(self.has_file, self.chosen()):
             find(self.path, self.files(data.name), key, self.source)
+
+    def has_file(self, data: DataSet) -> bool:
+        """Whether a data set is read from a file, as most are."""
+        return True
 
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
         for data in self.chosen():
-            path, empty = find(self.path, self.files(data.name), self.label, self.source), True
-            for example in itertools.islice(self.read(data, path, corpus), self.max_examples):
-                empty = False
-                yield self.asked(example, data, corpus.tokenizer, length)
-            if empty:
-                raise InputError(f"{path} has no line that fits; it is not the official file")
+            yield from self.examples_of(data, corpus, length, limits)
+
+    def examples_of(
+        self, data: DataSet, corpus: Corpus, length: int, limits: Limits
+    ) -> Iterator[Example]:
+        """Examples of one data set, as they are asked."""
+        path, empty = find(self.path, self.files(data.name), self.label, self.source), True
+        for example in itertools.islice(self.read(data, path, corpus), self.max_examples):
+            empty = False
+            yield self.asked(example, data, corpus.tokenizer, length)
+        if empty:
+            raise InputError(f"{path} has no line that fits; it is not the official file")
 
     def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """An example of a data set as it is asked at one length."""
@@ -178,6 +188,16 @@ class FileBenchmark(PromptTask):
             cell["method"]: {"length": longest, **{key: percent(cell.get(key)) for key in shown}}
             for cell in own
         }
+
+    def flavours(self, records: Sequence[Record], names: Sequence[str]) -> Record:
+        """Means of other scores than the shown one: of every data set, and over these."""
+        found = {}
+        for name in names:
+            values = [{**record, "correct": record["scores"][name]} for record in records]
+            by_set = self.scores_by_set(values)
+            found[f"all:{name}"] = float(np.mean(list(by_set.values())))
+            found |= {f"{data}:{name}": mean for data, mean in by_set.items()}
+        return found
 
     def scores_by_set(self, records: Sequence[Record]) -> dict[str, float]:
         """Mean score of each data set."""

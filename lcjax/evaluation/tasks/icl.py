@@ -161,12 +161,12 @@ class Icl(FileBenchmark):
 
         @functools.cache
         def bare(options: tuple[tuple[int, ...], ...]) -> np.ndarray:
-            return _losses(model, [Prompt(np.array([bos], np.int32), ())], [options])[0]
+            return option_losses(model, [Prompt(np.array([bos], np.int32), ())], [options])[0]
 
         def ranked(units: Sequence[Unit]) -> list[Record]:
             rows = filled(units, batch)
             options = [tuple(map(tokens, unit.facts["options"])) for unit in rows]
-            losses = _losses(model, [unit.payload for unit in rows], options)
+            losses = option_losses(model, [unit.payload for unit in rows], options)
             return [
                 {**self._ranked(unit, loss, bare(own), list(map(len, own))), "bare_prefix": named}
                 for unit, loss, own in zip(units, losses, options)
@@ -197,17 +197,10 @@ class Icl(FileBenchmark):
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """Also the mean over sets of each of the four scores."""
-        found = super().summarise(records)
-        for name in SCORES:
-            by_set: dict[str, list[float]] = {}
-            for record in records:
-                by_set.setdefault(record["dataset"], []).append(record["scores"][name])
-            found[f"all:{name}"] = float(np.mean([np.mean(v) for v in by_set.values()]))
-            found |= {f"{data}:{name}": float(np.mean(v)) for data, v in by_set.items()}
-        return found
+        return {**super().summarise(records), **self.flavours(records, SCORES)}
 
 
-def _losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]:
+def option_losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]:
     """-log p of each option behind its prompt, summed over its tokens, float64 [options]."""
     return [
         np.asarray([np.sum(one.nll, dtype=np.float64) for one in row])

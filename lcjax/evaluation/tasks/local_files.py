@@ -10,15 +10,18 @@ import importlib.util
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_of
+from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
 
 _FIELD = re.compile(r"\{(\w+)\}")
+WORDINGS = ("auto", "folder", "lm_eval")
+Found = Callable[[], tuple[str, str] | None]  # a template and whose it is
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -154,6 +157,26 @@ def _string(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
+def worded(
+    rule: str, name: str, folder: Found, lm_eval: Found, own: str, key: str = "tasks"
+) -> tuple[str, str]:
+    """The prompt of a data set, and whose words it has: the first that is there.
+
+    `rule` auto: the official one in the user's folder, that of an installed lm-eval, this library's
+    `own`; folder: not lm-eval's; lm_eval: nothing else.
+    """
+    one_of(f"{key}.wording", rule, WORDINGS)
+    found = folder() if rule != "lm_eval" else None
+    if found is None and rule != "folder":
+        found = lm_eval()
+    if found is None and rule == "lm_eval":
+        raise InputError(
+            f"{key}: wording=lm_eval, and no lm-eval with a prompt of {name} is installed; install"
+            " it, or use wording=folder"
+        )
+    return found or (own, OWN_WORDING)
+
+
 def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
     """A task's prompt from an installed lm-eval, which is not imported; None without it.
 
@@ -165,9 +188,11 @@ def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
     path = Path(spec.origin).parent / "tasks" / folder / f"{name}.yaml"
     if not path.is_file():
         return None
-    text = yaml.load(path.read_text(encoding="utf-8"), _Lenient).get("doc_to_text")
+    task = yaml.load(path.read_text(encoding="utf-8"), _Lenient)
+    text = task.get("doc_to_text")
     if not isinstance(text, str) or "{%" in text:
         return None
+    text = (task.get("description") or "") + text
     template = re.sub(r"\{\{\s*(\w+)\s*\}\}", r"{\1}", text).replace("{question}", "{input}")
     return template, f"lm-eval {importlib.metadata.version('lm_eval')}"
 

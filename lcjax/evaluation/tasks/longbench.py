@@ -22,7 +22,7 @@ import numpy as np
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import OWN_WORDING, Example
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
@@ -111,8 +111,9 @@ class LongBench(TextCutBenchmark):
     source: ClassVar[str] = SOURCE
 
     reserve: int = 500  # 3,500 tokens of a window of 4,096 are the official budget; LCEG has none
-    # folder: the official prompts there, else this library's own; lm_eval: an installed lm-eval's
-    wording: str = "folder"
+    # Whose prompts. auto: the official ones in the folder, else an installed lm-eval's, else this
+    # library's own; folder: not lm-eval's; lm_eval: these alone
+    wording: str = "auto"
     e: bool = False  # LongBench-E: 13 of the data sets, with lengths spread evenly
     code_metric: str = "indel"  # indel: fuzzywuzzy with python-Levenshtein; difflib: without it
     first_lines: str = "official"  # few-shot tasks; lceg: also English QA and synthetic tasks
@@ -131,35 +132,18 @@ class LongBench(TextCutBenchmark):
     def check(self, limits: Limits, key: str) -> None:
         for field, known in (
             ("code_metric", ("indel", "difflib")), ("first_lines", ("official", "lceg")),
-            ("wording", ("folder", "lm_eval")),
         ):  # fmt: skip
             one_of(f"{key}.{field}", getattr(self, field), known)
         super().check(limits, key)
         if not self.chosen():
             raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")
         for data in self.chosen():
-            self._template(data.name)
+            template(data.name, self.path, self.wording, key)
         if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.chosen()):
             metrics.words_zh("")  # says what to install before a model is loaded
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
-        return examples(path, *self._template(data.name), data)
-
-    def _template(self, name: str) -> tuple[str, str]:
-        if self.wording == "lm_eval":
-            found = local_files.lm_eval_template("longbench", name)
-            if found is None:
-                raise InputError(
-                    f"tasks: wording=lm_eval, and no lm-eval with a prompt of {name} is installed;"
-                    " install it, or use wording=folder"
-                )
-            return found
-        places = ("dataset2prompt.json", "config/dataset2prompt.json")
-        places += tuple(f"{up}{place}" for up in ("../", "LongBench/") for place in places)
-        found = local_files.json_templates(self.path, places)
-        if found is not None and name in found[0]:
-            return found[0][name], f"official ({found[1]})"
-        return WORDING[name], OWN_WORDING
+        return examples(path, *template(data.name, self.path, self.wording), data)
 
     def rules(self, data: DataSet) -> DataSet:
         wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")
@@ -186,6 +170,23 @@ def by_band(records: Sequence[Record]) -> dict[str, list[Record]]:
         band: [record for record in known if low <= record["words"] < high]
         for band, (low, high) in BANDS.items()
     }
+
+
+def template(name: str, folder: str, wording: str, key: str = "tasks") -> tuple[str, str]:
+    """The prompt of a data set, and whose it is; official ones lie in or beside the folder."""
+    places = ("dataset2prompt.json", "config/dataset2prompt.json")
+    places += tuple(f"{up}{place}" for up in ("../", "LongBench/") for place in places)
+
+    def official() -> tuple[str, str] | None:
+        found = local_files.json_templates(folder, places)
+        if found is None or name not in found[0]:
+            return None
+        return found[0][name], f"official ({found[1]})"
+
+    def lm_eval() -> tuple[str, str] | None:
+        return local_files.lm_eval_template("longbench", name)
+
+    return local_files.worded(wording, name, official, lm_eval, WORDING[name], key)
 
 
 def examples(path: Path, template: str, wording: str, data: DataSet) -> Iterator[Example]:

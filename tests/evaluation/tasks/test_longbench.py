@@ -135,26 +135,27 @@ def test_official_wording_is_read_from_the_folder_and_records_say_so(tmp_path, m
     assert TOKENIZER.decode(hotpot.tokens[start:stop]).strip() == text.strip()
 
 
-def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path, monkeypatch):
-    package = tmp_path / "site" / "lm_eval"
-    (package / "tasks" / "longbench").mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError\n")
-    (package / "tasks" / "longbench" / "hotpotqa.yaml").write_text(
+def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path, lm_eval_tasks):
+    (lm_eval_tasks / "longbench").mkdir()
+    (lm_eval_tasks / "longbench" / "hotpotqa.yaml").write_text(
         'doc_to_text: "From: {{context}}\\nQ: {{question}}"\nprocess: !function metrics.f1\n'
     )
-    info = tmp_path / "site" / "lm_eval-0.4.13.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lm_eval\nVersion: 0.4.13\n")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    task = LongBench(path=write(tmp_path / "data", ("hotpotqa",), 1), tasks=("hotpotqa",))
-    assert plan(task)[0].facts["wording"] == "lcjax-1"  # whatever is installed
-    task = dataclasses.replace(task, wording="lm_eval")
+    data = tmp_path / "data"
+    task = LongBench(path=write(data, ("hotpotqa",), 1), tasks=("hotpotqa",))
     (unit,) = plan(task)
     assert unit.facts["wording"] == "lm-eval 0.4.13"
     assert TOKENIZER.decode(unit.tokens).startswith("From: some text.")
     assert TOKENIZER.decode(unit.tokens).endswith("\nQ: What is asked 0?")
+    own = dataclasses.replace(task, wording="folder")
+    assert plan(own)[0].facts["wording"] == "lcjax-1"
+    # The user's copy comes first, unless another one is asked for.
+    (data / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "{context} {input}"}))
+    assert plan(task)[0].facts["wording"] == "official (dataset2prompt.json)"
+    asked = dataclasses.replace(task, wording="lm_eval")
+    assert plan(asked)[0].facts["wording"] == "lm-eval 0.4.13"
+    asked = LongBench(path=write(data, ("trec",), 1), tasks=("trec",), wording="lm_eval")
     with pytest.raises(InputError, match="no lm-eval with a prompt of trec is installed"):
-        dataclasses.replace(task, tasks=("trec",))._template("trec")
+        plan(asked)
 
 
 def official_cut(text: str, limit: int) -> list[int]:
@@ -271,6 +272,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
         ({"aggregate": "mean"}, "flat, category_macro"),
         ({"code_metric": "bleu"}, "indel, difflib"),
         ({"first_lines": "all"}, "official, lceg"),
+        ({"wording": "best"}, r"tasks\.0\.wording='best'.*auto, folder, lm_eval"),
         ({"budget_rule": "none"}, "official, total"),
         ({"max_examples": 0}, "max_examples"),
         ({"reserve": 4000}, "leaves no room"),
