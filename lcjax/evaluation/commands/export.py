@@ -152,7 +152,7 @@ def _longbench(run: Finished, out: Path) -> list[Path]:
                     "pred": record["answer"],
                     "answers": task.references(record),
                     "all_classes": record.get("all_classes"),
-                    "length": record.get("words", record["size"]),
+                    "length": record["size"] if record.get("words") is None else record["words"],
                 }
                 for record in own
             )
