@@ -87,6 +87,7 @@ def test_passages_are_cut_before_the_question(tmp_path):
     assert all("left out" not in TOKENIZER.decode(unit.tokens) for unit in plan(task))
 
 
+@pytest.mark.filterwarnings("ignore:.*left out")
 def test_fewer_examples_are_drawn_and_odd_lines_left_out(tmp_path):
     path = Path(write(tmp_path)) / "nq-open" / "test.jsonl"
     good = row(7, ["x"])
