@@ -130,11 +130,15 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return record.get("document")
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
-        """95 % interval of `value`: Wilson's of a share, else a bootstrap of examples; or NaN."""
-        values = [value for record in records if (value := self.example(record)) is not None]
-        if set(values) <= {0.0, 1.0}:
+        """95 % interval of `value`, or NaN.
+
+        Wilson's of a share, else a bootstrap of examples, each with its share in the value.
+        """
+        records = [record for record in records if self.example(record) is not None]
+        values, weights = [self.example(record) for record in records], self.weights(records)
+        if set(values) <= {0.0, 1.0} and np.allclose(weights, weights[:1]):
             return wilson(int(sum(values)), len(values))
-        return bootstrap(values)
+        return bootstrap(values, weights=weights)
 
     def references(self, record: Record) -> list[str]:
         """The right answers, from a record or the facts of a unit; none where nothing is asked."""

@@ -244,6 +244,7 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
     [
         (LmEval(tasks=("a", "b")), {"metric": "acc", "lower": [], "by_size": True}),
         (LongBench(), {}),
+        (Ruler(), {}),
         (RagLm(), {"nan": 0, "scored": 1}),
     ],
 )

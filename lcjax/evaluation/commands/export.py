@@ -2,7 +2,8 @@
 
 lm_eval: `results.json` and `samples_*.jsonl` of lm-evaluation-harness, one folder a method.
 longbench: `TASK/LENGTH/pred/METHOD/SET.jsonl` and `result.json`, the latter two folders as
-LongBench's `eval.py` reads and writes them.
+LongBench's `eval.py` reads and writes them; of LongBench-E `pred_e` and scores by words, as with
+its `--e`.
 ruler: `TASK/METHOD/LENGTH/SET.jsonl` and `summary.csv`, the latter as RULER's `evaluate.py` does.
 
 Tasks have folders of their own, as several may have a data set of one name (qasper, gov_report).
@@ -22,6 +23,7 @@ from lcjax.errors import InputError, one_of
 from lcjax.evaluation.finished import Finished
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.task import Record, Task
+from lcjax.evaluation.tasks.longbench import LongBench, by_band
 from lcjax.files import write_whole
 
 
@@ -141,7 +143,9 @@ def _longbench(run: Finished, out: Path) -> list[Path]:
     """One folder of predictions for each method and length, in LongBench's own numbers of 0-100."""
     files = []
     for method, task, length, records in _answered(run, "longbench"):
-        folder = out / task.label / str(length) / "pred" / _folder(run, method)
+        even = isinstance(task, LongBench) and task.e
+        place = out / task.label / str(length) / ("pred_e" if even else "pred")
+        folder = place / _folder(run, method)
         parts = _by_part(task, records)
         for name, own in parts.items():
             rows = (
@@ -149,20 +153,26 @@ def _longbench(run: Finished, out: Path) -> list[Path]:
                     "pred": record["answer"],
                     "answers": task.references(record),
                     "all_classes": record.get("all_classes"),
-                    "length": record.get("words", record["size"]),
+                    "length": record["size"] if record.get("words") is None else record["words"],
                 }
                 for record in own
             )
             files.append(_lines(folder / f"{name}.jsonl", rows))
         files.append(folder / "result.json")
-        scores = {name: _percent(task, own) for name, own in parts.items()}
+        scores = {
+            name: {band: _percent(task, inside) for band, inside in by_band(own).items()}
+            if even
+            else _percent(task, own)
+            for name, own in parts.items()
+        }
         write_whole(files[-1], json.dumps(scores, ensure_ascii=False, indent=4))
     return files
 
 
-def _percent(task: Task, records: Sequence[Record]) -> float:
-    values = [task.example(record) for record in records]
-    return round(100 * float(np.mean([v for v in values if v is not None])), 2)
+def _percent(task: Task, records: Sequence[Record]) -> float | None:
+    """None without records, where LongBench's script writes NaN, which is no JSON."""
+    values = [v for record in records if (v := task.example(record)) is not None]
+    return round(100 * float(np.mean(values)), 2) if values else None
 
 
 def _ruler(run: Finished, out: Path) -> list[Path]:

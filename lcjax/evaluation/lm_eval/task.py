@@ -24,7 +24,6 @@ from lcjax.evaluation.lm_eval.chat import conversation
 from lcjax.evaluation.lm_eval.requests import Choice, Encoder, Request, Rolling, Writing
 from lcjax.evaluation.prompt import TEMPLATES
 from lcjax.evaluation.report import plots
-from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 
 # Numbers of the harness of which less is better, by name: what a report needs without it.
@@ -234,13 +233,11 @@ class LmEval(Task):
         return shown
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
-        """A bootstrap over documents, each with the share that it has in the value; or NaN."""
+        """Over documents, each with the share that it has in the value; or NaN."""
         records = [r for r in records if self._counts(r)]
         if not records or any(record["correct"] is None for record in records):
             return math.nan, math.nan
-        if len({record["dataset"] for record in records}) == 1:
-            return super().interval(records)
-        return bootstrap([record["correct"] for record in records], weights=self.weights(records))
+        return super().interval(records)
 
     def weights(self, records: Sequence[Record]) -> list[float]:
         """Tasks count alike, in a group as its rule says; 0 where better is the other way."""

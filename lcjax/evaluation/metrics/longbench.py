@@ -9,13 +9,18 @@ from lcjax.evaluation.metrics.sequences import lcs_length
 _COMMENTS = ("`", "#", "//")
 
 
-def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
+def classification(
+    prediction: str, reference: str, classes: Sequence[str], *, parity: bool = True
+) -> float:
     """1 / n where the right class is among the n classes that stand in the prediction.
 
-    Classes that are part of the right one's name are taken out of the list while it is walked
-    through, as the official scorer does: the one behind each of them is then passed over.
+    Classes that are part of the right one's name do not count. With `parity` they are taken out of
+    the list while it is walked through, as the official scorer does: the one behind each of them is
+    then passed over.
     """
     found = [name for name in classes if name in prediction]
+    if not parity:
+        found = [name for name in found if name == reference or name not in reference]
     place = 0
     while place < len(found):
         if found[place] in reference and found[place] != reference:

@@ -13,8 +13,7 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example, GenerationTask, PromptTask, counts
-from lcjax.evaluation.prompt import Budget, Segment, cut_text
-from lcjax.evaluation.statistics import bootstrap
+from lcjax.evaluation.prompt import Budget, Layout, Segment, cut_text
 from lcjax.evaluation.task import Limits, Metric, Record, Unit
 from lcjax.evaluation.tasks.local_files import find
 
@@ -110,29 +109,32 @@ class FileBenchmark(PromptTask):
         for name in self.tasks:
             one_of(f"{key}.tasks", name, names)
         whole_numbers(key, self, 1, "max_examples")
-        for data in self.chosen():
+        for data in filter(self.has_file, self.chosen()):
             find(self.path, self.files(data.name), key, self.source)
+
+    def has_file(self, data: DataSet) -> bool:
+        """Whether a data set is read from a file, as most are."""
+        return True
 
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
         for data in self.chosen():
-            path, empty = find(self.path, self.files(data.name), self.label, self.source), True
-            for example in itertools.islice(self.read(data, path, corpus), self.max_examples):
-                empty = False
-                yield self.asked(example, data, corpus.tokenizer, length)
-            if empty:
-                raise InputError(f"{path} has no line that fits; it is not the official file")
+            yield from self.examples_of(data, corpus, length, limits)
+
+    def examples_of(
+        self, data: DataSet, corpus: Corpus, length: int, limits: Limits
+    ) -> Iterator[Example]:
+        """Examples of one data set, as they are asked."""
+        path, empty = find(self.path, self.files(data.name), self.label, self.source), True
+        for example in itertools.islice(self.read(data, path, corpus), self.max_examples):
+            empty = False
+            yield self.asked(example, data, corpus.tokenizer, length)
+        if empty:
+            raise InputError(f"{path} has no line that fits; it is not the official file")
 
     def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """An example of a data set as it is asked at one length."""
         facts, new = {"dataset": data.name, **example.facts}, example.max_new_tokens
         return dataclasses.replace(example, facts=facts, max_new_tokens=new or data.new_tokens)
-
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
-        """Bootstrap of the value; where all examples count alike, of their mean or share."""
-        weights = self.weights(records)
-        if np.allclose(weights, weights[0]):
-            return super().interval(records)
-        return bootstrap([record["correct"] for record in records], weights=weights)
 
     def weights(self, records: Sequence[Record]) -> list[float]:
         """Data sets or categories count alike."""
@@ -187,6 +189,16 @@ class FileBenchmark(PromptTask):
             for cell in own
         }
 
+    def flavours(self, records: Sequence[Record], names: Sequence[str]) -> Record:
+        """Means of other scores than the shown one: of every data set, and over these."""
+        found = {}
+        for name in names:
+            values = [{**record, "correct": record["scores"][name]} for record in records]
+            by_set = self.scores_by_set(values)
+            found[f"all:{name}"] = float(np.mean(list(by_set.values())))
+            found |= {f"{data}:{name}": mean for data, mean in by_set.items()}
+        return found
+
     def scores_by_set(self, records: Sequence[Record]) -> dict[str, float]:
         """Mean score of each data set."""
         found: dict[str, list[float]] = {}
@@ -227,6 +239,15 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
             stop=data.stop,
             template=None if data.chat else "none",
         )
+
+    def told(self, example: Example, line: str, tokenizer, length: int) -> Example:
+        """`example`, with `line` before its question where the end of its text will be cut."""
+        prompt = Layout(tokenizer, example.template or self.template).prompt(example.segments)
+        *before, last = example.segments
+        if self.budget(length, example.max_new_tokens).left(prompt) >= 0 or last.kind != "question":
+            return example
+        text = line.rstrip() + "\n\n" + last.text.lstrip()
+        return dataclasses.replace(example, segments=[*before, Segment("question", text)])
 
     def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         return self.rules(self.known[unit.facts["dataset"]]).judged(answer, unit.facts)

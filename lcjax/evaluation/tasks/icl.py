@@ -6,6 +6,7 @@ and the option with the highest score:
     acc         sum of log p(o_i | prompt)        acc_calib       acc - sum of log p(o_i | BOS)
     acc_norm    that / tokens of the option       acc_calib_norm  that / tokens of the option
 
+where the end of a document stands for BOS if the tokenizer has none (`bare_prefix` of a record).
 Each set shows the one that CEPE's table chose by Llama-2 with two demonstrations. Options are
 tokenised behind a blank, as inside a text. A model with a memory reads the demonstrations that do
 not fit its decoder beside it, the first ones, as CEPE gives them to the encoder.
@@ -22,7 +23,7 @@ import numpy as np
 
 from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation.corpus import Corpus, start_token
+from lcjax.evaluation.corpus import Corpus, prefix_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.split import continuations
@@ -143,12 +144,16 @@ class Icl(FileBenchmark):
             drawn += [own[place] for place in rng.permutation(len(own))]
         return drawn[: self.shots]
 
+    def check_model(self, model, units: Sequence[Unit]) -> None:
+        prefix_token(model.tokenizer)
+
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         return self.scorer(model, batch)(units)
 
     def scorer(self, model, batch: int) -> Callable[[Sequence[Unit]], list[Record]]:
         """What options are worth behind nothing but BOS is asked once for each data set."""
-        bos = start_token(model.tokenizer, "auto")
+        bos = prefix_token(model.tokenizer)
+        named = "eos" if model.tokenizer.bos_id is None else "bos"
 
         @functools.cache
         def tokens(name: str) -> tuple[int, ...]:
@@ -156,25 +161,25 @@ class Icl(FileBenchmark):
 
         @functools.cache
         def bare(options: tuple[tuple[int, ...], ...]) -> np.ndarray:
-            return _losses(model, [Prompt(np.array([bos], np.int32), ())], [options])[0]
+            return option_losses(model, [Prompt(np.array([bos], np.int32), ())], [options])[0]
 
         def ranked(units: Sequence[Unit]) -> list[Record]:
             rows = filled(units, batch)
             options = [tuple(map(tokens, unit.facts["options"])) for unit in rows]
-            losses = _losses(model, [unit.payload for unit in rows], options)
+            losses = option_losses(model, [unit.payload for unit in rows], options)
             return [
-                self._ranked(unit, loss, None if bos is None else bare(own), list(map(len, own)))
+                {**self._ranked(unit, loss, bare(own), list(map(len, own))), "bare_prefix": named}
                 for unit, loss, own in zip(units, losses, options)
             ]
 
         return ranked
 
     def _ranked(
-        self, unit: Unit, losses: np.ndarray, bare: np.ndarray | None, sizes: Sequence[int]
+        self, unit: Unit, losses: np.ndarray, bare: np.ndarray, sizes: Sequence[int]
     ) -> Record:
-        """What each score picks; without BOS the calibrated ones are those without calibration."""
+        """What each score picks."""
         names = unit.facts["options"]
-        gains = -losses if bare is None else bare - losses
+        gains = bare - losses
         by_score = (-losses, -losses / sizes, gains, gains / np.asarray(sizes))
         picks = {name: names[int(np.argmax(v))] for name, v in zip(SCORES, by_score)}
         right = unit.facts["references"][0]
@@ -186,23 +191,16 @@ class Icl(FileBenchmark):
             "correct": scores[shown],
             "shown": shown,
             "option_nll": losses.tolist(),
-            "option_nll_bos": None if bare is None else bare.tolist(),
+            "option_nll_bare": bare.tolist(),
             "read": len(unit.tokens) + sum(sizes),
         }
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """Also the mean over sets of each of the four scores."""
-        found = super().summarise(records)
-        for name in SCORES:
-            by_set: dict[str, list[float]] = {}
-            for record in records:
-                by_set.setdefault(record["dataset"], []).append(record["scores"][name])
-            found[f"all:{name}"] = float(np.mean([np.mean(v) for v in by_set.values()]))
-            found |= {f"{data}:{name}": float(np.mean(v)) for data, v in by_set.items()}
-        return found
+        return {**super().summarise(records), **self.flavours(records, SCORES)}
 
 
-def _losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]:
+def option_losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]:
     """-log p of each option behind its prompt, summed over its tokens, float64 [options]."""
     return [
         np.asarray([np.sum(one.nll, dtype=np.float64) for one in row])
@@ -216,7 +214,7 @@ def _rows(path: Path, data: IclSet) -> Iterator[tuple[int, str, str]]:
         text, label = row["text"], row["label"]
         if isinstance(label, int) and 0 <= label < len(data.classes):
             label = data.classes[label]
-        if not isinstance(text, str) or not isinstance(label, str):
+        if not isinstance(text, str) or not isinstance(label, str) or not label.strip("_ \n"):
             known = f"0 to {len(data.classes) - 1} or a name" if data.classes else "a name"
             local_files.skip(path, number, f"has label={label!r} or a text that fits not; {known}")
             continue

@@ -1,18 +1,20 @@
 """InfiniteBench (arXiv 2402.13718): twelve tasks from the official JSONL files.
 
 Prompts are those of one family of the official `prompt.py` where that lies in the folder or its
-src/, and this library's own otherwise. A prompt over the budget loses its middle; the answer comes
-on top of it, and generation is greedy without a stop. Scores are the official ones; where the
-scorer stops with an error (a decimal for Math.Find's whole number), the answer counts as wrong.
+src/, or of an installed lm-eval, and this library's own otherwise. A prompt over the budget loses
+its middle; the answer comes on top of it, and generation is greedy without a stop. Scores are the
+official ones; where the scorer stops with an error (a decimal for Math.Find's whole number), the
+answer counts as wrong.
 """
 
 import dataclasses
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from lcjax.errors import one_of
+from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
@@ -20,6 +22,7 @@ from lcjax.evaluation.metrics import infinitebench as scores
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, best_of
+from lcjax.evaluation.tasks.infinitebench_made import MADE
 
 SOURCE = (
     "InfiniteBench's data (Hugging Face: xinrongzhang2022/InfiniteBench), one <task>.jsonl a task;"
@@ -29,6 +32,9 @@ _FIELDS = ("context", "input", "answer", "options")
 _VARIABLES = {"yarn-mistral": "yarn_mistral_templates", "gpt4": "gpt4_templates"} | {
     "claude2": "claude2_templates"
 }
+# Of what type labels are, where they are no texts.
+_NUMBERS = {"code_run": int, "math_calc": int, "math_find": int | float}
+_CHOOSING = ("code_debug", "longbook_choice_eng")
 _OPTIONS = ("OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D")
 _CHOICES = "\nA. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\n"
 _BOOK = "Here is a book, and after it a question about it.\n\n{context}\n\nQuestion: {question}"
@@ -109,7 +115,11 @@ _SETS = (
 @Task.register_subclass("infinitebench")
 @dataclasses.dataclass(frozen=True)
 class InfiniteBench(TextCutBenchmark):
-    """InfiniteBench's tasks; the official length of prompts is 131,072 tokens."""
+    """InfiniteBench's tasks; the official length of prompts is 131,072 tokens.
+
+    Generated ones have the official number of questions, lines, pairs and numbers, or of the latter
+    three as many as the length holds uncut.
+    """
 
     known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
     title: ClassVar[str] = "InfiniteBench"
@@ -118,6 +128,14 @@ class InfiniteBench(TextCutBenchmark):
     # Whose official prompts: yarn-mistral (for base models, with the answer's beginning), gpt4,
     # claude2
     family: str = "yarn-mistral"
+    # auto: those in the folder, else an installed lm-eval's (gpt4 alone, six tasks), else this
+    # library's own; folder: not lm-eval's; lm_eval: these alone
+    wording: str = "auto"
+    # Make passkey, number_string, kv_retrieval and math_find from the run's seed, without files
+    generated: bool = False
+
+    def has_file(self, data: DataSet) -> bool:
+        return not (self.generated and data.name in MADE)
 
     def files(self, name: str) -> tuple[str, ...]:
         return f"{name}.jsonl", f"data/{name}.jsonl", f"data/InfiniteBench/{name}.jsonl"
@@ -125,28 +143,84 @@ class InfiniteBench(TextCutBenchmark):
     def check(self, limits: Limits, key: str) -> None:
         one_of(f"{key}.family", self.family, _VARIABLES)
         super().check(limits, key)
+        if self.wording == "lm_eval" and self.family != "gpt4":
+            raise InputError(
+                f"{key}.family={self.family}: lm-eval has the prompts of gpt4; use that, or"
+                " wording=folder"
+            )
+        for data in self.chosen():
+            self._template(data.name, key)
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
-        template, wording = self._template(data.name)
+        worded = self._template(data.name)
         for number, row in local_files.rows(path, _FIELDS):
             try:
-                fields = _fields(row, data.name)
-                label = _label(row, data.name)
+                example = _example(row, data.name, *worded)
             except ValueError as fault:
                 local_files.skip(path, number, str(fault))
                 continue
-            facts = {
-                "wording": wording, "line": number, "id": row.get("id"),
-                "template_text": local_files.wording_hash(template),
-            }  # fmt: skip
-            yield Example(local_files.fill(template, fields), label, facts)
+            facts = {"line": number, "id": row.get("id"), **example.facts}
+            yield dataclasses.replace(example, facts=facts)
 
-    def _template(self, name: str) -> tuple[str, str]:
+    def examples_of(
+        self, data: DataSet, corpus: Corpus, length: int, limits: Limits
+    ) -> Iterator[Example]:
+        if self.has_file(data):
+            yield from super().examples_of(data, corpus, length, limits)
+            return
+        made, worded = MADE[data.name], self._template(data.name)
+        count = self.max_examples or made.count
+
+        def asked(index: int, units: int) -> Example | None:
+            rng = random.Random(f"infinitebench {limits.seed} {data.name} {index}")
+            row = made.row(rng, units, index, count)
+            facts = {"source": f"generated, {OWN_WORDING}", "units": units}
+            example = _example(row, data.name, *worded, **facts)
+            return self._whole(example, data, corpus.tokenizer, length)
+
+        most = made.fitting(lambda units: asked(0, units) is not None)
+        for index in range(count):
+            own = most
+            while (example := asked(index, own)) is None:
+                if own == made.least:
+                    raise InputError(
+                        f"lengths: {length} is too short for {data.name} with {own} lines, pairs or"
+                        " numbers; use longer ones"
+                    )
+                own = max(own - max(own // 100, 1), made.least)
+            yield example
+
+    def _whole(self, example: Example, data: DataSet, tokenizer, length: int) -> Example | None:
+        """An example as it is asked, if nothing has to be cut."""
+        asked = self.asked(example, data, tokenizer, length)
+        prompt = self.layout(tokenizer).prompt(asked.segments)
+        over = self.budget(length, asked.max_new_tokens).left(prompt) < 0
+        return None if over or asked.facts.get("cut_tokens") else asked
+
+    def _template(self, name: str, key: str = "tasks") -> tuple[str, str]:
         places = ("prompt.py", "src/prompt.py", "../src/prompt.py")
-        found = local_files.python_templates(self.path, places, _VARIABLES[self.family])
-        if found is not None and found[0].get(name):
+
+        def official() -> tuple[str, str] | None:
+            variable = _VARIABLES[self.family]
+            found = self.path and local_files.python_templates(self.path, places, variable)
+            if not found or not found[0].get(name):
+                return None
             return found[0][name], f"official ({found[1]}, {self.family})"
-        return WORDING[name], OWN_WORDING
+
+        def lm_eval() -> tuple[str, str] | None:
+            if self.family != "gpt4":
+                return None
+            task = re.sub("_eng$", "_en", name)
+            return local_files.lm_eval_template("infinitebench", f"infinitebench_{task}")
+
+        return local_files.worded(self.wording, name, official, lm_eval, WORDING[name], key)
+
+
+def _example(row: dict, name: str, template: str, wording: str, **facts) -> Example:
+    """What a row asks; ValueError says what of it does not fit."""
+    fields, label = _fields(row, name), _label(row, name)
+    facts |= {"wording": wording, "template_text": local_files.wording_hash(template)}
+    return Example(local_files.fill(template, fields), label, facts)
 
 
 def _fields(row: dict, name: str) -> dict[str, str]:
@@ -154,7 +228,7 @@ def _fields(row: dict, name: str) -> dict[str, str]:
     if not isinstance(row["context"], str) or not isinstance(row["input"], str):
         raise ValueError("has a context or input that is no text")
     fields = {"context": row["context"], "input": row["input"], "question": row["input"]}
-    if name in ("code_debug", "longbook_choice_eng"):
+    if name in _CHOOSING:
         if not isinstance(row["options"], list) or len(row["options"]) != len(_OPTIONS):
             raise ValueError(f"has options={row['options']!r}, not four")
         fields |= dict(zip(_OPTIONS, map(str, row["options"]), strict=True))
@@ -173,10 +247,14 @@ def _fields(row: dict, name: str) -> dict[str, str]:
 
 
 def _label(row: dict, name: str) -> Sequence:
+    """What the score compares with; ValueError where that is of another type."""
     answer = row["answer"]
-    if name in ("code_debug", "longbook_choice_eng"):
-        return scores.labels(answer, row["options"])
     label = answer if isinstance(answer, list) else [answer]
+    if label and isinstance(label[0], list):
+        label = label[0]
     if not label:
         raise ValueError("has an empty answer")
-    return label[0] if isinstance(label[0], list) else label
+    kind = _NUMBERS.get(name, str)
+    if not all(isinstance(item, kind) for item in label):
+        raise ValueError(f"has answer={answer!r}, no {'text' if kind is str else 'number'}")
+    return scores.labels(label, row["options"]) if name in _CHOOSING else label

@@ -10,15 +10,19 @@ import importlib.util
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_of
+from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
 
 _FIELD = re.compile(r"\{(\w+)\}")
+WORDINGS = ("auto", "folder", "lm_eval")
+Found = Callable[[], tuple[str, str] | None]  # a template and whose it is
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
@@ -43,15 +47,9 @@ def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict]]:
             if not line.strip():
                 continue
             try:
-                row, fault = json.loads(line), None
-            except json.JSONDecodeError as error:
-                row, fault = None, f"is no JSON ({error.msg})"
-            if fault is None and not isinstance(row, dict):
-                fault = "is no JSON object"
-            if fault is None and (absent := [name for name in fields if name not in row]):
-                fault = f"lacks {', '.join(absent)}"
-            if fault is not None:
-                skip(path, number, fault)
+                row = _row(line, fields)
+            except ValueError as fault:
+                skip(path, number, str(fault))
                 continue
             good += 1
             yield number, row
@@ -59,6 +57,26 @@ def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict]]:
         raise InputError(
             f"{path} has no line with {', '.join(fields)}; it is not the official file"
         )
+
+
+def _row(line: str, fields: Sequence[str]) -> dict:
+    """A line as an object with `fields`; ValueError says what does not fit."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # also of numbers with more digits than Python reads
+        raise ValueError(f"is no JSON ({getattr(error, 'msg', error)})") from None
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    if absent := [name for name in fields if name not in row]:
+        raise ValueError(f"lacks {', '.join(absent)}")
+    if "\\ud" in line.lower() and _HALF.search(json.dumps(row, ensure_ascii=False)):
+        raise ValueError("has half a character (a lone surrogate), which no tokenizer reads")
+    return row
+
+
+def texts(value: object) -> bool:
+    """Whether `value` is a list of texts, and not an empty one."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
 def skip(path: Path, number: int, fault: str) -> None:
@@ -139,6 +157,26 @@ def _string(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
+def worded(
+    rule: str, name: str, folder: Found, lm_eval: Found, own: str, key: str = "tasks"
+) -> tuple[str, str]:
+    """The prompt of a data set, and whose words it has: the first that is there.
+
+    `rule` auto: the official one in the user's folder, that of an installed lm-eval, this library's
+    `own`; folder: not lm-eval's; lm_eval: nothing else.
+    """
+    one_of(f"{key}.wording", rule, WORDINGS)
+    found = folder() if rule != "lm_eval" else None
+    if found is None and rule != "folder":
+        found = lm_eval()
+    if found is None and rule == "lm_eval":
+        raise InputError(
+            f"{key}: wording=lm_eval, and no lm-eval with a prompt of {name} is installed; install"
+            " it, or use wording=folder"
+        )
+    return found or (own, OWN_WORDING)
+
+
 def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
     """A task's prompt from an installed lm-eval, which is not imported; None without it.
 
@@ -150,9 +188,11 @@ def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
     path = Path(spec.origin).parent / "tasks" / folder / f"{name}.yaml"
     if not path.is_file():
         return None
-    text = yaml.load(path.read_text(encoding="utf-8"), _Lenient).get("doc_to_text")
+    task = yaml.load(path.read_text(encoding="utf-8"), _Lenient)
+    text = task.get("doc_to_text")
     if not isinstance(text, str) or "{%" in text:
         return None
+    text = (task.get("description") or "") + text
     template = re.sub(r"\{\{\s*(\w+)\s*\}\}", r"{\1}", text).replace("{question}", "{input}")
     return template, f"lm-eval {importlib.metadata.version('lm_eval')}"
 

@@ -11,6 +11,8 @@ first newline, which changes no first line unless the model begins with a newlin
 """
 
 import dataclasses
+import functools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -20,11 +22,11 @@ import numpy as np
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import OWN_WORDING, Example
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, best_of
+from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of
 from lcjax.evaluation.tasks.longbench_wording import WORDING
 
 SOURCE = (
@@ -32,14 +34,14 @@ SOURCE = (
     " dataset2prompt.json of its code belongs beside them"
 )
 _FIELDS = ("input", "context", "answers", "all_classes")
-_BANDS = {"0_4k": (0, 4000), "4_8k": (4000, 8000), "8k": (8000, float("inf"))}  # words
+_PARAGRAPH = {"retrieval": r"Paragraph \d", "retrieval_zh": r"段落\d"}  # of a right answer
+BANDS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, float("inf"))}  # words
 
 
-def _classes(answer: str, facts: Record) -> float:
-    return metrics.best(
-        lambda text, right: scores.classification(text, right, facts["all_classes"]),
-        answer,
-        facts["references"],
+def _classes(*, parity: bool) -> Score:
+    score = functools.partial(scores.classification, parity=parity)
+    return lambda answer, facts: metrics.best(
+        lambda text, right: score(text, right, facts["all_classes"]), answer, facts["references"]
     )
 
 
@@ -47,7 +49,10 @@ _F1 = {"qa_f1": best_of(metrics.qa_f1)}
 _F1_ZH = {"qa_f1_zh": best_of(metrics.qa_f1_zh)}
 _ROUGE = {"rouge_l_sets": best_of(metrics.rouge_l_sets)}
 _ROUGE_ZH = {"rouge_l_sets_zh": best_of(metrics.rouge_l_sets_zh)}
-_CLASS = {"classification": _classes}
+_CLASS = {
+    "classification": _classes(parity=True),
+    "classification_whole": _classes(parity=False),
+}
 _INDEL, _DIFFLIB = best_of(scores.code_indel), best_of(scores.code_difflib)
 _CODE = {"code_indel": _INDEL, "code_difflib": _DIFFLIB}
 _RETRIEVAL = {"retrieval": best_of(scores.retrieval)}
@@ -106,8 +111,9 @@ class LongBench(TextCutBenchmark):
     source: ClassVar[str] = SOURCE
 
     reserve: int = 500  # 3,500 tokens of a window of 4,096 are the official budget; LCEG has none
-    # folder: the official prompts there, else this library's own; lm_eval: an installed lm-eval's
-    wording: str = "folder"
+    # Whose prompts. auto: the official ones in the folder, else an installed lm-eval's, else this
+    # library's own; folder: not lm-eval's; lm_eval: these alone
+    wording: str = "auto"
     e: bool = False  # LongBench-E: 13 of the data sets, with lengths spread evenly
     code_metric: str = "indel"  # indel: fuzzywuzzy with python-Levenshtein; difflib: without it
     first_lines: str = "official"  # few-shot tasks; lceg: also English QA and synthetic tasks
@@ -126,35 +132,18 @@ class LongBench(TextCutBenchmark):
     def check(self, limits: Limits, key: str) -> None:
         for field, known in (
             ("code_metric", ("indel", "difflib")), ("first_lines", ("official", "lceg")),
-            ("wording", ("folder", "lm_eval")),
         ):  # fmt: skip
             one_of(f"{key}.{field}", getattr(self, field), known)
         super().check(limits, key)
         if not self.chosen():
             raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")
         for data in self.chosen():
-            self._template(data.name)
-        if any(data.name in _CHINESE and data.name != "lsht" for data in self.chosen()):
+            template(data.name, self.path, self.wording, key)
+        if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.chosen()):
             metrics.words_zh("")  # says what to install before a model is loaded
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
-        return examples(path, *self._template(data.name), classes="classification" in data.scores)
-
-    def _template(self, name: str) -> tuple[str, str]:
-        if self.wording == "lm_eval":
-            found = local_files.lm_eval_template("longbench", name)
-            if found is None:
-                raise InputError(
-                    f"tasks: wording=lm_eval, and no lm-eval with a prompt of {name} is installed;"
-                    " install it, or use wording=folder"
-                )
-            return found
-        places = ("dataset2prompt.json", "config/dataset2prompt.json")
-        places += tuple(f"{up}{place}" for up in ("../", "LongBench/") for place in places)
-        found = local_files.json_templates(self.path, places)
-        if found is not None and name in found[0]:
-            return found[0][name], f"official ({found[1]})"
-        return WORDING[name], OWN_WORDING
+        return examples(path, *template(data.name, self.path, self.wording), data)
 
     def rules(self, data: DataSet) -> DataSet:
         wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")
@@ -167,23 +156,48 @@ class LongBench(TextCutBenchmark):
         found = super().summarise(records)
         if not self.e:
             return found
-        for band, (low, high) in _BANDS.items():
-            inside = [r for r in records if low <= (r.get("words") or 0) < high]
-            by_set = self.scores_by_set(inside)
+        for band, inside in by_band(records).items():
+            band, by_set = band.replace("-", "_").rstrip("+"), self.scores_by_set(inside)
             found[f"words_{band}"] = float(np.mean(list(by_set.values()))) if by_set else None
             found |= {f"{name}_{band}": score for name, score in by_set.items()}
         return found
 
 
-def examples(path: Path, template: str, wording: str, *, classes: bool) -> Iterator[Example]:
-    """Rows of a file in LongBench's format; `classes` are what the score needs to know."""
+def by_band(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of LongBench-E by how many words their prompts have, where the file says it."""
+    known = [record for record in records if record.get("words") is not None]
+    return {
+        band: [record for record in known if low <= record["words"] < high]
+        for band, (low, high) in BANDS.items()
+    }
+
+
+def template(name: str, folder: str, wording: str, key: str = "tasks") -> tuple[str, str]:
+    """The prompt of a data set, and whose it is; official ones lie in or beside the folder."""
+    places = ("dataset2prompt.json", "config/dataset2prompt.json")
+    places += tuple(f"{up}{place}" for up in ("../", "LongBench/") for place in places)
+
+    def official() -> tuple[str, str] | None:
+        found = local_files.json_templates(folder, places)
+        if found is None or name not in found[0]:
+            return None
+        return found[0][name], f"official ({found[1]})"
+
+    def lm_eval() -> tuple[str, str] | None:
+        return local_files.lm_eval_template("longbench", name)
+
+    return local_files.worded(wording, name, official, lm_eval, WORDING[name], key)
+
+
+def examples(path: Path, template: str, wording: str, data: DataSet) -> Iterator[Example]:
+    """Rows of a file in LongBench's format."""
     for number, row in local_files.rows(path, _FIELDS):
-        if (fault := _fault(row)) is not None:
+        if (fault := _fault(row, data)) is not None:
             local_files.skip(path, number, fault)
             continue
         facts = {"wording": wording, "line": number, "id": row.get("_id")}
         facts["template_text"] = local_files.wording_hash(template)
-        if classes:
+        if "classification" in data.scores:
             facts["all_classes"] = row["all_classes"]
         if "length" in row:
             facts["words"] = row["length"]
@@ -191,12 +205,19 @@ def examples(path: Path, template: str, wording: str, *, classes: bool) -> Itera
         yield Example(segments, row["answers"], facts)
 
 
-def _fault(row: dict) -> str | None:
-    """What is wrong with the types of a row."""
+def _fault(row: dict, data: DataSet) -> str | None:
+    """What of a row the scores of its data set cannot read."""
     for name in ("input", "context"):
         if not isinstance(row[name], str):
             return f"has {name}={row[name]!r}, no text"
     answers = row["answers"]
-    if not isinstance(answers, list) or not all(isinstance(a, str) for a in answers) or not answers:
+    if not local_files.texts(answers):
         return f"has answers={answers!r}, no list of texts"
+    if "classification" in data.scores and not local_files.texts(row["all_classes"]):
+        return f"has all_classes={row['all_classes']!r}, no list of texts"
+    for name in _PARAGRAPH.keys() & data.scores.keys():
+        if not all(re.search(_PARAGRAPH[name], answer) for answer in answers):
+            return f"has answers={answers!r}, which name no paragraph"
+    if not isinstance(row.get("length"), int | None):
+        return f"has length={row['length']!r}, no number of words"
     return None

@@ -2,8 +2,9 @@
 
 TREC's 50 classes of questions (Li and Roth, COLING 2002) with 1 to 1,000 of them as demonstrations,
 as LCEG (arXiv 2409.12181, figure 2) has it: LongBench's prompt and score, 64 new tokens, the first
-line. Read from LCEG's files in LongBench's format, or drawn from TREC's own two files; then classes
-have this library's names.
+line. With `options` all classes are also ranked by their likelihood behind the prompt. Read from
+LCEG's files in LongBench's format, or drawn from TREC's own two files; then classes have this
+library's names. The prompt is that of LongBench's `trec`, from the same places.
 """
 
 import dataclasses
@@ -13,17 +14,20 @@ from typing import ClassVar
 
 import numpy as np
 
+from lcjax.convert.tokenizer import inside
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.generation import OWN_WORDING, Example
+from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
 from lcjax.evaluation.tasks import local_files, longbench
 from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark
+from lcjax.evaluation.tasks.icl import option_losses
 from lcjax.evaluation.tasks.longbench import LongBench
 
 SHOTS = (1, 5, 10, 25, 50, 75, 100, 200, 300, 400, 500, 625, 750, 875, 1000)
+OPTION_SCORES = ("options", "options_norm")
 TRAIN, TEST = "train_5500.label", "TREC_10.label"
 SOURCE = (
     f"TREC's {TRAIN} and {TEST} (cogcomp.seas.upenn.edu/Data/QA/QC), or LCEG's trec_<k>shots.jsonl"
@@ -70,7 +74,13 @@ class ManyShot(TextCutBenchmark):
     max_examples: int | None = 200  # questions; of TREC's own file drawn with `seed`
     budget_rule: str = "total"
     balanced: bool = False
+    options: bool = False  # also rank the classes: by sum of log p, and by that over their tokens
+    wording: str = "auto"  # whose prompt, as LongBench's tasks have it
     seed: int = 0
+
+    @property
+    def chooses(self) -> bool:
+        return self.options
 
     @property
     def metric(self) -> Metric:
@@ -80,6 +90,7 @@ class ManyShot(TextCutBenchmark):
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         whole_numbers(key, self, 0, "seed")
+        self._template(key)
         for data in self.chosen():
             path = local_files.find(self.path, self.files(data.name), key, SOURCE)
             if path.name == TEST:
@@ -90,16 +101,20 @@ class ManyShot(TextCutBenchmark):
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
         if path.name != TEST:
-            template = longbench.WORDING["trec"]
-            return longbench.examples(path, template, OWN_WORDING, classes=True)
+            return longbench.examples(path, *self._template(), data)
         files = corpus.once(
             (ManyShot, path), lambda: (_label_file(path), _label_file(path.with_name(TRAIN)))
         )
         return self._drawn(SHOTS[list(self.known).index(data.name)], *files)
 
+    def _template(self, key: str = "tasks") -> tuple[str, str]:
+        return longbench.template("trec", self.path, self.wording, key)
+
     def _drawn(self, count: int, questions: Sequence, train: Sequence) -> Iterator[Example]:
         order = np.random.default_rng(self.seed).permutation(len(questions))
-        opening, _, _ = longbench.WORDING["trec"].partition("{context}")
+        template, wording = self._template()
+        opening, _, closing = template.partition("{context}")
+        closing = closing.removeprefix("\n")  # which every demonstration ends with
         for place in order[: self.max_examples]:
             line, question, answer = questions[place]
             rng = np.random.default_rng([self.seed, count, line])
@@ -107,9 +122,10 @@ class ManyShot(TextCutBenchmark):
                 Segment("demo", f"Question: {text}\nType: {name}\n")
                 for _, text, name in self._picked(train, count, rng)
             ]
-            ask = Segment("question", f"Question: {question}\nType:")
+            asked = closing.replace("{input}", f"Question: {question}\nType:")
+            ask = Segment("question", asked)
             facts = {"line": line, "all_classes": list(CLASSES.values()), "shots": count}
-            facts["wording"] = OWN_WORDING
+            facts |= {"wording": wording, "template_text": local_files.wording_hash(template)}
             yield Example([Segment("instruction", opening), *demos, ask], [answer], facts)
 
     def _picked(self, train: Sequence, count: int, rng: np.random.Generator) -> list:
@@ -136,6 +152,40 @@ class ManyShot(TextCutBenchmark):
             )
         return [dataclasses.replace(unit, index=index) for index, unit in enumerate(whole)]
 
+    def prompts(self, unit: Unit) -> list[np.ndarray]:
+        return [unit.tokens] * (2 if self.options else 1)
+
+    def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
+        records = super().score(model, units, batch)
+        if not self.options:
+            return records
+        rows = filled(units, batch)
+        options = [
+            [inside(model.tokenizer, f" {name}") for name in unit.facts["all_classes"]]
+            for unit in rows
+        ]
+        losses = option_losses(model, [unit.payload for unit in rows], options)
+        return [
+            self._ranked(unit, record, loss, list(map(len, own)))
+            for unit, record, loss, own in zip(units, records, losses, options)
+        ]
+
+    def _ranked(
+        self, unit: Unit, record: Record, losses: np.ndarray, sizes: Sequence[int]
+    ) -> Record:
+        """A record with what each class costs behind the prompt, and whether the best is right."""
+        record = {**record, "option_nll": losses.tolist(), "option_tokens": sizes}
+        scores = {**record["scores"], **_by_options({**unit.facts, **record})}
+        read = unit.facts["size"] + len(unit.tokens) + sum(sizes)
+        return {**record, "scores": scores, "read": read}
+
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        return {**super().judge(answer, unit, tokenizer), **_by_options(unit.facts)}
+
+    def summarise(self, records: Sequence[Record]) -> Record:
+        found = super().summarise(records)
+        return {**found, **self.flavours(records, OPTION_SCORES)} if self.options else found
+
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path
     ) -> list[Path]:
@@ -143,15 +193,31 @@ class ManyShot(TextCutBenchmark):
         own = [cell for cell in cells if cell["length"] == longest]
         asked = zip(self.known, SHOTS)
         shots = {name: n for name, n in asked if any(name in cell for cell in own)}
+        panels = {f"Many-shot TREC at {longest:,} tokens": shots}
+        if self.options:
+            ranked = {f"{name}:{OPTION_SCORES[0]}": count for name, count in shots.items()}
+            panels["The likeliest class"] = ranked
         return [
             *super().figures(cells, records, folder),
             plots.over_counts(
                 own,
-                {f"Many-shot TREC at {longest:,} tokens": shots},
+                panels,
                 ("demonstrations", "accuracy"),
                 folder / f"{self.label}_by_shots.png",
             ),
         ]
+
+
+def _by_options(facts: Record) -> dict[str, float]:
+    """Whether the likeliest class is the right one, where facts hold what classes cost."""
+    if "option_nll" not in facts:
+        return {}
+    losses, names = np.asarray(facts["option_nll"]), facts["all_classes"]
+    by_score = (losses, losses / np.asarray(facts["option_tokens"]))
+    return {
+        score: float(names[int(np.argmin(values))] in facts["references"])
+        for score, values in zip(OPTION_SCORES, by_score, strict=True)
+    }
 
 
 def _label_file(path: Path) -> list[tuple[int, str, str]]:

@@ -35,7 +35,7 @@ _PLACES = (
     "brewery", "station", "museum", "bakery", "shipyard", "library", "windmill", "harbour",
 )  # fmt: skip
 _COLOURS = ("amber", "crimson", "emerald", "golden", "ivory", "scarlet", "silver", "violet")
-_SCORES = ("value_match", "rouge1_f", "word_recall")
+_SCORES = ("value_match", "rouge1_f", "word_recall", "word_recall_lceg")
 _NEEDLES = ("random", "kamradt")
 
 
@@ -61,7 +61,7 @@ class Niah(DepthTask):
     # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence
     needle: str = "random"
     # What tables show. value_match: the value stands in the answer; rouge1_f and word_recall: how
-    # much of the needle's sentence does
+    # much of the needle's sentence does; word_recall_lceg: as LCEG counts words that stand twice
     measure: str = "value_match"
 
     @property
@@ -134,6 +134,7 @@ class Niah(DepthTask):
             "value_match": metrics.value_match(answer, unit.facts["references"]),
             "rouge1_f": metrics.rouge1_f(answer, needle),
             "word_recall": metrics.word_recall(answer, needle),
+            "word_recall_lceg": metrics.word_recall(answer, needle, distinct=False),
         }
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:

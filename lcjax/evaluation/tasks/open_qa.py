@@ -40,6 +40,7 @@ _FILES = {
 }
 _TITLES = {"nq": "Natural Questions", "triviaqa": "TriviaQA", "popqa": "PopQA"}
 _FIELDS = ("question", "answer", "ctxs")
+_OMITTED = "\n\n... [The other passages are left out]"
 
 
 _best = functools.partial(best_of, strip=True)
@@ -99,6 +100,11 @@ class OpenQa(AnswerBenchmark):
             facts = {"line": row.line, "wording": OWN_WORDING}
             facts |= {"passages": len(passages), "question": row.question}
             yield Example(parts, row.answers, facts)
+
+    def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        """Where the last passages will be cut, a line says so."""
+        example = super().asked(example, data, tokenizer, length)
+        return self.told(example, _OMITTED, tokenizer, length)
 
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path

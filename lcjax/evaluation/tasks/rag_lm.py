@@ -166,6 +166,8 @@ def _ids(row, name: str, tokenizer) -> np.ndarray:
     if not isinstance(row, dict):
         raise ValueError("has a chunk that is no object")
     if isinstance(row.get(name), list) and all(isinstance(i, int) for i in row[name]):
+        if not all(0 <= i < tokenizer.vocab_size for i in row[name]):
+            raise ValueError(f"has {name} beyond the tokenizer's {tokenizer.vocab_size}")
         return np.asarray(row[name], np.int32)
     if isinstance(row.get("text"), str):
         return np.asarray(tokenizer.encode(row["text"]), np.int32)

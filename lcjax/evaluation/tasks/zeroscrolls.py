@@ -17,7 +17,7 @@ from lcjax.errors import one_of
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
-from lcjax.evaluation.prompt import Layout, Segment
+from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of
@@ -111,9 +111,6 @@ class ZeroScrolls(AnswerBenchmark):
         """One example an id: rows that share one hold several references."""
         examples: dict[str, Example] = {}
         for number, row in local_files.rows(path, _FIELDS):
-            if not isinstance(row["output"], str) or not isinstance(row["input"], str):
-                local_files.skip(path, number, "has an input or output that is no text")
-                continue
             try:
                 example = _example(row, data.name, number)
             except ValueError as fault:
@@ -127,15 +124,11 @@ class ZeroScrolls(AnswerBenchmark):
     def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Where the text will be cut at its end, the official line says so."""
         example = super().asked(example, data, tokenizer, length)
-        separator, segments = example.facts["separator"], list(example.segments)
-        prompt = Layout(tokenizer, example.template or self.template).prompt(segments)
-        over = self.budget(length, example.max_new_tokens).left(prompt) < 0
-        last = segments[-1]
-        if self.keep == "head" and over and last.kind == "question":
-            text = separator.rstrip() + "\n\n" + last.text.lstrip()
-            segments[-1] = Segment("question", text)
-        facts = {k: v for k, v in example.facts.items() if k != "separator"}
-        return dataclasses.replace(example, segments=segments, facts=facts)
+        facts = dict(example.facts)
+        separator = facts.pop("separator")
+        if self.keep == "head":
+            example = self.told(example, separator, tokenizer, length)
+        return dataclasses.replace(example, facts=facts)
 
     def rules(self, data: DataSet) -> DataSet:
         shown = next(iter(data.scores))
@@ -144,8 +137,11 @@ class ZeroScrolls(AnswerBenchmark):
 
 def _example(row: dict, name: str, line: int) -> Example:
     """An example from a row of either form; ValueError says what does not fit."""
-    facts = {"id": row["id"], "line": line, "wording": OWN_WORDING}
-    facts["separator"] = row.get("truncation_seperator") or _SEPARATOR
+    separator = row.get("truncation_seperator") or _SEPARATOR
+    for field, value in (*((f, row[f]) for f in _FIELDS), ("truncation_seperator", separator)):
+        if not isinstance(value, str):
+            raise ValueError(f"has {field}={value!r}, no text")
+    facts = {"id": row["id"], "line": line, "wording": OWN_WORDING, "separator": separator}
     if any(field in row for field in _PLACES):
         text, places = row["input"], [row.get(field) for field in _PLACES]
         if not all(isinstance(p, int) for p in places) or not 0 <= places[0] <= places[1]:

@@ -1,5 +1,6 @@
 """In-context learning: demonstrations, and four scores against the toy model's losses."""
 
+import dataclasses
 import json
 import types
 from collections import Counter
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan
-from evaluation_support import BigramModel, fake, losses_behind, only_the_run
+from evaluation_support import BigramModel, ByteTokenizer, fake, losses_behind, only_the_run
 
 from lcjax.errors import InputError
 from lcjax.evaluation import ContextSplit, EvalConfig, RunSection, run
@@ -52,6 +53,25 @@ def test_four_scores_are_those_of_the_formulas(tmp_path):
     value = pytest.approx(cell["value"])
     assert cell["sst2:acc_calib"] == value and cell["sst2"] == value
     assert cell["all:acc"] == pytest.approx(np.mean([r["scores"]["acc"] for r in records]))
+
+
+def test_without_bos_the_end_of_a_document_calibrates(tmp_path):
+    ending = ByteTokenizer(bos_id=None, add_bos=False, eos_ids=(11,))
+    task = Icl(path=write(tmp_path), tasks=("sst2",), shots=1)
+    for tokenizer, first, name in (
+        (ending, 11, "eos"), (ByteTokenizer(add_bos=False), 0, "bos"), (TOKENIZER, 0, "bos"),
+    ):  # fmt: skip
+        unit = plan(task, tokenizer=tokenizer)[0]
+        (record,) = task.score(BigramModel(tokenizer), [unit], 1)
+        options = [tokenizer.encode(f" {option}") for option in unit.facts["options"]]
+        bare = [loss([first], option) for option in options]
+        assert record["bare_prefix"] == name
+        assert record["option_nll_bare"] == pytest.approx(bare)
+        best = int(np.argmax(np.subtract(bare, record["option_nll"])))
+        assert record["answer"] == unit.facts["options"][best]
+    neither = BigramModel(dataclasses.replace(ending, eos_ids=()))
+    with pytest.raises(InputError, match="neither BOS nor an end"):
+        task.check_model(neither, [unit])
 
 
 def test_a_batch_is_one_call_and_bos_alone_is_asked_once_for_all_batches(tmp_path):
@@ -131,12 +151,13 @@ def test_labels_that_fit_not_are_named(tmp_path):
     path = write(tmp_path)
     file = tmp_path / "sst2" / "validation.jsonl"
     bad = [{"text": "a", "label": 7}, {"text": "b", "label": "neutral"}]
+    bad += [{"text": None, "label": 1}, {"text": "d", "label": "_"}]
     file.write_text(file.read_text() + "\n" + "\n".join(map(json.dumps, bad)))
     task = Icl(path=path, tasks=("sst2",))
     with pytest.warns(UserWarning) as warned:
         units = plan(task)
     texts = " ".join(str(warning.message) for warning in warned)
-    assert "validation.jsonl:7" in texts and "validation.jsonl:8" in texts and len(units) == 6
+    assert all(f"validation.jsonl:{line} " in texts for line in (7, 8, 9, 10)) and len(units) == 6
     train = tmp_path / "sst2" / "train.jsonl"
     before = train.read_text()
     train.write_text("\n".join(map(json.dumps, bad[:1])))

@@ -1,14 +1,19 @@
 """InfiniteBench and ZeroSCROLLS from miniature files in their official formats."""
 
+import collections
+import itertools
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan, scored
 
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.infinitebench import InfiniteBench
+from lcjax.evaluation.tasks.infinitebench_made import MADE
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
 
 OPTIONS = ["get_a", "get_b", "get_c", "get_d"]
@@ -76,6 +81,31 @@ def test_prompts_of_the_chosen_family_are_read_without_running_the_file(tmp_path
     assert plan(own)[0].facts["wording"] == "lcjax-1"
 
 
+def test_an_installed_lm_eval_lends_prompts_of_its_family(tmp_path, lm_eval_tasks):
+    (lm_eval_tasks / "infinitebench").mkdir()
+    (lm_eval_tasks / "infinitebench" / "infinitebench_longbook_qa_en.yaml").write_text(
+        'description: "Read.\\n\\n"\ndoc_to_text: "{{context}}\\n\\nQ: {{input}}"\n'
+    )
+    (lm_eval_tasks / "infinitebench" / "infinitebench_code_run.yaml").write_text(
+        "doc_to_text: !function utils.code_run\n"
+    )
+    names = ("longbook_qa_eng", "code_run")
+    path = write(tmp_path / "data", names)
+    question, code = plan(InfiniteBench(path=path, tasks=names, family="gpt4"))
+    assert question.facts["wording"] == "lm-eval 0.4.13"
+    text = "a line of text. " * 10
+    assert TOKENIZER.decode(question.tokens) == f"Read.\n\n{text}\n\nQ: What?"
+    assert code.facts["wording"] == "lcjax-1", "what lm-eval puts together by code"
+    for fields in ({}, {"family": "gpt4", "wording": "folder"}):
+        units = plan(InfiniteBench(path=path, tasks=names, **fields))
+        assert {unit.facts["wording"] for unit in units} == {"lcjax-1"}
+    limits = Limits((1000,))
+    with pytest.raises(InputError, match="prompts of gpt4"):
+        InfiniteBench(path=path, tasks=names, wording="lm_eval").check(limits, "tasks.0")
+    with pytest.raises(InputError, match="no lm-eval with a prompt of code_run"):
+        InfiniteBench(path=path, tasks=names, family="gpt4", wording="lm_eval").check(limits, "t")
+
+
 def test_the_input_alone_is_cut_in_the_middle_and_the_answer_comes_on_top(tmp_path):
     task = InfiniteBench(path=write(tmp_path), tasks=("longbook_sum_eng",))
     (unit,) = plan(task, 120)
@@ -96,8 +126,13 @@ def test_the_input_alone_is_cut_in_the_middle_and_the_answer_comes_on_top(tmp_pa
         ("code_debug", {"answer": "other"}, "none of the options"),
         ("passkey", {"answer": []}, "empty answer"),
         ("passkey", {"context": 3}, "no text"),
+        *((name, {"answer": answer}, "no text") for name in TASKS for answer in (None, 3.5)
+          if name not in ("code_run", "math_calc", "math_find")),
+        *((name, {"answer": ["12", None]}, "no number") for name in TASKS
+          if name in ("code_run", "math_calc", "math_find")),
+        ("longbook_qa_eng", {"answer": ["fox", 7]}, "no text"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_does_not_fit_its_task_is_left_out_by_name(tmp_path, name, fields, words):
     path = Path(write(tmp_path, (name,), 2)) / f"{name}.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
@@ -105,6 +140,110 @@ def test_a_row_that_does_not_fit_its_task_is_left_out_by_name(tmp_path, name, fi
     with pytest.warns(UserWarning, match=rf"{name}\.jsonl:1 .*{words}"):
         units = plan(InfiniteBench(path=str(tmp_path), tasks=(name,)))
     assert [unit.facts["line"] for unit in units] == [2]
+    assert scored(InfiniteBench(path=str(tmp_path)), units, [TASKS[name][1]])[0]["correct"] == 1
+
+
+MADE_TASKS = tuple(MADE)
+
+
+def made(length=3000, count=14, seed=0, **fields):
+    """Units of the generated tasks, by task."""
+    task = InfiniteBench(tasks=MADE_TASKS, generated=True, max_examples=count, **fields)
+    units = plan(task, length, seed=seed)
+    by_set = {name: [u for u in units if u.facts["dataset"] == name] for name in MADE_TASKS}
+    assert [len(own) for own in by_set.values()] == [count] * len(MADE_TASKS)
+    return task, by_set
+
+
+def context(unit):
+    ((start, stop),) = unit.payload.movable
+    return TOKENIZER.decode(unit.tokens[start:stop]).strip()
+
+
+def test_generated_tasks_need_no_files_and_hold_their_answers_uncut():
+    task, by_set = made()
+    for name, units in by_set.items():
+        for unit in units:
+            size, answer = len(unit.tokens), str(unit.facts["references"][0])
+            assert 0.8 * 3000 < size <= 3000, name
+            assert unit.facts["cut_tokens"] == unit.facts["truncated"] == 0
+            assert answer in context(unit) or name == "math_find"
+            assert unit.facts["source"] == "generated, lcjax-1" and unit.facts["units"] >= 10
+        answers = [str(unit.facts["references"][0]) for unit in units]
+        right = scored(task, units, answers)
+        assert [record["correct"] for record in right] == [1.0] * len(units), name
+
+
+def test_generated_questions_ask_for_what_stands_where_they_sweep():
+    _, by_set = made()
+    for name, digits in (("passkey", 5), ("number_string", 10)):
+        places = []
+        for unit in by_set[name]:
+            lines = context(unit).split("\n")
+            (place,) = [i for i, line in enumerate(lines) if unit.facts["references"][0] in line]
+            places.append(place / (len(lines) - 1))
+            assert len(lines) == unit.facts["units"] + 1 and len(set(lines)) == 2
+            assert len(unit.facts["references"][0]) == digits
+        assert places[0] == 0 and places == sorted(places) and places[-1] > 0.9
+    for unit in by_set["number_string"]:
+        runs = [len(list(same)) for _, same in itertools.groupby(unit.facts["references"][0])]
+        assert len(runs) <= 5
+    places = []
+    for unit in by_set["kv_retrieval"]:
+        pairs = json.loads(context(unit))
+        (key,) = re.findall('Key: "(.*)"', TOKENIZER.decode(unit.tokens))
+        assert [pairs[key]] == unit.facts["references"] and len(pairs) == unit.facts["units"]
+        places.append(list(pairs).index(key))
+    assert len(set(places)) == 14 and places == sorted(places)
+
+
+def test_generated_ranks_are_those_of_distinct_numbers():
+    _, by_set = made()
+    asked = {
+        "largest": lambda n: max(n), "second largest": lambda n: sorted(set(n))[-2],
+        "third largest": lambda n: sorted(set(n))[-3], "smallest": lambda n: min(n),
+        "second smallest": lambda n: sorted(set(n))[1],
+        "third smallest": lambda n: sorted(set(n))[2], "median": lambda n: np.median(n),
+    }  # fmt: skip
+    bounds = collections.defaultdict(set)
+    for index, unit in enumerate(by_set["math_find"]):
+        text, numbers = TOKENIZER.decode(unit.tokens), json.loads(context(unit))
+        name = list(asked)[index % 7]
+        assert text.startswith(f"What is the {name} number in the following list?")
+        assert unit.facts["references"] == [asked[name](numbers)]
+        bounds[name] |= {min(numbers), max(numbers)}
+        assert min(numbers) <= 19 and max(numbers) >= 79
+    assert len(bounds["largest"]) > 2, "the bound is drawn anew"
+
+
+def test_generated_tasks_follow_the_seed_and_keep_their_keys_at_other_lengths():
+    digests = [[u.digest for own in made(2000, 3, seed)[1].values() for u in own] for seed in
+               (0, 0, 1)]  # fmt: skip
+    assert digests[0] == digests[1] and not set(digests[0]) & set(digests[2])
+    short, long = made(2000, 3)[1], made(4000, 3)[1]
+    for name in ("passkey", "number_string"):
+        keys = [[u.facts["references"] for u in units[name]] for units in (short, long)]
+        assert keys[0] == keys[1]
+    _, whole = made(3000, 2, budget_rule="total")
+    assert all(u.facts["size"] <= 3000 for own in whole.values() for u in own)
+
+
+def test_generated_tasks_have_the_official_size_where_it_fits(tmp_path):
+    sizes = {name: (one.count, one.fitting(lambda _: True)) for name, one in MADE.items()}
+    assert sizes == {
+        "passkey": (590, 5220), "number_string": (590, 5220), "kv_retrieval": (500, 2500),
+        "math_find": (350, 60_000),
+    }  # fmt: skip
+    for name in MADE_TASKS:
+        task = InfiniteBench(tasks=(name,), generated=True)
+        with pytest.raises(InputError, match=f"lengths: 100 is too short for {name} with 10 "):
+            plan(task, 100)
+        with pytest.raises(InputError, match="is no folder"):
+            InfiniteBench(tasks=(name,)).check(Limits((1000,)), "tasks.0")
+    mixed = InfiniteBench(path=write(tmp_path, ("code_run",)), tasks=("code_run", "passkey"),
+                          generated=True, max_examples=2)  # fmt: skip
+    found = [(u.facts["dataset"], u.facts.get("line")) for u in plan(mixed)]
+    assert found == [("passkey", None), ("passkey", None), ("code_run", 1)]
 
 
 def test_settings_of_infinitebench_that_cannot_work_are_refused(tmp_path):
@@ -209,6 +348,19 @@ def test_places_that_are_none_are_named(tmp_path, fields):
         pytest.raises(InputError, match="no line that fits"),
     ):
         plan(task)
+
+
+def test_a_row_whose_id_or_separator_is_no_text_is_left_out_by_line(tmp_path):
+    path = Path(official(tmp_path)) / "narrative_qa" / "validation.jsonl"
+    row = json.loads(path.read_text())
+    bad = ({**row, "id": ["x"]}, {**row, "truncation_seperator": 7})
+    path.write_text("\n".join(map(json.dumps, (*bad, row))))
+    task = ZeroScrolls(path=str(tmp_path), tasks=("narrative_qa",))
+    with pytest.warns(UserWarning) as warned:
+        (unit,) = plan(task, 300)
+    assert unit.facts["line"] == 3
+    words = ("jsonl:1 has id=['x'], no text", "jsonl:2 has truncation_seperator=7, no text")
+    assert all(word in str(w.message) for word, w in zip(words, warned, strict=True))
 
 
 def test_a_split_without_references_is_refused_by_line(tmp_path):

@@ -111,6 +111,14 @@ def test_code_is_scored_by_the_backend_that_is_named(tmp_path):
         assert {"code_indel", "code_difflib"} <= set(record["scores"])
 
 
+def test_classes_are_also_judged_without_the_scorers_slip(tmp_path):
+    fields = {"all_classes": ["Foo", "Food", "Food other"]}
+    task = LongBench(path=write(tmp_path, ("trec",), 1, **fields), tasks=("trec",))
+    (record,) = scored(task, plan(task), ["Food other"])
+    assert record["scores"]["classification"] == record["correct"] == 0.5
+    assert record["scores"]["classification_whole"] == 1.0
+
+
 def test_official_wording_is_read_from_the_folder_and_records_say_so(tmp_path, monkeypatch):
     path = write(tmp_path, ("trec", "hotpotqa"), 1)
     task = LongBench(path=path, tasks=("trec", "hotpotqa"))
@@ -127,26 +135,27 @@ def test_official_wording_is_read_from_the_folder_and_records_say_so(tmp_path, m
     assert TOKENIZER.decode(hotpot.tokens[start:stop]).strip() == text.strip()
 
 
-def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path, monkeypatch):
-    package = tmp_path / "site" / "lm_eval"
-    (package / "tasks" / "longbench").mkdir(parents=True)
-    (package / "__init__.py").write_text("raise RuntimeError\n")
-    (package / "tasks" / "longbench" / "hotpotqa.yaml").write_text(
+def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path, lm_eval_tasks):
+    (lm_eval_tasks / "longbench").mkdir()
+    (lm_eval_tasks / "longbench" / "hotpotqa.yaml").write_text(
         'doc_to_text: "From: {{context}}\\nQ: {{question}}"\nprocess: !function metrics.f1\n'
     )
-    info = tmp_path / "site" / "lm_eval-0.4.13.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lm_eval\nVersion: 0.4.13\n")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    task = LongBench(path=write(tmp_path / "data", ("hotpotqa",), 1), tasks=("hotpotqa",))
-    assert plan(task)[0].facts["wording"] == "lcjax-1"  # whatever is installed
-    task = dataclasses.replace(task, wording="lm_eval")
+    data = tmp_path / "data"
+    task = LongBench(path=write(data, ("hotpotqa",), 1), tasks=("hotpotqa",))
     (unit,) = plan(task)
     assert unit.facts["wording"] == "lm-eval 0.4.13"
     assert TOKENIZER.decode(unit.tokens).startswith("From: some text.")
     assert TOKENIZER.decode(unit.tokens).endswith("\nQ: What is asked 0?")
+    own = dataclasses.replace(task, wording="folder")
+    assert plan(own)[0].facts["wording"] == "lcjax-1"
+    # The user's copy comes first, unless another one is asked for.
+    (data / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "{context} {input}"}))
+    assert plan(task)[0].facts["wording"] == "official (dataset2prompt.json)"
+    asked = dataclasses.replace(task, wording="lm_eval")
+    assert plan(asked)[0].facts["wording"] == "lm-eval 0.4.13"
+    asked = LongBench(path=write(data, ("trec",), 1), tasks=("trec",), wording="lm_eval")
     with pytest.raises(InputError, match="no lm-eval with a prompt of trec is installed"):
-        dataclasses.replace(task, tasks=("trec",))._template("trec")
+        plan(asked)
 
 
 def official_cut(text: str, limit: int) -> list[int]:
@@ -209,6 +218,39 @@ def test_a_line_that_is_broken_is_named_and_the_others_go_on(tmp_path):
         plan(task)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("trec", {"all_classes": None}, "all_classes=None"),
+        ("lsht", {"all_classes": "Food"}, "all_classes='Food'"),
+        ("trec", {"all_classes": ["Food", 3]}, "all_classes="),
+        ("passage_retrieval_en", {"answers": ["3"]}, "name no paragraph"),
+        ("passage_retrieval_zh", {"answers": ["段落3", "Paragraph 3"]}, "name no paragraph"),
+        ("hotpotqa", {"answers": []}, "no list of texts"),
+        ("hotpotqa", {"context": "half \ud83d"}, "half a character"),
+        ("qasper", {"length": "many"}, "length='many', no number"),
+    ],
+)
+def test_a_row_that_the_scores_cannot_read_is_left_out_by_name(
+    tmp_path, jieba, name, fields, words
+):
+    suffix = "_e" if "length" in fields else ""
+    path = Path(write(tmp_path, (name,), 2, suffix=suffix)) / f"{name}{suffix}.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in ({**row(name), **fields}, row(name, 1))))
+    task = LongBench(path=str(tmp_path), tasks=(name,), e=bool(suffix))
+    with pytest.warns(UserWarning, match=rf"{name}{suffix}\.jsonl:1 .*{words}"):
+        units = plan(task)
+    assert [unit.facts["line"] for unit in units] == [2]
+    assert task.summarise(scored(task, units, lambda _: "something"))["windows"] == 1
+
+
+def test_a_number_with_more_digits_than_python_reads_is_a_broken_line(tmp_path):
+    path = Path(write(tmp_path, ("hotpotqa",), 1)) / "hotpotqa.jsonl"
+    path.write_text(path.read_text() + '{"length": ' + "1" * 5000 + "}")
+    with pytest.warns(UserWarning, match=r"hotpotqa\.jsonl:2 is no JSON"):
+        assert len(plan(LongBench(path=str(tmp_path), tasks=("hotpotqa",)))) == 1
+
+
 def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
     path = write(tmp_path, ("qasper", "lcc"), 3, suffix="_e")
     task = LongBench(path=path, tasks=("qasper", "lcc"), e=True)
@@ -230,6 +272,7 @@ def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
         ({"aggregate": "mean"}, "flat, category_macro"),
         ({"code_metric": "bleu"}, "indel, difflib"),
         ({"first_lines": "all"}, "official, lceg"),
+        ({"wording": "best"}, r"tasks\.0\.wording='best'.*auto, folder, lm_eval"),
         ({"budget_rule": "none"}, "official, total"),
         ({"max_examples": 0}, "max_examples"),
         ({"reserve": 4000}, "leaves no room"),
@@ -242,6 +285,15 @@ def test_settings_that_cannot_work_are_refused(tmp_path, monkeypatch, fields, wo
     task = LongBench(**{"path": path, "tasks": ("hotpotqa",), **fields})
     with pytest.raises(InputError, match=words):
         task.check(Limits((4000,)), "tasks.0")
+
+
+def test_jieba_is_asked_for_by_the_scores_that_use_it_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    names = ("lsht", "passage_retrieval_zh")
+    task = LongBench(path=write(tmp_path, names), tasks=names)
+    task.check(Limits((4000,)), "tasks.0")
+    found = scored(task, plan(task), ["Food", "Food", "段落3", "段落3"])
+    assert task.summarise(found)["value"] == 1
 
 
 def test_a_command_line_runs_it_and_writes_records_and_tables(tmp_path):
@@ -262,18 +314,30 @@ def test_a_command_line_runs_it_and_writes_records_and_tables(tmp_path):
     assert entry["aggregates"]["base"]["flat"] == 50  # in percent, as papers print it
 
 
-def test_predictions_go_back_to_the_official_scorer_with_its_numbers(tmp_path):
-    task = LongBench(path=write(tmp_path / "data", ("trec",)), tasks=("trec",))
+def exported(folder: Path, task: LongBench) -> list[Path]:
+    """Files of a run whose first answer is right."""
     model = Scripted(lambda text: "Food other" if "asked 0" in text else "none")
     config = dataclasses.replace(
-        config_in(tmp_path), tasks=(task,), lengths=(900,), methods=(Method("base"),)
+        config_in(folder), tasks=(task,), lengths=(900,), methods=(Method("base"),)
     )
     with only_the_run():
         run(config, load=lambda _: model)
-    (predictions, result) = export(
-        finished.read(config.run.folder), ["longbench"], tmp_path / "out"
-    )
+    return export(finished.read(config.run.folder), ["longbench"], folder / "out")
+
+
+def test_predictions_go_back_to_the_official_scorer_with_its_numbers(tmp_path):
+    task = LongBench(path=write(tmp_path / "data", ("trec",)), tasks=("trec",))
+    predictions, result = exported(tmp_path, task)
+    assert result.parent == tmp_path / "out" / "longbench" / "longbench" / "900" / "pred" / "base"
     rows = [json.loads(line) for line in predictions.read_text().splitlines()]
     assert [row["pred"] for row in rows] == ["Food other", "none"]
     assert rows[0]["all_classes"] == CLASSES and rows[0]["length"] == 3000
     assert json.loads(result.read_text()) == {"trec": 50.0}
+
+
+def test_of_the_even_lengths_version_they_go_back_with_scores_by_words(tmp_path):
+    task = LongBench(path=write(tmp_path / "data", ("trec",), suffix="_e"), tasks=("trec",), e=True)
+    _, result = exported(tmp_path, task)
+    assert result.parent.parent.name == "pred_e"
+    # 3,000 and 6,000 words.
+    assert json.loads(result.read_text()) == {"trec": {"0-4k": 100.0, "4-8k": 0.0, "8k+": None}}

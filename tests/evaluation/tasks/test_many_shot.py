@@ -2,9 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 from benchmark_support import TOKENIZER, plan, scored
-from evaluation_support import only_the_run
+from evaluation_support import BigramModel, losses_behind, only_the_run
 
 from lcjax.errors import InputError
 from lcjax.evaluation.report.tables import aggregated
@@ -76,6 +77,52 @@ def test_the_first_line_is_scored_and_the_curve_is_drawn(trec, tmp_path):
     assert all(file.exists() for file in files)
 
 
+@pytest.mark.filterwarnings("ignore:.*bad.*")
+def test_the_prompt_is_the_official_one_where_it_lies_beside_the_files(trec, tmp_path):
+    task = ManyShot(path=trec, tasks=("trec_1shots",))
+    assert {unit.facts["wording"] for unit in plan(task)} == {"lcjax-1"}
+    prompts = {"trec": "Types!\n{context}\n{input} Now:"}
+    (tmp_path / "dataset2prompt.json").write_text(json.dumps(prompts))
+    for unit in plan(task):
+        assert unit.facts["wording"] == "official (dataset2prompt.json)"
+        text = TOKENIZER.decode(unit.tokens)
+        assert text.startswith("Types!\nQuestion: What is thing") and text.endswith("Type: Now:")
+    row = {"input": "Question: Who?\nType:", "context": "Question: When?\nType: Date",
+           "answers": ["Individual"], "all_classes": ["Date", "Individual"]}  # fmt: skip
+    (tmp_path / "trec_1shots.jsonl").write_text(json.dumps(row))
+    (unit,) = plan(task)
+    expected = f"Types!\n{row['context']}\n{row['input']} Now:"
+    assert TOKENIZER.decode(unit.tokens) == expected
+    with pytest.raises(InputError, match=r"tasks\.0\.wording"):
+        ManyShot(path=trec, wording="best").check(Limits((4000,)), "tasks.0")
+
+
+@pytest.mark.filterwarnings("ignore:.*bad.*")
+def test_classes_are_also_ranked_by_their_likelihood(trec, tmp_path):
+    task = ManyShot(path=trec, tasks=("trec_1shots", "trec_5shots"), options=True)
+    units, model = plan(task), BigramModel(trained=9000)
+    records = [task.score(model, [unit], 2)[0] for unit in units]
+    names = list(CLASSES.values())
+    options = [TOKENIZER.encode(f" {name}") for name in names]
+    for unit, record in zip(units, records):
+        losses = np.array([sum(losses_behind(unit.tokens.tolist(), ids)) for ids in options])
+        assert record["option_nll"] == pytest.approx(losses.tolist())
+        for score, values in (("options", losses), ("options_norm", losses / [*map(len, options)])):
+            right = names[int(np.argmin(values))] == unit.facts["references"][0]
+            assert record["scores"][score] == right
+        assert record["read"] > 2 * len(unit.tokens) and "answer" in record
+        whole = {"window": 0, **unit.facts, **record}
+        assert task.rescored(whole, TOKENIZER)["scores"] == record["scores"]
+    records = [{**u.facts, **r} for u, r in zip(units, records)]
+    records[0]["scores"]["options"] = 1.0
+    records[1]["scores"]["options"] = 0.0
+    cell = {"method": "m", "length": 4000, "trained": 4000, **task.summarise(records)}
+    assert cell["trec_1shots:options"] == 0.5 and "all:options_norm" in cell
+    with only_the_run():
+        assert len(task.figures([cell], records, tmp_path / "figures")) == 2
+    assert not ManyShot(path=trec).chooses and task.chooses
+
+
 def test_numbers_that_only_some_lengths_or_methods_have_stand_in_the_table(trec, tmp_path):
     task = ManyShot(path=trec, tasks=("trec_1shots", "trec_100shots"))
 
@@ -105,9 +152,11 @@ def test_files_in_longbenchs_format_are_read_as_they_are(tmp_path):
         "input": "Question: Who?\nType:", "context": "Question: When?\nType: Date",
         "answers": ["Individual"], "all_classes": ["Date", "Individual"],
     }  # fmt: skip
-    (tmp_path / "trec_10shots.jsonl").write_text(json.dumps(row))
+    bad = {**row, "all_classes": None}
+    (tmp_path / "trec_10shots.jsonl").write_text("\n".join(map(json.dumps, (bad, row))))
     task = ManyShot(path=str(tmp_path), tasks=("trec_10shots",))
-    (unit,) = plan(task)
+    with pytest.warns(UserWarning, match=r"trec_10shots\.jsonl:1 has all_classes=None"):
+        (unit,) = plan(task)
     assert TOKENIZER.decode(unit.tokens).endswith("Type: Date\nQuestion: Who?\nType:")
     assert scored(task, [unit], ["Individual"])[0]["correct"] == 1
     with pytest.raises(InputError, match=r"trec_1shots\.jsonl is missing.*TREC_10\.label"):

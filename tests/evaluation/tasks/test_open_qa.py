@@ -83,16 +83,23 @@ def test_passages_are_cut_before_the_question(tmp_path):
         assert text.endswith(f"{unit.facts['question']}\nAnswer:") and text.startswith(
             "Passage (T0)"
         )
+        assert "\n\n... [The other passages are left out]\n\nQuestion: " in text
+    assert all("left out" not in TOKENIZER.decode(unit.tokens) for unit in plan(task))
 
 
+@pytest.mark.filterwarnings("ignore:.*left out")
 def test_fewer_examples_are_drawn_and_odd_lines_left_out(tmp_path):
     path = Path(write(tmp_path)) / "nq-open" / "test.jsonl"
-    bad = {**row(7, ["x"]), "ctxs": [{"title": "no text"}]}
-    path.write_text(path.read_text() + "\n" + json.dumps(bad))
+    good = row(7, ["x"])
+    bad = [{**good, "ctxs": [{"title": "no text"}]}, {**good, "answer": None}]
+    bad += [{**good, "answer": [7]}, {**good, "question": 7}, {**good, "ctxs": None}]
+    path.write_text("\n".join([path.read_text(), *map(json.dumps, bad)]))
     task = OpenQa(path=str(tmp_path), tasks=("nq_1",), max_examples=2)
-    with pytest.warns(UserWarning, match=r"test\.jsonl:4 has a passage without a text"):
+    with pytest.warns(UserWarning, match=r"test\.jsonl:4 has a passage without a text") as warned:
         units = plan(task)
     assert len(units) == 2
+    said = " ".join(str(warning.message) for warning in warned)
+    assert all(f"test.jsonl:{line} has" in said for line in range(4, 9))
 
 
 def test_missing_files_are_named(tmp_path):

@@ -17,6 +17,7 @@ from benchmark_support import plan, plan_at
 from lcjax.convert.load import load_tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Unit
 from lcjax.evaluation.tasks.ruler import Ruler
 from lcjax.evaluation.tasks.ruler import task as task_lib
@@ -24,6 +25,7 @@ from lcjax.evaluation.tasks.ruler.niah import DEPTHS
 from lcjax.evaluation.tasks.ruler.summary import over_lengths, tidy
 from lcjax.evaluation.tasks.ruler.task import TASKS, Generators
 from lcjax.evaluation.tasks.ruler.wording import wording
+from lcjax.evaluation.tasks.ruler.words import Essays
 
 # Units of evaluation.md 2.8: upstream's generators with SmolLM2's tokenizer, at 4,096 and 8,192.
 SIZES = {
@@ -181,6 +183,32 @@ def test_needles_stand_at_forty_depths_alike(files):
     assert chi < 62.4, "chi-square of 39 degrees of freedom, one in a hundred"
 
 
+def test_sentences_keep_the_quotes_and_brackets_that_close_them():
+    text = (
+        'He said "Go." (It rained.) \u201cNo!\u201d She left (at 3.) then. "So?\') 4 came. and so'
+    )
+    essays = Essays([text], BYTES)
+    assert essays.sentences == [
+        'He said "Go."', "(It rained.)", "\u201cNo!\u201d", "She left (at 3.) then.", '"So?\')',
+        "4 came. and so",
+    ]  # fmt: skip
+    ids = [token for sentence in essays.first(len(text.split())) for token in sentence]
+    assert BYTES.decode(ids) == " " + text
+
+
+def test_records_name_the_word_list_and_the_rule_for_sentences(files):
+    own, texts = files
+    names = ("niah_single_1", "niah_single_2", "niah_multikey_3", "cwe")
+    units = plan(Ruler(tasks=names, samples=1, **own), 5000, texts=texts)
+    found = [(unit.facts.get("wordlist"), unit.facts.get("splitter")) for unit in units]
+    assert found == [
+        ("words.txt", None),
+        ("words.txt", "lcjax-1"),
+        (None, None),
+        ("words.txt", None),
+    ]
+
+
 def test_words_essays_and_questions_are_read_once_for_all_lengths(files, monkeypatch):
     own, texts = files
     read = []
@@ -308,6 +336,8 @@ def test_the_score_is_the_mean_of_the_tasks_with_groups_and_weighted_means():
     found = task.summarise(records)
     assert found["value"] == pytest.approx(2 / 3) and found["retrieval"] == 1.0
     assert (found["tracing"], found["questions"], found["vt"]) == (0.5, 0.5, 0.5)
+    shares = [1 / 4] * 4 + [1] + [1 / 2] * 2
+    assert task.interval(records) == bootstrap([score for _, score in rows], weights=shares)
     values = (0.966, 0.963, 0.952, 0.932, 0.87, 0.812)  # the paper's row of GPT-4
     cells = [
         {"method": "m", "length": 4096 * 2**i, "value": value} for i, value in enumerate(values)

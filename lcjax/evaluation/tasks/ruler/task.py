@@ -1,5 +1,6 @@
 """RULER as a task of a run: which generators, how many questions, one score over all."""
 
+import collections
 import dataclasses
 import functools
 import random
@@ -20,11 +21,19 @@ from lcjax.evaluation.tasks.ruler.search import Maker, sample
 from lcjax.evaluation.tasks.ruler.summary import GROUPS, over_lengths, tidy
 from lcjax.evaluation.tasks.ruler.tracing import Tracing
 from lcjax.evaluation.tasks.ruler.wording import Wording, wording
-from lcjax.evaluation.tasks.ruler.words import Essays, Words, words
+from lcjax.evaluation.tasks.ruler.words import SPLITTER, Essays, Words, words
 
 TASKS = (*KINDS, "vt", "cwe", "fwe", "qa_1", "qa_2")
 _DATA = {"qa_1": "squad", "qa_2": "hotpotqa"}
 _SHUFFLES = ("random", "fixed")
+
+
+def _draws_words(name: str) -> bool:
+    return name == "cwe" or (name in KINDS and KINDS[name].key == "words")
+
+
+def _hides_in_essays(name: str) -> bool:
+    return name in KINDS and KINDS[name].haystack == "essay"
 
 
 @Task.register_subclass("ruler")
@@ -62,7 +71,7 @@ class Ruler(GenerationTask):
 
     @property
     def needs_data(self) -> bool:
-        return any(name in KINDS and KINDS[name].haystack == "essay" for name in self.chosen)
+        return any(map(_hides_in_essays, self.chosen))
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
@@ -74,14 +83,10 @@ class Ruler(GenerationTask):
             raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
         one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
         wording(self.benchmark, f"{key}.benchmark")
-        if any(self._draws_words(name) for name in self.chosen):
+        if any(map(_draws_words, self.chosen)):
             words(self.words, f"{key}.words")
         for name in _DATA.keys() & set(self.chosen):
             read(getattr(self, _DATA[name]), _DATA[name], f"{key}.{_DATA[name]}")
-
-    @staticmethod
-    def _draws_words(name: str) -> bool:
-        return name == "cwe" or (name in KINDS and KINDS[name].key == "words")
 
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
         source = corpus.once((self, limits), lambda: Generators(self, corpus, limits))
@@ -99,7 +104,7 @@ class Ruler(GenerationTask):
                     "sample": index,
                     "units": used,
                     "shuffles": self.shuffles,
-                    **source.wording.facts,
+                    **source.facts(name),
                     **found.facts,
                 }
                 yield Example(found.segments, found.answers, facts, budget.new_tokens)
@@ -131,6 +136,11 @@ class Ruler(GenerationTask):
         value = float(np.mean(list(scores.values())))  # however many questions each has
         return {"value": value, **counts(records), **groups, **scores}
 
+    def weights(self, records: Sequence[Record]) -> list[float]:
+        """Tasks count alike."""
+        sizes = collections.Counter(record["task"] for record in records)
+        return [1 / sizes[record["task"]] for record in records]
+
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         return over_lengths(cells)
 
@@ -150,6 +160,12 @@ class Generators:
     @functools.cached_property
     def _essays(self) -> Essays:
         return Essays(self._corpus.texts(), self._corpus.tokenizer)
+
+    def facts(self, name: str) -> Record:
+        """For records: whose prompts and words a task has, and what ends its sentences."""
+        found = {"wordlist": self._words.source} if _draws_words(name) else {}
+        found |= {"splitter": SPLITTER} if _hides_in_essays(name) else {}
+        return {**self.wording.facts, **found}
 
     def budget(self, maker: Maker, length: int) -> Budget:
         return self._task.budget(length, self._task.max_new_tokens or maker.new_tokens)

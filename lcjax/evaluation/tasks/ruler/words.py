@@ -1,6 +1,7 @@
 """What RULER draws: words from the user's list or an installed package, numbers, UUIDs, essays."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import random
 import re
@@ -13,7 +14,9 @@ from lcjax.convert.tokenizer import Tokenizer, inside
 from lcjax.errors import InputError
 
 _FILES = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
-_SENTENCE = re.compile(r"(?<=[.!?])[\"')\]\u201d\u2019]*\s+(?=[\"'(\[\u201c\u2018]*[A-Z0-9])")
+SPLITTER = "lcjax-1"  # where sentences end; upstream asks NLTK's punkt
+# Quotes and brackets that close a sentence are part of it.
+_END = re.compile(r"([.!?][\"')\]\u201d\u2019]*) (?=[\"'(\[\u201c\u2018]*[A-Z0-9])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Words:
     adjectives: tuple[str, ...]
     nouns: tuple[str, ...]
     verbs: tuple[str, ...]
-    source: str
+    source: str  # for records
 
     @property
     def all(self) -> list[str]:
@@ -42,7 +45,8 @@ def words(path: str | None, key: str) -> Words:
                 f"{key}=null, and wonderwords is not installed: pip install wonderwords, or name a"
                 " file with one word a line"
             )
-        return _lists(Path(spec.origin).parent / "assets", key, "wonderwords")
+        name = f"wonderwords {importlib.metadata.version('wonderwords')}"
+        return _lists(Path(spec.origin).parent / "assets", key, name)
     root = Path(path)
     if root.is_dir():
         return _lists(root, key, root.name)
@@ -83,7 +87,7 @@ class Essays:
         if not text:
             raise InputError("data: the haystack has no text; name a folder with essays")
         self.tokenizer = tokenizer
-        self.sentences = _SENTENCE.split(text)
+        self.sentences = _END.sub(r"\1\n", text).split("\n")
         self._ids: dict[int, list[int]] = {}
         self._ends = np.cumsum([len(sentence.split(" ")) for sentence in self.sentences])
 
