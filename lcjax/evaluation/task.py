@@ -129,6 +129,10 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         """What a record shares with those that are not independent of it; None: with none."""
         return record.get("document")
 
+    def part(self, record: Record) -> str:
+        """Which of the task's own parts a record is of, where differences are shown by them."""
+        return ""
+
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """95 % interval of `value`, or NaN.
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from lcjax.attention import Pass, Pattern, Places
+from lcjax.attention import Landmark, Pass, Pattern, Places
 from lcjax.errors import InputError
 from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder
-from lcjax.pictures.weights import attention_weights, check_pattern
+from lcjax.pictures.weights import attention_weights
 from lcjax.rope import Rotation
 
 
@@ -81,14 +81,18 @@ def answer_attention(
     """Lets the model write an answer, and notes what each of its tokens was written from.
 
     Args:
-      lm: any model without a memory, under any rotation and pattern whose weights are defined.
+      lm: any model without a memory, under any rotation and any pattern but Landmark.
       prompt: a text, or token ids.
       answer: read instead of written; None: the model writes one.
       layers: counted from 0, from the end when negative; None: first, middle and last.
       max_new_tokens: of the answer.
     """
     config = lm.config
-    check_pattern(config.pattern)
+    if isinstance(config.pattern, Landmark):
+        raise InputError(
+            "model.pattern.type=landmark reads a prompt piece by piece, with tokens of its own in"
+            " it, which this picture does not show; choose another pattern"
+        )
     if config.memory is not None:
         raise InputError("model.memory reads beside the text, which this picture does not show")
     ids = lm.encode(prompt) if isinstance(prompt, str) else list(prompt)

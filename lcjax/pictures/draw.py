@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lcjax.attention import Pattern
+from lcjax.attention import Landmark, Pattern
 from lcjax.errors import InputError
 from lcjax.evaluation.report.plots import GREY, canvas, look, tokens
 from lcjax.lm import LanguageModel
@@ -22,7 +22,8 @@ def mask_picture(
     """Who sees whom under `pattern`: a row a query, a column a key, one panel for equal heads.
 
     The colour is the distance at which the query sees the key; grey where it is seen and the
-    pattern says no distance, white where it is not.
+    pattern says no distance, white where it is not. Under Landmark attention the columns of
+    landmarks are white: their keys weigh the blocks, nothing is read from them.
     """
     seen, distance = mask_of(pattern, length, heads=heads, seed=seed)
     groups: dict[bytes, list[int]] = {}
@@ -46,13 +47,19 @@ def mask_picture(
             which = "" if len(shown) == 1 else f"heads {_ranges(own)}: "
             title = f"{which}{before:.0%} of what lies before is seen"
             axes.set_title(title, fontsize=10, fontweight="normal")
-            axes.set_xlabel("key")
+            axes.set_xlabel(_keys(pattern))
         panels[0].set_ylabel("query")
         figure.suptitle(f"{name}, {tokens(length)} tokens", x=0.02, ha="left", fontweight="bold")
         bar = figure.colorbar(picture, ax=list(panels), shrink=0.8, pad=0.02)
         bar.set_label("distance at which it is seen")
         bar.outline.set_visible(False)
     return Path(path)
+
+
+def _keys(pattern: Pattern) -> str:
+    if isinstance(pattern, Landmark):
+        return f"key (each {pattern.block} end in a landmark, which only weighs them)"
+    return "key"
 
 
 def _ranges(heads: Sequence[int]) -> str:

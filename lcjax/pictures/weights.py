@@ -4,6 +4,8 @@ What attention returns is a weighted sum of values. With values that name their 
 each, the sum is the weights themselves: nothing is computed a second way, so nothing can differ.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +16,6 @@ from lcjax.rope import Rotation
 from pallas_kernels import by_heads
 
 _KEYS = 512  # keys that are named at once
-
-
-def check_pattern(pattern: Pattern) -> None:
-    """Refuses a pattern whose weights depend on tokens that it puts between the others."""
-    if isinstance(pattern, Landmark):
-        raise InputError(
-            "pattern.type=landmark weighs blocks by tokens that it inserts, which a plain text does"
-            " not have; its weights are not drawn, choose another pattern"
-        )
 
 
 def attention_weights(
@@ -44,7 +37,6 @@ def attention_weights(
       places: where they stand, as `lcjax.attention.Pattern.attend` takes them; None: in order.
       queries: only so many of the last ones; None: all.
     """
-    check_pattern(pattern)
     rows, count, heads, _ = q.shape
     length, kv_heads = k.shape[1:3]
     if places is None:
@@ -85,7 +77,8 @@ def mask_of(
 
     `seen` is true where a query gives a key any weight; queries and keys are random where they
     choose. `distance` is float, how far apart the pattern lets both stand; NaN where nothing is
-    seen, or where the queries choose and the pattern lists no pass for it.
+    seen, or where the queries choose and the pattern lists no pass for it. Under Landmark attention
+    every `block`-th token is a landmark, and what one call reads is `chunk` tokens.
     """
     if length < 2:
         raise InputError(f"length={length} must be at least 2")
@@ -94,8 +87,13 @@ def mask_of(
     rotation = Rotation(np.zeros(8, np.float32))  # no position weighs more than another
     at = np.arange(length)[None]
     places = Places(at, at, heads=heads)
-    found = jax.jit(lambda q, k: attention_weights(q, k, pattern=pattern, rotation=rotation))(q, k)
-    seen = np.asarray(found[0]).transpose(1, 0, 2) > 0
+    weigh = jax.jit(functools.partial(attention_weights, pattern=pattern, rotation=rotation))
+    chunk = length if (most := _most_at_once(pattern)) is None else most
+    seen = np.zeros((heads, length, length), bool)
+    for start in range(0, length, chunk):
+        end = min(start + chunk, length)
+        found = weigh(q[:, start:end], k[:, :end])[0]
+        seen[:, start:end, :end] = np.asarray(found).transpose(1, 0, 2) > 0
     moved = places._replace(k_positions=pattern.key_positions(at, places.k_order))
     distance = np.full((heads, length, length), np.nan)
     order = np.arange(length)
@@ -107,5 +105,12 @@ def mask_of(
             visible = np.broadcast_to(part.element(order[:, None], order[None]), apart.shape)
             distance[first : first + count, visible] = apart[visible]
             first += count
+    # What comes from the cache was chosen, and moved close to the query.
+    distance[:, order[:, None] // chunk > order[None] // chunk] = np.nan
     distance[~seen] = np.nan
     return seen, distance
+
+
+def _most_at_once(pattern: Pattern) -> int | None:
+    """The most tokens that one call may read under the pattern; None: any number."""
+    return pattern.chunk if isinstance(pattern, Landmark) else None

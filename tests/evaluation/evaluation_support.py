@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import gc
+import html.parser
 import json
 import math
+import re
 import types
 from pathlib import Path
 
@@ -205,6 +207,21 @@ def config_in(folder) -> EvalConfig:
     )
 
 
+def run_of_three(folder, tasks, *, drawn=True) -> EvalConfig:
+    """A finished run of three methods at two lengths, with its figures where they are `drawn`."""
+    config = dataclasses.replace(config_in(folder), tasks=tasks, lengths=(500, 1000), stride=100)
+    for name, text in texts((1500, 1400, 1300)):
+        Path(folder, "text", f"long_{name}.txt").write_text(text)
+    methods = (*config.methods, Method("a <b> & c", rope=Linear(factor=8.0)))
+    config = dataclasses.replace(config, methods=methods, max_windows=4)
+    draw = Figure.savefig
+    with only_the_run(), pytest.MonkeyPatch.context() as patch:
+        if drawn:
+            patch.setattr(Figure, "savefig", draw)
+        run(config, load=fake(trained=600, bonus=80.0))
+    return config
+
+
 def records(config, label="perplexity_slide_press"):
     with open(f"{config.run.folder}/records/{label}.jsonl") as file:
         return [json.loads(line) for line in file]
@@ -216,3 +233,54 @@ def fake(**settings):
 
 def changed(config, **fields):
     return lambda: run(dataclasses.replace(config, **fields), load=fake())
+
+
+def with_path(folder):
+    """Names a model in the config of a run: what says where its tokenizer is."""
+    file = folder / "config.yaml"
+    file.write_text(re.sub(r"(?m)^  path: null", "  path: somewhere", file.read_text(), count=1))
+
+
+class Page(html.parser.HTMLParser):
+    """Notes names, links and what is open at the end; a tag that closes another one fails."""
+
+    VOID = ("meta", "link", "br", "img", "hr", "path", "use", "image", "rect", "line", "stop")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.links, self.fetched, self.said = [], [], [], [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [v[1:] for k, v in attrs.items() if k == "href" and v.startswith("#")]
+        self.fetched += [
+            v for k, v in attrs.items() if k in ("src", "href", "action") and v[:1] != "#"
+        ]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_data(self, text):
+        self.said += text
+
+
+def check_page(path) -> Page:
+    text = Path(path).read_text(encoding="utf-8")
+    assert "://" not in text and "@import" not in text and "url(h" not in text
+    page = Page(text)
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids)), "two things of one name"
+    assert set(page.links) <= set(page.ids), "a link leads nowhere"
+    assert all(url.startswith("data:") for url in page.fetched)
+    return page

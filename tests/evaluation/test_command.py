@@ -1,54 +1,42 @@
-"""The commands of eval.py on runs of the fake model: pages, comparisons, exports, data."""
+"""The commands of eval.py on runs of the fake model: pages, scores, exports, data."""
 
-import csv
 import dataclasses
-import html.parser
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
-from evaluation_support import ByteTokenizer, config_in, fake, only_the_run, texts
-from matplotlib.figure import Figure
+from evaluation_support import (
+    ByteTokenizer,
+    check_page,
+    fake,
+    only_the_run,
+    run_of_three,
+    with_path,
+)
 
 from lcjax.config import dump
 from lcjax.errors import InputError
 from lcjax.evaluation import (
-    LmEval,
-    LongBench,
     Method,
     Passkey,
     Perplexity,
-    RagLm,
     Ruler,
     finished,
     run,
 )
-from lcjax.evaluation.commands.compare import _paired, compare
 from lcjax.evaluation.commands.export import export
 from lcjax.evaluation.commands.main import main
 from lcjax.evaluation.commands.make_data import make_data
 from lcjax.evaluation.commands.score import score
-from lcjax.rope import Linear
 
 TASKS = (Perplexity(protocol="last_k", last=8), Passkey(depths=2, trials=2))
-DRAW = Figure.savefig
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """A finished run of three methods, with its figures drawn."""
-    folder = tmp_path_factory.mktemp("run")
-    config = dataclasses.replace(config_in(folder), tasks=TASKS, lengths=(500, 1000), stride=100)
-    for name, text in texts((1500, 1400, 1300)):
-        Path(folder, "text", f"long_{name}.txt").write_text(text)
-    methods = (*config.methods, Method("a <b> & c", rope=Linear(factor=8.0)))
-    config = dataclasses.replace(config, methods=methods, max_windows=4)
-    with only_the_run(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", DRAW)
-        run(config, load=fake(trained=600, bonus=80.0))
-    return config
+    return run_of_three(tmp_path_factory.mktemp("run"), TASKS)
 
 
 @pytest.fixture
@@ -61,51 +49,6 @@ def copied(config, tmp_path):
 def undrawn():
     with only_the_run():
         yield
-
-
-class Page(html.parser.HTMLParser):
-    """Notes names, links and what is open at the end; a tag that closes another one fails."""
-
-    VOID = ("meta", "link", "br", "img", "hr", "path", "use", "image", "rect", "line", "stop")
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.ids, self.links, self.fetched, self.said = [], [], [], [], ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.ids += [attrs["id"]] if "id" in attrs else []
-        self.links += [v[1:] for k, v in attrs.items() if k == "href" and v.startswith("#")]
-        self.fetched += [
-            v for k, v in attrs.items() if k in ("src", "href", "action") and v[:1] != "#"
-        ]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_data(self, text):
-        self.said += text
-
-
-def check_page(path) -> Page:
-    text = Path(path).read_text(encoding="utf-8")
-    assert "://" not in text and "@import" not in text and "url(h" not in text
-    page = Page(text)
-    assert page.open == []
-    assert len(page.ids) == len(set(page.ids)), "two things of one name"
-    assert set(page.links) <= set(page.ids), "a link leads nowhere"
-    assert all(url.startswith("data:") for url in page.fetched)
-    return page
 
 
 def test_the_page_of_a_run_stands_alone_and_leads_to_what_went_wrong(config):
@@ -170,7 +113,7 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied
     words = ["--model.path=somewhere", "--tasks.1.match=first_digits"]
     with pytest.raises(InputError, match="model decides what the model was asked"):
         score(copied, None, words, **options)
-    _with_path(copied)
+    with_path(copied)
     for rule, value in (("first_digits", 0.0), ("first_integer", 1.0)):
         out = copied.parent / rule
         report = score(copied, out, [f"--tasks.1.match={rule}"], **options)
@@ -201,103 +144,13 @@ def test_score_refuses_what_changes_the_question(copied, words, message):
 
 
 def test_score_finds_the_records_of_a_task_that_gets_another_name(copied, undrawn):
-    _with_path(copied)
+    with_path(copied)
     report = score(copied, None, ["--tasks.1.name=again"], tokenizer=lambda _: ByteTokenizer())
     assert {cell["task"] for cell in report.cells} == {"perplexity_last_k", "again"}
     out = copied.parent / "first_scored"
     lines = [(f / "records" / n).read_text().count("\n") for f, n in (
         (copied, "passkey.jsonl"), (out, "again.jsonl"))]  # fmt: skip
     assert lines[0] == lines[1] > 0
-
-
-def _with_path(folder):
-    file = folder / "config.yaml"
-    file.write_text(re.sub(r"(?m)^  path: null", "  path: somewhere", file.read_text(), count=1))
-
-
-def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, copied, undrawn):
-    path = copied / "records" / "passkey.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    found = compare([config.run.folder, copied])
-    assert {d["mean"] for d in found.differences if d["row"].startswith("first: ")} == {0.0}
-    path = copied / "records" / "perplexity_last_k.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for record in records:
-        record["nll"] -= 0.5 * record["scored"]
-        record["digest"] = record["digest"] if record["window"] else "another"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    out = copied.parent / "both"
-    assert main(["compare", config.run.folder, str(copied), f"--out={out}"]) == 0
-    with (out / "differences.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["task"] == "perplexity_last_k"]
-    own = [row for row in rows if row["row"] == "first: base"]
-    assert {row["against"] for row in own} == {"out: base"}
-    assert all(float(row["mean"]) == pytest.approx(-0.5) for row in own)
-    windows = {r["window"] for r in records if (r["method"], r["length"]) == ("base", 500)}
-    assert int(own[0]["count"]) == len(windows - {0})  # only where both read the same tokens
-    page = check_page(out / "compare.html")
-    assert "All settings that decide a number are the same" in page.said
-
-
-@pytest.mark.parametrize(
-    ("task", "facts"),
-    [
-        (LmEval(tasks=("a", "b")), {"metric": "acc", "lower": [], "by_size": True}),
-        (LongBench(), {}),
-        (Ruler(), {}),
-        (RagLm(), {"nan": 0, "scored": 1}),
-    ],
-)
-def test_a_paired_difference_is_that_of_the_shown_means(task, facts):
-    """Of two data sets the larger one gains 1, the other nothing; numbers of documents repeat."""
-    rows = [("hotpotqa", n) for n in range(3)] + [("trec", 0)]
-
-    def records(gain):
-        return [
-            {
-                **facts, "window": i, "digest": str(i), "protocol": "p", "document": n,
-                "dataset": name, "task": name, "domain": name,
-                "correct": value, "nll": value,
-            }
-            for i, (name, n) in enumerate(rows)
-            for value in [gain * (name == "hotpotqa")]
-        ]  # fmt: skip
-
-    found = _paired(task, records(0.0), records(1.0))
-    assert found.mean == pytest.approx(0.5) and found.count == 4
-    drawn = len({task.cluster(record) for record in records(0.0)} - {None})
-    assert drawn == (4 if isinstance(task, LmEval) else 3)
-
-
-def test_what_is_judged_by_two_rules_is_compared_in_two_tables(copied, undrawn):
-    _with_path(copied)
-    out = copied.parent / "by_tokens"
-    score(copied, out, ["--tasks.1.match=token_ids"], tokenizer=lambda _: ByteTokenizer())
-    found = compare([copied, out])
-    assert all(
-        f"passkey accuracy ({rule})" in found.text for rule in ("first_integer", "token_ids")
-    )
-    across = [d for d in found.differences if d["row"][:5] != d["against"][:5]]
-    assert {d["task"] for d in across} == {"perplexity_last_k"}
-    assert {cell["task"] for cell in found.cells} == {
-        "perplexity_last_k", "passkey_first_integer", "passkey_token_ids",
-    }  # fmt: skip
-
-
-def test_runs_in_folders_of_one_name_are_compared_in_a_folder_beside_the_first(copied, undrawn):
-    twin = shutil.copytree(copied, copied.parent / "other" / "first")
-    settings = (twin / "run.json").read_text()
-    changes = (('"stride": 100', '"stride": 99'), ('"batch_size": 2', '"batch_size": 7'))
-    for before, after in changes:
-        assert before in settings
-        settings = settings.replace(before, after)
-    (twin / "run.json").write_text(settings)
-    found = compare([copied, twin])
-    said = Page(found.files[0].read_text(encoding="utf-8")).said
-    assert "stride" in said and "batch_size" not in said
-    assert {file.parent for file in found.files} == {
-        copied.parent / f"compare_{copied.parent.name}_first_other_first"
-    }
 
 
 def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
@@ -372,7 +225,8 @@ def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
         (["report", "absent"], "absent holds no run of eval.py"),
         (["report", "absent", "--batch_size=2"], "--batch_size=2: report takes no such option"),
         (["score", "a", "b"], "score takes one run, not 2"),
-        (["compare", "a"], "compare needs at least two runs"),
+        (["compare"], "compare: name the folder of a run"),
+        (["compare", "a"], "a holds no run of eval.py"),
         (["compare", "a", "b", "--out"], "--out has no value"),
         (["make-data", "a"], "a is not understood"),
         (["run", "--batch=1"], "--batch=1 is unknown; did you mean batch_size?"),

@@ -209,16 +209,45 @@ def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("icl", "trained length"),
         ("many_shot_by_shots", "demonstrations"),
         ("open_qa_by_passages", "passages"),
         ("a_by_depth", "scale"),
+        ("a_by_task", "scale"),
     ],
 )
 def test_a_figure_says_what_it_shows(tmp_path, name, words):
     (tmp_path / f"{name}.svg").write_text("<svg></svg>")
     (figure,) = page.figures_of([tmp_path / f"{name}.png"], "a")
     assert words in figure["caption"]
+
+
+def test_figures_over_lengths_say_what_is_drawn(tmp_path):
+    cells = [cell("a", 4096, 5.0), cell("a", 8192, 4.0), cell("a", 16384, 3.0)]
+    said = []
+    for index, own in enumerate((cells, [{**c, "trained": 10} for c in cells], cells[:1])):
+        path = plots.over_lengths(own, METRIC, tmp_path / f"{index}.png")
+        said += [figure["caption"] for figure in page.figures_of([path], "a")]
+    assert said == [
+        "One line a method; the dashed line stands at the trained length.",
+        "One line a method.",
+        "A dot a method, with its 95 % interval where one is known.",
+    ]
+
+
+def test_at_a_single_length_every_method_has_a_row_with_its_interval(tmp_path):
+    ends = {"ci_low": 4.0, "ci_high": 9.0}
+    cells = [cell("a", 8, 6.0, **ends), cell("b", 8, 6.0, **ends), cell("c", 8, 2000.0)]
+    path = plots.over_lengths(cells, METRIC, tmp_path / "a.png")
+    image = pixels(path)[..., :3].astype(int)
+    places = [
+        (np.abs(image - colour).max(-1) < 12).nonzero() for colour in ([0, 114, 178], [213, 94, 0])
+    ]
+    (above, first), (below, second) = places
+    assert above.max() < below.min()  # equal values do not hide each other
+    assert np.ptp(first) == pytest.approx(np.ptp(second), abs=3)
+    assert np.ptp(first) > 0.2 * image.shape[1]
+    text = path.with_suffix(".svg").read_text()
+    assert "at 8 tokens" in text and all(f">{name}</text>" in text for name in "abc")
 
 
 def test_figures_of_all_sizes_are_drawn_to_one_scale(tmp_path):

@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.image import imread
 from tiny_lm import ids, sharper
 
@@ -19,7 +21,7 @@ QUICK = ("self_extend",)
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in sorted(Pattern.get_known_choices())
-    if name not in (*QUICK, "landmark")
+    if name not in QUICK
 ]
 
 
@@ -55,17 +57,14 @@ def test_weights_times_values_are_attention_under_every_pattern(name):
     np.testing.assert_allclose(last, weights[:, -5:], atol=2e-6)
 
 
-def test_weights_of_an_answer_equal_a_softmax_by_hand(lm):
-    prompt, answer = ids(0, 20), "abcd"
-    found = pictures.answer_attention(lm, prompt, answer=answer, layers=(0, -1))
-    assert found.layers == (0, 1) and found.tokens == list(answer) and found.prompt == 20
-    assert found.weights.shape == (2, 4, 4, 23)
-    tokens, params = np.asarray([*prompt, *lm.tokenizer.encode(answer)[:-1]]), lm.params
+def first_layer(lm, tokens):
+    """Attention weights [N, T, T] of the first layer, by a softmax over all keys at once."""
+    params, count = lm.params, len(tokens)
     layer = jax.tree.map(np.asarray, params["layers_0"])
-    x = np.asarray(params["embed"]["embedding"])[tokens]
+    x = np.asarray(params["embed"]["embedding"])[np.asarray(tokens)]
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + lm.config.norm_epsilon)
     x = x * layer["attention_norm"]["scale"]
-    angles = np.arange(23)[:, None] * np.asarray(lm.rotation(24).inv_freq)
+    angles = np.arange(count)[:, None] * np.asarray(lm.rotation(count + 1).inv_freq)
     turn = np.exp(1j * angles)[:, None]  # of channels i and i + H/2 as one complex number
 
     def heads(name):
@@ -75,9 +74,17 @@ def test_weights_of_an_answer_equal_a_softmax_by_hand(lm):
 
     q, k = heads("query"), np.repeat(heads("key"), 2, axis=1)
     logits = np.einsum("qnh,knh->nqk", q, k.conj()).real / np.sqrt(lm.config.head_dim)
-    logits = np.where(np.tri(23, dtype=bool), logits, -np.inf)
+    logits = np.where(np.tri(count, dtype=bool), logits, -np.inf)
     shares = np.exp(logits - logits.max(-1, keepdims=True))
-    expected = (shares / shares.sum(-1, keepdims=True))[:, -4:]
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def test_weights_of_an_answer_equal_a_softmax_by_hand(lm):
+    prompt, answer = ids(0, 20), "abcd"
+    found = pictures.answer_attention(lm, prompt, answer=answer, layers=(0, -1))
+    assert found.layers == (0, 1) and found.tokens == list(answer) and found.prompt == 20
+    assert found.weights.shape == (2, 4, 4, 23)
+    expected = first_layer(lm, [*prompt, *lm.tokenizer.encode(answer)[:-1]])[:, -4:]
     np.testing.assert_allclose(found.weights[0], expected, atol=1e-5)
     assert not np.allclose(found.weights[0], found.weights[1], atol=1e-2)
 
@@ -115,6 +122,42 @@ def test_masks_are_what_their_definitions_say():
     np.testing.assert_array_equal(distance[0][seen[0]], expected[seen[0]])
 
 
+def test_landmarks_are_not_read_and_weigh_the_blocks_before_them(tmp_path):
+    order = np.arange(16)
+    apart, ordinary = order[:, None] - order[None], order % 4 != 3
+    seen, distance = pictures.mask_of(Landmark(block=4, top_k=None), 16)
+    np.testing.assert_array_equal(seen[0], (apart >= 0) & ordinary)
+    np.testing.assert_array_equal(distance[0][seen[0]], apart[seen[0]])
+    # Eight tokens at once; of the two blocks in the cache a query reads the best by its landmark.
+    pattern = Landmark(block=4, top_k=1, train_length=16)
+    seen, distance = pictures.mask_of(pattern, 16, heads=2, seed=3)
+    q, k = 0.1 * np.random.default_rng(3).standard_normal((2, 1, 16, 2, 16)).astype(np.float32)
+    marks = np.einsum("qnh,bnh->nqb", q[0], k[0, 3::4])
+    for head, query in np.ndindex(2, 16):
+        start = query // 8 * 8
+        expected = (order >= start) & (order <= query) & ordinary
+        if start:
+            best = marks[head, query, : start // 4].argmax()
+            expected |= (order // 4 == best) & ordinary
+        np.testing.assert_array_equal(seen[head, query], expected)
+        assert np.isnan(distance[head, query, :start]).all()
+        own = expected & (order >= start)
+        np.testing.assert_array_equal(distance[head, query, own], (query - order)[own])
+    image = imread(pictures.mask_picture(pattern, 16, tmp_path / "a.png", heads=2, seed=3))
+    grey = (np.ptp(image[..., :3], axis=-1) < 0.01) & (abs(image[..., 0] - 0.585) < 0.02)
+    assert grey.sum() > 2000  # what was retrieved
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_the_mask_of_every_pattern_is_drawn(name, tmp_path):
+    kind = Pattern.get_choice_class(name)
+    for index, fields in enumerate(kind.examples):
+        path = pictures.mask_picture(kind(**fields), 48, tmp_path / f"{index}.png", heads=2)
+        image = imread(path)[..., :3]
+        colourful = (np.ptp(image, axis=-1) > 0.1).sum()
+        assert colourful > 10_000 and path.with_suffix(".svg").exists()
+
+
 def test_heads_that_see_different_keys_get_panels_of_their_own(tmp_path):
     pattern = ShiftedSparse(group=8)
     seen, _ = pictures.mask_of(pattern, 32, heads=4)
@@ -132,12 +175,42 @@ def test_pictures_from_the_command_line(tmp_path, capsys):
         assert str(out) in capsys.readouterr().out
 
 
+def test_the_attention_command_draws_what_a_dense_computation_gives(tmp_path, monkeypatch, capsys):
+    drawn, imshow = [], Axes.imshow
+
+    def noted(axes, values, **options):
+        drawn.append((axes, np.asarray(values)))
+        return imshow(axes, values, **options)
+
+    monkeypatch.setattr(Axes, "imshow", noted)
+    out, text = tmp_path / "a.png", tmp_path / "prompt.txt"
+    text.write_text("The key is 7. What is the key?")
+    words = ["--model.preset=tiny", f"--prompt_file={text}", "--answer=abc", "--layers=[0]"]
+    assert command.main(["attention", *words, "--head=1", f"--out={out}"]) == 0
+    said = capsys.readouterr().out
+    assert "answer: 'abc'" in said and str(out) in said
+    lm = LanguageModel.load(ModelSection(preset="tiny"))
+    tokens = [*lm.encode(text.read_text()), *lm.tokenizer.encode("abc")[:-1]]
+    expected = first_layer(lm, tokens)[1, -3:]
+    ((axes, shown),) = drawn
+    np.testing.assert_allclose(shown, expected, atol=1e-5)
+    # In the picture: every cell has the colour of the root of its share of the largest.
+    image = imread(out)[..., :3]
+    inch = image.shape[0] / axes.figure.get_figheight()
+    rows, columns = np.indices(expected.shape)
+    centres = np.stack([columns + 0.5, rows + 0.5], -1).reshape(-1, 2)
+    x, y = (axes.transData.transform(centres) * inch / axes.figure.dpi).T.astype(int)
+    found = image[image.shape[0] - 1 - y, x].reshape(*expected.shape, 3)
+    colours = colormaps["cividis"](np.sqrt(expected / expected.max()))[..., :3]
+    away = columns != len(lm.encode(text.read_text()))  # not beneath the line before the answer
+    np.testing.assert_allclose(found[away], colours[away], atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["masks"], "masks is no picture; did you mean mask?"),
         (["mask", "--length=1"], "length=1 must be at least 2"),
-        (["mask", "--pattern.type=landmark"], "its weights are not drawn"),
         (["attention", "--model.preset=tiny"], "give either --prompt=TEXT or --prompt_file=FILE"),
         (["attention", "--prompt_file=absent.txt"], "prompt_file=absent.txt is no file"),
     ],
@@ -151,8 +224,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
 def test_layers_and_heads_that_are_not_there_are_refused(lm):
     with pytest.raises(InputError, match="layers: 2 is none of the model's 2"):
         pictures.answer_attention(lm, [5, 6], answer="a", layers=(2,))
-    with pytest.raises(InputError, match="landmark weighs blocks"):
-        pictures.weights.check_pattern(Landmark())
+    with pytest.raises(InputError, match="landmark reads a prompt piece by piece"):
+        pictures.answer_attention(lm.with_method(pattern=Landmark(token=3)), [5, 6], answer="a")
     found = pictures.AnswerAttention("a", ["a"], 1, (0,), np.zeros((1, 2, 1, 1)))
     with pytest.raises(InputError, match="head=2 is none of the model's 2"):
         pictures.draw_attention(found, "never.png", head=2)

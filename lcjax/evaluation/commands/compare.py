@@ -1,23 +1,21 @@
-"""Several runs side by side, and what differs between them beyond chance."""
+"""Several runs side by side, or the methods of one, and what differs beyond chance."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lcjax.config.read import near
 from lcjax.errors import InputError
 from lcjax.evaluation.finished import Finished, read
 from lcjax.evaluation.records import binding, by_cell, folder_name
-from lcjax.evaluation.report import cell_of, page, plots
+from lcjax.evaluation.report import cell_of, differences, page, plots
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
-from lcjax.evaluation.statistics import Difference, paired
 from lcjax.evaluation.task import Record, Task
 from lcjax.files import write_whole
 from lcjax.tree import flatten
 
-Pair = tuple[str, str]  # a row, and the one that it is compared with
-_MARKS = {"lower": {-1: "better", 1: "worse"}, "higher": {-1: "worse", 1: "better"}}
+Rows = dict[tuple[str, str], str]  # what the method of a run is called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,23 +28,36 @@ class Comparison:
     text: str
 
 
-def compare(folders: Sequence[str | Path], out: str | Path | None = None) -> Comparison:
+def compare(
+    folders: Sequence[str | Path], out: str | Path | None = None, against: str | None = None
+) -> Comparison:
     """Writes compare.html, compare.md, compare.csv and differences.csv.
 
     Rows are methods, with the name of their run where several have one of that name. Each is
-    compared with the same method of the first run, or, where there is none, with the first row.
-    `out` None is a folder beside the first run, named after all.
+    compared with the row that `against` names; None: with the same method of the first run, or,
+    where there is none, as in a single run, with the first row. `out` None is a folder beside the
+    first run, named after all.
     """
-    if len(folders) < 2:
-        raise InputError("compare needs at least two runs: python eval.py compare RUN RUN")
+    if not folders:
+        raise InputError("compare: name the folder of a run, such as runs/quickstart_eval")
     runs = _named([read(folder) for folder in folders])
-    names = list(runs)
-    if out is None:
-        out = Path(folders[0]).parent / f"compare_{folder_name('_'.join(names))}"
-    out = Path(out)
     rows = _rows(runs)
-    parts = [_part(task, own, rows, out) for task, own in _by_task(runs)]
-    return _write(out, runs, parts)
+    _check(runs, rows, against)
+    if out is None:
+        out = Path(folders[0]).parent / f"compare_{folder_name('_'.join(runs))}"
+    out = Path(out)
+    sections = [_section(task, own, rows, against, out) for task, own in _by_task(runs)]
+    return _write(out, runs, sections)
+
+
+def _check(runs: Mapping[str, Finished], rows: Rows, against: str | None) -> None:
+    labels = list(rows.values())
+    if len(labels) < 2:
+        raise InputError(
+            f"compare: {next(iter(runs))} has one method, {labels[0]}; name a second run"
+        )
+    if against is not None and against not in labels:
+        raise InputError(f"--against={against} is no row; {near(against, labels)}")
 
 
 def _by_task(runs: dict[str, Finished]) -> list[tuple[Task, dict[str, list[Record]]]]:
@@ -73,12 +84,13 @@ def _named(runs: Sequence[Finished]) -> dict[str, Finished]:
     if len(set(names)) < len(names):
         names = ["/".join(run.folder.resolve().parts[-2:]) for run in runs]
     if len(set(names)) < len(names):
-        raise InputError("compare: the same run is named twice; name each once")
+        raise InputError(
+            "compare: the same run is named twice; name each once, or one alone for its methods"
+        )
     return dict(zip(names, runs, strict=True))
 
 
-def _rows(runs: dict[str, Finished]) -> dict[tuple[str, str], str]:
-    """What each (run, method) is called."""
+def _rows(runs: dict[str, Finished]) -> Rows:
     every = [method for run in runs.values() for method in run.order]
     single = all(len(run.order) == 1 for run in runs.values())
     named = {}
@@ -89,132 +101,58 @@ def _rows(runs: dict[str, Finished]) -> dict[tuple[str, str], str]:
     return named
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
+def _section(
+    task: Task, own: dict[str, list[Record]], rows: Rows, against: str | None, out: Path
+) -> page.Section:
     """One task over all runs."""
-
-    task: Task
-    cells: list[Record]
-    differences: list[tuple[Pair, int, Difference]]  # at a length
-    figures: list[Path]
-
-
-def _part(
-    task: Task, own: dict[str, list[Record]], rows: dict[tuple[str, str], str], out: Path
-) -> _Part:
-    groups: dict[tuple[str, str], dict[int, list[Record]]] = {}
+    groups: dict[str, dict[int, list[Record]]] = {}
     cells = []
     by_run = {name: by_cell(records) for name, records in own.items()}
     for (name, method), label in rows.items():
         found = by_run.get(name, {})
         by_length = {n: records for (other, n), records in found.items() if other == method}
         if by_length:
-            groups[name, method] = by_length
+            groups[label] = by_length
             cells += [cell_of(task, label, n, records) for n, records in by_length.items()]
-    differences = _differences(task, groups, rows)
+    bases = _bases({key: label for key, label in rows.items() if label in groups}, against)
+    gaps = differences.between(task, groups, bases)
     figure = plots.over_lengths(cells, task.metric, out / "figures" / f"{task.label}.png")
-    return _Part(task, cells, differences, [figure])
+    return page.Section(task, cells, [], {}, [figure], gaps)
 
 
-def _differences(task: Task, groups, rows) -> list[tuple[Pair, int, Difference]]:
-    first_run, first_row = next(iter(groups))[0], next(iter(groups))
-    found = []
-    for row, by_length in groups.items():
-        base = (first_run, row[1])
-        if row[0] == first_run or base not in groups:
-            base = first_row
-        if row == base:
-            continue
-        for length, records in by_length.items():
-            result = _paired(task, groups[base].get(length, []), records)
-            if result.count:
-                found.append(((rows[row], rows[base]), length, result))
-    return found
+def _bases(rows: Rows, against: str | None) -> dict[str, str]:
+    """The row that each of those of a task is compared with."""
+    (first_run, _), first = next(iter(rows.items()))
+    bases = {}
+    for (run, method), label in rows.items():
+        same = first if run == first_run else rows.get((first_run, method), first)
+        bases[label] = same if against is None else against
+    there = rows.values()
+    return {row: base for row, base in bases.items() if row != base and base in there}
 
 
-def _paired(task: Task, base: Sequence[Record], other: Sequence[Record]) -> Difference:
-    """Over units of which both have read the same tokens under the same protocol.
-
-    They are weighed as in the number of the task, of which the mean is then the difference.
-    """
-    before = {(r["window"], r["digest"], r["protocol"]): r for r in base}
-    pairs = []
-    for record in other:
-        twin = before.get((record["window"], record["digest"], record["protocol"]))
-        values = None if twin is None else (task.example(twin), task.example(record))
-        if values is not None and None not in values:
-            pairs.append((*values, record))
-    weights = task.weights([record for *_, record in pairs])
-    counted = [(*pair, weight) for pair, weight in zip(pairs, weights, strict=True) if weight]
-    a, b, records, weights = zip(*counted, strict=True) if counted else ((), (), (), ())
-    clusters = [task.cluster(record) for record in records]
-    return paired(a, b, weights=weights, clusters=None if None in clusters else clusters)
-
-
-def _write(out: Path, runs: dict[str, Finished], parts: Sequence[_Part]) -> Comparison:
-    cells = [cell for part in parts for cell in part.cells]
-    differences = [
-        {
-            "task": part.task.label,
-            "row": row,
-            "against": base,
-            "length": length,
-            **dataclasses.asdict(found),
-            "mark": found.mark,
-        }
-        for part in parts
-        for (row, base), length, found in part.differences
-    ]
-    text = "\n".join(_text(part) for part in parts)
+def _write(out: Path, runs: dict[str, Finished], sections: Sequence[page.Section]) -> Comparison:
+    cells = [cell for section in sections for cell in section.cells]
+    gaps = [line for s in sections for line in differences.lines(s.task, s.gaps)]
+    text = "\n".join(_text(section) for section in sections)
     files = [out / name for name in ("compare.html", "compare.md", "compare.csv")]
-    write_whole(files[0], page.render("compare", _page(out, runs, parts)))
+    write_whole(files[0], page.render("compare", _page(runs, sections)))
     write_whole(files[1], text)
     write_whole(files[2], to_csv(cells))
-    if differences:
+    if gaps:
         files.append(out / "differences.csv")
-        write_whole(files[-1], to_csv(differences))
-    return Comparison(cells, differences, files, text)
+        write_whole(files[-1], to_csv(gaps))
+    return Comparison(cells, gaps, files, text)
 
 
-def _text(part: _Part) -> str:
-    texts = [
-        f"### {part.task.metric.title}\n",
-        markdown(grid(part.cells, "value", part.task.metric)),
-    ]
-    if part.differences:
-        lengths, rows = _table(part)
-        head = ["row", *(f"{length:,}" for length in lengths)]
-        lines = [
-            [
-                " against ".join(name),
-                *("" if f is None else f"{_number(part.task, f)} ({f.count})" for f in row),
-            ]
-            for name, row in rows.items()
-        ]
-        texts.append(f"{_unit(part.task)}, paired (examples); * p < 0.05, ** p < 0.01:\n")
-        texts.append(markdown([head, *lines]))
-    return "\n".join(texts)
+def _text(section: page.Section) -> str:
+    metric = section.task.metric
+    table = markdown(grid(section.cells, "value", metric))
+    parts = [f"### {metric.title}\n", table, *differences.text(section.task, section.gaps)]
+    return "\n".join(parts)
 
 
-def _table(part: _Part) -> tuple[list[int], dict[Pair, list[Difference | None]]]:
-    lengths = sorted({length for _, length, _ in part.differences})
-    found = {(rows, length): value for rows, length, value in part.differences}
-    names = dict.fromkeys(rows for rows, _, _ in part.differences)
-    return lengths, {name: [found.get((name, n)) for n in lengths] for name in names}
-
-
-def _number(task: Task, found: Difference) -> str:
-    digits = max(task.metric.decimals, 3)
-    return f"{found.mean:+.{digits}f}{found.mark}"
-
-
-def _unit(task: Task) -> str:
-    if task.metric.name == "perplexity":
-        return "Difference in nats a token"
-    return f"Difference in {task.metric.name}"
-
-
-def _page(out: Path, runs: dict[str, Finished], parts: Sequence[_Part]) -> dict[str, Any]:
+def _page(runs: dict[str, Finished], sections: Sequence[page.Section]) -> dict[str, Any]:
     described = [
         {
             "name": name,
@@ -224,40 +162,14 @@ def _page(out: Path, runs: dict[str, Finished], parts: Sequence[_Part]) -> dict[
         for name, run in runs.items()
     ]
     return {
-        "title": " against ".join(runs) if len(runs) == 2 else f"{len(runs)} runs",
+        "title": " against ".join(runs) if len(runs) < 3 else f"{len(runs)} runs",
         "eyebrow": "Comparison",
         "lead": "Differences are taken example by example, over what both rows have answered: a"
         " small one that holds everywhere counts more than a large one by chance.",
         "runs": described,
         "changed": _changed(runs),
-        "tasks": [_shown(part) for part in parts],
+        "tasks": [page.task_part(section) for section in sections],
     }
-
-
-def _shown(part: _Part) -> dict[str, Any]:
-    task = page.task_part(page.Section(part.task, part.cells, [], {}, part.figures))
-    lengths, rows = _table(part) if part.differences else ([], {})
-    side = _MARKS["lower" if part.task.metric.lower_is_better else "higher"]
-    shown = {}
-    for name, row in rows.items():
-        shown[name] = [
-            None
-            if found is None
-            else {
-                "mean": found.mean,
-                "text": _number(part.task, found).replace("-", "−"),
-                "kind": side[int(math.copysign(1, found.mean))] if found.mark else "",
-                "note": _note(found),
-            }
-            for found in row
-        ]
-    return {**task, "differences": {"lengths": lengths, "rows": shown}, "unit": _unit(part.task)}
-
-
-def _note(found: Difference) -> str:
-    if math.isnan(found.low):
-        return f"n = {found.count}"
-    return f"{found.low:+.3f} to {found.high:+.3f}, n = {found.count}".replace("-", "−")
 
 
 def _changed(runs: dict[str, Finished]) -> dict[str, list[str]]:

@@ -25,8 +25,8 @@ python eval.py report RUN [RUN ...] [--export=lm_eval,longbench,ruler]
     RUN/export/FORMAT, which the official scorers read
 python eval.py score RUN [--out=FOLDER] [--tasks.0.KEY=VALUE ...]
     judges the answers again, by other scores of the tasks; default folder: RUN_scored
-python eval.py compare RUN RUN [...] [--out=FOLDER]
-    compare.html: the runs side by side, differences example by example
+python eval.py compare RUN [RUN ...] [--against=ROW] [--out=FOLDER]
+    compare.html: the runs side by side, or the methods of one; differences example by example
 python eval.py make-data --config FILE [--out=FOLDER] [--KEY=VALUE ...]
     the prompts as JSONL with RULER's keys; only the model's tokenizer is read
 python eval.py run --help
@@ -122,9 +122,9 @@ def _score(words: list[str]) -> None:
 
 
 def _compare(words: list[str]) -> None:
-    folders, options, rest = _taken(words, "out")
+    folders, options, rest = _taken(words, "out", "against")
     _refuse(rest, "compare")
-    made = compare(folders, options.get("out"))
+    made = compare(folders, options.get("out"), options.get("against"))
     _said(made.text, made.files)
 
 

@@ -259,6 +259,9 @@ class LmEval(Task):
         """Documents are counted in each data set."""
         return record["dataset"], record["document"]
 
+    def part(self, record: Record) -> str:
+        return record["task"]
+
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         """Methods by tasks at the longest length."""
         longest, found = max(cell["length"] for cell in cells), {}

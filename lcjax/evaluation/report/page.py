@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lcjax.evaluation.report import examples
+from lcjax.evaluation.report import differences, examples
 from lcjax.evaluation.report.examples import anchor
 from lcjax.evaluation.report.page_style import SCRIPT, STYLE
 from lcjax.evaluation.report.page_svg import inline
@@ -27,6 +27,7 @@ class Section:
     records: Sequence[Record]
     aggregates: Mapping[str, Record]
     figures: Sequence[Path]
+    gaps: Sequence[differences.Gap] = ()  # between its rows
 
 
 def write(
@@ -149,6 +150,7 @@ def task_part(section: Section) -> dict[str, Any]:
         "facts": facts,
         "table": _table(section, shown),
         "aggregates": _aggregates(section.aggregates),
+        "differences": differences.shown(task, section.gaps),
         "figures": figures_of(section.figures, anchor(task.label)),
         "examples": shown,
         "bits": len({cell["tokenizer"] for cell in cells}) > 1 and "bits_per_byte" in first,
@@ -200,6 +202,7 @@ _CAPTIONS = {
     " one standard error over documents.",
     "by_depth": "Every panel has the same scale. The dashed line stands behind the last length that"
     " the model was trained for; hatched cells were not measured.",
+    "by_task": "Every panel has the same scale; hatched cells were not measured.",
     "by_shots": "One line a method, at the longest length: the score over the number of"
     " demonstrations.",
     "by_passages": "One line a method, at the longest length: the score over the number of"
@@ -208,7 +211,7 @@ _CAPTIONS = {
     " device (on a CPU: of the process), over all tasks.",
     "perplexity_accuracy": "Each point is a method. r is Pearson's correlation, ρ Spearman's, with"
     " 95 % intervals: with as few methods they are wide, and a high r alone proves little.",
-    "": "One line a method; the dashed line stands at the trained length.",
+    "": "",  # over lengths: by what is drawn
 }
 
 
@@ -219,8 +222,16 @@ def figures_of(paths: Sequence[Path], name: str) -> list[dict[str, str]]:
         svg = inline(path, f"{name}-{index}")
         if svg is not None:
             kind = next(key for key in _CAPTIONS if path.stem.endswith(key))
-            found.append({"svg": svg, "caption": _CAPTIONS[kind]})
+            found.append({"svg": svg, "caption": _CAPTIONS[kind] if kind else _over_lengths(svg)})
     return found
+
+
+def _over_lengths(svg: str) -> str:
+    """The caption of what `plots.over_lengths` has drawn."""
+    if "context length in tokens" not in svg:
+        return "A dot a method, with its 95 % interval where one is known."
+    line = "; the dashed line stands at the trained length" * ("trained length" in svg)
+    return f"One line a method{line}."
 
 
 def costs(cells: Sequence[Record]) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ section { margin-top: 4rem; padding-top: 1.6rem; border-top: 1px solid var(--rul
 .facts code, td code { font-size: .95em; }
 code, pre, .said { font-family: var(--mono); font-size: .8125rem; }
 .scroll { overflow-x: auto; margin: 0 0 .6rem; }
-table { border-collapse: collapse; font-size: .9375rem; min-width: 100%; }
+table { border-collapse: collapse; font-size: .9375rem; min-width: min(100%, 46rem); }
 th, td { padding: .5rem .9rem; text-align: right; vertical-align: baseline; white-space: nowrap; }
 th:first-child, td:first-child { padding-left: .25rem; text-align: left; }
 thead th { font-size: .8125rem; font-weight: 600; color: var(--muted);

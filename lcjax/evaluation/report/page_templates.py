@@ -89,6 +89,30 @@ _PARTS = """\
 {% endif %}
 {% endmacro %}
 
+{% macro paired(differences) %}
+{% if differences.rows %}
+<h3>Paired differences</h3>
+<div class="scroll"><table class="sort"><thead><tr><th scope="col">first against second</th>
+{% for length in differences.lengths %}<th scope="col">{{ length | count }}</th>{% endfor %}
+</tr></thead><tbody>
+{% for name, row in differences.rows.items() %}
+<tr><td>{{ name[0] }}<small>against {{ name[1] }}
+{{- ", " if name[2] }}{{ name[2] }}</small></td>
+{% for found in row %}
+{% if found is none %}<td data-v=""></td>
+{% else %}<td data-v="{{ found.mean }}">
+{%- if found.kind %}<span class="{{ found.kind }}">{{ found.text }}</span>
+{%- else %}{{ found.text }}{% endif %}<small>{{ found.note }}</small></td>
+{% endif %}
+{% endfor %}</tr>
+{% endfor %}
+</tbody></table></div>
+<p class="note">{{ differences.unit }}, over the examples that both rows have answered. Below: the
+95 % interval of a paired bootstrap, and the number of examples.
+* p &lt; 0.05, ** p &lt; 0.01, not corrected for the number of comparisons.</p>
+{% endif %}
+{% endmacro %}
+
 {% macro task_head(task) %}
 <p class="eyebrow">{{ task.label }}</p>
 <h2>{{ task.title }}</h2>
@@ -99,7 +123,7 @@ _PARTS = """\
 
 _RUN = """\
 {% extends "frame" %}
-{% from "parts" import number, grid, drawn, shown, task_head %}
+{% from "parts" import number, grid, drawn, shown, paired, task_head %}
 {% block nav %}
 {% if overview %}<li><a href="#overview">Overview</a></li>{% endif %}
 {% for task in tasks %}<li><a href="#{{ task.anchor }}">{{ task.label }}</a></li>{% endfor %}
@@ -145,6 +169,7 @@ bold, the second of three or more underlined.
 {% endfor %}
 </tbody></table></div>
 {% endif %}
+{{ paired(task.differences) }}
 {{ drawn(task.figures) }}
 {{ shown(task.examples) }}
 </section>
@@ -192,14 +217,14 @@ SVG.</p>
 
 _COMPARE = """\
 {% extends "frame" %}
-{% from "parts" import number, grid, drawn, task_head %}
+{% from "parts" import number, grid, drawn, paired, task_head %}
 {% block nav %}
 <li><a href="#runs">Runs</a></li>
 {% for task in tasks %}<li><a href="#{{ task.anchor }}">{{ task.label }}</a></li>{% endfor %}
 {% endblock %}
 {% block body %}
 <section id="runs">
-<h2>The runs</h2>
+<h2>{{ "The runs" if runs | length > 1 else "The run" }}</h2>
 <div class="scroll"><table><thead><tr><th scope="col">run</th><th scope="col">examples</th>
 <th scope="col">settings' hash</th></tr></thead><tbody>
 {% for run in runs %}
@@ -218,7 +243,8 @@ _COMPARE = """\
 </tr>
 {% endfor %}
 </tbody></table></div>
-{% else %}<p class="note">All settings that decide a number are the same.</p>{% endif %}
+{% elif runs | length > 1 %}
+<p class="note">All settings that decide a number are the same.</p>{% endif %}
 </section>
 {% for task in tasks %}
 <section id="{{ task.anchor }}">
@@ -227,26 +253,7 @@ _COMPARE = """\
 <p class="note">Columns are context lengths in tokens. The best of a column is bold, the second of
 three or more underlined.{% if task.table.intervals %} Below a number: its 95 % interval.{% endif %}
 </p>
-{% if task.differences.rows %}
-<h3>Paired differences</h3>
-<div class="scroll"><table class="sort"><thead><tr><th scope="col">first against second</th>
-{% for length in task.differences.lengths %}<th scope="col">{{ length | count }}</th>{% endfor %}
-</tr></thead><tbody>
-{% for name, row in task.differences.rows.items() %}
-<tr><td>{{ name[0] }}<small>against {{ name[1] }}</small></td>
-{% for found in row %}
-{% if found is none %}<td data-v=""></td>
-{% else %}<td data-v="{{ found.mean }}">
-{%- if found.kind %}<span class="{{ found.kind }}">{{ found.text }}</span>
-{%- else %}{{ found.text }}{% endif %}<small>{{ found.note }}</small></td>
-{% endif %}
-{% endfor %}</tr>
-{% endfor %}
-</tbody></table></div>
-<p class="note">{{ task.unit }}, over the examples that both rows have answered. Below: the 95 %
-interval of a paired bootstrap, and the number of examples.
-* p &lt; 0.05, ** p &lt; 0.01, not corrected for the number of comparisons.</p>
-{% endif %}
+{{ paired(task.differences) }}
 {{ drawn(task.figures) }}
 </section>
 {% endfor %}

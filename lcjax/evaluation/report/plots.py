@@ -56,7 +56,13 @@ def canvas(path: Path, width: float, height: float):
 
 
 def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
-    """One line per method over the lengths, on a log2 axis with token counts as ticks."""
+    """One line per method over the lengths, on a log2 axis with token counts as ticks.
+
+    Of a single length, where lines would be dots upon each other, one row per method.
+    """
+    lengths = sorted({cell["length"] for cell in cells})
+    if len(lengths) == 1:
+        return _at_one_length(cells, metric, path)
     methods = by_method(cells)
     with canvas(path, 8.4, _height(len(methods))) as figure:
         axes = figure.add_subplot()
@@ -66,7 +72,6 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
             y = [_number(cell["value"]) for cell in own]
             axes.plot(x, y, label=method, **look(index), zorder=3)
         axes.set_xscale("log", base=2)
-        lengths = sorted({cell["length"] for cell in cells})
         axes.set_xticks(lengths, [tokens(length) for length in lengths])
         axes.minorticks_off()
         axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
@@ -79,24 +84,46 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     return path
 
 
-def _value_axis(axes, values: Sequence[float], metric: Metric) -> None:
+def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
+    """A dot per method, with a bar over its 95 % interval where one is known."""
+    values = [_number(cell["value"]) for cell in cells]
+    ends = [[_number(cell.get(key)) for key in ("ci_low", "ci_high")] for cell in cells]
+    with canvas(path, 8.4, max(2.4, 0.3 * len(cells) + 1.4)) as figure:
+        axes = figure.add_subplot()
+        for row, (value, interval) in enumerate(zip(values, ends, strict=True)):
+            style = {**look(row), "linestyle": "none"}
+            axes.plot(interval, [row, row], color=style["color"], linewidth=1.6, zorder=2)
+            axes.plot(value, row, **style, zorder=3)
+        axes.set_yticks(range(len(cells)), [cell["method"] for cell in cells])
+        axes.set_ylim(len(cells) - 0.5, -0.5)
+        shown = [end for both, value in zip(ends, values) if value <= metric.dash_above
+                 for end in both]  # fmt: skip
+        _value_axis(axes, [*values, *shown], metric, "x")
+        axes.set_xlabel(metric.name)
+        title = metric.title[0].upper() + metric.title[1:]
+        axes.set_title(f"{title} at {tokens(cells[0]['length'])} tokens")
+    return path
+
+
+def _value_axis(axes, values: Sequence[float], metric: Metric, along: str = "y") -> None:
     """Shares from 0 to 1; losses in log when methods are worlds apart, as far as tables print."""
+    limit, axis = getattr(axes, f"set_{along}lim"), getattr(axes, f"{along}axis")
     finite = [value for value in values if np.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     if not finite or (not metric.lower_is_better and low >= 0 and high <= 1):
-        axes.set_ylim(-0.04, 1.04)
+        limit(-0.04, 1.04)
     elif metric.lower_is_better and low > 0 and high > 8 * low:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        getattr(axes, f"set_{along}scale")("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axis.set_minor_formatter(NullFormatter())
         if high > metric.dash_above:
-            axes.set_ylim(low / 1.3, max(metric.dash_above, 2 * low))
+            limit(low / 1.3, max(metric.dash_above, 2 * low))
     else:
         room = 0.12 * (high - low) or 0.05 * abs(high) or 0.05
-        axes.set_ylim(low - room, high + room)
+        limit(low - room, high + room)
 
 
 def over_counts(
@@ -161,19 +188,29 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
     return path
 
 
-def heat_maps(records: Sequence[Record], title: str, path: Path) -> Path:
-    """Accuracy by length and depth, one panel a method, one colour scale, depth 0 on top."""
+def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "depth") -> Path:
+    """Accuracy by length and depth, one panel a method, one colour scale, depth 0 on top.
+
+    `by` is the field that rows are made of; those of another one stand as they come, with their
+    numbers.
+    """
     methods = by_method(records)
     lengths = sorted({record["length"] for record in records})
-    depths = sorted({record["depth"] for record in records})
+    rows = list(dict.fromkeys(record[by] for record in records))
+    names = rows
+    if by == "depth":
+        rows = sorted(rows)
+        names = [f"{depth:.0%}" for depth in rows]
     columns = 2 if len(methods) == 4 else min(3, len(methods))
-    rows = -(-len(methods) // columns)
-    wide, high = max(2.6, 0.62 * len(lengths) + 1.2), max(2.4, 0.3 * len(depths) + 1.3)
-    with canvas(path, max(5.2, columns * wide + 1), rows * high + 0.5) as figure:
-        panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    lines = -(-len(methods) // columns)
+    wide, high = max(2.6, 0.62 * len(lengths) + 1.2), max(2.4, 0.3 * len(rows) + 1.3)
+    beside = 1 + 0.07 * max(map(len, names))
+    with canvas(path, max(5.2, columns * wide + beside), lines * high + 0.5) as figure:
+        panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
         for axes, (method, own) in zip(panels, methods.items(), strict=False):
-            picture = _panel(axes, own, lengths, depths)
+            picture = _panel(axes, own, lengths, rows, by)
             axes.set_title(method, fontsize=10.5)
+            axes.set_yticks(np.arange(len(rows)) + 0.5, names)
         for axes in panels[len(methods) :]:
             axes.set_visible(False)
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
@@ -181,23 +218,24 @@ def heat_maps(records: Sequence[Record], title: str, path: Path) -> Path:
         crossed = any(lengths[0] <= length < lengths[-1] for length in trained)
         note = " (dashed: trained length)" * crossed
         figure.supxlabel(f"context length in tokens{note}", fontsize=10)
-        figure.supylabel("depth of what is hidden", fontsize=10)
+        if by == "depth":
+            figure.supylabel("depth of what is hidden", fontsize=10)
         bar = figure.colorbar(picture, ax=list(panels), shrink=0.9, pad=0.02)
         bar.outline.set_visible(False)
     return path
 
 
-def _panel(axes, records: Sequence[Record], lengths: list[int], depths: list[float]):
-    sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)))
+def _panel(axes, records: Sequence[Record], lengths: list[int], rows: list, by: str):
+    sums, counts = np.zeros((len(rows), len(lengths))), np.zeros((len(rows), len(lengths)))
     for record in records:
-        cell = depths.index(record["depth"]), lengths.index(record["length"])
+        cell = rows.index(record[by]), lengths.index(record["length"])
         sums[cell] += record["correct"]
         counts[cell] += 1
     share = np.ma.masked_where(counts == 0, sums / np.maximum(counts, 1))
     axes.patch.set(hatch="///", edgecolor="#CCCCCC")  # shows through where nothing was measured
     picture = axes.pcolormesh(
         np.arange(len(lengths) + 1),
-        np.arange(len(depths) + 1),
+        np.arange(len(rows) + 1),
         share,
         cmap="cividis",
         vmin=0,
@@ -205,12 +243,13 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], depths: list[flo
         edgecolors="white",
         linewidth=0.6,
     )
-    axes.set_ylim(len(depths), 0)  # panels share the axis: inverting it twice would undo it
+    if by != "depth":
+        _numbers(axes, share)
+    axes.set_ylim(len(rows), 0)  # panels share the axis: inverting it twice would undo it
     axes.grid(False)
     axes.spines[:].set_visible(False)
     turn = 45 if len(lengths) > 5 else 0
     axes.set_xticks(np.arange(len(lengths)) + 0.5, [tokens(n) for n in lengths], rotation=turn)
-    axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:.0%}" for depth in depths])
     axes.tick_params(length=0)
     trained = records[0]["trained"]
     inside = sum(length <= trained for length in lengths)
@@ -219,6 +258,15 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], depths: list[flo
         axes.axvline(inside, color="white", linewidth=4)
         axes.axvline(inside, color="#D55E00", linewidth=2.4, linestyle=(0, (3, 1.5)))
     return picture
+
+
+def _numbers(axes, share: np.ma.MaskedArray) -> None:
+    """In every cell that was measured; neither ink nor paper, which a dark page exchanges."""
+    for (row, column), value in np.ma.ndenumerate(share):
+        axes.text(
+            column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=8.5,
+            color="#111111" if value > 0.5 else "#FEFEFE",
+        )  # fmt: skip
 
 
 def by_method(items: Sequence[Record]) -> dict[str, list[Record]]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
-from lcjax.evaluation.report import charts, page
+from lcjax.evaluation.report import charts, differences, page
 from lcjax.evaluation.report.tables import aggregated, grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric, Record, Task
 from lcjax.files import write_whole
@@ -77,6 +77,7 @@ def write(
 ) -> Report:
     """Writes summary.json, tables/, figures/ and report.html; methods come in the order given.
 
+    Each is also compared with the first one, over the examples that both have answered.
     `notes` is Markdown that follows the tables. `made` are versions, device and models that
     computed the records; None: those of this process.
     """
@@ -84,6 +85,10 @@ def write(
     files = [file for section, _, saved in sections for file in (*saved, *section.figures)]
     texts = [text for _, text, _ in sections]
     sections = [section for section, _, _ in sections]
+    gaps = [line for s in sections for line in differences.lines(s.task, s.gaps)]
+    if gaps:
+        files.append(folder / "tables" / "differences.csv")
+        write_whole(files[-1], to_csv(gaps))
     if notes:
         files.append(folder / NOTES)
         write_whole(files[-1], notes)
@@ -116,10 +121,15 @@ def _section(
     records = [record for group in groups.values() for record in group]
     cells = [cell_of(task, *key, group) for key, group in groups.items()]
     aggregates = task.aggregates(cells, records)
-    text = _tables(task, cells, aggregates)
+    by_method: dict[str, dict[int, list[Record]]] = {}
+    for (method, length), group in groups.items():
+        by_method.setdefault(method, {})[length] = group
+    first, *others = by_method
+    gaps = differences.between(task, by_method, dict.fromkeys(others, first))
+    text = "\n".join([_tables(task, cells, aggregates), *differences.text(task, gaps)])
     saved = _save_tables(folder / "tables", task, cells, text)
     figures = task.figures(cells, records, folder / "figures")
-    return page.Section(task, cells, records, aggregates, figures), text, saved
+    return page.Section(task, cells, records, aggregates, figures, gaps), text, saved
 
 
 def _entry(section: page.Section) -> Record:

@@ -326,6 +326,28 @@ def test_scores_are_upstreams():
     assert tidy(" a\tb\x07 \n") == "a\nb"
 
 
+def test_the_picture_has_every_task_with_its_number(tmp_path):
+    task = Ruler(tasks=("vt", "cwe", "fwe"))
+    scores = {("vt", 8): [1.0, 0.5], ("cwe", 8): [0.25], ("fwe", 8): [0.0], ("cwe", 16): [0.125]}
+    fixed = {"method": "m", "trained": 16}
+    records = [
+        {**fixed, "task": name, "length": length, "correct": value}
+        for (name, length), values in reversed(scores.items())
+        for value in values
+    ]
+    cells = [{**fixed, "length": length, "value": 0.5} for length in (8, 16)]
+    files = task.figures(cells, records, tmp_path)
+    assert [file.name for file in files] == ["ruler.png", "ruler_by_task.png"]
+    text = files[1].with_suffix(".svg").read_text()
+    said = re.findall(r">([^<>\s]+)</text>", text)
+    assert [word for word in said if word in task.tasks] == ["vt", "cwe", "fwe"]
+    assert [word for word in said if word in ("0.75", "0.25", "0.00", "0.12")] == [
+        "0.75", "0.25", "0.12", "0.00",
+    ]  # fmt: skip
+    single = dataclasses.replace(task, tasks=("vt",))
+    assert [file.name for file in single.figures(cells, records, tmp_path)] == ["ruler.png"]
+
+
 def test_the_score_is_the_mean_of_the_tasks_with_groups_and_weighted_means():
     task = Ruler(tasks=("niah_single_1", "vt", "qa_1"), words=None)
     rows = [("niah_single_1", 1.0)] * 4 + [("vt", 0.5)] + [("qa_1", 0.0), ("qa_1", 1.0)]

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example, GenerationTask, counts
 from lcjax.evaluation.prompt import Budget, Layout
+from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.tasks.ruler.aggregation import CommonWords, FrequentWords
 from lcjax.evaluation.tasks.ruler.niah import KINDS, Needles
@@ -143,6 +145,17 @@ class Ruler(GenerationTask):
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         return over_lengths(cells)
+
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        """Also every task's score by length."""
+        files = super().figures(cells, records, folder)
+        if len(self.chosen) == 1:
+            return files
+        own = sorted(records, key=lambda record: self.chosen.index(record["task"]))
+        path = folder / f"{self.label}_by_task.png"
+        return [*files, plots.heat_maps(own, "RULER by task", path, by="task")]
 
 
 class Generators:
