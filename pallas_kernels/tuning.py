@@ -1,7 +1,7 @@
 """Which NVIDIA GPU a program is for, and the block sizes of its kernels.
 
 No figure here is a timing. Tiles were chosen by what the compilers say of them without a GPU
-(`benchmarks/gpu_compile.py`): no spilled register, tensor cores, shared memory within the limit.
+(`benchmarks/gpu/compile.py`): no spilled register, tensor cores, shared memory within the limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """GPU kernels lowered for CUDA without a GPU, and compiled where the plugin's wheels are there."""
 
-import importlib
 import importlib.util
 import subprocess
 import sys
@@ -40,7 +39,7 @@ MASKS = [
     documents([0, 11, 30]), keys_in(range(0, 60, 7)), random_blocks(16, [[0, 1], [], [2, 0]]),
     ~window(9) | prefix(4),
 ]  # fmt: skip
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_compile.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -147,13 +146,14 @@ def test_every_atom_lowers(mask):
 
 @pytest.mark.parametrize("folder", ["cuda_nvcc", "cu13"])
 def test_the_assembler_of_either_cuda_is_found(folder, tmp_path, monkeypatch):
+    from benchmarks.gpu.compile import toolkit
+
     assembler = tmp_path / "nvidia" / folder / "bin" / "ptxas"
     assembler.parent.mkdir(parents=True)
     assembler.touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    assert importlib.import_module("gpu_compile").toolkit() == tmp_path / "nvidia" / folder
+    assert toolkit() == tmp_path / "nvidia" / folder
 
 
 def test_compiled_kernels_use_no_more_than_the_table_says():
@@ -162,7 +162,7 @@ def test_compiled_kernels_use_no_more_than_the_table_says():
     ):
         pytest.skip("the CUDA plugin is not installed: pip install jax-cuda12-plugin[with-cuda]")
     found = subprocess.run(
-        [sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=3600,
-        cwd=SCRIPT.parents[1],
+        [sys.executable, "-m", "benchmarks.gpu.compile", "--check"],
+        capture_output=True, text=True, timeout=3600, cwd=ROOT,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]

@@ -1,26 +1,21 @@
-"""What is to be run on a GPU runs here: `benchmarks/gpu_attention.py` and `gpu_check.py`."""
+"""What is to be run on a GPU runs here: `benchmarks.gpu.attention` and `benchmarks.gpu.check`."""
 
 import json
+import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from benchmarks.gpu import attention, check, report, sides
+from benchmarks.gpu.runs import JaxRun
+from benchmarks.gpu.workers import ROOT, supervise
+from benchmarks.gpu.workloads import workloads
 from pallas_kernels import by_heads
 from pallas_kernels.backends import BACKENDS, Backend
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import gpu_attention  # noqa: E402
-import gpu_check  # noqa: E402
-import gpu_report  # noqa: E402
-from gpu_workers import supervise  # noqa: E402
-from gpu_workloads import workloads  # noqa: E402
 
 SMALL = {w.name: w for w in workloads(unit=8) if (w.heads, w.size) == (2, 32)}
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -53,16 +48,14 @@ def test_counted_pairs_are_those_that_are_visible(w):
 @EVERY
 def test_torch_masks_and_block_masks_say_the_same(w):
     torch = pytest.importorskip("torch")
-    import gpu_sides
-
     if w.landmark:
-        with pytest.raises(gpu_sides.Absent, match="no FlexAttention mask"):
-            gpu_sides.mask_mod(w, "cpu")
+        with pytest.raises(sides.Absent, match="no FlexAttention mask"):
+            sides.mask_mod(w, "cpu")
         return
-    seen, mod = visible(w), gpu_sides.mask_mod(w, "cpu")
+    seen, mod = visible(w), sides.mask_mod(w, "cpu")
     h, q, k = (torch.arange(n) for n in (w.heads, w.t, w.s))
     found = torch.broadcast_to(mod(0, h[:, None, None], q[:, None], k), seen.shape).numpy()
-    blocks = gpu_sides.block_mask(w, "cpu").to_dense()[0].numpy().astype(bool)
+    blocks = sides.block_mask(w, "cpu").to_dense()[0].numpy().astype(bool)
     listed = blocks.repeat(w.block, 1).repeat(w.block, 2)
     np.testing.assert_array_equal(found & listed, seen)
 
@@ -70,7 +63,7 @@ def test_torch_masks_and_block_masks_say_the_same(w):
 def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
     options = ["--cpu", "--only", "a causal, 32 x 32, 2/2 heads of 16", "--seconds", "0"]
     options += ["--sides", "lcjax|^jax|tokamax", "--passes", "fwd", "bwd"]
-    assert gpu_attention.main([*options, "--out", str(tmp_path)]) == 0
+    assert attention.main([*options, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
@@ -113,31 +106,31 @@ def wrong(monkeypatch):
 def test_wrong_results_are_called_wrong(wrong, tmp_path, capsys):
     options = ["--cpu", "--only", "a causal, 32 x 32, 2/2 heads of 16", "--seconds", "0"]
     options += ["--sides", "lcjax", "--passes", "fwd", "--out", str(tmp_path)]
-    assert gpu_attention.main(options) == 1
+    assert attention.main(options) == 1
     assert " WRONG |" in capsys.readouterr().out
 
 
 def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):
     only = ["--cpu", "--only", "small, float32: causal, odd"]
-    assert gpu_check.main([*only, "--backends", "xla"]) == 0
+    assert check.main([*only, "--backends", "xla"]) == 0
     assert "ok   xla" in capsys.readouterr().out
-    assert gpu_check.main([*only, "--backends", "wrong"]) == 1
+    assert check.main([*only, "--backends", "wrong"]) == 1
     assert "FAIL wrong" in capsys.readouterr().out
 
 
 def test_a_run_that_checks_first_says_what_failed(tmp_path, monkeypatch, capsys):
-    log = gpu_check.Log(["some"])
+    log = check.Log(["some"])
     log.take(row={"backend": "some", "case": "this one", "status": "FAIL", "why": "it is wrong"})
-    monkeypatch.setattr(gpu_check, "run", lambda args, options: log)
+    monkeypatch.setattr(check, "run", lambda args, options: log)
     options = ["--cpu", "--check", "--only", "nothing has this name", "--out", str(tmp_path)]
-    assert gpu_attention.main(options) == 1
+    assert attention.main(options) == 1
     report = capsys.readouterr().out
     assert "FAIL some       this one: it is wrong; some: 0 ok, 0 skip, 1 FAIL" in report
 
 
 def test_the_check_fails_where_nothing_could_run(capsys):
     only = ["--cpu", "--only", "small, float32: causal, odd"]
-    assert gpu_check.main([*only, "--backends", "mosaic_gpu"]) == 1
+    assert check.main([*only, "--backends", "mosaic_gpu"]) == 1
     assert "skip mosaic_gpu" in capsys.readouterr().out
 
 
@@ -145,7 +138,7 @@ def test_every_result_is_written_over_nan():
     import attention_oracle as oracle
 
     case = oracle.Case(batch=1, t=9, s=9, heads=1, kv_heads=1, size=8, v_size=8)
-    run, poisons = gpu_check.poisoned(oracle.program(case, "xla"), oracle.inputs(case))
+    run, poisons = check.poisoned(oracle.program(case, "xla"), oracle.inputs(case))
     results = run()
     assert poisons == sum(x.nbytes for x in results.values())
     assert all(np.isfinite(x).all() for x in results.values())
@@ -160,14 +153,12 @@ class Broken:
 
 @pytest.mark.parametrize("when", ["traced", "compiled"])
 def test_a_side_without_a_backward_pass_is_timed_forward(when):
-    from gpu_runs import JaxRun
-
     w = next(iter(SMALL.values()))
-    attention = w.attention("xla")
+    call = w.attention("xla")
     if when == "traced":
-        attention = jax.custom_vjp(attention)
-        attention.defvjp(lambda *x: (attention(*x), None), lambda *_: 1 / 0)
-    run = JaxRun(attention, w, w.arrays(), ("fwd", "bwd"), 1.0)
+        call = jax.custom_vjp(call)
+        call.defvjp(lambda *x: (call(*x), None), lambda *_: 1 / 0)
+    run = JaxRun(call, w, w.arrays(), ("fwd", "bwd"), 1.0)
     if when == "compiled":
         run.lowered |= {"check": Broken(), "bwd": Broken()}
     for name in reversed(list(run.lowered)):
@@ -180,8 +171,7 @@ def test_a_side_without_a_backward_pass_is_timed_forward(when):
 
 CHILD = """
 import sys, time
-sys.path.insert(0, sys.argv[1])
-from gpu_workers import emit, jobs_of_child
+from benchmarks.gpu.workers import emit, jobs_of_child
 for job in jobs_of_child():
     emit(job=job["name"])
     for step in ("good", "dies", "waits"):
@@ -198,7 +188,7 @@ for job in jobs_of_child():
 
 
 def test_steps_that_die_or_hang_are_left_out_and_the_rest_is_done():
-    command = [sys.executable, "-c", CHILD, str(BENCHMARKS)]
+    command = [sys.executable, "-c", CHILD]
     jobs = [{"name": name} for name in "abc"]
     deadline = time.monotonic() + 30
     events = list(supervise(command, jobs, deadline=deadline, patience=2.0))
@@ -213,10 +203,50 @@ def test_steps_that_die_or_hang_are_left_out_and_the_rest_is_done():
 
 
 def test_jobs_that_time_leaves_no_room_for_are_named():
-    command = [sys.executable, "-c", CHILD, str(BENCHMARKS)]
+    command = [sys.executable, "-c", CHILD]
     jobs = [{"name": "a", "skip": ["dies"]}, {"name": "b"}]
     *_, last = supervise(command, jobs, deadline=time.monotonic() + 1.5, patience=50.0)
     assert last == {"left": ["a", "b"]}
+
+
+def test_the_check_runs_in_processes_of_its_own_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    only = ["--only", "small, float32: causal, odd", "--backends", "xla", "--processes", "1"]
+    assert check.main(only) == 0
+    assert "xla: 1 ok, 0 skip, 0 FAIL" in capsys.readouterr().out
+
+
+EVERYTHING = """
+import importlib, pkgutil, sys
+sys.modules |= dict.fromkeys(sys.argv[1:])  # None: importing it is an error
+import benchmarks.gpu
+for module in pkgutil.iter_modules(benchmarks.gpu.__path__):
+    importlib.import_module(f"benchmarks.gpu.{module.name}")
+benchmarks.gpu.check.cases(0)
+"""
+
+
+def test_it_is_imported_where_nothing_but_jax_and_numpy_is_installed():
+    absent = ["lcjax", "flax", "optax", "orbax", "grain", "draccus", "seqio", "jaxtyping", "torch"]
+    absent += ["transformers", "tokenizers", "matplotlib", "pyarrow", "yaml", "tqdm", "hypothesis"]
+    command = [sys.executable, "-c", EVERYTHING, *absent]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("attention.py", "--cpu", "--minutes", "0", "--out", "."), "workloads were not reached"),
+        (("check.py", "--cpu", "--minutes", "0"), "cases were not reached"),
+        (("compile.py", "--help"), "usage: compile.py"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else "",
+)
+def test_its_files_can_be_run_as_such(words, said, tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "gpu" / words[0], *words[1:]]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert said in found.stdout, found.stderr
 
 
 def test_targets_are_judged_by_their_levels():
@@ -228,7 +258,7 @@ def test_targets_are_judged_by_their_levels():
             "kept_bytes": 410, "peak_bytes": 920, "array_bytes": 100,
         } | more  # fmt: skip
 
-    causal = gpu_report.CAUSAL + "128"
+    causal = report.CAUSAL + "128"
     rows = [
         row(causal, "fwd", "lcjax triton", 2.0, 400.0),
         row(causal, "fwd", "lcjax mosaic_gpu", 1.0, 630.0),
@@ -239,9 +269,9 @@ def test_targets_are_judged_by_their_levels():
     for share, ms in ((1.0, 8.0), (0.125, 1.25), (0.05, 0.44)):
         name, more = f"f blocks {100 * share:g} %", {"visited_share": share, "density": share}
         rows.append(row(name, "fwd", "lcjax triton", ms, 1.0, shape="16k x 16k", **more))
-    rows = gpu_report.with_ratios(rows)
+    rows = report.with_ratios(rows)
     assert rows[1]["speed_to"] == {"jax.nn cudnn": pytest.approx(0.9)}
-    lines = gpu_report.targets(rows, {"static_ms": 15.0, "traced_share": 0.04}).splitlines()[2:]
+    lines = report.targets(rows, {"static_ms": 15.0, "traced_share": 0.04}).splitlines()[2:]
     met = {x.split(" | ")[0].strip("| "): x.split(" | ")[-1].strip(" |") for x in lines}
     assert met["forward causal 16k, heads of 128"] == "good"  # not excellent: 0.90 of cuDNN
     assert met["backward causal 16k, heads of 128"] == "?"  # its results are wrong
@@ -254,7 +284,7 @@ def test_targets_are_judged_by_their_levels():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode, bfloat16: window", "Landmark: tiny", "documents, two"])
 def test_every_kind_of_case_is_checked(name, capsys):
-    assert gpu_check.main(["--cpu", "--only", name]) == 0
+    assert check.main(["--cpu", "--only", name]) == 0
     assert "xla 0 ok" not in capsys.readouterr().out
 
 
@@ -265,7 +295,7 @@ def test_interpreted_kernels_and_torch_take_part(tmp_path, monkeypatch):
     options = ["--cpu", "--interpret", "--only", "causal, 32 x 32, 2/2 heads of 16"]
     options += ["--seconds", "0", "--sides", "lcjax|torch", "--out", str(tmp_path)]
     try:
-        assert gpu_attention.main(options) == 0
+        assert attention.main(options) == 0
     finally:
         jax.clear_caches()
     (file,) = tmp_path.glob("*.json")

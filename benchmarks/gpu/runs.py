@@ -7,9 +7,10 @@ import time
 
 import jax
 import jax.numpy as jnp
-from gpu_sides import Absent
-from gpu_timing import chain_length, chained, poison, timed
 from jax import lax
+
+from benchmarks.gpu.sides import Absent
+from benchmarks.gpu.timing import chain_length, chained, poison, timed
 
 PASSES = ("fwd", "bwd", "both")
 

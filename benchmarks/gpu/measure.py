@@ -1,4 +1,4 @@
-"""The worker of `gpu_attention.py`: all rows of one workload after another."""
+"""The worker of `attention.py`: all rows of one workload after another."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 
-import gpu_sides
 import jax
 import jax.numpy as jnp
-from gpu_runs import JaxRun, TorchRun, errors, same_bits, told
-from gpu_sides import Absent
-from gpu_timing import GUESS, ceilings, rotated, summary
-from gpu_workloads import UNIT, oracle, workloads
 
+from benchmarks.gpu import sides
+from benchmarks.gpu.runs import JaxRun, TorchRun, errors, same_bits, told
+from benchmarks.gpu.sides import Absent
+from benchmarks.gpu.timing import GUESS, ceilings, rotated, summary
+from benchmarks.gpu.workloads import UNIT, oracle, workloads
 from pallas_kernels.tables import from_mask
 
 PACKAGES = ("jax", "jaxlib", "torch", "triton", "tokamax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
@@ -55,7 +55,7 @@ def describe() -> dict:
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
     """Does the jobs in this process; "ceilings" first, then workloads by name."""
     if args.interpret:
-        gpu_sides.interpret_triton()
+        sides.interpret_triton()
     by_name = {w.name: w for w in chosen(args)}
     for i, job in enumerate(jobs):
         if time.monotonic() > deadline:
@@ -98,14 +98,14 @@ def measure(w, args, job: dict, emit) -> None:
 def begin(w, arrays, args, job: dict, emit) -> dict:
     """The sides that have something to compile for the workload, compiled; rows for the others."""
     runs, reasons = {}, {}
-    for side, library in gpu_sides.names().items():
+    for side, library in sides.names().items():
         if not re.search(args.sides, side):
             continue
         emit(step=side)
         with told(reasons, side):
             if side in job.get("skip", ()):
                 raise Absent("it has crashed the process or hung, here or twice before")
-            guess, attention = guess_of(side, w, args), gpu_sides.attention(side, w)
+            guess, attention = guess_of(side, w, args), sides.attention(side, w)
             make = JaxRun if library == "jax" else TorchRun
             runs[side] = make(attention, w, arrays, args.passes, guess)
         if side in reasons:
@@ -123,7 +123,7 @@ def guess_of(side: str, w, args) -> float:
     """Operations per second to expect, or a reason not to try."""
     if args.cpu:
         return 1.0
-    if side != gpu_sides.OURS + "xla":
+    if side != sides.OURS + "xla":
         return GUESS
     if w.flops("fwd")[1] > LONGEST_XLA:
         raise Absent(f"blockwise XLA on a GPU is left out above {LONGEST_XLA:.0e} FLOP")

@@ -1,10 +1,10 @@
-"""What `gpu_attention.py` found, as Markdown: a table, ratios, and which targets are met."""
+"""What `attention.py` found, as Markdown: a table, ratios, and which targets are met."""
 
 from __future__ import annotations
 
 import math
 
-from gpu_sides import OURS
+from benchmarks.gpu.sides import OURS
 
 WRONG = 0.02  # relative error, of bfloat16 results of at most 0.01
 FULL_WINDOW_RATE = 450e12  # FLOP/s: tokamax' backward pass on an H100, which visits all blocks

@@ -1,4 +1,4 @@
-"""What `gpu_attention.py` times: masks, shapes, what they cost and what is right for them.
+"""What `attention.py` times: masks, shapes, what they cost and what is right for them.
 
 Groups: a dense and causal, b windows, c windows with sinks, d masks per head, e packed documents,
 f random blocks, g cross-attention, h Landmark's grouped softmax, i two calls merged and one.

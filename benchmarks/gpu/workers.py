@@ -19,7 +19,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 MARK = "@event "
 
 
@@ -33,19 +35,20 @@ def jobs_of_child() -> list[dict]:
 
 
 def supervise(
-    command: list[str], jobs: list[dict], *, deadline: float, patience: float, env=None
+    command: list[str], jobs: list[dict], *, deadline: float, patience: float
 ) -> Iterator[dict]:
     """Events of children that do the jobs, [{"name": ..., "skip": [...]}], one after the other.
 
-    Where a child dies, or says nothing for `patience` seconds, {"lost": job, "step": step, "why":
-    text} is an event; another child does the job again with the step in its `skip`, or goes on
-    after it where there was no step. A step lost in two jobs is left out of all others. At
-    `deadline` (`time.monotonic`) the child is ended; {"left": names} were not finished.
+    The command is run in the repository's root. Where a child dies, or says nothing for `patience`
+    seconds, {"lost": job, "step": step, "why": text} is an event; another child does the job again
+    with the step in its `skip`, or goes on after it where there was no step. A step lost in two
+    jobs is left out of all others. At `deadline` (`time.monotonic`) the child is ended;
+    {"left": names} were not finished.
     """
     jobs, lost = [{"skip": []} | job for job in jobs], []
     while jobs and time.monotonic() < deadline:
         at, step, ended = None, None, None
-        for event in _events(command, jobs, deadline, patience, env):
+        for event in _events(command, jobs, deadline, patience):
             at, step = event.get("job", at), event.get("step", None if "job" in event else step)
             if "done" in event:
                 jobs = [job for job in jobs if job["name"] != event["done"]]
@@ -77,10 +80,15 @@ def _without(jobs: list[dict], name: str, step: str | None) -> list[dict]:
     return found
 
 
-def _events(command, jobs, deadline, patience, env) -> Iterator[dict]:
+def _events(command, jobs, deadline, patience) -> Iterator[dict]:
     """Of one child; the last one is {"ended": why}."""
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, errors="replace"
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        errors="replace",
     )
     lines: queue.Queue = queue.Queue()
 

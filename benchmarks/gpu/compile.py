@@ -1,14 +1,14 @@
 """Compiles the GPU kernels for NVIDIA GPUs on a machine without one, and says what they use.
 
     pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # or cuda13; jax's own version
-    python benchmarks/gpu_compile.py [--update | --check] [--all] [--only "d_keys h200"]
+    python -m benchmarks.gpu.compile [--update | --check] [--all] [--only "d_keys h200"]
 
 One row per kernel, GPU, head size, dtype and kind of call: registers of a thread, bytes that it
 spills, shared memory, tensor core instructions in the program text (wgmma on Hopper, else mma), and
 the seconds of one core that compiling took, with what a traced table needs beside the kernel.
 Kernels of Mosaic GPU have the word `mosaic` in front; the registers are what their threads start
 with, before the warpgroups that compute take those of the one that copies.
-`--update` writes the rows to gpu_compile.json; `--check` compares them with it: no spills, shared
+`--update` writes the rows to compile.json; `--check` compares them with it: no spills, shared
 memory and registers no more than there, tensor cores used. Nothing runs, so nothing here says how
 fast a kernel is.
 """
@@ -26,6 +26,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+if not __package__:  # run as a file: imports start at the root, not at its folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import jax
 from jax.experimental import topologies
 
@@ -34,10 +37,9 @@ from pallas_kernels.backends import LandmarkOperands, LandmarkSpec, Operands, Sp
 from pallas_kernels.biases import Alibi
 
 HERE = Path(__file__).resolve().parent
-TABLE = HERE / "gpu_compile.json"
-DUMP = Path(tempfile.mkdtemp(prefix="gpu_compile_"))
-
-
+TABLE = HERE / "compile.json"
+SCRATCH = tempfile.TemporaryDirectory(prefix="gpu_compile_")
+DUMP = Path(SCRATCH.name)
 GPUS = {  # file of targets/: name of the device, architecture of ptxas
     "h200": ("NVIDIA H200", "sm_90a"),
     "a100": ("NVIDIA A100-SXM4-80GB", "sm_80"),
@@ -239,7 +241,7 @@ def main() -> int:
         table |= {name: found} if args.update else {}
         if args.update:
             TABLE.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
-    shutil.rmtree(DUMP)
+    SCRATCH.cleanup()
     print("\n".join(worse))
     return len(worse)
 

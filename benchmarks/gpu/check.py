@@ -1,6 +1,6 @@
 """Every GPU implementation against the tests' float64 formulas, on the GPU that is here.
 
-    python benchmarks/gpu_check.py --minutes 4 [--backends triton mosaic_gpu] [--only "words"]
+    python -m benchmarks.gpu.check --minutes 4 [--backends triton mosaic_gpu] [--only "words"]
 
 The cases of tests/pallas_kernels (masks, tables, documents, biases, sinks, shared key heads, odd
 sizes, cotangents of the log-sum-exp), and larger ones of several tiles, in bfloat16, float16 and
@@ -25,8 +25,10 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT), str(ROOT / "tests" / "pallas_kernels")]
+ROOT = Path(__file__).resolve().parents[2]
+if not __package__:  # run as a file: imports start at the root, not at its folder
+    sys.path[0] = str(ROOT)
+sys.path.insert(0, str(ROOT / "tests" / "pallas_kernels"))
 LANDMARK, DECODE = "Landmark: ", "decode, "  # how names of their cases begin
 WATCHED = 60.0  # seconds without a word after which a process counts as hanging
 
@@ -90,7 +92,8 @@ def poisoned(program, inputs):
     """
     import jax
     import jax.numpy as jnp
-    from gpu_timing import poison
+
+    from benchmarks.gpu.timing import poison
 
     shapes = jax.eval_shape(program, *inputs)
     over = jax.jit(lambda trash, *x: program(*x), donate_argnums=0, keep_unused=True)
@@ -106,7 +109,7 @@ def poisoned(program, inputs):
 
 def check(name: str, case, backend: str) -> tuple[str, str]:
     """("ok", "skip" or "FAIL", why) of one case."""
-    from gpu_runs import told
+    from benchmarks.gpu.runs import told
 
     found = {}
     with told(found, name):
@@ -153,7 +156,8 @@ def _check_landmark(case, backend: str) -> tuple[str, str]:
     import jax
     import landmark_oracle as oracle
     import numpy as np
-    from gpu_timing import poison
+
+    from benchmarks.gpu.timing import poison
 
     q, k, v = case.arrays()[:3]
     found = []
@@ -176,7 +180,7 @@ def _same(found: list, said: str) -> tuple[str, str]:
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
     """Checks jobs "backend | case" in this process."""
     if args.interpret:
-        from gpu_sides import interpret_triton
+        from benchmarks.gpu.sides import interpret_triton
 
         interpret_triton()
     known = cases(args.seed)
@@ -190,7 +194,7 @@ def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
         emit(row={"backend": backend, "case": name, "status": status, "why": why})
         emit(done=job["name"])
         if status == "FAIL":
-            from gpu_measure import alive
+            from benchmarks.gpu.measure import alive
 
             alive()
 
@@ -206,7 +210,7 @@ def shards(args, names: list[str]) -> list[list[dict]]:
 
 
 def supervised(jobs: list[dict], args, command: list[str], deadline: float, take) -> None:
-    from gpu_workers import supervise
+    from benchmarks.gpu.workers import supervise
 
     for event in supervise(command, jobs, deadline=deadline, patience=WATCHED):
         if "lost" in event:
@@ -270,7 +274,7 @@ def main(argv=None) -> int:
     args = arguments(argv)
     if args.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    from gpu_workers import emit, jobs_of_child
+    from benchmarks.gpu.workers import emit, jobs_of_child
 
     if args.worker:
         work(jobs_of_child(), args, emit)
@@ -290,7 +294,8 @@ def run(args, options: list[str]) -> Log:
     if args.cpu:
         work([job for shard in jobs for job in shard], args, log.take, deadline)
         return log
-    command = [sys.executable, __file__, *options, "--seed", str(args.seed), "--worker"]
+    command = [sys.executable, "-m", "benchmarks.gpu.check", *options]
+    command += ["--seed", str(args.seed), "--worker"]
     with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
         of = functools.partial(supervised, args=args, command=command, deadline=deadline)
         list(pool.map(lambda x: of(x, take=log.take), jobs))

@@ -1,4 +1,4 @@
-"""Who takes part in `gpu_attention.py`: our implementations by name, and other libraries.
+"""Who takes part in `attention.py`: our implementations by name, and other libraries.
 
 Every entry makes, for a workload, a function of q, k, v; `Absent` says why there is none. Arrays
 are [B, T, N, H] in JAX and [B, N, T, H] in torch.

@@ -2,14 +2,14 @@
 
 Two commands, from the repository's root, with jax for CUDA (torch and tokamax are peers, if there):
 
-    python benchmarks/gpu_check.py --minutes 3       # are the results right?
-    python benchmarks/gpu_attention.py --minutes 6   # how fast are they?
+    python -m benchmarks.gpu.check --minutes 3       # are the results right?
+    python -m benchmarks.gpu.attention --minutes 6   # how fast are they?
 
-or both in one, in 9 minutes: `gpu_attention.py --check --minutes 9`. Without a GPU `--cpu` runs all
+or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a GPU `--cpu` runs all
 of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
 
 Workloads are taken by importance until the time is up (`--group a` to `i` chooses, see
-gpu_workloads.py). All sides of a workload are compiled, compared with a dense float32 oracle, run
+workloads.py). All sides of a workload are compiled, compared with a dense float32 oracle, run
 twice for equal bits, and then timed in turns, every round in another order, as medians of chains of
 dependent calls. Who cannot run a workload has a row that says why. A kernel that crashes the
 process or hangs is left out of that workload, and of all of them the second time.
@@ -33,8 +33,9 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # the repository itself, installed or not
 WATCHED = 75.0  # seconds without a word after which the process counts as hanging
+if not __package__:  # run as a file: imports start at the root, not at its folder
+    sys.path[0] = str(HERE.parents[1])
 
 
 def arguments(argv=None):
@@ -46,7 +47,7 @@ def arguments(argv=None):
     parser.add_argument("--sides", default="", help="a regular expression that a side must match")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--seconds", type=float, default=0.8, help="of timing, per pass")
-    parser.add_argument("--check", action="store_true", help="gpu_check.py first, in 2/5 of it")
+    parser.add_argument("--check", action="store_true", help="check.py first, in 2/5 of it")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes, without a GPU")
     parser.add_argument("--interpret", action="store_true", help="Triton kernels on a CPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -83,7 +84,7 @@ class Report:
         self.found["rows"] = rows
 
     def rows(self) -> list[dict]:
-        from gpu_report import with_ratios
+        from benchmarks.gpu.report import with_ratios
 
         peak = self.found.get("ceilings", {}).get("matmul")
         shares = [
@@ -95,8 +96,8 @@ class Report:
 
     def wrong(self) -> int:
         """1 where results of ours are not those of the oracle, or not the same twice."""
-        from gpu_report import is_right
-        from gpu_sides import OURS
+        from benchmarks.gpu.report import is_right
+        from benchmarks.gpu.sides import OURS
 
         ours = [r for r in self.found["rows"] if r.get("ms") and r["side"].startswith(OURS)]
         return int(not all(map(is_right, ours)))
@@ -116,7 +117,7 @@ class Report:
 
     def write(self) -> str:
         """Writes both files; returns the short report."""
-        import gpu_report as report
+        from benchmarks.gpu import report
 
         rows, about = self.rows(), self.found.get("about", {})
         device = re.sub(r"\W+", "_", about.get("device", "unknown")).strip("_")
@@ -154,24 +155,25 @@ def main(argv=None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    from gpu_measure import chosen, work
-    from gpu_workers import emit, jobs_of_child, supervise
+    from benchmarks.gpu.measure import chosen, work
+    from benchmarks.gpu.workers import emit, jobs_of_child, supervise
 
     if args.worker:
         work(jobs_of_child(), args, emit)
         return 0
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
     if args.check:
-        import gpu_check
+        from benchmarks.gpu import check
 
         options = ["--minutes", str(0.4 * args.minutes), *["--cpu"] * args.cpu]
-        log = gpu_check.run(gpu_check.arguments(options), options)
+        log = check.run(check.arguments(options), options)
         failed, report.found["check"] = log.failed(), log.lines()
     jobs = [{"name": x} for x in ("ceilings", *(w.name for w in chosen(args)))]
     if args.cpu:
         work(jobs, args, report.take, deadline)
     else:
-        command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv), "--worker"]
+        options = sys.argv[1:] if argv is None else argv
+        command = [sys.executable, "-m", "benchmarks.gpu.attention", *options, "--worker"]
         for event in supervise(command, jobs, deadline=deadline - 3, patience=WATCHED):
             report.take(**event)
     print(report.write())

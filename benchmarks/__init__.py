@@ -1,0 +1,1 @@
+"""Measurements of this repository: scripts, and `benchmarks.gpu`, a package of several."""
