@@ -20,7 +20,7 @@ from lcjax.errors import InputError
 from lcjax.inference import generate as generation
 from lcjax.inference.contexts import Contexts, Row, ask, context_chunk_size, cut, passages, search
 from lcjax.inference.contexts import encode as encode_chunks
-from lcjax.inference.continuations import Continuation, by_cache, by_rows
+from lcjax.inference.continuations import Continuation, by_rows, scored
 from lcjax.inference.generate import Piece
 from lcjax.inference.landmark_nll import landmark_nll
 from lcjax.inference.mixture import Mixture
@@ -293,9 +293,10 @@ class LanguageModel:
             more = {"context": context}
             nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
             return by_rows(nll, stream, prompts, continuations)
-        return by_cache(
+        memory = self._memory(context, prompts)
+        return scored(
             self.model, self.params, prompts, continuations, rotation=self.rotation,
-            memory=self._memory(context, prompts), prefix=prefix,
+            follows_length=self.follows_length, memory=memory, prefix=prefix,
         )  # fmt: skip
 
     def generate(

@@ -2,7 +2,8 @@
 
 A prompt goes into the cache once, and each of its continuations is read after it, as generation
 reads a prompt and then writes: of a question with four answers a quarter of the work is left. Where
-all continuations are single tokens, the prompt's own logits say everything.
+all continuations are single tokens, the prompt's own logits say everything. A prompt with only one
+continuation is one text with it.
 """
 
 import functools
@@ -18,7 +19,7 @@ from lcjax.errors import InputError
 from lcjax.inference.generate import Piece, Rotations, read_on, read_prompts
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling
-from lcjax.inference.shapes import prefill_chunk_size
+from lcjax.inference.shapes import bucketed, prefill_chunk_size
 from lcjax.loss import over_chunks
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded
@@ -51,6 +52,34 @@ def check(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]) -> Non
         raise InputError("continuations: each prompt needs at least one, and each a token")
 
 
+def scored(
+    model: Decoder,
+    params: dict,
+    prompts: Sequence[Ids],
+    continuations: Sequence[Sequence[Ids]],
+    *,
+    rotation: Callable[[int], Rotation],
+    follows_length: bool,
+    memory: Encoded | None = None,
+    prefix: Prefix | None = None,
+) -> list[list[Continuation]]:
+    """What `model` says of the continuations of each prompt, read in the cheaper way.
+
+    Arguments as of `by_cache`; `follows_length` says whether a rotation is that of each row.
+    """
+    check(prompts, continuations)
+    longest = _longest_text(prompts, continuations)
+    model.config.check_length(longest)
+    one = prefix is None and all(len(row) == 1 for row in continuations)
+    fixed = model.config.pattern.any_order and not follows_length
+    if one and fixed and longest <= prefill_chunk_size(None):
+        turned = rotation(longest)
+        return at_once(model, params, prompts, continuations, rotation=turned, memory=memory)
+    return by_cache(
+        model, params, prompts, continuations, rotation=rotation, memory=memory, prefix=prefix
+    )
+
+
 def by_cache(
     model: Decoder,
     params: dict,
@@ -66,10 +95,8 @@ def by_cache(
     A prompt's rotation is that of its length with its longest continuation. Programs are compiled
     for a few sizes of prompts and of continuations.
     """
-    check(prompts, continuations)
     longest = np.array([max(map(len, row)) for row in continuations])
     count, filler = len(prompts), padding_rows(model.mesh, len(prompts))
-    model.config.check_length(int((longest + list(map(len, prompts))).max()) - 1)
     prompts = [*prompts, *[prompts[0]] * filler]
     rounds = _rounds([*continuations, *[continuations[0]] * filler])
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -91,6 +118,64 @@ def by_cache(
         ]
         for row in range(count)
     ]
+
+
+def at_once(
+    model: Decoder,
+    params: dict,
+    prompts: Sequence[Ids],
+    continuations: Sequence[Sequence[Ids]],
+    *,
+    rotation: Rotation,
+    memory: Encoded | None = None,
+) -> list[list[Continuation]]:
+    """As `by_cache`, of one continuation for each prompt, which is read with it as one text.
+
+    For patterns under which no token depends on what follows it.
+    """
+    count, filler = len(prompts), padding_rows(model.mesh, len(prompts))
+    pairs = [(prompt, row[0]) for prompt, row in zip(prompts, continuations, strict=True)]
+    pairs += [pairs[0]] * filler
+    longest, most = _longest_text(prompts, continuations), max(len(ids) for _, ids in pairs)
+    wide = bucketed(longest)
+    if model.config.position == "learned":
+        wide = min(wide, max(model.config.max_length, longest))
+    most = bucketed(most, least=8)
+    tokens, targets = (np.zeros((len(pairs), size), np.int32) for size in (wide, most))
+    for row, (prompt, ids) in enumerate(pairs):
+        tokens[row, : len(prompt) + len(ids) - 1] = [*prompt, *ids[:-1]]
+        targets[row, : len(ids)] = ids
+    begins = np.array([len(prompt) for prompt, _ in pairs])[:, None]
+    places = np.minimum(begins - 1 + np.arange(most), wide - 1)
+    scored = _read_texts(model, params, tokens, places, targets, rotation, memory)
+    nll, best = (distributed.gather(x) for x in scored)
+    return [
+        [Continuation(nll[row, : len(ids)], bool(best[row, : len(ids)].all()))]
+        for row, (_, ids) in enumerate(pairs[:count])
+    ]
+
+
+def _longest_text(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]) -> int:
+    """Tokens that are read of the longest prompt with a continuation: the last is predicted."""
+    pairs = zip(prompts, continuations, strict=True)
+    return max(len(prompt) + max(map(len, row)) - 1 for prompt, row in pairs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read_texts(model, params, tokens, places, targets, rotation, memory):
+    """`_scored` of `targets` [B, m] behind the tokens at `places` [B, m] of texts [B, T]."""
+    tokens = keep_rows(tokens, model.mesh)
+    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation, memory=memory)
+    hidden = jnp.take_along_axis(hidden, places[..., None], 1)
+    return _projected(model, params, hidden, targets)
+
+
+def _projected(model, params, hidden, targets):
+    def score(hidden, projection, targets):
+        return _scored(projection(hidden), targets)
+
+    projection, targets = head(params, model.config), keep_rows(targets, model.mesh)
+    return over_chunks(score, hidden, projection, targets)
 
 
 def _read_round(follow, logits, cache, lengths, ids, sizes, chunk: int) -> list[np.ndarray]:
@@ -142,12 +227,7 @@ def _follow(model, params, cache, tokens, targets, segments, positions, rotation
     The one given stays as it is, for the next continuation.
     """
     hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation, memory)
-
-    def score(hidden, projection, targets):
-        return _scored(projection(hidden), targets)
-
-    projection, targets = head(params, model.config), keep_rows(targets, model.mesh)
-    return over_chunks(score, hidden, projection, targets), cache
+    return _projected(model, params, hidden, targets), cache
 
 
 def by_rows(

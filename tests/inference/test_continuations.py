@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tiny_lm import ids, sharper
 
-from lcjax.attention import Landmark, SelfExtend, Streaming
+from lcjax.attention import Causal, Landmark, SelfExtend, Sliding, Streaming
 from lcjax.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.inference.continuations import by_cache
+from lcjax.inference import continuations as module
 from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.replug import Replug
@@ -48,6 +48,23 @@ def assert_same(found, wanted, atol=2e-4):
 def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
     lm = lm.with_method(length=512)
     assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Sliding(window=40)], ids=["causal", "sliding"])
+def test_one_continuation_of_each_prompt_is_read_with_it_as_by_a_cache(pattern, monkeypatch):
+    lm = sharper(LanguageModel.load(ModelSection(preset="tiny", pattern=pattern)))
+    options = [row[:1] for row in OPTIONS]
+    own = next(lm.stream(PROMPTS[1:2], Sampling(max_new_tokens=1))).ids
+    options[1] = [[*own]]
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "at_once", None)  # not called
+        patched.setattr(module, "prefill_chunk_size", lambda wanted: 64)
+        wanted = lm.continuations(PROMPTS, options)
+    monkeypatch.setattr(module, "by_cache", None)
+    found = lm.continuations(PROMPTS, options)
+    assert_same(found, by_whole_texts(lm, PROMPTS, options))
+    assert_same(found, [[one.nll for one in row] for row in wanted])
+    assert [[one.greedy for one in row] for row in found] == [[False], [True], [False]]
 
 
 def test_long_prompts_and_continuations_are_read_in_chunks(lm, monkeypatch):
@@ -110,7 +127,7 @@ def test_the_longest_row_is_what_a_table_of_positions_must_hold():
         config = types.SimpleNamespace(check_length=lambda n: (asked.append(n), 1 / 0))
         model = types.SimpleNamespace(config=config, mesh=None)
         with pytest.raises(ZeroDivisionError):
-            by_cache(model, {}, prompts, options, rotation=None)
+            module.scored(model, {}, prompts, options, rotation=None, follows_length=False)
         return asked
 
     # The last token is only predicted.
