@@ -15,11 +15,11 @@ import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+
+import processes
 
 CASES = {
     "prefill_1024": 1024,
@@ -43,36 +43,18 @@ def main() -> None:
         print(json.dumps(measure(side, case, folder)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        export(f"{folder}/model")
         folder = f"{folder}/model"
+        processes.export(folder)
         results = {(case, side): [] for case in arguments.cases for side in ("lcjax", "torch")}
         for case in arguments.cases:
             for round_ in range(arguments.rounds):
                 order = ("lcjax", "torch") if round_ % 2 == 0 else ("torch", "lcjax")
                 for side in order:
-                    results[case, side].append(spawn(side, case, folder))
-                    print(f"{case} {side}: {results[case, side][-1]}", file=sys.stderr)
+                    words = __file__, "--worker", side, case, folder
+                    found = processes.measured(*words, **processes.CPU)
+                    results[case, side].append(found)
+                    print(f"{case} {side}: {found}", file=sys.stderr)
     report(arguments.cases, results)
-
-
-def export(folder: str) -> None:
-    """The checkpoint that both sides read, as a Hugging Face folder."""
-    script = (
-        "from lcjax import convert; import sys;"
-        "convert.save_hf(sys.argv[1], *convert.load('smollm2-135m-instruct'))"
-    )
-    subprocess.run([sys.executable, "-c", script, folder], check=True, env=environment())
-
-
-def environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[1])
-    return os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-
-
-def spawn(side: str, case: str, folder: str) -> dict:
-    command = [sys.executable, __file__, "--worker", side, case, folder]
-    done = subprocess.run(command, check=True, env=environment(), stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(side: str, case: str, folder: str) -> dict:

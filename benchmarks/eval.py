@@ -23,7 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
+
+import processes
 
 SIDES = ("lcjax", "transformers")
 CASES = ("choices", "words", "texts", "writing")
@@ -42,33 +45,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(Path(folder))
-        _python(["-c", EXPORT, f"{folder}/model"])
+        processes.export(f"{folder}/model")
         found: dict = {}
         for case in arguments.cases:
             for side in SIDES:
-                words = [__file__, "--cases", case, "--worker", side, folder]
-                found[case, side] = json.loads(_python(words).splitlines()[-1])
+                words = __file__, "--cases", case, "--worker", side, folder
+                found[case, side] = processes.measured(*words, **processes.CPU)
                 print(f"{case} {side}: {found[case, side]['seconds']:.1f} s", file=sys.stderr)
     report(arguments.cases, found)
-
-
-EXPORT = (
-    "from lcjax import convert; import sys;"
-    "convert.save_hf(sys.argv[1], *convert.load('smollm2-135m-instruct'))"
-)
-
-
-def _python(words: list[str]) -> str:
-    root = str(Path(__file__).resolve().parents[1])
-    own = {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        check=True,
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return done.stdout
 
 
 def write_tasks(folder: Path) -> None:
@@ -174,7 +158,8 @@ def _transformers(folder: str):
 
 def report(cases: list[str], found: dict) -> None:
     """A table in Markdown, and how far the answers agree."""
-    versions = _python(["-c", VERSIONS]).strip()
+    packages = ("jax", "torch", "transformers", "lm_eval")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {versions}\n")
     print("| case | tokens | lcjax tokens/s | transformers tokens/s | ratio | same answers |")
     print("|---|---:|---:|---:|---:|---|")
@@ -187,12 +172,6 @@ def report(cases: list[str], found: dict) -> None:
         )
     warm = {side: sum(found[case, side]["warm_up"] for case in cases) for side in SIDES}
     print("\nwarm-up:", ", ".join(f"{side} {seconds:.0f} s" for side, seconds in warm.items()))
-
-
-VERSIONS = (
-    "import importlib.metadata as m;"
-    "print(', '.join(f'{n} {m.version(n)}' for n in ('jax', 'torch', 'transformers', 'lm_eval')))"
-)
 
 
 def _agreement(ours: list, theirs: list) -> str:

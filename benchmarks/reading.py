@@ -6,13 +6,12 @@ are random: they change no time.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+import processes
 
 NEW_TOKENS = 16
 RUNS, ENOUGH = 3, 40.0  # runs that are timed, unless they have taken so many seconds before
@@ -112,11 +111,7 @@ def read_and_write(config, length: int, *, chunk: int | None, projected: bool = 
 
 def spawn(script: str, *worker: str) -> dict:
     """What `script` prints last when it is called again with `--worker` and these words."""
-    root = str(Path(script).resolve().parents[1])
-    command = [sys.executable, script, *sys.argv[1:], "--worker", *worker]
-    environment = os.environ | {"PYTHONPATH": root}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+    return processes.measured(script, *sys.argv[1:], "--worker", *worker)
 
 
 FULL = "full attention"

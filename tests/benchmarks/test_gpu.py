@@ -241,7 +241,7 @@ def test_it_is_imported_where_nothing_but_jax_and_numpy_is_installed():
         (("check.py", "--cpu", "--minutes", "0"), "cases were not reached"),
         (("compile.py", "--help"), "usage: compile.py"),
     ],
-    ids=lambda x: x[0] if isinstance(x, tuple) else "",
+    ids=["attention", "check", "compile"],
 )
 def test_its_files_can_be_run_as_such(words, said, tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "gpu" / words[0], *words[1:]]

@@ -1,0 +1,32 @@
+"""Runs measurements in processes of their own, whose peak memory is theirs alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+EXPORT = (
+    "from lcjax import convert; import sys;"
+    "convert.save_hf(sys.argv[1], *convert.load('smollm2-135m-instruct'))"
+)
+
+
+def python(*words: str, **environment: str) -> str:
+    """What Python prints that is called with these words and has this repository to import."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, *words]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return done.stdout
+
+
+def measured(*words: str, **environment: str) -> dict:
+    """The JSON that Python prints last when it is called with these words."""
+    return json.loads(python(*words, **environment).splitlines()[-1])
+
+
+def export(folder: str) -> None:
+    """Writes SmolLM2-135M-Instruct as a Hugging Face folder."""
+    python("-c", EXPORT, folder, **CPU)
