@@ -272,7 +272,9 @@ def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memo
     memory = estimate.training_memory(recipe, abstract_step.model_of(recipe), mesh).total
     # Where most weights are frozen a compiler saves more than is counted.
     most = 1.25 if recipe.train.rules() == ("all",) else 1.3
-    assert 0.75 < memory / 1e9 / float(needed) < most
+    # Of windows that are read one after another a compiler keeps more than is counted.
+    least = 0.6 if recipe.model.memory is not None and recipe.data.chunks.learned else 0.75
+    assert least < memory / 1e9 / float(needed) < most
 
 
 def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_its_memory():
