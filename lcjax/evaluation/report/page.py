@@ -194,7 +194,8 @@ def _aggregates(found: Mapping[str, Record]) -> dict[str, Any] | None:
     if not found:
         return None
     heads, rows = aggregated(found)
-    return {"heads": heads, "rows": rows}
+    title = "At the longest length" if "length" in heads else "Over all lengths"
+    return {"title": title, "heads": heads, "rows": rows}
 
 
 _CAPTIONS = {

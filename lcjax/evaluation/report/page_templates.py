@@ -160,7 +160,7 @@ bold, the second of three or more underlined.
 {% if task.bits %}Tokenizers differ: compare bits per byte, in <code>summary.json</code>.{% endif %}
 </p>
 {% if task.aggregates %}
-<h3>Over all lengths</h3>
+<h3>{{ task.aggregates.title }}</h3>
 <div class="scroll"><table class="sort"><thead><tr><th scope="col">method</th>
 {% for head in task.aggregates.heads %}<th scope="col">{{ head | replace("_", " ") }}</th>
 {% endfor %}</tr></thead><tbody>

@@ -312,6 +312,9 @@ def _mark_trained(axes, trained: set[int], limits: tuple[float, float]) -> None:
                 va="top",
                 fontsize=8.5,
                 color=GREY,
+                # Lines pass behind it.
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+                zorder=4,
             )
 
 

@@ -313,3 +313,14 @@ def test_the_fake_has_the_losses_that_the_references_use():
     tokens = np.array([[0, 5, 9, 2]])
     losses = model.nll(tokens, first=1, lengths=[4])
     assert losses[0, 2] == TABLE[5, 9] + 2.0 / 2 == token_loss([0, 5], 9)
+
+
+def test_the_interval_is_unknown_for_one_document_and_infinite_where_the_loss_is():
+    def records(*losses):
+        fixed = {"nan": 0, "scored": 1, "weight": 1.0}
+        return [{**fixed, "nll": loss, "document": n} for n, loss in enumerate(losses)]
+
+    task = Perplexity(protocol="slide_press")
+    assert all(math.isnan(end) for end in task.interval(records(2.0)))
+    assert task.interval(records(800.0, 800.0)) == (math.inf, math.inf)
+    assert task.interval(records(2.0, 2.0)) == pytest.approx((math.e**2, math.e**2))
