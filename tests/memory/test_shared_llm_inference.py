@@ -175,7 +175,7 @@ def test_a_function_chooses_where_no_policy_does(asking):
     found = asking.with_method(memory=chosen).encode_contexts([chunk])
     options = {"method": "encode", "path": np.zeros((1, 1, 2), bool)}
     tokens, there = np.array([[chunk]]), np.ones((1, 1, 32), bool)
-    wanted = asking._model.apply({"params": asking.params}, tokens, there, **options)
+    wanted = asking.model.apply({"params": asking.params}, tokens, there, **options)
     count = int(wanted.mask.sum())
     for own, other in zip(found.encoded.layers, wanted.layers, strict=True):
         for x, y in zip(own, other, strict=True):
