@@ -246,7 +246,9 @@ class Perplexity(Task):
             weights=[record["weight"] for record in records],
             clusters=[record["document"] for record in records],
         )
-        return tuple(math.inf if end >= 700 else self._rules.base**end for end in (low, high))
+        if math.isnan(low):
+            return math.nan, math.nan
+        return tuple(self._rules.base**end if end < 700 else math.inf for end in (low, high))
 
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path
