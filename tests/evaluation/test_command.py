@@ -243,8 +243,7 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
     ("task", "facts"),
     [
         (LmEval(tasks=("a", "b")), {"metric": "acc", "lower": [], "by_size": True}),
-        (LongBench(), {}),
-        (Ruler(), {}),
+        *((task, {}) for task in (LongBench(), Ruler())),
         (RagLm(), {"nan": 0, "scored": 1}),
     ],
 )
