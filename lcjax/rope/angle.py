@@ -21,7 +21,7 @@ RADIANS = 2 * math.pi / PARTS  # in one of them
 def angles(
     positions: Num[Array, "B T"], inv_freq: Float[Array, " R//2"] | Float[Array, "B R//2"]
 ) -> Float[Array, "B T R//2"]:
-    """positions * inv_freq without whole turns, float32: within 4e-7 of it up to |position| 2^31.
+    """positions * inv_freq without whole turns, float32: within 6e-7 of it up to |position| 2^31.
 
     Differentiable in both; positions may be fractions, of which float32 has fewer the larger they
     are.
