@@ -103,6 +103,7 @@ def prepare():
     if (folder := toolkit()) is not None:
         flags += f" --xla_gpu_cuda_data_dir={folder}"
     os.environ["XLA_FLAGS"] = flags
+    os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # of a complaint's stack: a second each time
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)  # it complains where there is no nvdisasm
 
 
