@@ -195,7 +195,8 @@ def test_a_context_takes_memory_with_its_own_tokens_and_with_those_that_read_it(
     assert once - activations(None) > twice - once  # the text keeps its queries of the context
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_activations_are_about_what_the_compiler_reserves(remat):
     config = preset("tiny").replace(num_layers=4, remat=remat)
     model = Decoder(config)

@@ -36,6 +36,7 @@ def test_perplexities_within_the_trained_length_are_the_known_ones(lm, longest):
         assert np.exp(nll[1:length].mean()) == pytest.approx(EXPECTED[length], rel=5e-3)
 
 
+@pytest.mark.slow
 def test_greedy_chat_continues_sensibly(lm):
     answer = lm.chat("What is the capital of France?", Sampling(max_new_tokens=8))
     assert "Paris" in answer

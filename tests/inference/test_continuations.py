@@ -50,7 +50,11 @@ def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
     assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))
 
 
-@pytest.mark.parametrize("pattern", [Causal(), Sliding(window=40)], ids=["causal", "sliding"])
+@pytest.mark.parametrize(
+    "pattern",
+    [Causal(), pytest.param(Sliding(window=40), marks=pytest.mark.slow)],
+    ids=["causal", "sliding"],
+)
 def test_one_continuation_of_each_prompt_is_read_with_it_as_by_a_cache(pattern, monkeypatch):
     lm = sharper(LanguageModel.load(ModelSection(preset="tiny", pattern=pattern)))
     options = [row[:1] for row in OPTIONS]

@@ -141,6 +141,7 @@ def test_another_question_encodes_only_what_was_not_there(asking, encoded):
     assert 2 in seen, "some chunks changed below their first level only"
 
 
+@pytest.mark.slow
 def test_new_questions_need_few_programs_and_then_none(asking):
     programs = context_store._encode, context_store._choose, contexts._ask
     found = asking.encode_contexts([ids(8, 32 * 8)], query=[ids(1, 9)])
@@ -204,6 +205,7 @@ def test_contexts_are_read_as_they_were_encoded_or_refused(asking):
         asking.search_contexts(found, [ids(1, 9)])
 
 
+@pytest.mark.slow
 def test_what_is_added_with_a_new_question_searches_all_for_it(asking):
     first = asking.encode_contexts([ids(4, 64)], query=[ids(1, 9)])
     both = asking.encode_contexts([ids(5, 64)], after=first, query=[ids(2, 9)])

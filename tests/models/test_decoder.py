@@ -20,10 +20,10 @@ from lcjax.models import (
     head,
     preset,
     stack_layers,
+    stacking,
     unstack_layers,
     unstack_layers_in_place,
 )
-from lcjax.models import decoder as decoder_lib
 from lcjax.rope import NTK, Default, Linear, Yarn
 from lcjax.sharding import Mesh, make_mesh, param_shardings
 from lcjax.tree import split
@@ -165,14 +165,14 @@ def test_separating_layers_in_place_never_holds_a_second_copy(monkeypatch):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
     others = sum(leaf.nbytes for leaf in jax.live_arrays()) - size
-    alive, split = [], decoder_lib._parts
+    alive, split = [], stacking._parts
 
     def watched(leaf):
         parts = split(leaf)
         alive.append(sum(leaf.nbytes for leaf in jax.live_arrays()) - others)
         return parts
 
-    monkeypatch.setattr(decoder_lib, "_parts", watched)
+    monkeypatch.setattr(stacking, "_parts", watched)
     assert unstack_layers_in_place(params, config) is None
     assert size < max(alive) <= size + largest
     assert set(params) == set(want)

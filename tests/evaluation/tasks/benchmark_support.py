@@ -8,6 +8,8 @@ from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.task import Limits
 
 TOKENIZER = ByteTokenizer()
+# RULER's tasks that hide needles in essays.
+ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 
 
 class Scripted:
