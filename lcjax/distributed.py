@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from lcjax import config as config_lib
 from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.rendezvous import Place, meet
+from pallas_kernels import measured
 
 _GRACE = 10  # seconds that a process which fails waits for the others to fail as well
 
@@ -156,12 +157,17 @@ def _signs_of_a_cluster() -> bool:
 
 
 def _check_same_config(config: Any) -> None:
-    """Every process must have been given the same settings but its own number."""
+    """Every process must have the same settings but its own number, and the same kernels."""
     plain = dataclasses.replace(config, distributed=Distributed())
     if not same(repr(plain)):
         raise InputError(
             "the processes of this job have different settings; start all with the same config and"
             " the same overrides, distributed.process apart"
+        )
+    if not same(repr(measured.figures())):  # processes have to run the same kernels
+        raise InputError(
+            "the processes of this job have measured different times of GPU kernels, or some none;"
+            f" copy {measured.folder()} to all, or point {measured.VARIABLE} at a shared folder"
         )
 
 

@@ -6,7 +6,7 @@
 Which keys are seen: a mask of atoms (`causal`, `window`, ...), and a `BlockTable` on top of it that
 `tables` makes (`tables.from_mask`, `from_block_mask`, `from_top_k`, `from_lengths`). `decode` reads
 a cache as it lies, `landmark_attention` is a softmax of its own kind, and `Layout` spreads any of
-them over the devices of a mesh.
+them over the devices of a mesh. `explain` says which implementation runs, and why.
 
 Depends on JAX only.
 """
@@ -14,6 +14,7 @@ Depends on JAX only.
 from pallas_kernels import gather, tables
 from pallas_kernels.biases import Alibi, Bias, RelativeBias, alibi_slopes
 from pallas_kernels.decode import decode
+from pallas_kernels.explain import explain
 from pallas_kernels.flash import flash
 from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.masks import (
@@ -58,6 +59,7 @@ __all__ = [
     "decode",
     "documents",
     "everything",
+    "explain",
     "flash",
     "gather",
     "keys_in",

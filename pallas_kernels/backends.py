@@ -26,7 +26,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import itertools
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +36,9 @@ import jax
 import numpy as np
 from jax.extend.backend import get_backend
 
+from pallas_kernels import measured, tuning
 from pallas_kernels.biases import Bias
+from pallas_kernels.explain import note
 from pallas_kernels.masks import Mask
 
 log = logging.getLogger(__name__)
@@ -112,7 +116,7 @@ class Backend(NamedTuple):
     module: str
     platforms: tuple[str, ...]
     portable: bool = False
-    by_name: bool = False  # it has not run on its device yet: only where it is asked for
+    by_name: bool = False  # only where it is asked for, or was measured on the device
     takes_d_lse: bool = True  # else its backward pass runs only where nothing depends on lse
 
     def load(self):
@@ -134,59 +138,87 @@ LANDMARK = {  # the same functions over `LandmarkOperands` and `LandmarkSpec`, w
 }
 FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
+ASKED, NO_D_LSE = "asked for by name", "it takes no cotangent of lse"
+UNMEASURED = (
+    "{}: XLA's blockwise attention runs ({}): no kernel was measured on {} yet, which "
+    "`python -m benchmarks.gpu.attention --keep` does once (docs/benchmarks.md)"
+)
 
 
-def choose(name: str | None, q, k, v, operands, spec, family: str = "flash"):
-    """((platform, backend), ...) for `run`; an explicit name that cannot run raises its reason."""
+def choose(
+    name: str | None, q, k, v, operands, spec, family: str = "flash",
+    direction: str = "forward", d_lse: bool = False,
+):  # fmt: skip
+    """((platform, backend), ...) for `run`; an explicit name that cannot run raises its reason.
+
+    Where several backends of a platform can, it is the one that was measured to be the fastest.
+    d_lse: the backward pass has a cotangent of lse. Any backend can go on from another's results.
+    """
+    inputs = q, k, v, operands, spec
+    kind = measured.kind(*inputs, family)
     if name is not None:
-        return _explicit(name, q, k, v, operands, spec, family)
-    backends = FAMILIES[family]
-    portable = {
-        p: x for x, backend in backends.items() if backend.portable for p in backend.platforms
-    }
-    special = {}
-    for other, backend in backends.items():
-        if backend.portable or backend.by_name or special.keys() >= set(backend.platforms):
-            continue
-        reason = backend.load().unsupported(q, k, v, operands, spec)
-        if reason is None:
-            special = dict.fromkeys(backend.platforms, other) | special
-        elif _here() in backend.platforms:
-            _say_once(f"{family}: not {other}, {reason}; another implementation runs")
-    return tuple((portable | special).items())
+        choice, reasons = _explicit(name, inputs, family, d_lse)
+    else:
+        choice, reasons = _fastest(measured.times(kind, direction), kind, inputs, family, d_lse)
+    note(inputs, kind, family, direction, dict(choice), reasons, _here())
+    return choice
 
 
-def _explicit(name: str, q, k, v, operands, spec, family: str):
+def _fastest(times: dict[str, float], kind, inputs, family: str, d_lse: bool):
+    """The choice, and by backend why it is or is not taken; times: of those that were measured."""
+    backends, chosen, reasons = FAMILIES[family], {}, {}
+    for name in sorted(backends, key=lambda x: (times.get(x, math.inf), backends[x].portable)):
+        backend, took = backends[name], f"{times.get(name, 0.0):.3g} ms for {kind}, as measured"
+        if backend.portable:
+            timed = ("cuda",) if name in times else ()  # what was slower is not asked any more
+            chosen = dict.fromkeys((*backend.platforms, *timed), name) | chosen
+            reasons[name] = took if name in times else "it runs everywhere"
+        elif backend.by_name and name not in times:
+            reasons[name] = f"not measured here for {kind or 'float32'}"
+        elif chosen.keys() >= set(backend.platforms):
+            reasons[name] = took if name in times else "another one is first"
+        elif d_lse and not backend.takes_d_lse:
+            reasons[name] = NO_D_LSE
+        elif reason := backend.load().unsupported(*inputs):
+            reasons[name] = reason
+        else:
+            chosen = dict.fromkeys(backend.platforms, name) | chosen
+            reasons[name] = took if name in times else f"for {', '.join(backend.platforms)}"
+    _tell(times, kind, family, chosen, reasons)
+    return tuple(chosen.items()), reasons
+
+
+def _tell(times: dict, kind, family: str, chosen: dict, reasons: dict) -> None:
+    """Says once on its platform that a better backend was refused, or that none was measured."""
+    here, backends = _here(), FAMILIES[family]
+    taken = chosen.get(here, chosen["default"])
+    if here == "cuda" and kind and not times:
+        _say_once(UNMEASURED.format(family, kind, tuning.device_kind()))
+    for name in itertools.takewhile(lambda name: name != taken, reasons):
+        known = name in times or not backends[name].by_name
+        if known and here in backends[name].platforms and reasons[name] != NO_D_LSE:
+            _say_once(f"{family}: not {name}, {reasons[name]}; {taken} runs")
+
+
+def _explicit(name: str, inputs, family: str, d_lse: bool):
     backends, call = FAMILIES[family], f"{family}(implementation={name!r})"
     if name not in backends:
         choices = ", ".join([*backends, REFERENCE])
         raise ValueError(f"{call}: unknown; choose one of {choices}")
     backend, here = backends[name], _here()
     if backend.portable:
-        return tuple((platform, name) for platform in backend.platforms)
+        return tuple((platform, name) for platform in backend.platforms), {name: ASKED}
     if here not in backend.platforms:
         reason = f"it runs on {', '.join(backend.platforms)} and this process runs on {here}"
     else:
-        reason = backend.load().unsupported(q, k, v, operands, spec)
+        reason = backend.load().unsupported(*inputs)
     if reason is not None:
         raise ValueError(f"{call}: {reason}; leave implementation out for the best one that can")
-    return (("default", name),)
-
-
-def backward_choice(choice, d_lse):
-    """The choice for the backward pass: with the portable backend for those that take no d_lse.
-
-    Any backend can go on from another's out and lse.
-    """
-    refusing = {name for _, name in choice if not BACKENDS[name].takes_d_lse}
-    if d_lse is None or not refusing:
-        return choice
-    portable = next(name for name, backend in BACKENDS.items() if backend.portable)
-    _say_once(
-        f"flash: a result depends on lse, whose cotangent {', '.join(sorted(refusing))} does not "
-        f"take; {portable} computes the gradients"
-    )
-    return tuple((p, portable if name in refusing else name) for p, name in choice)
+    if d_lse and not backend.takes_d_lse:
+        portable = next(name for name, backend in backends.items() if backend.portable)
+        _say_once(f"{call}: a result depends on lse and {NO_D_LSE}; {portable} computes gradients")
+        return (("default", portable),), {name: NO_D_LSE, portable: "it runs everywhere"}
+    return (("default", name),), {name: ASKED}
 
 
 def _here() -> str:

@@ -154,31 +154,37 @@ def _of_heads(q, k, v, operands: Operands, spec: Spec, mask: Mask, start: int, c
 
 
 def _attention(implementation: str | None, q, k, v, operands: Operands, spec: Spec):
-    choice = backends.choose(implementation, q, k, v, operands, spec)
-    return _differentiable(q, k, v, operands, spec, choice)
+    return _differentiable(q, k, v, operands, spec, implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _differentiable(q, k, v, operands, spec, choice):
-    return backends.run("forward", choice, (q, k, v), operands, spec)
+def _differentiable(q, k, v, operands, spec, implementation):
+    return _run("forward", implementation, (q, k, v), operands, spec)
 
 
-def _forward(q, k, v, operands, spec, choice):
+def _run(direction: str, implementation, arrays, operands, spec):
+    d_lse = direction == "backward" and arrays[-1] is not None
+    choice = backends.choose(
+        implementation, *arrays[:3], operands, spec, direction=direction, d_lse=d_lse
+    )
+    return backends.run(direction, choice, arrays, operands, spec)
+
+
+def _forward(q, k, v, operands, spec, implementation):
     q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
-    out, lse = backends.run("forward", choice, (q, k, v), operands, spec)
+    out, lse = _run("forward", implementation, (q, k, v), operands, spec)
     # What a remat policy may keep by name: with it the backward pass computes no attention again.
     out, lse = (checkpoint_name(x, "attention") for x in (out, lse))
     return (out, lse), (q, k, v, operands, out, lse)
 
 
-def _backward(spec, choice, saved, cotangents):
+def _backward(spec, implementation, saved, cotangents):
     *arrays, operands, out, lse = saved
     # A cotangent is symbolic where nothing depends on its output: some backends need to know.
     d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     d_out = jnp.zeros_like(out) if d_out is None else d_out
-    choice = backends.backward_choice(choice, d_lse)
     arrays = (*arrays, out, lse, d_out, d_lse)
-    *d_arrays, d_bias = backends.run("backward", choice, arrays, operands, spec)
+    *d_arrays, d_bias = _run("backward", implementation, arrays, operands, spec)
     if d_bias is not None:
         d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
     return *d_arrays, Operands(bias=d_bias)

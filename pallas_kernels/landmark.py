@@ -114,8 +114,7 @@ def older_blocks(
     """
     operands = LandmarkOperands(q_numbers, k_numbers, q_segments, k_segments)
     spec = LandmarkSpec(block, float(scale))
-    choice = backends.choose(implementation, q, k, v, operands, spec, "landmark_attention")
-    return _older(q, k, v, operands, spec, choice)
+    return _older(q, k, v, operands, spec, implementation)
 
 
 def older_table(operands: LandmarkOperands, block: int, queries: int, keys: int, **blocks):
@@ -199,19 +198,25 @@ _moved.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _older(q, k, v, operands, spec, choice):
-    return backends.run("forward", choice, (q, k, v), operands, spec, "landmark_attention")
+def _older(q, k, v, operands, spec, implementation):
+    return _run("forward", implementation, (q, k, v), operands, spec)
 
 
-def _older_forward(q, k, v, operands, spec, choice):
-    out, lse = _older(q, k, v, operands, spec, choice)
+def _run(direction: str, implementation, arrays, operands, spec):
+    family = "landmark_attention"
+    choice = backends.choose(implementation, *arrays[:3], operands, spec, family, direction)
+    return backends.run(direction, choice, arrays, operands, spec, family)
+
+
+def _older_forward(q, k, v, operands, spec, implementation):
+    out, lse = _older(q, k, v, operands, spec, implementation)
     return (out, lse), (q, k, v, operands, out, lse)
 
 
-def _older_backward(spec, choice, saved, cotangents):
+def _older_backward(spec, implementation, saved, cotangents):
     q, k, v, operands, out, lse = saved
     arrays = (q, k, v, out, lse, *cotangents)
-    return *backends.run("backward", choice, arrays, operands, spec, "landmark_attention"), None
+    return *_run("backward", implementation, arrays, operands, spec), None
 
 
 _older.defvjp(_older_forward, _older_backward)

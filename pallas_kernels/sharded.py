@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import backends
@@ -278,6 +279,7 @@ def _ring(q, k, v, operands, spec, implementation, layout, hops):
 
 
 def _forward(q, k, v, operands, spec, implementation, layout, hops):
+    q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
     found = _ring(q, k, v, operands, spec, implementation, layout, hops)
     out, lse = (checkpoint_name(x, "attention") for x in found)
     return (out, lse), (q, k, v, operands, out, lse)
@@ -285,6 +287,8 @@ def _forward(q, k, v, operands, spec, implementation, layout, hops):
 
 def _backward(spec, implementation, layout, hops, saved, cotangents):
     q, k, v, operands, out, lse = saved
+    d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    cotangents = jnp.zeros_like(out) if d_out is None else d_out, d_lse
     run = functools.partial(_run, "backward", implementation, layout, spec)
 
     def add(sums, keys):
@@ -309,7 +313,7 @@ def _backward(spec, implementation, layout, hops, saved, cotangents):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Operands(bias=d_bias)
 
 
-_ring.defvjp(_forward, _backward)
+_ring.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _seeing(operands: Operands, keys) -> Operands:
@@ -330,7 +334,9 @@ def _run(direction: str, implementation, layout: Layout, spec: Spec, arrays, ope
 
     def under(mask):
         own = replace(spec, mask=mask)
-        choice = backends.choose(implementation, *arrays[:3], operands, own)
+        d_lse = direction == "backward" and arrays[-1] is not None
+        options = dict(direction=direction, d_lse=d_lse)
+        choice = backends.choose(implementation, *arrays[:3], operands, own, **options)
         return lambda: backends.run(direction, choice, arrays, operands, own)
 
     if len(different) == 1:

@@ -19,22 +19,34 @@ CAPABILITIES = {
 SHARED_MEMORY = {"sm80": 166912, "sm86": 101376, "sm90": 232448}  # bytes that a block may have
 
 
-def capability() -> int | None:
-    """Compute capability times ten of the NVIDIA GPU that programs are for; None: there is none.
+def device_kind() -> str | None:
+    """Name of the NVIDIA GPU that programs are for; None: there is none.
 
     It is that of the abstract device of the mesh in use, for which a program is compiled ahead of
     time, or of this process' first device.
     """
-    device = jax.local_devices()[0] if jax.default_backend() == "gpu" else None
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.platform in ("gpu", "cuda"):
-        kind = described.device_kind
-        if device is None or kind != device.device_kind:
-            names = "|".join(sorted(CAPABILITIES, key=len, reverse=True))
-            found = re.search(rf"\b({names})\b", kind)
-            return CAPABILITIES[found[1]] if found else None
+        return described.device_kind
+    device = _device()
+    return None if device is None else device.device_kind
+
+
+def capability() -> int | None:
+    """Compute capability times ten of the GPU of `device_kind`; None: it has none that is known."""
+    kind, device = device_kind(), _device()
+    if kind is None:
+        return None
+    if device is None or kind != device.device_kind:
+        names = "|".join(sorted(CAPABILITIES, key=len, reverse=True))
+        found = re.search(rf"\b({names})\b", kind)
+        return CAPABILITIES[found[1]] if found else None
     version = str(getattr(device, "compute_capability", ""))
     return int(version.replace(".", "")) if re.fullmatch(r"\d+\.\d", version) else None
+
+
+def _device():
+    return jax.local_devices()[0] if jax.default_backend() == "gpu" else None
 
 
 def architecture() -> str | None:

@@ -1,5 +1,6 @@
 """How processes find each other, and what they are told when they do not."""
 
+import dataclasses
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ from lcjax.checkpoint import CheckpointError, Checkpoints
 from lcjax.distributed import Distributed
 from lcjax.errors import InputError
 from lcjax.rendezvous import Place, meet
+from pallas_kernels import measured
 
 
 def free_address():
@@ -245,3 +247,14 @@ def test_processes_that_see_different_checkpoints_are_told_so(tmp_path, monkeypa
     monkeypatch.setattr(distributed, "same", lambda value: False)
     with pytest.raises(CheckpointError, match=r"must lie on storage that all machines share"):
         Checkpoints(tmp_path)
+
+
+def test_processes_that_measured_other_kernels_are_told_so(monkeypatch):
+    @dataclasses.dataclass
+    class Config:
+        distributed: Distributed = dataclasses.field(default_factory=Distributed)
+
+    monkeypatch.setattr(measured, "figures", lambda: {"causal, heads of 64": {}})
+    monkeypatch.setattr(distributed, "same", lambda value: "causal" not in value)
+    with pytest.raises(InputError, match="copy .*kernels to all, or point LCJAX_KERNELS at"):
+        distributed._check_same_config(Config())

@@ -20,6 +20,8 @@ counts 2.5 times the forward one. "peak GB" is the compiler's plan of a call. "t
 the list of blocks: on the host where the mask is known, on the device for documents.
 
 Writes DEVICE.json and DEVICE.md into `--out`, after every workload, and prints the tables last.
+`--keep` checks first, and tells lcjax: from then on attention on such a GPU is computed by what was
+fastest for calls of its kind and right wherever it ran (`pallas_kernels.measured`).
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ def arguments(argv=None):
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--seconds", type=float, default=0.8, help="of timing, per pass")
     parser.add_argument("--check", action="store_true", help="check.py first, in 2/5 of it")
+    where = (
+        "--check, and use what was fastest from then on; writes into FOLDER, or where it is read"
+    )
+    parser.add_argument("--keep", nargs="?", type=Path, const=True, metavar="FOLDER", help=where)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes, without a GPU")
     parser.add_argument("--interpret", action="store_true", help="Triton kernels on a CPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -101,6 +107,24 @@ class Report:
 
         ours = [r for r in self.found["rows"] if r.get("ms") and r["side"].startswith(OURS)]
         return int(not all(map(is_right, ours)))
+
+    def keep(self) -> str:
+        """Writes what was fastest where dispatch reads it; says where, and what was left out."""
+        from benchmarks.gpu.report import OURS, milliseconds, wrong_sides
+        from pallas_kernels import measured
+
+        device = self.found.get("about", {}).get("device")
+        lost = [f"FAIL {x['step']}" for x in self.found["lost"] if x["step"]]
+        failures = [x for x in self.found.get("check", []) if x.startswith("FAIL ")]
+        failures += [x.replace(OURS, "") for x in lost if OURS in x]
+        wrong = wrong_sides(self.found["rows"], failures)
+        times = milliseconds(self.found["rows"], wrong)
+        if not times:
+            return "Nothing was kept: no implementation was timed."
+        place = measured.folder() if self.args.keep is True else self.args.keep
+        file = measured.write(place, device, times, wrong)
+        said = "".join(f"\n- never {name}: {why}" for name, why in wrong.items())
+        return f"Kept in {file}, which attention on {device} follows from now on.{said}"
 
     def tables(self) -> dict:
         """Milliseconds of a static table of 128k, and what share of its call a traced one is."""
@@ -162,7 +186,7 @@ def main(argv=None) -> int:
         work(jobs_of_child(), args, emit)
         return 0
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
-    if args.check:
+    if args.check or args.keep:
         from benchmarks.gpu import check
 
         options = ["--minutes", str(0.4 * args.minutes), *["--cpu"] * args.cpu]
@@ -177,6 +201,8 @@ def main(argv=None) -> int:
         for event in supervise(command, jobs, deadline=deadline - 3, patience=WATCHED):
             report.take(**event)
     print(report.write())
+    if args.keep:
+        print(f"\n{report.keep()}")
     return failed or report.wrong()
 
 

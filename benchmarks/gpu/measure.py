@@ -195,7 +195,7 @@ def row(w, which: str, side: str, run, found: dict, result: dict, table_ms) -> d
     worst = max(result["error"].values(), key=lambda x: (x != x, x))  # NaN is the worst
     return {
         "workload": w.name, "group": w.group, "pass": which, "side": side,
-        "shape": f"{w.t} x {w.s}, {w.heads}/{w.kv_heads} of {w.size}",
+        "kind": w.kind, "shape": f"{w.t} x {w.s}, {w.heads}/{w.kv_heads} of {w.size}",
         "density": w.density, "visited_share": w.pairs[1] / (w.t * w.s * w.heads),
         "ms": 1e3 * found["seconds"], "spread": found["spread"],
         "executed_tflops": executed / found["seconds"] / 1e12,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from benchmarks.gpu.sides import OURS
 
 WRONG = 0.02  # relative error, of bfloat16 results of at most 0.01
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 FULL_WINDOW_RATE = 450e12  # FLOP/s: tokamax' backward pass on an H100, which visits all blocks
 
 
@@ -47,6 +49,35 @@ def with_ratios(rows: list[dict]) -> list[dict]:
                 row["efficiency"] = whole * row["visited_share"] / row["ms"]
         found.append(row)
     return found
+
+
+def wrong_sides(rows: list[dict], failures: list[str]) -> dict[str, str]:
+    """Our implementations that were wrong, crashed or hung anywhere, with the first reason."""
+    found = {}
+    for row in rows:
+        if row.get("ms") and row["side"].startswith(OURS) and not is_right(row):
+            found.setdefault(row["side"].removeprefix(OURS), f"wrong in {row['workload']}")
+    for line in failures:  # "FAIL backend case: why", and what ended a process
+        found.setdefault(line.split()[1], line)
+    return found
+
+
+def milliseconds(rows: list[dict], wrong: Collection[str]) -> dict:
+    """By kind of call, direction and implementation, as `pallas_kernels.measured` keeps them.
+
+    Of each kind the workload that most implementations did; the more important one of equals.
+    """
+    found: dict = {}
+    for row in rows:
+        name = row["side"].removeprefix(OURS)
+        timed = row.get("ms") and row.get("kind") and row["side"].startswith(OURS)
+        if timed and row["pass"] in DIRECTIONS and name not in wrong and is_right(row):
+            of = found.setdefault(row["kind"], {}).setdefault(DIRECTIONS[row["pass"]], {})
+            of.setdefault(row["workload"], {})[name] = row["ms"]
+    return {
+        kind: {way: max(of.values(), key=len) for way, of in ways.items()}
+        for kind, ways in found.items()
+    }
 
 
 def full_table(rows: list[dict]) -> str:

@@ -1,14 +1,15 @@
 """What `attention.py` times: masks, shapes, what they cost and what is right for them.
 
 Groups: a dense and causal, b windows, c windows with sinks, d masks per head, e packed documents,
-f random blocks, g cross-attention, h Landmark's grouped softmax, i two calls merged and one.
+f random blocks, g cross-attention, h Landmark's grouped softmax, i two calls merged and one,
+j one query over a long cache.
 Lengths are given in units of 1,024 tokens; a unit of 8 makes small ones for CPUs.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from pallas_kernels import (
     chunk_distance,
     chunks,
     everything,
+    explain,
     flash,
     landmark_attention,
     merge,
@@ -122,6 +124,18 @@ class Workload:
         return lambda q, k, v: merge([flash(q, k, v, part, **options) for part in self.parts])[0]
 
     @functools.cached_property
+    def kind(self) -> str | None:
+        """What implementations are ranked by for such calls; None: it is several calls."""
+        q, k = (
+            jax.ShapeDtypeStruct((1, t, n, self.size), jnp.bfloat16)
+            for t, n in ((self.t, self.heads), (self.s, self.kv_heads))
+        )
+        kinds = {x.kind for x in explain(self.attention("xla"), q, k, k)}
+        if self.landmark:  # beside its own block, which is ordinary attention
+            kinds = {x for x in kinds if x.startswith("landmark")}
+        return kinds.pop() if len(kinds) == 1 and not self.parts else None
+
+    @functools.cached_property
     def pairs(self) -> tuple[int, int]:
         """Pairs of a query and a key over all query heads: (visible, in visited blocks)."""
         if self.listed is not None:
@@ -152,7 +166,7 @@ class Workload:
         """The queries that are compared with the oracle: the first, the last and random ones."""
         count = min(self.t, 512, max(2, ORACLE_SCORES // (self.heads * self.s)))
         inner = np.random.default_rng(1).permutation(np.arange(1, self.t - 1))[: count - 2]
-        return np.sort(np.concatenate([[0], inner, [self.t - 1]])).astype(np.int32)
+        return np.unique(np.concatenate([[0], inner, [self.t - 1]])).astype(np.int32)
 
 
 def _pairs(w: Workload, mask: Mask, table) -> tuple[int, int]:
@@ -268,6 +282,11 @@ class _Shape(NamedTuple):
         filled = round(share * 128 * self.unit)
         return self.make("g", f"cross {share:.0%} filled", 4, everything(), 128, filled=filled)
 
+    def decode(self, length: int) -> Workload:
+        there = self.unit * length
+        one = self.make("j", "one query", 1, everything(), length, filled=there)
+        return replace(one, t=1)
+
     def landmark(self) -> Workload:
         block = 64 if self.unit == UNIT else 4
         mask = own_block(block) | chunk_distance(block, 1)
@@ -292,6 +311,7 @@ class _Shape(NamedTuple):
             self.cross(0.4),
             self.cross(1.0),
             self.landmark(),
+            self.decode(128),
             self.merged(),
             self.make("a", "dense", 16, everything()),
             self.apart("half of the heads stream", causal(), self.sinks(1)),

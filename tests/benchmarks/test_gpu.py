@@ -37,10 +37,11 @@ def visible(w):
 @EVERY
 def test_counted_pairs_are_those_that_are_visible(w):
     seen = visible(w)
-    blocks = seen.reshape(w.heads, w.t // w.block, w.block, w.s // w.block, w.block)
+    height = min(w.block, w.t)
+    blocks = seen.reshape(w.heads, w.t // height, height, w.s // w.block, w.block)
     found, visited = w.pairs
     assert found == seen.sum()
-    assert visited == blocks.any((2, 4)).sum() * w.block**2
+    assert visited == blocks.any((2, 4)).sum() * height * w.block
     assert w.flops("fwd") == (4 * w.size * found, 4 * w.size * visited)
 
 
@@ -108,6 +109,38 @@ def test_wrong_results_are_called_wrong(wrong, tmp_path, capsys):
     options += ["--sides", "lcjax", "--passes", "fwd", "--out", str(tmp_path)]
     assert attention.main(options) == 1
     assert " WRONG |" in capsys.readouterr().out
+
+
+def test_what_was_fastest_is_kept_unless_it_was_wrong_anywhere(
+    wrong, tmp_path, monkeypatch, capsys
+):
+    log = check.Log(["wrong", "xla"])
+    monkeypatch.setattr(check, "run", lambda args, options: log)
+    options = ["--cpu", "--only", "a causal, 32 x 32, 2/2 heads of 16", "--seconds", "0"]
+    options += ["--sides", "lcjax (xla|wrong)", "--out", str(tmp_path / "report")]
+    attention.main([*options, "--keep", str(tmp_path)])
+    assert "- never wrong: wrong in a causal" in capsys.readouterr().out
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    assert list(found["wrong"]) == ["wrong"]
+    (times,) = found["milliseconds"].values()
+    assert list(found["milliseconds"]) == ["few queries, heads of 64"]
+    assert {x: set(of) for x, of in times.items()} == {"forward": {"xla"}, "backward": {"xla"}}
+
+
+def test_implementations_are_ranked_on_the_workload_that_most_of_them_did():
+    def row(workload, side, ms, **more):
+        start = {"workload": workload, "kind": "causal, heads of 64", "pass": "fwd", "side": side}
+        return start | {"ms": ms, "error": 0.001, "same_bits": True} | more
+
+    rows = [
+        row("a long", "lcjax triton", 5.0), row("a short", "lcjax triton", 2.0),
+        row("a short", "lcjax xla", 8.0), row("a short", "jax.nn cudnn", 1.0),
+        row("a short", "lcjax cudnn", 1.0, same_bits=False), row("i", "lcjax xla", 1.0, kind=None),
+    ]  # fmt: skip
+    wrong = report.wrong_sides(rows, ["FAIL mosaic_gpu a case: it is off"])
+    assert wrong == {"cudnn": "wrong in a short", "mosaic_gpu": "FAIL mosaic_gpu a case: it is off"}
+    found = report.milliseconds(rows, wrong)
+    assert found == {"causal, heads of 64": {"forward": {"triton": 2.0, "xla": 8.0}}}
 
 
 def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):

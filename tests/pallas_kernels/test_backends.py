@@ -52,7 +52,7 @@ def test_a_fallback_says_its_reason_once(other, caplog):
         for _ in range(3):
             assert np.all(flash(Q, Q, Q)[0] == 1.0)
     assert [record.message for record in caplog.records] == [
-        f"flash: not other, {other.reason}; another implementation runs"
+        f"flash: not other, {other.reason}; xla runs"
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 from attention_oracle import Case, oracle, relative_error
 from attention_oracle import run as results_of
 
-from pallas_kernels import _cudnn, causal, everything, flash, prefix, window
+from pallas_kernels import Layout, _cudnn, causal, everything, flash, prefix, window
 from pallas_kernels.backends import BACKENDS, Operands, Spec
 from pallas_kernels.biases import Alibi
 from pallas_kernels.tables import from_mask
@@ -137,6 +137,25 @@ def test_cudnn_computes_gradients_only_where_nothing_depends_on_lse(described, l
 
 
 KEY = jax.random.key(0)
+
+
+def test_on_a_mesh_too_it_computes_gradients_only_where_nothing_depends_on_lse(described):
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    layout = Layout(mesh, ("rows",), "heads")
+    arrays = [jax.random.normal(key, (2, 12, 2, 8), "bfloat16") for key in jax.random.split(KEY, 3)]
+
+    def loss(weight, arrays, layout, name):
+        out, lse = flash(*arrays, causal(), layout=layout, implementation=name)
+        total = jnp.sum(jnp.sin(out.astype(jnp.float32)))
+        return total if weight is None else total + weight * jnp.sum(jnp.cos(lse))
+
+    for weight, own in ((2.0, False), (None, True)):
+        gradient = jax.grad(functools.partial(loss, weight))
+        found = jax.jit(gradient, static_argnums=(1, 2))(arrays, layout, "cudnn")
+        expected = gradient(arrays, None, "reference")
+        for x, y in zip(found, expected, strict=True):
+            assert relative_error(x, y) < 1e-2
+        assert bool(described) == own
 
 
 def shapes(t=64, s=64, heads=(4, 2), size=64, v_size=None, dtype="bfloat16"):
