@@ -193,7 +193,10 @@ def _table(q, k, operands, spec, tile, copies: int) -> tuple[Axis, Axis, BlockTa
     else:
         table = restrict(given, spec.mask, **places)
     rows = axis(queries * copies, table.q_block * copies, tile.rows)
-    return rows, axis(keys, table.k_block, tile.keys), table
+    columns = axis(keys, table.k_block, tile.keys)
+    # A lone block may be full where its last step, which is wider than what is left, is not.
+    lone = keys <= table.k_block and columns.cut(walked=True)
+    return rows, columns, table.tested() if lone else table
 
 
 def table_blocks(rows: int, keys: int, tile) -> tuple[int, int]:

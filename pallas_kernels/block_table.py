@@ -60,6 +60,10 @@ class BlockTable:
         """bool [b, h, nq, capacity]: which entries of `index` are full."""
         return np.arange(self.capacity) < self.full[..., None]
 
+    def tested(self) -> BlockTable:
+        """The table with no block called full: kernels test the elements of all."""
+        return replace(self, full=0 * self.full)
+
     def heads(self, change: Callable) -> BlockTable:
         """The table with `change` applied to the arrays along their axis of heads, 1."""
         arrays = {name: change(getattr(self, name)) for name in ("index", "full", "seen")}

@@ -149,7 +149,8 @@ def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
         out_specs=(whole, whole),
         check_vma=False,
     )
-    return run(q, k, v, operands)
+    # Run op by op, shard_map knows no symbolic zeros: which outputs nothing depends on.
+    return jax.jit(run)(q, k, v, operands)
 
 
 def _joined_keys(operands: Operands, join) -> Operands:

@@ -231,12 +231,12 @@ def errors(found: dict, expected: dict) -> dict[str, float]:
     return {name: float(off(x, expected[name])) for name, x in found.items()}
 
 
-def same_bits(one: dict, other: dict) -> bool:
-    """Whether all results are equal bit by bit."""
+def same_bits(one: dict, other: dict) -> dict[str, bool]:
+    """Whether results are equal bit by bit."""
 
     @jax.jit
     def same(x, y):
         kind = f"uint{8 * x.dtype.itemsize}"
         return jnp.all(lax.bitcast_convert_type(x, kind) == lax.bitcast_convert_type(y, kind))
 
-    return all(bool(same(x, other[name])) for name, x in one.items())
+    return {name: bool(same(x, other[name])) for name, x in one.items()}

@@ -135,12 +135,15 @@ def test_implementations_are_ranked_on_the_workload_that_most_of_them_did():
     rows = [
         row("a long", "lcjax triton", 5.0), row("a short", "lcjax triton", 2.0),
         row("a short", "lcjax xla", 8.0), row("a short", "jax.nn cudnn", 1.0),
-        row("a short", "lcjax cudnn", 1.0, same_bits=False), row("i", "lcjax xla", 1.0, kind=None),
+        row("a short", "lcjax cudnn", 1.0), row("i", "lcjax xla", 1.0, kind=None),
+        row("a short", "lcjax mosaic_gpu", 1.0), row("a long", "lcjax other", 1.0, error=0.1),
+        row("a short", "lcjax xla", 9.0) | {"pass": "bwd"},
+        row("a short", "lcjax cudnn", 1.5, same_bits=False) | {"pass": "bwd"},
     ]  # fmt: skip
     wrong = report.wrong_sides(rows, ["FAIL mosaic_gpu a case: it is off"])
-    assert wrong == {"cudnn": "wrong in a short", "mosaic_gpu": "FAIL mosaic_gpu a case: it is off"}
-    found = report.milliseconds(rows, wrong)
-    assert found == {"causal, heads of 64": {"forward": {"triton": 2.0, "xla": 8.0}}}
+    assert list(wrong) == ["other", "mosaic_gpu"]
+    times = {"forward": {"triton": 2.0, "xla": 8.0, "cudnn": 1.0}, "backward": {"xla": 9.0}}
+    assert report.milliseconds(rows, wrong) == {"causal, heads of 64": times}
 
 
 def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):

@@ -78,6 +78,17 @@ def assert_agree(found, wanted):
         assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b)
 
 
+def test_gradients_do_not_need_jit():
+    arrays, weights = inputs()
+
+    def value(arrays, layout):
+        return (flash(*arrays, causal(), layout=layout)[0] * weights[0]).sum()
+
+    found, expected = (jax.grad(value)(arrays, x) for x in (layout(rows=2, length=2), None))
+    for a, b in zip(found, expected, strict=True):
+        assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b)
+
+
 LAYOUTS = {
     "rows and heads": dict(rows=2, heads=4),
     "ring": dict(length=8),

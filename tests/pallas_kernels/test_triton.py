@@ -42,6 +42,9 @@ QUICK = {
 }  # fmt: skip
 CASES = QUICK | {
     "one head per key head, padded head size": Case(heads=3, kv_heads=3, size=80, v_size=96),
+    "a lone full block of fewer keys than a tile": Case(
+        t=40, s=24, heads=2, mask=None, table=Blocked(2, 2, 40, 24)
+    ),
     "large heads": Case(t=41, s=41, heads=2, kv_heads=2, size=256, v_size=128),
     "no mask, own scale, whole blocks": Case(t=64, s=96, heads=2, mask=None, scale=0.7),
     "a scale below zero": Case(t=40, s=40, heads=2, scale=-0.2),
