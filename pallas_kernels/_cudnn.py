@@ -1,7 +1,7 @@
 """Dense, causal and causal-window attention by cuDNN, through the primitives under `jax.nn`.
 
 They have not run on a GPU from here: tests read the calls that they lower to. Two traps of
-`jax.nn.dot_product_attention` (jax 0.10 and 0.11) are why it is not called: its log-sum-exp comes
+`jax.nn.dot_product_attention` (jax 0.10 to 0.12) are why it is not called: its log-sum-exp comes
 in the inputs' dtype and its cotangent is dropped silently; and a window without `is_causal` shows
 the keys ahead (jax-ml/jax#39576).
 
@@ -13,6 +13,7 @@ adds up dq in any order; --xla_gpu_deterministic_ops makes results the same in e
 from __future__ import annotations
 
 import importlib
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,10 @@ def _form(mask) -> tuple[bool, int | None] | None:
 def _options(spec) -> dict:
     """Parameters that both primitives share."""
     fused, (causal, size) = _primitives(), _form(spec.mask)
-    return dict(
+    known = inspect.signature(fused._dot_product_attention_fwd).parameters
+    # A function of the logits, from jax 0.12 on.
+    newer = {name: None for name in ("score_mod",) if name in known}
+    return newer | dict(
         scale=spec.scale,
         seed=0,
         dropout_rate=0.0,

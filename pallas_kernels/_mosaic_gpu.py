@@ -25,7 +25,7 @@ LARGEST_HEAD = 128
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     table = layouts.table_of(q, k, operands, spec)
-    body, x = _prepare(FORWARD, q, k, v, operands, spec, table, interpret)
+    body, x = _prepare(FORWARD, q, k, v, operands, spec, table)
     out, lse = _launch().forward(body, x, interpret)
     return out[:, : q.shape[1], :, : v.shape[-1]], lse[:, :, : q.shape[1]].swapaxes(1, 2)
 
@@ -37,9 +37,9 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda"
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * math.log2(math.e)
     rows = {"d_out": d_out.astype(q.dtype)}
     rows |= {"lse": lse, "di": online.row_cotangent(out, d_out, d_lse)}
-    body, x = _prepare(D_QUERIES, q, k, v, operands, spec, table, interpret, rows)
+    body, x = _prepare(D_QUERIES, q, k, v, operands, spec, table, rows)
     dq = _launch().d_queries(body, x, interpret)
-    body, x = _prepare(D_KEYS, q, k, v, operands, spec, table, interpret, rows)
+    body, x = _prepare(D_KEYS, q, k, v, operands, spec, table, rows)
     dk, dv = _launch().d_keys(body, x, interpret)
     cut = ((dq, q), (dk, k), (dv, v))
     return *(x[:, : like.shape[1], :, : like.shape[3]] for x, like in cut), None
@@ -89,7 +89,7 @@ def _launch():
     return importlib.import_module("pallas_kernels._mosaic_gpu_launch")
 
 
-def _prepare(kernel: str, q, k, v, operands, spec, table, interpret, rows=None):
+def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
     """The kernel's static part, and its operands in whole tiles."""
     from pallas_kernels._mosaic_gpu_program import Body
 
@@ -104,7 +104,6 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, interpret, rows=None):
         key_heads=k.shape[2],
         cut=cut,
         joined=joined,
-        in_registers=not interpret,
     )
     x = {"q": cut.queries.pad(_wide(q), 1)}
     x |= {"k": cut.keys.pad(_wide(k), 1), "v": cut.keys.pad(_wide(v), 1)}

@@ -58,7 +58,7 @@ def d_queries(body: Body, x, dq, room) -> None:
             dp = product(own["d_out"], value)
             ring.release(1, step)
             ds = p * (dp - repeat(di, 0, shape))
-            add_product(total, ds, key, body.place(room, "p", group))
+            add_product(total, ds, key)
             plgpu.wgmma_wait(0)
             ring.release(0, step)
 
@@ -105,10 +105,10 @@ def d_keys(body: Body, x, dk, dv, room) -> None:
             meeting = Meeting(shape, 1, first, q_first, own | passing)
             lse, masked = functools.partial(column, passing["lse"], 1), step >= walked.full
             p, bent = probabilities(body, products, lse, 1, meeting, masked)
-            add_product(sums[1], p, d_out, body.place(room, "p", group))
+            add_product(sums[1], p, d_out)
             dp = product(own["v"], d_out)
             ds = bent * (dp - repeat(column(passing["di"], 1), 1, shape))
-            add_product(sums[0], ds, query, body.place(room, "ds", group))
+            add_product(sums[0], ds, query)
             plgpu.wgmma_wait(0)
             ring.release(0, step)
 

@@ -23,7 +23,7 @@ from pallas_kernels._mosaic_gpu_program import (
     specialise,
     walk,
 )
-from pallas_kernels._mosaic_gpu_values import F32, add_product, fill, product, repeat
+from pallas_kernels._mosaic_gpu_values import add_product, fill, product, repeat
 from pallas_kernels._online import LOWEST
 
 
@@ -89,7 +89,7 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
         turn(wait=False)
         ring.wait(1, step)
         turn(arrive=False)
-        acc = _add_values(body, acc, p, ring, room, group, step, walked.seen)
+        acc = _add_values(acc, p, ring, step, walked.seen)
         ring.release(1, step)
         return acc, new, total
 
@@ -105,24 +105,11 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
     return found
 
 
-def _add_values(body: Body, acc, p, ring: Ring, room, group, step, steps):
+def _add_values(acc, p, ring: Ring, step, steps):
     """acc + p v; waits for the next keys meanwhile."""
-    value = ring.at("v", step)
 
-    def await_keys():
+    def add(total):
+        add_product(total, p, ring.at("v", step))
         pl.when(step + 1 < steps)(lambda: ring.wait(0, step + 1))
 
-    if body.in_registers:
-
-        def add(total):
-            plgpu.wgmma(total, p, value)
-            await_keys()
-
-        return pl.run_state(add)(plgpu.ACC.init(acc))
-
-    def multiply(total):
-        add_product(total, p, value, body.place(room, "p", group))
-        await_keys()
-        return total[...]
-
-    return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, F32))
+    return pl.run_state(add)(plgpu.ACC.init(acc))

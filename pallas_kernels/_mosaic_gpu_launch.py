@@ -62,7 +62,7 @@ def rooms(body: Body, x, own, ring, passing_rows: int) -> tuple[dict, dict]:
 
 
 def launch(
-    kernel: Callable, body: Body, x, outputs, own, ring, extra, grid, passing: Side, interpret
+    kernel: Callable, body: Body, x, outputs, own, ring, grid, passing: Side, interpret, **extra
 ):
     """Runs `kernel(body, refs of x, *refs of outputs, room)`; extra: more of `room`.
 
@@ -96,13 +96,6 @@ def launch(
     )(*x.values())
 
 
-def spare(body: Body, x, names, columns: int) -> dict:
-    """Room for the values that are a left factor, where registers cannot be one."""
-    if body.in_registers:
-        return {}
-    return {name: matrix(body.cut.groups, ROWS, columns, x["q"].dtype) for name in names}
-
-
 def forward(body: Body, x, interpret):
     """out [B, T, N, Hv] and lse [B, N, T]."""
     cut, (b, t, n, h), size = body.cut, x["q"].shape, x["v"].shape[-1]
@@ -110,31 +103,29 @@ def forward(body: Body, x, interpret):
     extra["turn"] = plgpu.Barrier(num_arrivals=cut.groups, num_barriers=1)
     if size != h:  # else the output takes the queries' room
         extra["out"] = matrix(cut.groups, ROWS, size, x["q"].dtype)
-    extra |= spare(body, x, ("p",), cut.keys.tile)
     outputs = like((b, t, n, size), x["q"].dtype), like((b, n, t), F32)
     own, ring = ("q", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
     grid = n, cut.queries.count, b
-    return launch(forwards.forward, body, x, outputs, own, ring, extra, grid, cut.keys, interpret)
+    kernel = forwards.forward
+    return launch(kernel, body, x, outputs, own, ring, grid, cut.keys, interpret, **extra)
 
 
 def d_queries(body: Body, x, interpret):
     """dq [B, T, N, H]."""
     cut, (b, _, n, _) = body.cut, x["q"].shape
-    extra = spare(body, x, ("p",), cut.keys.tile)
     own, ring = ("q", "d_out", "lse", "di", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
     outputs, grid = [like(x["q"].shape, x["q"].dtype)], (n, cut.queries.count, b)
     kernel = backward.d_queries
-    return launch(kernel, body, x, outputs, own, ring, extra, grid, cut.keys, interpret)[0]
+    return launch(kernel, body, x, outputs, own, ring, grid, cut.keys, interpret)[0]
 
 
 def d_keys(body: Body, x, interpret):
     """dk [B, S, K, H] and dv [B, S, K, Hv]."""
     cut, (b, _, heads, _) = body.cut, x["k"].shape
-    extra = spare(body, x, ("p", "ds"), cut.queries.tile)
     own, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "di", *Q_VECTORS),)
     outputs = [like(x[name].shape, x[name].dtype) for name in ("k", "v")]
     grid = heads, cut.keys.count, b
-    return launch(backward.d_keys, body, x, outputs, own, ring, extra, grid, cut.queries, interpret)
+    return launch(backward.d_keys, body, x, outputs, own, ring, grid, cut.queries, interpret)
 
 
 def like(shape, dtype) -> jax.ShapeDtypeStruct:

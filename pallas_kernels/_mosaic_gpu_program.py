@@ -32,11 +32,7 @@ MUCH, LITTLE = 240, 24
 
 @dataclass(frozen=True)
 class Body:
-    """What is static in a kernel.
-
-    in_registers: the left factor of a product may come from registers, as the GPU has it; Pallas'
-    interpreter reads it from shared memory.
-    """
+    """What is static in a kernel."""
 
     mask: Mask
     soft_cap: float | None
@@ -45,15 +41,10 @@ class Body:
     key_heads: int
     cut: Cut
     joined: bool  # a key head's list has the blocks of all its query heads behind each other
-    in_registers: bool
 
     @property
     def group(self) -> int:
         return self.heads // self.key_heads
-
-    def place(self, room, name: str, group):
-        """Where a compute warpgroup puts values that are a factor; None: they stay in registers."""
-        return None if self.in_registers else room[name].at[group]
 
 
 class Here(NamedTuple):
@@ -156,6 +147,10 @@ class Ring:
         plgpu.barrier_wait(self.room["filled"][i].at[self.slot(step)])
 
     def release(self, i: int, step) -> None:
+        if any(self.room[name].ndim == 2 for name in self.names[i]):
+            # Vectors are read by threads and not by the matrix unit: without a fence, nothing
+            # orders that before the copy engine writes there again.
+            plgpu.commit_smem()
         plgpu.barrier_arrive(self.room["free"][i].at[self.slot(step)])
 
     def first(self, walked: Walk, step):

@@ -22,8 +22,9 @@ def fill(shape, value: float, axis: int | None = None):
 
 def column(ref, axis: int):
     """A vector in shared memory that lies along axis `axis` of matrices."""
-    needs_index = "idx" in inspect.signature(plgpu.load).parameters  # until jax 0.11
-    return plgpu.load(ref, **({"idx": ()} if needs_index else {}), layout=WGMMA.reduce(1 - axis))
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    needed = index is not None and index.default is inspect.Parameter.empty  # until jax 0.10
+    return plgpu.load(ref, **({"idx": ()} if needed else {}), layout=WGMMA.reduce(1 - axis))
 
 
 def repeat(x, axis: int, shape):
@@ -54,14 +55,6 @@ def product(a, b, between: Callable = lambda: None):
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), F32))
 
 
-def add_product(total, a, b, place=None) -> None:
-    """Adds a b to a sum of products; a is of values, b a tile in shared memory.
-
-    place: where the values are put if they cannot be a factor, as in Pallas' interpreter.
-    """
-    a = a.astype(b.dtype)
-    if place is not None:
-        place[...] = a
-        plgpu.commit_smem()
-        a = place
-    plgpu.wgmma(total, a, b)
+def add_product(total, a, b) -> None:
+    """Adds a b to a sum of products; a is of values in registers, b a tile in shared memory."""
+    plgpu.wgmma(total, a.astype(b.dtype), b)

@@ -43,7 +43,7 @@ DUMP = Path(SCRATCH.name)
 GPUS = {  # file of targets/: name of the device, architecture of ptxas
     "h200": ("NVIDIA H200", "sm_90a"),
     "a100": ("NVIDIA A100-SXM4-80GB", "sm_80"),
-    "l40s": ("NVIDIA L40S", "sm_89"),
+    "l40s": ("NVIDIA L40", "sm_89"),  # the same chip; jax 0.11 and 0.12 have no name for the L40S
 }
 SINKS = causal() & (window(1000) | prefix(4))
 CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biases, traced places

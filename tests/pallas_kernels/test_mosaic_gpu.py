@@ -1,7 +1,8 @@
 """Hopper kernels in Pallas' GPU interpreter, with its race detector, against dense formulas.
 
 The interpreter runs warpgroups, copies and barriers as the GPU would, on the CPU. It needs jax 0.11
-or newer (Python 3.12). What the GPU's compiler accepts is in test_mosaic_gpu_compile.py.
+or newer (Python 3.12); mosaic_gpu_interpreter.py teaches it what it lacks. What the GPU's compiler
+accepts is in test_mosaic_gpu_compile.py.
 """
 
 import contextlib
@@ -76,6 +77,9 @@ def interpreted(monkeypatch):
     """`flash(implementation="mosaic_gpu")` runs the kernels in the interpreter."""
     if not hasattr(plgpu, "InterpretGPUParams"):
         pytest.skip(f"jax {jax.__version__} has no interpreter of these kernels; 0.11 has it")
+    import mosaic_gpu_interpreter
+
+    mosaic_gpu_interpreter.teach(monkeypatch)
     params = plgpu.InterpretGPUParams(detect_races=True)
     for name in ("forward", "backward"):
         call = functools.partial(getattr(_mosaic_gpu, name), interpret=params)
@@ -83,7 +87,7 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(BACKENDS, "mosaic_gpu", Backend("pallas_kernels._mosaic_gpu", ("cpu",)))
     jax.clear_caches()
     with described():
-        yield
+        yield mosaic_gpu_interpreter
     jax.clear_caches()
 
 
@@ -96,9 +100,20 @@ def test_values_and_gradients_are_those_of_dense_formulas_without_races(interpre
         bound = 1e-5 if key == "lse" else BOUNDS[case.dtype]
         assert relative_error(found[key], value) < bound, key
         assert not np.isnan(np.asarray(found[key], np.float32)).any()
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    assert not interpreted.races_found()
 
-    assert not gpu_callbacks.get_races().races_found
+
+@pytest.mark.slow
+def test_a_tile_that_is_freed_before_its_product_is_done_is_a_race(interpreted, monkeypatch):
+    """What the test above would say of kernels that do not wait for the matrix unit."""
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: None)
+    one = dict(batch=1, heads=1, kv_heads=1, size=32, v_size=32, mask=None, dtype="bfloat16")
+    try:
+        jax.block_until_ready(attention_oracle.run(Case(t=64, s=1024, **one), "mosaic_gpu"))
+    except jax.errors.JaxRuntimeError as error:  # from jax 0.12 on
+        assert "RACE DETECTED" in str(error)
+    else:
+        assert interpreted.races_found()
 
 
 def shapes(t=128, s=128, size=64, dtype="bfloat16"):
