@@ -90,7 +90,7 @@ MOSAIC_GPU = {
     ("forward", 64): Warpgroups(2, 128, 4),
     ("forward", 128): Warpgroups(2, 128, 2),
     ("d_queries", 64): Warpgroups(2, 128, 4),
-    ("d_queries", 128): Warpgroups(2, 64, 4),
+    ("d_queries", 128): Warpgroups(2, 128, 2),
     ("d_keys", 64): Warpgroups(2, 64, 4),
     ("d_keys", 128): Warpgroups(2, 64, 4),
 }
