@@ -31,12 +31,13 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
-    """Cotangents of q, k and v; that of lse enters through `di`."""
+    """Cotangents of q, k and v; that of lse enters through di."""
     table = layouts.table_of(q, k, operands, spec)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * math.log2(math.e)
     rows = {"d_out": d_out.astype(q.dtype)}
-    rows |= {"lse": lse, "di": online.row_cotangent(out, d_out, d_lse)}
+    # A score's cotangent is p (d_out v^T - di): the kernels' sums of d_out v^T start at -di.
+    rows |= {"lse": lse, "start": -online.row_cotangent(out, d_out, d_lse)}
     body, x = _prepare(D_QUERIES, q, k, v, operands, spec, table, interpret, rows)
     dq = _launch().d_queries(body, x, interpret)
     body, x = _prepare(D_KEYS, q, k, v, operands, spec, table, interpret, rows)
@@ -115,7 +116,7 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, interpret, rows=None):
             x[vector] = x_side.pad(value, 1)
     if rows is not None:
         x["d_out"] = cut.queries.pad(_wide(rows["d_out"]), 1)
-        x |= {name: cut.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "di")}
+        x |= {name: cut.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "start")}
     return body, x | layouts.lists(table, kernel, cut, body.group if joined else 1)
 
 

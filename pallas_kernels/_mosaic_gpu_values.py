@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -52,6 +53,24 @@ def product(a, b, between: Callable = lambda: None):
         return total[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), F32))
+
+
+def product_on(start, a, b, in_registers: bool, then: Callable, later: int = 0) -> None:
+    """Runs `then(ready)`: ready() is `start` + a b^T; waits for all products.
+
+    later: how many products `then` has begun when it calls ready(); they are not waited for.
+    Where registers can be what a product adds to, nothing is added after it.
+    """
+
+    def multiply(total):
+        plgpu.wgmma(total, a, b.transpose((1, 0)))
+        found = functools.partial(plgpu.wgmma_accumulator_load, total, wait_n=later)
+        then(found if in_registers else lambda: start + found())
+
+    if in_registers:
+        pl.run_state(multiply)(plgpu.ACC.init(start))
+    else:
+        pl.run_scoped(multiply, plgpu.ACC(start.shape, F32))
 
 
 def add_product(total, a, b, place=None) -> None:
