@@ -45,7 +45,7 @@ CLOCKS = {
     "special": (8, "MUFU"),
     "float": (1, "FFMA FMUL FADD"),
     "products": (2, "IMAD IDP"),
-    "integer": (2, "FMNMX FSEL FSETP F2FP FSWZ ISETP IADD VIADD LOP LEA SHF SEL PRMT PLOP MOV IMNMX"),
+    "integer": (2, "FMNMX FSEL FSETP F2FP FSWZ ISETP IADD VIADD LOP LEA SHF SEL PRMT PLOP MOV"),
 }  # fmt: skip
 UNITS = ("tensor", "shared", "special", "float", "integer", "issue")
 
@@ -94,7 +94,7 @@ def multiplies(lines) -> bool:
 
 def units(instructions, brought: float = 0) -> Counter:
     """Clocks of every unit for a step of a warpgroup, to which `brought` bytes are copied."""
-    clocks = Counter({unit: 0 for unit in UNITS}, issue=len(instructions))
+    clocks = Counter(dict.fromkeys(UNITS, 0), issue=len(instructions))
     clocks["shared"] = brought / SHARED
     for _, name, rest in instructions:
         if shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):
