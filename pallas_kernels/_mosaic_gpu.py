@@ -20,6 +20,9 @@ from pallas_kernels._mosaic_gpu_layout import D_KEYS, D_QUERIES, FORWARD, HEAD, 
 from pallas_kernels.backends import given_table
 
 LARGEST_HEAD = 128
+# CUDA versions for which JAX refuses causal masks in a kernel of its own like these
+# (jax.experimental.pallas.ops.gpu.attention_mgpu, jax 0.11).
+MISCOMPILING = range(12080, 12091)
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
@@ -31,12 +34,13 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
-    """Cotangents of q, k and v; that of lse enters through `di`."""
+    """Cotangents of q, k and v; that of lse enters through di."""
     table = layouts.table_of(q, k, operands, spec)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * math.log2(math.e)
     rows = {"d_out": d_out.astype(q.dtype)}
-    rows |= {"lse": lse, "di": online.row_cotangent(out, d_out, d_lse)}
+    # A score's cotangent is p (d_out v^T - di): the kernels' sums of d_out v^T start at -di.
+    rows |= {"lse": lse, "start": -online.row_cotangent(out, d_out, d_lse)}
     body, x = _prepare(D_QUERIES, q, k, v, operands, spec, table, rows)
     dq = _launch().d_queries(body, x, interpret)
     body, x = _prepare(D_KEYS, q, k, v, operands, spec, table, rows)
@@ -78,6 +82,9 @@ def _absent() -> str | None:
     """Why there is no such kernel here, whatever the inputs."""
     if tuning.capability() != 90:
         return "these kernels are for Hopper GPUs (compute capability 9.0)"
+    if (version := tuning.cuda_version()) in MISCOMPILING:
+        said = f"{version // 1000}.{version % 1000 // 10}"
+        return f"JAX knows CUDA {said} to miscompile such kernels; CUDA 12.9.1 and later do not"
     try:
         _launch()
     except (ImportError, AttributeError) as error:
@@ -114,7 +121,7 @@ def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
             x[vector] = x_side.pad(value, 1)
     if rows is not None:
         x["d_out"] = cut.queries.pad(_wide(rows["d_out"]), 1)
-        x |= {name: cut.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "di")}
+        x |= {name: cut.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "start")}
     return body, x | layouts.lists(table, kernel, cut, body.group if joined else 1)
 
 

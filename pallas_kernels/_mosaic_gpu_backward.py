@@ -14,10 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic_gpu_layout import ROWS
 from pallas_kernels._mosaic_gpu_program import (
+    WARPGROUP,
     Body,
     Meeting,
     Ring,
     fetch,
+    hidden,
     of_keys,
     of_queries,
     probabilities,
@@ -25,7 +27,7 @@ from pallas_kernels._mosaic_gpu_program import (
     specialise,
     walk,
 )
-from pallas_kernels._mosaic_gpu_values import F32, add_product, column, product, repeat
+from pallas_kernels._mosaic_gpu_values import F32, add_product, column, product, product_on, repeat
 
 
 def d_queries(body: Body, x, dq, room) -> None:
@@ -43,7 +45,7 @@ def d_queries(body: Body, x, dq, room) -> None:
         first = here.tile * cut.queries.tile + group * ROWS
         fetch(x, room, room["own_names"], here, first, group)
         own = {name: room[name].at[group] for name in room["own_names"]}
-        lse, di = column(own["lse"], 0), column(own["di"], 0)
+        lse, start = column(own["lse"], 0), column(own["start"], 0)
 
         def visit(step, total):
             ring.wait(0, step)
@@ -53,13 +55,15 @@ def d_queries(body: Body, x, dq, room) -> None:
             passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
             k_first = functools.partial(ring.first, walked, step)
             meeting = Meeting(shape, 0, first, k_first, own | passing)
-            masked = step >= walked.full
-            _, p = probabilities(body, products, lambda: lse, 0, meeting, masked)
-            dp = product(own["d_out"], value)
-            ring.release(1, step)
-            ds = p * (dp - repeat(di, 0, shape))
-            add_product(total, ds, key)
-            plgpu.wgmma_wait(0)
+            values, factor = hidden(body, products, meeting, step >= walked.full)
+
+            def add(dp):
+                _, p = probabilities(body, values, factor, lse, 0)
+                ds = p * dp()
+                ring.release(1, step)
+                add_product(total, ds, key)
+
+            product_on(repeat(start, 0, shape), own["d_out"], value, add)
             ring.release(0, step)
 
         def everything(total):
@@ -103,13 +107,15 @@ def d_keys(body: Body, x, dk, dv, room) -> None:
             }
             q_first = functools.partial(ring.first, walked, step)
             meeting = Meeting(shape, 1, first, q_first, own | passing)
-            lse, masked = functools.partial(column, passing["lse"], 1), step >= walked.full
-            p, bent = probabilities(body, products, lse, 1, meeting, masked)
-            add_product(sums[1], p, d_out)
-            dp = product(own["v"], d_out)
-            ds = bent * (dp - repeat(column(passing["di"], 1), 1, shape))
-            add_product(sums[0], ds, query)
-            plgpu.wgmma_wait(0)
+            values, factor = hidden(body, products, meeting, step >= walked.full)
+
+            def add(dp):
+                p, bent = probabilities(body, values, factor, column(passing["lse"], 1), 1)
+                add_product(sums[1], p, d_out)
+                add_product(sums[0], bent * dp(), query)
+
+            start = repeat(column(passing["start"], 1), 1, shape)
+            product_on(start, own["v"], d_out, add, later=1)
             ring.release(0, step)
 
         def everything(*sums):
@@ -118,12 +124,11 @@ def d_keys(body: Body, x, dk, dv, room) -> None:
 
         shapes = [plgpu.ACC((ROWS, room[name].shape[-1]), F32) for name in ("k", "v")]
         d_key, d_value = pl.run_scoped(everything, *shapes)
-        own["k"][...] = (d_key * body.scale).astype(dk.dtype)
-        own["v"][...] = d_value.astype(dv.dtype)
-        rows = pl.ds(first, ROWS)
-        send(
-            (own["k"], dk.at[here.row, rows, here.key_head]),
-            (own["v"], dv.at[here.row, rows, here.key_head]),
-        )
+        # Asked for again: these places would be kept in registers while products are summed.
+        mine, rows = lax.axis_index(WARPGROUP), pl.ds(first, ROWS)
+        place = {name: room[name].at[mine] for name in ("k", "v")}
+        place["k"][...] = (d_key * body.scale).astype(dk.dtype)
+        place["v"][...] = d_value.astype(dv.dtype)
+        send(*((place[n], x.at[here.row, rows, here.key_head]) for n, x in (("k", dk), ("v", dv))))
 
     specialise(body, compute, move)

@@ -113,7 +113,7 @@ def forward(body: Body, x, interpret):
 def d_queries(body: Body, x, interpret):
     """dq [B, T, N, H]."""
     cut, (b, _, n, _) = body.cut, x["q"].shape
-    own, ring = ("q", "d_out", "lse", "di", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
+    own, ring = ("q", "d_out", "lse", "start", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
     outputs, grid = [like(x["q"].shape, x["q"].dtype)], (n, cut.queries.count, b)
     kernel = backward.d_queries
     return launch(kernel, body, x, outputs, own, ring, grid, cut.keys, interpret)[0]
@@ -122,7 +122,7 @@ def d_queries(body: Body, x, interpret):
 def d_keys(body: Body, x, interpret):
     """dk [B, S, K, H] and dv [B, S, K, Hv]."""
     cut, (b, _, heads, _) = body.cut, x["k"].shape
-    own, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "di", *Q_VECTORS),)
+    own, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "start", *Q_VECTORS),)
     outputs = [like(x[name].shape, x[name].dtype) for name in ("k", "v")]
     grid = heads, cut.keys.count, b
     return launch(backward.d_keys, body, x, outputs, own, ring, grid, cut.queries, interpret)

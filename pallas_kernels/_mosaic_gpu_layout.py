@@ -7,7 +7,7 @@ while tiles of the other side pass through a ring of stages in shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -108,7 +108,7 @@ def lists(table, kernel: str, plan: Cut, group: int) -> dict:
         if group > 1:
             table = table.heads(lambda x: x.reshape(len(x), -1, group * x.shape[2], *x.shape[3:]))
         table = transpose(table, plan.keys.length)
-    elif plan.keys.padded % table.k_block and plan.keys.length % table.k_block == 0:
-        # A lone block that is full by itself: its last tile is not.
-        table = replace(table, full=0 * table.full)
+    elif plan.keys.length <= table.k_block and plan.keys.length < plan.keys.padded:
+        # A lone block may be full by itself: its last tile is not.
+        table = table.tested()
     return dict(index=table.index, full=table.full, seen=table.seen)

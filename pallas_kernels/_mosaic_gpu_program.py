@@ -24,8 +24,10 @@ from pallas_kernels._mosaic_gpu_values import column, div, iota, rem, repeat
 from pallas_kernels.masks import Mask
 
 LOG2E = math.log2(math.e)
-GRID = ("heads", "tiles", "rows")  # a program each; rows of the batch vary fastest
-WARPGROUP = "warpgroup"
+# A program each; rows of the batch vary fastest. Where an axis of the device mesh has such a name,
+# Pallas asks for the place on the mesh.
+GRID = ("_lcjax_heads", "_lcjax_tiles", "_lcjax_rows")
+WARPGROUP = "_lcjax_warpgroup"
 # Registers of a thread where two warpgroups compute: 2 x 240 + 24 of the 512 that there are.
 MUCH, LITTLE = 240, 24
 
@@ -104,7 +106,7 @@ def part(x, name: str, here: Here, first, count: int):
         return ref
     if name in ("q_index", "k_index", "q_segments", "k_segments"):
         return ref.at[here.row if ref.shape[0] > 1 else 0, rows]
-    if name in ("lse", "di"):
+    if name in ("lse", "start"):
         return ref.at[here.row, here.head, rows]
     return ref.at[here.row, rows, here.key_head if name in ("k", "v") else here.head]
 
@@ -223,17 +225,17 @@ def logits(body: Body, products):
     return (products, factor) if factor > 0 else (products * factor, 1.0)
 
 
-def probabilities(body: Body, products, lse: Callable, axis: int, meeting: Meeting, masked):
-    """(p, p times the slope of the cap) from the saved lse, in multiples of log 2 along `axis`.
-
-    lse is asked for, and the slope computed, after the element test: registers hold no more.
-    """
+def hidden(body: Body, products, meeting: Meeting, masked):
+    """(values, factor) of `logits` where keys are seen; elsewhere their power of two is 0."""
     values, factor = logits(body, products)
-    capped = body.soft_cap is not None
     # The square of what is hidden has to stay finite where it is a slope.
-    values = meeting.hide(body, masked, values, -1e18 if capped else -jnp.inf)
-    p = jnp.exp2(values * factor - repeat(lse(), axis, products.shape))
-    return p, p * (1.0 - values * values) if capped else p
+    return meeting.hide(body, masked, values, -jnp.inf if body.soft_cap is None else -1e18), factor
+
+
+def probabilities(body: Body, values, factor, lse, axis: int):
+    """(p, p times the slope of the cap) from the saved lse, in multiples of log 2 along `axis`."""
+    p = jnp.exp2(values * factor - repeat(lse, axis, values.shape))
+    return p, p if body.soft_cap is None else p * (1.0 - values * values)
 
 
 def specialise(body: Body, compute: Callable, move: Callable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -53,6 +54,19 @@ def product(a, b, between: Callable = lambda: None):
         return total[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), F32))
+
+
+def product_on(start, a, b, then: Callable, later: int = 0) -> None:
+    """Runs `then(ready)`: ready() is `start` + a b^T; waits for all products.
+
+    later: how many products `then` has begun when it calls ready(); they are not waited for.
+    """
+
+    def multiply(total):
+        plgpu.wgmma(total, a, b.transpose((1, 0)))
+        then(functools.partial(plgpu.wgmma_accumulator_load, total, wait_n=later))
+
+    pl.run_state(multiply)(plgpu.ACC.init(start))
 
 
 def add_product(total, a, b) -> None:

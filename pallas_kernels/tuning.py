@@ -6,6 +6,7 @@ No figure here is a timing. Tiles were chosen by what the compilers say of them 
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import dataclass, replace
 
@@ -43,6 +44,12 @@ def capability() -> int | None:
         return CAPABILITIES[found[1]] if found else None
     version = str(getattr(device, "compute_capability", ""))
     return int(version.replace(".", "")) if re.fullmatch(r"\d+\.\d", version) else None
+
+
+def cuda_version() -> int | None:
+    """Of the CUDA runtime that JAX has loaded, 12090 for 12.9; None: it has none, or says none."""
+    versions = importlib.import_module("jax._src.lib").cuda_versions
+    return None if versions is None else versions.cuda_runtime_get_version()
 
 
 def _device():
@@ -102,7 +109,7 @@ MOSAIC_GPU = {
     ("forward", 64): Warpgroups(2, 128, 4),
     ("forward", 128): Warpgroups(2, 128, 2),
     ("d_queries", 64): Warpgroups(2, 128, 4),
-    ("d_queries", 128): Warpgroups(2, 64, 4),
+    ("d_queries", 128): Warpgroups(2, 128, 2),
     ("d_keys", 64): Warpgroups(2, 64, 4),
     ("d_keys", 128): Warpgroups(2, 64, 4),
 }

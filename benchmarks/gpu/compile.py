@@ -40,6 +40,7 @@ HERE = Path(__file__).resolve().parent
 TABLE = HERE / "compile.json"
 SCRATCH = tempfile.TemporaryDirectory(prefix="gpu_compile_")
 DUMP = Path(SCRATCH.name)
+BINARY = DUMP / "kernel.cubin"  # of the kernel compiled last
 GPUS = {  # file of targets/: name of the device, architecture of ptxas
     "h200": ("NVIDIA H200", "sm_90a"),
     "a100": ("NVIDIA A100-SXM4-80GB", "sm_80"),
@@ -85,13 +86,17 @@ MOSAIC_OTHERS += [("h200", size, "bfloat16", "capped") for size in (64, 80, 128)
 MOSAIC_OTHERS += [("h200", 128, "float16", "capped")]
 
 
-def toolkit() -> Path | None:
-    """The folder with bin/ptxas and libdevice: of wheels for CUDA 12 or 13, or an installed one."""
-    wheels = importlib.util.find_spec("nvidia")
-    roots = [Path(x) for x in wheels.submodule_search_locations] if wheels else []
+def wheels() -> list[Path]:
+    """Folders that may have bin/: of wheels for CUDA 12 or 13, or of an installed CUDA."""
+    found = importlib.util.find_spec("nvidia")
+    roots = [Path(x) for x in found.submodule_search_locations] if found else []
     folders = [root / name for root in roots for name in ("cuda_nvcc", "cu13")]
-    folders += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
-    return next((x for x in folders if (x / "bin" / "ptxas").exists()), None)
+    return [*folders, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+
+
+def toolkit() -> Path | None:
+    """The folder with bin/ptxas and libdevice."""
+    return next((x for x in wheels() if (x / "bin" / "ptxas").exists()), None)
 
 
 def prepare():
@@ -173,7 +178,7 @@ def resources(name: str, architecture: str) -> dict:
     file = next(x for x in DUMP.glob("*.ptx") if f".entry {name}(" in x.read_text())
     text = file.read_text()
     ptxas = shutil.which("ptxas", path=f"{toolkit()}/bin") or "ptxas"
-    command = [ptxas, "-v", f"-arch={architecture}", str(file), "-o", os.devnull]
+    command = [ptxas, "-v", f"-arch={architecture}", str(file), "-o", str(BINARY)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),

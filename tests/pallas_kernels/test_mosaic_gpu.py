@@ -16,7 +16,16 @@ import numpy as np
 import pytest
 from attention_oracle import Blocked, Case, oracle, relative_error
 
-from pallas_kernels import _mosaic_gpu, causal, everything, flash, per_head, prefix, window
+from pallas_kernels import (
+    _mosaic_gpu,
+    causal,
+    everything,
+    flash,
+    per_head,
+    prefix,
+    tuning,
+    window,
+)
 from pallas_kernels.backends import BACKENDS, Backend, Operands, Spec
 from pallas_kernels.biases import Alibi
 from pallas_kernels.masks import keys_in
@@ -49,6 +58,10 @@ CASES = {
     "tables per key head, blocks of several tiles": Case(
         batch=1, t=300, s=300, heads=4, kv_heads=2, size=64, v_size=64, mask=everything(),
         table=Blocked(heads=2, q_block=256, k_block=256),
+    ),
+    "a lone full block of fewer keys than a tile": Case(
+        batch=1, t=80, s=32, heads=2, kv_heads=1, size=64, v_size=64, mask=everything(),
+        table=Blocked(heads=2, q_block=80, k_block=32),
     ),
     "soft cap, heads of 128": Case(
         batch=1, t=70, s=130, heads=1, kv_heads=1, size=128, v_size=96, soft_cap=1.5
@@ -103,13 +116,22 @@ def test_values_and_gradients_are_those_of_dense_formulas_without_races(interpre
     assert not interpreted.races_found()
 
 
+BROKEN = {
+    "products that nobody waits for": lambda taught: (
+        taught, "await_products", lambda *, token, **_: token
+    ),
+    "vectors and results without fences": lambda taught: (plgpu, "commit_smem", lambda: None),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_a_tile_that_is_freed_before_its_product_is_done_is_a_race(interpreted, monkeypatch):
-    """What the test above would say of kernels that do not wait for the matrix unit."""
-    monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: None)
+@pytest.mark.parametrize("how", BROKEN)
+def test_races_would_be_found(interpreted, monkeypatch, how):
+    """What the test above would say of kernels that free tiles too early."""
+    monkeypatch.setattr(*BROKEN[how](interpreted))
     one = dict(batch=1, heads=1, kv_heads=1, size=32, v_size=32, mask=None, dtype="bfloat16")
     try:
-        jax.block_until_ready(attention_oracle.run(Case(t=64, s=1024, **one), "mosaic_gpu"))
+        jax.block_until_ready(attention_oracle.run(Case(t=1024, s=64, **one), "mosaic_gpu"))
     except jax.errors.JaxRuntimeError as error:  # from jax 0.12 on
         assert "RACE DETECTED" in str(error)
     else:
@@ -149,6 +171,31 @@ def test_other_gpus_are_refused(kind):
     with described(kind):
         reason = _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))
     assert reason == "these kernels are for Hopper GPUs (compute capability 9.0)"
+
+
+@pytest.mark.parametrize(("version", "refused"), [(12080, True), (12090, True), (12091, False)])
+def test_versions_of_cuda_that_miscompile_are_refused(monkeypatch, version, refused):
+    monkeypatch.setattr(tuning, "cuda_version", lambda: version)
+    with described():
+        reason = _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))
+    assert ("miscompile" in (reason or "")) == refused
+
+
+@pytest.mark.parametrize("names", [("rows", "heads"), ("tiles", "warpgroup")])
+def test_no_axis_of_a_mesh_is_taken_for_one_of_the_grid(names):
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), names, axis_types=kinds, abstract_device=device)
+    on = jax.sharding.PartitionSpec(names[0], None, names[1])
+
+    def run(q):
+        return _mosaic_gpu.forward(q, q, q, Operands(), Spec(causal(), 1.0))[0]
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        split = jax.shard_map(run, mesh=mesh, in_specs=on, out_specs=on, check_vma=False)
+        traced = jax.jit(split).trace(jax.ShapeDtypeStruct((4, 128, 4, 64), "bfloat16"))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "block_id" in text and "device_id" not in text  # of the kernel's instructions
 
 
 def test_without_a_gpu_the_fallback_runs():

@@ -1,0 +1,157 @@
+"""What the loops of the Hopper kernels are made of, and how fast they can be at best: predictions.
+
+    python -m benchmarks.gpu.machine_code [--only "mosaic forward 128"]
+
+Nothing runs. Each kernel is compiled as by `benchmarks.gpu.compile`, disassembled by nvdisasm (of
+the wheels `nvidia-cuda-nvcc` or `triton`, or on the PATH), and its loops with tensor-core products
+are counted. One row per loop: what a step takes of every unit, in clocks of one of the four
+schedulers of a multiprocessor for one warpgroup, whose four warps lie one on each:
+
+tensor   wgmma: 4096 bfloat16 operations a clock and multiprocessor (989 TFLOP/s at 1.83 GHz)
+shared   128 bytes a clock: factors of wgmma, loads and stores, and the tiles that are brought
+special  16 lanes a clock and multiprocessor: powers of two
+float    128 lanes: float32 sums and products; 64: integer products and what is moved by them
+integer  64 lanes: the other arithmetic, maxima, selections, conversions
+issue    one instruction a clock and scheduler
+
+`masked` instructions are those a step jumps over unless its block needs an element test; they are
+in no other figure. The two predictions are those for the clock above: `overlapped` if the unit
+that has most to do never waits, `alone` if the tensor cores wait for all else of a step. They are
+of executed products; the backward pass is asked for 5, and executes 7 in its two kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+if not __package__:  # run as a file: imports start at the root, not at its folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmarks.gpu import compile as programs
+from pallas_kernels import tuning
+
+CLOCK, PROCESSORS = 1.83e9, 132  # of an H200 as NVIDIA counts its 989 TFLOP/s
+TENSOR, SHARED = 4096, 128  # operations, and bytes, a clock and multiprocessor
+PEAK = CLOCK * PROCESSORS * TENSOR / 1e12
+LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?(\w+) )?([A-Z][\w.]*) ?(.*?) ?;|^\.(\w+):", re.M)
+# Clocks of a scheduler for an instruction of a warp, by the start of its name.
+CLOCKS = {
+    "special": (8, "MUFU"),
+    "float": (1, "FFMA FMUL FADD"),
+    "products": (2, "IMAD IDP"),
+    "integer": (2, "FMNMX FSEL FSETP F2FP FSWZ ISETP IADD VIADD LOP LEA SHF SEL PRMT PLOP MOV"),
+}  # fmt: skip
+UNITS = ("tensor", "shared", "special", "float", "integer", "issue")
+
+
+def disassembler() -> str | None:
+    """The path of nvdisasm."""
+    folders = [folder / "bin" for folder in programs.wheels()]
+    return next(filter(None, (shutil.which("nvdisasm", path=x) for x in (*folders, None))), None)
+
+
+def parse(text: str) -> list[tuple]:
+    """(name of the guarding predicate, operation, operands) by line; a label is (name,)."""
+    found = LINE.findall(text)
+    return [(label,) if label else (guard, name, rest) for _, guard, name, rest, label in found]
+
+
+def loops(lines: list[tuple]) -> list[tuple[list, int]]:
+    """The innermost loops with products: instructions, and how many more are masked."""
+    labels = {line[0]: i for i, line in enumerate(lines) if len(line) == 1}
+
+    def target(line):
+        found = re.search(r"\((\.?\w+)\)", line[2]) if line[1:2] == ("BRA",) else None
+        return labels.get(found[1].lstrip(".")) if found else None
+
+    spans = [(target(line), i) for i, line in enumerate(lines) if len(line) == 3]
+    spans = [(a, b) for a, b in spans if a is not None and a < b and multiplies(lines[a:b])]
+    # What waits for a barrier lies behind the last exit, and jumps back into its loop.
+    spans = [(a, b) for a, b in spans if not any(x[1:2] == ("EXIT",) for x in lines[a:b])]
+    inner = [(a, b) for a, b in spans if not any(a <= c and d < b for c, d in spans)]
+    found = []
+    for start, end in inner:
+        hidden = set()
+        for i in range(start, end):
+            to = target(lines[i]) if len(lines[i]) == 3 else None
+            if to is not None and lines[i][0] and i < to <= end and not multiplies(lines[i:to]):
+                hidden |= set(range(i + 1, to))
+        body = [lines[i] for i in range(start, end + 1) if len(lines[i]) == 3]
+        shown = [lines[i] for i in range(start, end + 1) if i not in hidden and len(lines[i]) == 3]
+        found.append((shown, len(body) - len(shown)))
+    return found
+
+
+def multiplies(lines) -> bool:
+    return any(len(line) == 3 and line[1].startswith("HGMMA") for line in lines)
+
+
+def units(instructions, brought: float = 0) -> Counter:
+    """Clocks of every unit for a step of a warpgroup, to which `brought` bytes are copied."""
+    clocks = Counter(dict.fromkeys(UNITS, 0), issue=len(instructions))
+    clocks["shared"] = brought / SHARED
+    for _, name, rest in instructions:
+        if shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):
+            m, n, k = map(int, shape.groups())
+            clocks["tensor"] += 2 * m * n * k / TENSOR
+            in_memory = re.match(r"R\d+, gdesc", rest) is not None
+            clocks["shared"] += 2 * k * (n + m * in_memory) / SHARED
+        elif name.startswith(("LDS", "STS")):
+            wide = 16 if ".M88" in name else int((re.findall(r"\.(64|128)", name) or [32])[0]) // 8
+            clocks["shared"] += 128 * wide / SHARED
+        for unit, (each, starts) in CLOCKS.items():
+            if name.startswith(tuple(starts.split())):
+                clocks["float" if unit == "products" else unit] += each
+    return clocks
+
+
+def predicted(clocks: Counter) -> tuple[float, float]:
+    """TFLOP/s of executed products if all units overlap, and if tensor cores wait for the rest."""
+    others = max(clocks[unit] for unit in UNITS if unit != "tensor")
+    useful = PEAK * clocks["tensor"]
+    return useful / max(clocks["tensor"], others), useful / (clocks["tensor"] + others)
+
+
+def brought(word: str, kernel: str, size: int, dtype: str) -> float:
+    """Bytes of the two tiles that pass by in a step, for each of the warpgroups that read them."""
+    if word == "mosaic":
+        tiles = tuning.mosaic_gpu(kernel, size, False)
+        return 4 * size * tiles.passing / tiles.groups
+    with programs.described("h200"):
+        tile = tuning.triton(kernel, size, dtype)
+    return 4 * size * (tile.rows if kernel == "d_keys" else tile.keys) / (tile.warps / 4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--only", default="", help="words that a row's name must have")
+    args = parser.parse_args()
+    if (command := disassembler()) is None:
+        print("nvdisasm is missing: pip install triton, or put NVIDIA's CUDA toolkit on the PATH")
+        return 1
+    programs.prepare()
+    print(f"{'clocks of a step':40}", *(f"{x:>8}" for x in UNITS), " masked  overlapped  alone")
+    for row in programs.rows(every=False):
+        name, wanted = " ".join(map(str, row)), {*args.only.split(), "h200", "causal"}
+        if not wanted <= set(name.split()):
+            continue
+        programs.compile_one(*row)
+        run = [command, "-c", programs.BINARY]
+        text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+        word, _, kernel = row[0].rpartition(" ")
+        for instructions, masked in loops(parse(text)):
+            clocks = units(instructions, brought(word, kernel, row[2], row[3]))
+            figures = (f"{clocks[x]:8.0f}" for x in UNITS)
+            most, least = predicted(clocks)
+            print(f"{name:40}", *figures, f"{masked:7} {most:11.0f} {least:6.0f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
