@@ -63,7 +63,11 @@ def _refusal(q, k, v) -> str | None:
         fused = _primitives()
         version = fused.check_cudnn_version()
         layout = fused.AttentionLayout.BTNH.value
-        fused.check_is_flash_attention(q, k, v, layout, version, False, True)
+        if not fused.check_compute_capability("8.0"):
+            return "cuDNN's fused attention is for GPUs of compute capability 8.0 or above"
+        values = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+        for x in (q, values):  # JAX looks at the heads of queries alone
+            fused.check_is_flash_attention(x, k, v, layout, version, False, True)
     except (ImportError, AttributeError) as error:
         return f"jax {jax.__version__} does not have the primitives that are called ({error})"
     except (NotImplementedError, RuntimeError, ValueError) as error:

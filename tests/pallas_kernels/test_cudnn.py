@@ -184,6 +184,8 @@ TABLE = from_mask(causal(), queries=64, keys=64, q_block=64, k_block=64)
         (dict(s=128), {}, {}, "64 queries and 128 keys is not square"),
         (dict(size=60), {}, {}, "a multiple of 8, but got 60"),
         (dict(size=264), {}, {}, "head dim must be <= 256"),
+        (dict(v_size=60), {}, {}, "a multiple of 8, but got 60"),
+        (dict(v_size=512), {}, {}, "head dim must be <= 256"),
     ],
 )
 def test_what_cudnn_cannot_run_says_why(installed, inputs, operands, spec, reason):
@@ -191,6 +193,12 @@ def test_what_cudnn_cannot_run_says_why(installed, inputs, operands, spec, reaso
     assert reason in _cudnn.unsupported(*shapes(**inputs), Operands(**operands), spec)
     for mask in (everything(), causal(), causal() & window(4)):
         assert _cudnn.unsupported(*shapes(), Operands(), Spec(mask, 1.0)) is None
+
+
+def test_older_gpus_are_refused(installed, monkeypatch):
+    monkeypatch.setattr(fused, "check_compute_capability", lambda least: float(least) <= 7.5)
+    reason = _cudnn.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))
+    assert reason == "cuDNN's fused attention is for GPUs of compute capability 8.0 or above"
 
 
 def test_without_cudnn_the_reason_is_jaxs_own():
