@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,7 +24,7 @@ from pallas_kernels._mosaic_gpu_program import (
     specialise,
     walk,
 )
-from pallas_kernels._mosaic_gpu_values import add_product, fill, product, repeat
+from pallas_kernels._mosaic_gpu_values import F32, add_product, fill, product, repeat
 from pallas_kernels._online import LOWEST
 
 
@@ -71,9 +72,8 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
         if wait and body.cut.groups > 1:
             plgpu.barrier_wait(room["turn"].at[0])
 
-    def visit(step, carry):
-        acc, top, total = carry
-        products = product(query, ring.at("k", step), turn)
+    def soften(step, products, top, total):
+        """(p, maximum and denominator with this step's keys, what is kept of the sums before)."""
         values, factor = logits(body, products)
         passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
         k_first = functools.partial(ring.first, walked, step)
@@ -83,33 +83,54 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
         new = jnp.maximum(top, jnp.max(values, 1) * factor)
         keep = jnp.exp2(top - new)
         p = jnp.exp2(values * factor - repeat(new, 0, shape))
-        acc, total = acc * repeat(keep, 0, acc.shape), total * keep + jnp.sum(p, 1)
-        p = p.astype(ring.at("v", step).dtype)
-        acc, total, new, p = lax.optimization_barrier((acc, total, new, p))
+        return p.astype(room["v"].dtype), new, total * keep + jnp.sum(p, 1), keep
+
+    def visit(step, carry, more: bool = True):
+        """Adds a step's values; its products are there, and the next step's are begun with them."""
+        acc, products, *rows = carry
+        p, *rows, keep = soften(step, products, *rows)
+        acc, p, *rows = lax.optimization_barrier((acc * repeat(keep, 0, acc.shape), p, *rows))
         turn(wait=False)
         ring.wait(1, step)
+        if more:
+            ring.wait(0, step + 1)
         turn(arrive=False)
-        acc = _add_values(acc, p, ring, step, walked.seen)
+        value = ring.at("v", step)
+
+        def add(following):
+            def begin():
+                plgpu.wgmma(following, query, ring.at("k", step + 1).transpose((1, 0)))
+                turn()
+
+            return _add_values(acc, p, value, begin), following[...]
+
+        if more:
+            acc, products = pl.run_scoped(add, plgpu.ACC(shape, F32))
+        else:
+            acc = _add_values(acc, p, value)
         ring.release(1, step)
-        return acc, new, total
+        return acc, products, *rows
 
-    @pl.when(walked.seen > 0)
-    def _():
+    def attend(acc, *rows):
         ring.wait(0, jnp.int32(0))
+        pl.when(group == 1)(turn)
+        products = product(query, ring.at("k", jnp.int32(0)), turn)
+        last = walked.seen - 1
+        carry = lax.fori_loop(0, last, visit, (acc, products, *rows))
+        acc, _, *rows = visit(last, carry, more=False)
+        pl.when(group == 0)(turn)
+        return acc, *rows
 
-    pl.when(group == 1)(turn)
     size = ring.room["v"].shape[-1]
-    rows = fill((ROWS,), LOWEST, 0), fill((ROWS,), 0.0, 0)
-    found = lax.fori_loop(0, walked.seen, visit, (fill((ROWS, size), 0.0), *rows))
-    pl.when(group == 0)(turn)
-    return found
+    empty = fill((ROWS, size), 0.0), fill((ROWS,), LOWEST, 0), fill((ROWS,), 0.0, 0)
+    return lax.cond(walked.seen > 0, attend, lambda *x: x, *empty)
 
 
-def _add_values(acc, p, ring: Ring, step, steps):
-    """acc + p v; waits for the next keys meanwhile."""
+def _add_values(acc, p, value, begin: Callable = lambda: None):
+    """acc + p v; `begin` may begin other products meanwhile."""
 
     def add(total):
-        add_product(total, p, ring.at("v", step))
-        pl.when(step + 1 < steps)(lambda: ring.wait(0, step + 1))
+        add_product(total, p, value)
+        begin()
 
     return pl.run_state(add)(plgpu.ACC.init(acc))
