@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,7 +23,7 @@ from pallas_kernels._mosaic_gpu_program import (
     specialise,
     walk,
 )
-from pallas_kernels._mosaic_gpu_values import F32, add_product, fill, product, repeat
+from pallas_kernels._mosaic_gpu_values import add_product, fill, product, repeat
 from pallas_kernels._online import LOWEST
 
 
@@ -97,19 +96,16 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
         turn(arrive=False)
         value = ring.at("v", step)
 
-        def add(following):
-            def begin():
-                plgpu.wgmma(following, query, ring.at("k", step + 1).transpose((1, 0)))
+        def add(sums):
+            add_product(sums[0], p, value)
+            if more:
+                plgpu.wgmma(sums[1], query, ring.at("k", step + 1).transpose((1, 0)))
                 turn()
 
-            return _add_values(acc, p, value, begin), following[...]
-
-        if more:
-            acc, products = pl.run_scoped(add, plgpu.ACC(shape, F32))
-        else:
-            acc = _add_values(acc, p, value)
+        sums = [plgpu.ACC.init(x) for x in (acc, fill(shape, 0.0))[: 1 + more]]
+        acc, *products = pl.run_state(add)(sums)
         ring.release(1, step)
-        return acc, products, *rows
+        return acc, *products, *rows
 
     def attend(acc, *rows):
         ring.wait(0, jnp.int32(0))
@@ -117,20 +113,10 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
         products = product(query, ring.at("k", jnp.int32(0)), turn)
         last = walked.seen - 1
         carry = lax.fori_loop(0, last, visit, (acc, products, *rows))
-        acc, _, *rows = visit(last, carry, more=False)
+        found = visit(last, carry, more=False)
         pl.when(group == 0)(turn)
-        return acc, *rows
+        return found
 
     size = ring.room["v"].shape[-1]
     empty = fill((ROWS, size), 0.0), fill((ROWS,), LOWEST, 0), fill((ROWS,), 0.0, 0)
     return lax.cond(walked.seen > 0, attend, lambda *x: x, *empty)
-
-
-def _add_values(acc, p, value, begin: Callable = lambda: None):
-    """acc + p v; `begin` may begin other products meanwhile."""
-
-    def add(total):
-        add_product(total, p, value)
-        begin()
-
-    return pl.run_state(add)(plgpu.ACC.init(acc))
