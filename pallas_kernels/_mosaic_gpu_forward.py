@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,15 +23,16 @@ from pallas_kernels._mosaic_gpu_program import (
     specialise,
     walk,
 )
-from pallas_kernels._mosaic_gpu_values import F32, add_product, fill, product, repeat
+from pallas_kernels._mosaic_gpu_values import add_product, fill, product, repeat, sums_on
 from pallas_kernels._online import LOWEST
 
 
 def forward(body: Body, x, out, lse, room) -> None:
     """Online softmax over the key tiles of 64 queries (FlashAttention-2, Dao 2023).
 
-    Two warpgroups take turns: one multiplies while the other computes its softmax
-    (FlashAttention-3, Shah et al. 2024, section 3.1).
+    Two warpgroups take turns: one multiplies, p v of a step and q k^T of the next without a wait
+    between them, while the other computes its softmax (FlashAttention-3, Shah et al. 2024, section
+    3.1).
     """
     here, cut = of_queries(body), body.cut
     walked = walk(body, x, here, cut.queries, cut.keys)
@@ -95,21 +95,17 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
         if more:
             ring.wait(0, step + 1)
         turn(arrive=False)
-        value, place = ring.at("v", step), body.place(room, "p", group)
 
-        def add(following):
-            def begin():
-                plgpu.wgmma(following, query, ring.at("k", step + 1).transpose((1, 0)))
+        def begin(sums, _):
+            add_product(sums[0], p, ring.at("v", step), body.place(room, "p", group))
+            if more:
+                plgpu.wgmma(sums[1], query, ring.at("k", step + 1).transpose((1, 0)))
                 turn()
 
-            return _add_values(body, acc, p, value, place, begin), following[...]
-
-        if more:
-            acc, products = pl.run_scoped(add, plgpu.ACC(shape, F32))
-        else:
-            acc = _add_values(body, acc, p, value, place)
+        starts = [acc, fill(shape, 0.0)] if more else [acc]
+        acc, *products = sums_on(starts, begin, body.in_registers)
         ring.release(1, step)
-        return acc, products, *rows
+        return acc, *products, *rows
 
     def attend(acc, *rows):
         ring.wait(0, jnp.int32(0))
@@ -117,22 +113,10 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
         products = product(query, ring.at("k", jnp.int32(0)), turn)
         last = walked.seen - 1
         carry = lax.fori_loop(0, last, visit, (acc, products, *rows))
-        acc, _, *rows = visit(last, carry, more=False)
+        found = visit(last, carry, more=False)
         pl.when(group == 0)(turn)
-        return acc, *rows
+        return found
 
     size = ring.room["v"].shape[-1]
     empty = fill((ROWS, size), 0.0), fill((ROWS,), LOWEST, 0), fill((ROWS,), 0.0, 0)
     return lax.cond(walked.seen > 0, attend, lambda *x: x, *empty)
-
-
-def _add_values(body: Body, acc, p, value, place, begin: Callable = lambda: None):
-    """acc + p v; `begin` may begin other products meanwhile."""
-
-    def add(total):
-        add_product(total, p, value, place)
-        begin()
-
-    if body.in_registers:
-        return pl.run_state(add)(plgpu.ACC.init(acc))
-    return acc + pl.run_scoped(lambda total: (add(total), total[...])[1], plgpu.ACC(acc.shape, F32))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 
@@ -55,22 +54,24 @@ def product(a, b, between: Callable = lambda: None):
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), F32))
 
 
-def product_on(start, a, b, in_registers: bool, then: Callable, later: int = 0) -> None:
-    """Runs `then(ready)`: ready() is `start` + a b^T; waits for all products.
+def sums_on(starts, begin: Callable, in_registers: bool) -> list:
+    """`starts` and the products that `begin(sums, ready)` adds to them; waits for the products.
 
-    later: how many products `then` has begun when it calls ready(); they are not waited for.
-    Where registers can be what a product adds to, nothing is added after it.
+    ready(i, later): what sum i is, while the last `later` products that were begun go on. Pallas'
+    interpreter has no sums that start at values: there the starts are added.
     """
 
-    def multiply(total):
-        plgpu.wgmma(total, a, b.transpose((1, 0)))
-        found = functools.partial(plgpu.wgmma_accumulator_load, total, wait_n=later)
-        then(found if in_registers else lambda: start + found())
+    def run(*sums):
+        def ready(i: int, later: int):
+            found = plgpu.wgmma_accumulator_load(sums[i], wait_n=later)
+            return found if in_registers else starts[i] + found
+
+        begin(sums, ready)
+        return None if in_registers else [ready(i, 0) for i in range(len(sums))]
 
     if in_registers:
-        pl.run_state(multiply)(plgpu.ACC.init(start))
-    else:
-        pl.run_scoped(multiply, plgpu.ACC(start.shape, F32))
+        return pl.run_state(lambda sums: run(*sums))([plgpu.ACC.init(x) for x in starts])
+    return pl.run_scoped(run, *(plgpu.ACC(x.shape, F32) for x in starts))
 
 
 def add_product(total, a, b, place=None) -> None:
