@@ -1,7 +1,7 @@
 """Backward kernels for Hopper: dq, and dk with dv, from the saved log-sum-exp.
 
-A step's second product, of d_out and v, waits until p is there: beside the sums, no thread has the
-registers for both products and an element test.
+A step's second product, of d_out and v, is begun behind the element test: beside the sums, no
+thread has the registers for both products and the test. Its sums are ready when p is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_kernels._mosaic_gpu_program import (
     specialise,
     walk,
 )
-from pallas_kernels._mosaic_gpu_values import F32, add_product, column, product, product_on, repeat
+from pallas_kernels._mosaic_gpu_values import add_product, column, fill, product, repeat, sums_on
 
 
 def d_queries(body: Body, x, dq, room) -> None:
@@ -57,21 +57,18 @@ def d_queries(body: Body, x, dq, room) -> None:
             meeting = Meeting(shape, 0, first, k_first, own | passing)
             values, factor = hidden(body, products, meeting, step >= walked.full)
 
-            def add(dp):
+            def begin(sums, ready):
+                plgpu.wgmma(sums[0], own["d_out"], value.transpose((1, 0)))
                 _, p = probabilities(body, values, factor, lse, 0)
-                ds = p * dp()
+                ds = p * ready(0, later=0)
                 ring.release(1, step)
-                add_product(total, ds, key)
+                add_product(sums[1], ds, key)
 
-            product_on(repeat(start, 0, shape), own["d_out"], value, add)
+            _, total = sums_on([repeat(start, 0, shape), total], begin)
             ring.release(0, step)
+            return total
 
-        def everything(total):
-            lax.fori_loop(0, walked.seen, lambda step, _: visit(step, total), None)
-            return total[...]
-
-        size = room["q"].shape[-1]
-        found = pl.run_scoped(everything, plgpu.ACC((ROWS, size), F32))
+        found = lax.fori_loop(0, walked.seen, visit, fill((ROWS, room["q"].shape[-1]), 0.0))
         own["q"][...] = (found * body.scale).astype(dq.dtype)
         send((own["q"], dq.at[here.row, pl.ds(first, ROWS), here.head]))
 
@@ -109,21 +106,20 @@ def d_keys(body: Body, x, dk, dv, room) -> None:
             meeting = Meeting(shape, 1, first, q_first, own | passing)
             values, factor = hidden(body, products, meeting, step >= walked.full)
 
-            def add(dp):
+            def begin(sums, ready):
+                plgpu.wgmma(sums[0], own["v"], d_out.transpose((1, 0)))
                 p, bent = probabilities(body, values, factor, column(passing["lse"], 1), 1)
-                add_product(sums[1], p, d_out)
-                add_product(sums[0], bent * dp(), query)
+                add_product(sums[2], p, d_out)
+                ds = bent * ready(0, later=1)
+                add_product(sums[1], ds, query)
 
             start = repeat(column(passing["start"], 1), 1, shape)
-            product_on(start, own["v"], d_out, add, later=1)
+            _, *sums = sums_on([start, *sums], begin)
             ring.release(0, step)
+            return sums
 
-        def everything(*sums):
-            lax.fori_loop(0, walked.seen, lambda step, _: visit(step, sums), None)
-            return tuple(total[...] for total in sums)
-
-        shapes = [plgpu.ACC((ROWS, room[name].shape[-1]), F32) for name in ("k", "v")]
-        d_key, d_value = pl.run_scoped(everything, *shapes)
+        empty = [fill((ROWS, room[name].shape[-1]), 0.0) for name in ("k", "v")]
+        d_key, d_value = lax.fori_loop(0, walked.seen, visit, empty)
         # Asked for again: these places would be kept in registers while products are summed.
         mine, rows = lax.axis_index(WARPGROUP), pl.ds(first, ROWS)
         place = {name: room[name].at[mine] for name in ("k", "v")}

@@ -23,15 +23,16 @@ from pallas_kernels._mosaic_gpu_program import (
     specialise,
     walk,
 )
-from pallas_kernels._mosaic_gpu_values import add_product, fill, product, repeat
+from pallas_kernels._mosaic_gpu_values import add_product, fill, product, repeat, sums_on
 from pallas_kernels._online import LOWEST
 
 
 def forward(body: Body, x, out, lse, room) -> None:
     """Online softmax over the key tiles of 64 queries (FlashAttention-2, Dao 2023).
 
-    Two warpgroups take turns: one multiplies while the other computes its softmax
-    (FlashAttention-3, Shah et al. 2024, section 3.1).
+    Two warpgroups take turns: one multiplies, p v of a step and q k^T of the next without a wait
+    between them, while the other computes its softmax (FlashAttention-3, Shah et al. 2024, section
+    3.1).
     """
     here, cut = of_queries(body), body.cut
     walked = walk(body, x, here, cut.queries, cut.keys)
@@ -94,16 +95,15 @@ def _softmax(body: Body, walked: Walk, ring: Ring, room, group, first):
         if more:
             ring.wait(0, step + 1)
         turn(arrive=False)
-        value = ring.at("v", step)
 
-        def add(sums):
-            add_product(sums[0], p, value)
+        def begin(sums, _):
+            add_product(sums[0], p, ring.at("v", step))
             if more:
                 plgpu.wgmma(sums[1], query, ring.at("k", step + 1).transpose((1, 0)))
                 turn()
 
-        sums = [plgpu.ACC.init(x) for x in (acc, fill(shape, 0.0))[: 1 + more]]
-        acc, *products = pl.run_state(add)(sums)
+        starts = [acc, fill(shape, 0.0)] if more else [acc]
+        acc, *products = sums_on(starts, begin)
         ring.release(1, step)
         return acc, *products, *rows
 

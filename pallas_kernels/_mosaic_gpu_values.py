@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 
@@ -56,17 +55,16 @@ def product(a, b, between: Callable = lambda: None):
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), F32))
 
 
-def product_on(start, a, b, then: Callable, later: int = 0) -> None:
-    """Runs `then(ready)`: ready() is `start` + a b^T; waits for all products.
+def sums_on(starts, begin: Callable) -> list:
+    """`starts` and the products that `begin(sums, ready)` adds to them; waits for the products.
 
-    later: how many products `then` has begun when it calls ready(); they are not waited for.
+    ready(i, later): what sum i is, while the last `later` products that were begun go on.
     """
 
-    def multiply(total):
-        plgpu.wgmma(total, a, b.transpose((1, 0)))
-        then(functools.partial(plgpu.wgmma_accumulator_load, total, wait_n=later))
+    def run(sums):
+        begin(sums, lambda i, later: plgpu.wgmma_accumulator_load(sums[i], wait_n=later))
 
-    pl.run_state(multiply)(plgpu.ACC.init(start))
+    return pl.run_state(run)([plgpu.ACC.init(x) for x in starts])
 
 
 def add_product(total, a, b) -> None:

@@ -80,7 +80,9 @@ KINDS = ("forward", "d_queries", "d_keys", "decode")
 # Tiles of the four kinds by architecture, head size as it is read, and dtype.
 TRITON = {
     ("sm90", 64, "bfloat16"): ((128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 3)),
-    ("sm90", 128, "bfloat16"): ((128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 3)),
+    ("sm90", 128, "bfloat16"): (
+        (128, 128, 8, 2), (128, 128, 8, 2), (64, 128, 8, 2), (64, 64, 4, 3),
+    ),
     ("sm90", 256, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2), (64, 32, 4, 3)),
     ("sm80", 64, "bfloat16"): ((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 3)),
     ("sm80", 128, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
@@ -110,7 +112,7 @@ MOSAIC_GPU = {
     ("forward", 128): Warpgroups(2, 128, 2),
     ("d_queries", 64): Warpgroups(2, 128, 4),
     ("d_queries", 128): Warpgroups(2, 128, 2),
-    ("d_keys", 64): Warpgroups(2, 64, 4),
+    ("d_keys", 64): Warpgroups(2, 128, 4),
     ("d_keys", 128): Warpgroups(2, 64, 4),
 }
 
@@ -118,11 +120,11 @@ MOSAIC_GPU = {
 def mosaic_gpu(kind: str, size: int, capped: bool) -> Warpgroups:
     """The tiles of a Mosaic-GPU kernel for heads of `size`.
 
-    capped: a soft cap's slope is a third number of every score beside p and its cotangent; where
-    dk and dv take 128 registers there is room for half as many scores.
+    capped: a soft cap's slope is a third number of every score beside p and its cotangent; beside
+    dk and dv there is room for half as many scores.
     """
     tiles = MOSAIC_GPU[kind, -(-size // 64) * 64]
-    if capped and kind == "d_keys" and size > 64:
+    if capped and kind == "d_keys":
         tiles = replace(tiles, passing=tiles.passing // 2)
     return tiles
 

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.machine_code [--only "mosaic forward 128"]
 
 Nothing runs. Each kernel is compiled as by `benchmarks.gpu.compile`, disassembled by nvdisasm (of
-the wheels `nvidia-cuda-nvcc` or `triton`, or on the PATH), and its loops with tensor-core products
-are counted. One row per loop: what a step takes of every unit, in clocks of one of the four
-schedulers of a multiprocessor for one warpgroup, whose four warps lie one on each:
+the wheels `nvidia-cuda-nvdisasm` or `triton`, or on the PATH), and its loops with tensor-core
+products are counted. One row per loop: what a step takes of every unit, in clocks of one of the
+four schedulers of a multiprocessor for one warpgroup, whose four warps lie one on each:
 
 tensor   wgmma: 4096 bfloat16 operations a clock and multiprocessor (989 TFLOP/s at 1.83 GHz)
 shared   128 bytes a clock: factors of wgmma, loads and stores, and the tiles that are brought
@@ -17,12 +17,13 @@ issue    one instruction a clock and scheduler
 `masked` instructions are those a step jumps over unless its block needs an element test; they are
 in no other figure. The two predictions are those for the clock above: `overlapped` if the unit
 that has most to do never waits, `alone` if the tensor cores wait for all else of a step. They are
-of executed products; the backward pass is asked for 5, and executes 7 in its two kernels.
+TFLOP/s of executed products; a backward pass, asked for 5, executes 3 for dq and 4 for dk and dv.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -53,6 +54,8 @@ UNITS = ("tensor", "shared", "special", "float", "integer", "issue")
 def disassembler() -> str | None:
     """The path of nvdisasm."""
     folders = [folder / "bin" for folder in programs.wheels()]
+    if (triton := importlib.util.find_spec("triton")) is not None:
+        folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "bin")
     return next(filter(None, (shutil.which("nvdisasm", path=x) for x in (*folders, None))), None)
 
 
@@ -133,7 +136,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="words that a row's name must have")
     args = parser.parse_args()
     if (command := disassembler()) is None:
-        print("nvdisasm is missing: pip install triton, or put NVIDIA's CUDA toolkit on the PATH")
+        print("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
         return 1
     programs.prepare()
     print(f"{'clocks of a step':40}", *(f"{x:>8}" for x in UNITS), " masked  overlapped  alone")
