@@ -100,15 +100,17 @@ def table_of(q, k, operands, spec):
 
 
 def lists(table, kernel: str, plan: Cut, group: int) -> dict:
-    """The table as a kernel reads it: int32 [1 or B, 1 or heads, blocks(, capacity)].
+    """The table's BlockLists as operands of a kernel.
 
     group: lists of that many query heads become one, of blocks that are numbered through.
     """
     if kernel == D_KEYS:
         if group > 1:
             table = table.heads(lambda x: x.reshape(len(x), -1, group * x.shape[2], *x.shape[3:]))
-        table = transpose(table, plan.keys.length)
+        found = transpose(table, plan.keys.length)
     elif plan.keys.length <= table.k_block and plan.keys.length < plan.keys.padded:
         # A lone block may be full by itself: its last tile is not.
-        table = table.tested()
-    return dict(index=table.index, full=table.full, seen=table.seen)
+        found = table.tested().lists()
+    else:
+        found = table.lists()
+    return dict(index=found.index, first=found.first, full=found.full, seen=found.seen)

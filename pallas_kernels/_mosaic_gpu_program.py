@@ -61,12 +61,15 @@ class Here(NamedTuple):
 class Walk(NamedTuple):
     """The tiles that a block of the staying side meets: `full` of `seen` need no element test.
 
+    start: where the block's list starts among those at `place` in `index`.
+
     repeats: how many heads meet the same tiles, one after the other. blocks: the length of a list
     of all heads of a group is divided by it, where they have lists of their own; or None.
     """
 
     index: object
     place: tuple
+    start: object
     pieces: int
     repeats: int
     blocks: int | None
@@ -85,18 +88,19 @@ class Walk(NamedTuple):
         return block * self.pieces + rem(div(step, self.repeats), self.pieces)
 
     def _entry(self, step):
-        return self.index[(*self.place, div(step, self.repeats * self.pieces))]
+        return self.index[(*self.place, self.start + div(step, self.repeats * self.pieces))]
 
 
 def walk(body: Body, x, here: Here, staying: Side, passing: Side, heads: int = 1) -> Walk:
     """heads: how many query heads pass by, each with its tiles."""
     rows, lists = x["index"].shape[:2]
     own = 0 if lists == 1 else here.key_head if lists == body.key_heads else here.head
-    place = (here.row if rows > 1 else 0, own, div(here.tile, staying.pieces))
+    place = here.row if rows > 1 else 0, own
+    block = *place, div(here.tile, staying.pieces)
     blocks = passing.count // passing.pieces if body.joined and heads > 1 else None
     repeats = heads if blocks is None else 1
-    full, seen = (x[name][place] * (passing.pieces * repeats) for name in ("full", "seen"))
-    return Walk(x["index"], place, passing.pieces, repeats, blocks, full, seen)
+    full, seen = (x[name][block] * (passing.pieces * repeats) for name in ("full", "seen"))
+    return Walk(x["index"], place, x["first"][block], passing.pieces, repeats, blocks, full, seen)
 
 
 def part(x, name: str, here: Here, first, count: int):

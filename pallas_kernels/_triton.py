@@ -23,7 +23,7 @@ from pallas_kernels import tuning
 from pallas_kernels._triton_layout import LEAST, Axis, Body, axis, by_keys, by_rows, power
 from pallas_kernels.backends import given_table
 from pallas_kernels.biases import Alibi
-from pallas_kernels.block_table import BlockTable
+from pallas_kernels.block_table import BlockLists, BlockTable
 from pallas_kernels.merging import merge
 from pallas_kernels.tables import from_mask, restrict, transpose
 
@@ -143,12 +143,11 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     tile = tuning.triton(kind, power(max(q.shape[-1], v.shape[-1])), q.dtype, busy)
     copies = q.shape[2] // k.shape[2] if packed else 1
     rows, keys, table = _table(q, k, operands, spec, tile, copies)
-    if turned:
-        table = transpose(table, k.shape[1])
+    found = transpose(table, k.shape[1]) if turned else table.lists()
     parts = 1
     if packed:
         parts = spec.splits or _parts(table, q.shape[0] * k.shape[2], keys.steps)
-    full, seen = table.full, table.seen
+    full, seen = found.full, found.seen
     body = Body(
         mask=spec.mask,
         scale=spec.scale,
@@ -169,15 +168,15 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         stages=tile.stages,
         interpret=interpret,
     )
-    return body, vectors(operands, copies) | lists(table, rows, keys)
+    return body, vectors(operands, copies) | lists(found, rows, keys)
 
 
-def lists(table: BlockTable, rows: Axis, keys: Axis) -> dict:
-    """A table as kernels read it."""
+def lists(found: BlockLists, rows: Axis, keys: Axis) -> dict:
+    """Operands of a kernel that walks these lists."""
     # Half the bytes of a list, which is part of the program where the table is known.
     small = max(rows.blocks, keys.blocks) < 2**15
-    index = jnp.asarray(table.index, jnp.int16 if small else jnp.int32)
-    return {"index": index, "full": jnp.asarray(table.full), "seen": jnp.asarray(table.seen)}
+    index = jnp.asarray(found.index, jnp.int16 if small else jnp.int32)
+    return {"index": index} | {x: jnp.asarray(getattr(found, x)) for x in ("first", "full", "seen")}
 
 
 def _table(q, k, operands, spec, tile, copies: int) -> tuple[Axis, Axis, BlockTable]:

@@ -71,14 +71,14 @@ def visit(body: Body, x, step, carry, head=0):
     walked = body.rows if body.turned else body.keys
     head = head if body.by_head else 0
     whole, seen = (x[name][head] * walked.steps for name in ("full", "seen"))
-    low, high = jnp.int32(0), seen
+    first, low, high = x["first"][head], jnp.int32(0), seen
     if body.parts > 1:
         share = lax.div(seen + (body.parts - 1), body.parts)
         low = jnp.minimum(lax.rem(pl.program_id(0), body.parts) * share, seen)
         high = jnp.minimum(low + share, seen)
 
     def start(n):
-        block = x["index"][head, lax.div(n, walked.steps)].astype(jnp.int32)
+        block = x["index"][head, first + lax.div(n, walked.steps)].astype(jnp.int32)
         return (block * walked.steps + lax.rem(n, walked.steps)) * walked.unit
 
     def run(masked):

@@ -69,7 +69,7 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     q_block, k_block = table_blocks(queries, count, tile)
     rows, keys = axis(queries, q_block, tile.rows), axis(count, k_block, tile.keys)
     table = older_table(operands, block, queries, count, q_block=q_block, k_block=k_block)
-    table = transpose(table, count) if turned else table
+    found = transpose(table, count) if turned else table.lists()
     body = LandmarkBody(
         mask=OLDER,
         scale=spec.scale,
@@ -88,4 +88,4 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         interpret=interpret,
         block=block,
     )
-    return body, vectors(Operands(*operands)) | lists(table, rows, keys)
+    return body, vectors(Operands(*operands)) | lists(found, rows, keys)

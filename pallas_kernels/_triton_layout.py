@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.masks import Mask
 
 LEAST = 16  # rows, keys and features of a product on tensor cores
-LISTS = ("index", "full", "seen")
+LISTS = ("index", "first", "full", "seen")
 
 
 def power(n: int) -> int:
@@ -147,10 +147,10 @@ def _spec(name: str, value, body: Body, heads: int):
     def listed(i, h, b):
         i = i if body.turned else body.rows.blocks - 1 - lax.div(i, body.parts)
         head = h if body.by_head else lax.div(h, heads // shape[1])
-        return (row(b), head, lax.div(i, own.steps), 0)[: len(shape)]
+        return row(b), head, 0 if name == "index" else lax.div(i, own.steps)
 
     some = body.group if body.by_head else 1
-    return pl.BlockSpec((None, some, None, shape[-1])[: len(shape)], listed)
+    return pl.BlockSpec((None, some, shape[2] if name == "index" else None), listed)
 
 
 def _output(kind, x, body: Body):

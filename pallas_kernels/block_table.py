@@ -1,4 +1,4 @@
-"""The block table itself, and how one is put together from flags of visible and full blocks."""
+"""Block tables, the lists that kernels read, and how tables are made from flags of blocks."""
 
 from __future__ import annotations
 
@@ -68,6 +68,33 @@ class BlockTable:
         """The table with `change` applied to the arrays along their axis of heads, 1."""
         arrays = {name: change(getattr(self, name)) for name in ("index", "full", "seen")}
         return replace(self, **arrays)
+
+    def lists(self) -> BlockLists:
+        """The lists of the query blocks, one behind the other."""
+        first = np.arange(self.seen.shape[2], dtype=np.int32) * self.capacity
+        index = self.index.reshape(*self.seen.shape[:2], -1)
+        return BlockLists(index, np.broadcast_to(first, self.seen.shape), self.full, self.seen)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """For every block the blocks that it meets, as kernels read them; b is 1 or B, h is 1, K or N.
+
+    index int32 [b, h, entries]: the lists of all blocks; what is in none of them has no meaning.
+    first int32 [b, h, blocks]: where in `index` a block's list starts.
+    full, seen int32 [b, h, blocks]: how many of a list need no element test, which come first, and
+        how many there are.
+    """
+
+    index: jax.Array | np.ndarray
+    first: jax.Array | np.ndarray
+    full: jax.Array | np.ndarray
+    seen: jax.Array | np.ndarray
+
+    @property
+    def static(self) -> bool:
+        """Whether the lists are known outside of a traced program."""
+        return not on_device(self.index, self.full, self.seen)
 
 
 def on_device(*arrays) -> bool:

@@ -2,8 +2,8 @@
 
 A table is static (NumPy leaves) when all it is made from is, and traced otherwise. It costs
 O(blocks of queries x blocks of keys) array operations from a mask and O(listed blocks) from a
-list, never O(T S). A transposed table lists for each block of keys the blocks of queries that
-visit it, as the pass over keys of a backward kernel needs.
+list, never O(T S). Transposed it lists for each block of keys the blocks of queries that visit it,
+as the pass over keys of a backward kernel needs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.algebra import Mask, PerHead
 from pallas_kernels.atoms import Everything
 from pallas_kernels.block_table import (
+    BlockLists,
     BlockTable,
-    any_overflow,
     build,
     build_static,
     namespace,
@@ -201,28 +202,50 @@ def restrict(
     return replace(made, overflow=table.overflow)
 
 
-def transpose(table: BlockTable, keys: int, capacity: int | None = None) -> BlockTable:
-    """The same pairs of blocks with the roles of queries and keys swapped (key-major)."""
-    b, h, nq, _ = table.index.shape
+def transpose(table: BlockTable, keys: int) -> BlockLists:
+    """The same pairs of blocks, listed for every block of keys: blocks of queries, ascending.
+
+    A traced table costs one sort of its entries, and memory for them alone. Lists are as long as
+    they need be: none overflows that the table has room for.
+    """
     nk = -(-keys // table.k_block)
+    return _gathered(table, nk) if table.static else _sorted(table, nk)
+
+
+def _sorted(table: BlockTable, nk: int) -> BlockLists:
+    """`transpose` of a traced table."""
+    b, h, nq, capacity = table.index.shape
+    # Each block of keys has two numbers in a row, of its full pairs and of the others. They are
+    # unsigned, as XLA wants them for sorting by radix on a GPU.
+    kinds = 2 * table.index + jnp.where(table.known_full, 0, 1)
+    kinds = jnp.where(table.listed, kinds, 2 * nk).astype(jnp.uint32)
+    rows = lax.broadcasted_iota(jnp.int32, kinds.shape, 2)
+    lists = (x.reshape(b, h, nq * capacity) for x in (kinds, rows))
+    kinds, rows = lax.sort(tuple(lists), num_keys=1, is_stable=True)
+    find = functools.partial(jnp.searchsorted, v=np.arange(2 * nk + 1, dtype=np.uint32))
+    bounds = jax.vmap(jax.vmap(find))(kinds).astype(jnp.int32)
+    first, middle, end = bounds[..., :-1:2], bounds[..., 1::2], bounds[..., 2::2]
+    return BlockLists(rows, first, middle - first, end - first)
+
+
+def _gathered(table: BlockTable, nk: int) -> BlockLists:
+    """`transpose` of a static table."""
+    b, h, nq, _ = table.index.shape
     kind = table.listed.astype(np.int8) + table.known_full
-    sizes = capacity, table.k_block, table.q_block
-    if not table.static:
-        batch, head, row = np.ogrid[:b, :h, :nq]
-        place = batch[..., None], head[..., None], table.index, row[..., None]
-        # The repeats at a row's end are of kind 0 and change nothing.
-        dense = jnp.zeros((b, h, nk, nq), jnp.int8).at[place].max(jnp.asarray(kind))
-        made = build(None, dense > 0, dense > 1, *sizes)
-        return replace(made, overflow=any_overflow(made, table))
-
-    def pieces():
-        for index, what in zip(table.index.reshape(b * h, nq, -1), kind.reshape(b * h, nq, -1)):
-            rows, places = np.nonzero(what)
-            dense = np.zeros((nk, nq), np.int8)
-            dense[index[rows, places], rows] = what[rows, places]
-            yield from ((dense[cut] > 0, dense[cut] > 1) for cut in row_pieces(nk, nq))
-
-    return build_static(pieces(), (b, h, nk), *sizes)
+    lists, counts = [], []
+    for index, what in zip(table.index.reshape(b * h, nq, -1), kind.reshape(b * h, nq, -1)):
+        rows, places = np.nonzero(what)
+        dense = np.zeros((nk, nq), np.int8)
+        dense[index[rows, places], rows] = what[rows, places]
+        parts = [dense[cut] for cut in row_pieces(nk, nq)]
+        # Full pairs in front of the others: what is there lies in the order of a list.
+        found = [np.nonzero(np.concatenate([x == 2, x == 1], 1))[1] % nq for x in parts]
+        lists.append(np.concatenate(found).astype(np.int32))
+        counts.append([(dense == 2).sum(1), (dense > 0).sum(1)])
+    wide = max(1, *(len(x) for x in lists))
+    index = np.stack([np.pad(x, (0, wide - len(x))) for x in lists]).reshape(b, h, wide)
+    full, seen = np.moveaxis(np.asarray(counts, np.int32).reshape(b, h, 2, nk), 2, 0)
+    return BlockLists(index, np.cumsum(seen, -1, dtype=np.int32) - seen, full, seen)
 
 
 def _every_head(x, heads: int):

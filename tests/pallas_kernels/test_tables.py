@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from block_tables import agree, listed, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ from pallas_kernels.tables import (
     from_mask,
     from_top_k,
     restrict,
-    transpose,
 )
 
 PARTS = pk.per_head((causal() & pk.chunks(8), 2), (window(5), 1), (causal(), 1))
@@ -64,37 +64,9 @@ def blocks_of(seen, q_block, k_block, reduce=np.any):
     )
 
 
-def rows_of(table):
-    """Per query block (full, partial) lists of key blocks, and checks of the table's form."""
-    index, full, seen = (np.asarray(x) for x in (table.index, table.full, table.seen))
-    assert index.dtype == full.dtype == seen.dtype == np.int32
-    assert (full <= seen).all() and (seen <= table.capacity).all()
-    rows = {}
-    for place in np.ndindex(seen.shape):
-        row, count = index[place], seen[place]
-        assert count == 0 or (row[count:] == row[count - 1]).all(), "the tail repeats the last"
-        assert len(set(row[:count])) == count, "a block is visited once"
-        rows[place] = row[: full[place]].tolist(), row[full[place] : count].tolist()
-    return rows
-
-
-def listed(table, nk):
-    """(visited, full) bool [b, h, nq, nk]."""
-    visited, full = (np.zeros((*table.seen.shape, nk), bool) for _ in range(2))
-    for place, (whole, partial) in rows_of(table).items():
-        visited[place][whole + partial] = True
-        full[place][whole] = True
-    return visited, full
-
-
 def dense(mask, t, s, heads=1, **places):
     index = {"q_index": np.arange(t), "k_index": np.arange(s)} | places
     return np.asarray(visibility(mask, **index, heads=heads))
-
-
-def agree(a, b):
-    assert rows_of(a) == rows_of(b)
-    assert (a.q_block, a.k_block) == (b.q_block, b.k_block)
 
 
 SEGMENTS = {
@@ -173,42 +145,6 @@ def test_tables_of_random_masks_contain_brute_force(mask, t, s, q_block, k_block
     seen = np.broadcast_to(mask.element(q_index[:, None], np.arange(s)[None]), (t, s))[None, None]
     assert (visited | ~blocks_of(seen, q_block, k_block)).all()
     assert (blocks_of(seen, q_block, k_block, np.all) | ~full).all()
-    twin = transpose(table, s)
-    back = transpose(twin, t)
-    agree(back, table)
-    np.testing.assert_array_equal(listed(twin, visited.shape[2])[0], visited.swapaxes(2, 3))
-    np.testing.assert_array_equal(listed(twin, visited.shape[2])[1], full.swapaxes(2, 3))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.integers(1, 9), st.floats(0, 1))
-def test_a_block_mask_is_listed_as_it_is_and_transposes_back(seed, nq, nk, density):
-    rng = np.random.default_rng(seed)
-    visible = rng.random((2, 3, nq, nk)) < density
-    full = visible & (rng.random(visible.shape) < 0.5)
-    table = from_block_mask(visible, q_block=4, k_block=2, full=full)
-    for found, expected in zip(listed(table, nk), (visible, full), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    agree(transpose(transpose(table, 2 * nk), 4 * nq), table)
-
-
-@jax.jit
-def tables_both_ways(visible, full):
-    table = from_block_mask(visible, q_block=4, k_block=2, full=full)
-    twin = transpose(table, 2 * visible.shape[-1])
-    return table, twin, transpose(twin, 4 * visible.shape[-2])
-
-
-@pytest.mark.parametrize("density", [0.0, 0.3, 0.9, 1.0])
-def test_a_traced_block_mask_gives_the_static_table_and_its_transpose(density):
-    rng = np.random.default_rng(7)
-    visible = rng.random((2, 3, 6, 9)) < density
-    full = visible & (rng.random(visible.shape) < 0.5)
-    static = from_block_mask(visible, q_block=4, k_block=2, full=full)
-    table, twin, back = tables_both_ways(visible, full)
-    agree(table, static)
-    agree(twin, transpose(static, 18))
-    agree(back, static)
 
 
 def test_block_masks_of_all_heads_or_rows_have_an_axis_of_one():
@@ -341,7 +277,6 @@ def test_a_capacity_that_is_too_small_is_an_error_where_it_is_known():
         lambda: from_top_k(
             np.arange(8)[None, None, None], keys=32, q_block=4, k_block=4, capacity=3
         ),
-        lambda: transpose(from_mask(causal(), **SMALL | {"capacity": 8}), 32, capacity=3),
     ):
         with pytest.raises(ValueError, match="capacity 3 is too small.* give at least 8"):
             make()
@@ -353,12 +288,11 @@ def test_a_traced_capacity_that_is_too_small_raises_the_flag():
     @jax.jit
     def tables(q_index):
         made = from_mask(causal(), **SMALL, q_index=q_index)
-        moved = transpose(made, 32)
         kept = restrict(made, window(9), queries=32, keys=32)
-        return made, moved, kept, from_mask(causal() & window(3), **SMALL, q_index=q_index)
+        return made, kept, from_mask(causal() & window(3), **SMALL, q_index=q_index)
 
-    made, moved, kept, fits = tables(np.arange(32))
-    assert bool(made.overflow) and bool(moved.overflow) and bool(kept.overflow)
+    made, kept, fits = tables(np.arange(32))
+    assert bool(made.overflow) and bool(kept.overflow)
     assert made.capacity == 3 and int(made.seen.max()) == 3 and not bool(fits.overflow)
     agree(fits, from_mask(causal() & window(3), **SMALL))
     exact = tables(np.arange(32) - 20)
