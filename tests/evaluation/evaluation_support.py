@@ -15,13 +15,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from lcjax.data import TextConfig
-from lcjax.evaluation import EvalConfig, Method, RunSection, measure, run
+from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
 from lcjax.evaluation.corpus import Corpus
 from lcjax.inference.continuations import Continuation
 from lcjax.inference.sampling import Written
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes
+TASKS = Perplexity(protocol="last_k", last=8), Passkey(depths=2, trials=2)
 
 
 @dataclasses.dataclass(frozen=True)
