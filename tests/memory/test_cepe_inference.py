@@ -227,7 +227,7 @@ def without_memory(lm):
             lambda lm: lm.with_method(
                 memory=dataclasses.replace(lm.config.memory, trained_context=0)
             ),
-            "trained_context=0 must be at least 1",
+            "trained_context=0 must be a whole number of at least 1",
         ),
     ],
 )
