@@ -37,9 +37,6 @@ ROPES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def params():
     config = preset("tiny").replace(rope=ROPES["clex"])

@@ -21,7 +21,7 @@ from lcjax.memory import CepeSection, with_memory
 from lcjax.models import Decoder, head, preset, unstack_layers
 from lcjax.tree import flatten, split
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "exact_products")
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 
 encode = functools.partial(jax.jit, static_argnums=0)(

@@ -24,9 +24,6 @@ SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder",
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def lm():
     return sharper(LanguageModel.load(SECTION))

@@ -24,8 +24,6 @@ from lcjax.sharding import Mesh
 from lcjax.training import objective as objectives
 from lcjax.tree import flatten
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # What the paper trains in language modelling: cross-attention, and the layers above it.
 TRAINED = ("cross_attention", r"^layers_1/")
 
