@@ -12,7 +12,7 @@ import numpy as np
 
 from lcjax.attention import Landmark, Pattern
 from lcjax.attention.landmark import LOSSES
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,8 @@ class Landmarks:
     loss: str = "predict"
 
     def __post_init__(self):
-        if isinstance(self.token, bool) or not isinstance(self.token, int) or self.token < 0:
-            raise InputError(f"landmarks.token={self.token!r} must be the id of a token")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise InputError(
-                f"landmarks.every={self.every!r} must be an integer of at least 1; the released "
-                "models have 63, the paper 50"
-            )
+        whole_number("landmarks.token", self.token, 0)
+        whole_number("landmarks.every", self.every, 1, "released models have 63, the paper 50")
         if self.loss not in LOSSES:
             raise InputError(f"landmarks.loss={self.loss!r} must be one of {', '.join(LOSSES)}")
 

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 
 PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
@@ -23,8 +23,7 @@ class LoRA:
     targets: tuple[str, ...] = ("query", "key", "value", "out")
 
     def __post_init__(self):
-        if self.rank < 1:
-            raise InputError(f"lora.rank={self.rank} must be at least 1")
+        whole_number("lora.rank", self.rank, 1)
         if not self.alpha > 0:
             raise InputError(
                 f"lora.alpha={self.alpha} must be above 0: it scales what adapters add; usual:"

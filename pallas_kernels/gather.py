@@ -1,8 +1,7 @@
 """Blocks of keys that are worth reading: summaries, scores, the best k, and their tokens.
 
-A block is summarised by one vector (its last key, the landmark; the mean of its keys; the mean of
-its most attended keys) or by two (the least and greatest value of every channel). A query scores
-summaries instead of keys, and only the tokens of the best blocks are gathered.
+A block is summarised by one vector, such as its last key, the landmark. A query scores summaries
+instead of keys, and only the tokens of the best blocks are gathered.
 
 Letters: C blocks, M selected blocks.
 """
@@ -26,45 +25,6 @@ def landmarks(k, slots):
     return jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="clip"))(k, slots[..., -1])
 
 
-def means(k, slots, there=None):
-    """The mean key of every block, float32 [B, C, K, H] (MoBA, arXiv 2502.13189, eq. 6).
-
-    there bool [B, C, block] says which slots hold a token (None: all); a block without is 0.
-    """
-    keys = _blocks(k, slots).astype(jnp.float32)
-    if there is None:
-        return keys.mean(2)
-    kept = there[..., None, None]
-    return jnp.where(kept, keys, 0.0).sum(2) / jnp.maximum(kept.sum(2), 1)
-
-
-def extents(k, slots, there=None):
-    """The least and greatest value of each channel in every block, two of float32 [B, C, K, H].
-
-    (Quest, arXiv 2406.10774, sec. 3.4.) A block without tokens has 0.
-    """
-    keys = _blocks(k, slots).astype(jnp.float32)
-    if there is None:
-        return keys.min(2), keys.max(2)
-    kept = there[..., None, None]
-    low = jnp.where(kept, keys, jnp.inf).min(2)
-    high = jnp.where(kept, keys, -jnp.inf).max(2)
-    some = there.any(-1)[..., None, None]
-    return jnp.where(some, low, 0.0), jnp.where(some, high, 0.0)
-
-
-def representatives(k, slots, received, count: int):
-    """The mean of the `count` keys of a block that received most attention, float32 [B, C, K, H].
-
-    received [B, S, K]: attention summed over queries, as in the code of InfLLM (arXiv 2402.04617;
-    sec. 3.2 of the paper averages logits).
-    """
-    keys = jnp.moveaxis(_blocks(k, slots).astype(jnp.float32), 2, 3)  # [B, C, K, block, H]
-    marks = jnp.moveaxis(_blocks(received, slots), 2, 3)
-    _, best = lax.top_k(marks, min(count, marks.shape[-1]))
-    return jnp.take_along_axis(keys, best[..., None], 3).mean(3)
-
-
 def scores(q, summary):
     """Products of q [B, T, N, H] and summaries [B, C, K, H]: float32 [B, T, N, C], not scaled."""
     grouped = q.reshape(*q.shape[:2], summary.shape[2], -1, q.shape[3])
@@ -77,15 +37,6 @@ def scores(q, summary):
         preferred_element_type=jnp.float32,
     )
     return x.reshape(*q.shape[:3], -1)
-
-
-def bounds(q, extent):
-    """The greatest score that a key within (least, greatest) could have, float32 [B, T, N, C].
-
-    sum over channels of max(q_d low_d, q_d high_d) (Quest, sec. 3.4).
-    """
-    low, high = extent
-    return scores(jnp.maximum(q, 0), high) + scores(jnp.minimum(q, 0), low)
 
 
 def pooled(x, per: str, asked=None, exists=None):
@@ -153,8 +104,3 @@ def by_query(run: Callable[[Any], Any], arrays, elements: int):
     length = jax.tree.leaves(first)[0].shape[0]
     results = lax.map(run, first, batch_size=min(some, length))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), results)
-
-
-def _blocks(x, slots):
-    """x [B, S, ...] at slots [B, C, block]: [B, C, block, ...]."""
-    return jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="clip"))(x, slots)

@@ -28,6 +28,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
+# Tracing makes objects by the million; after every 700, as usual, is too often to look for garbage.
+gc.set_threshold(10_000, 20)
+
 
 # Every compiled program keeps memory mappings of its own. Linux allows a process 65,530 and kills
 # the one that asks for more, which a worker with a thousand tests does.
@@ -35,23 +38,38 @@ MAPPINGS = 20_000
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_are_freed():
-    """After a file of tests, where many programs have gathered."""
+def what_stays_is_not_collected():
+    """Collecting garbage goes through all that lives: most of it imported, or a file's programs.
+
+    So what a file finds and leaves is set apart, until many programs have gathered and are freed.
+    """
+    gc.collect()
+    gc.freeze()
     yield
     mappings = Path("/proc/self/maps")
     if mappings.exists() and mappings.read_bytes().count(b"\n") > MAPPINGS:
         import jax
 
         jax.clear_caches()
-        gc.collect()
+        gc.unfreeze()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def compiled_quickly():
-    """For files in which nothing depends on how fast the compiled code is."""
+    """Compiling is most of the time of a test, and how fast its programs run matters to few."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def optimised(compiled_quickly):
+    """For what a compiler says of a program that users run: whether it fits, what it copies."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

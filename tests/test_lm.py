@@ -29,9 +29,6 @@ def _ids(seed, length):
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def alone():
     return sharper(LanguageModel.load(SECTION))

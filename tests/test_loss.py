@@ -12,8 +12,6 @@ import pytest
 from lcjax.loss import Projection, cross_entropy, token_nll
 from lcjax.sharding import Mesh, batch_sharding, make_mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def _inputs(batch, length, width, vocabulary, seed=0):
     keys = jax.random.split(jax.random.key(seed), 5)

@@ -27,9 +27,6 @@ PASSAGES = [[ids(3, 9), ids(4, 20), ids(5, 14)], [ids(6, 11)]]
 SCORES = [[0.3, -1.0, 1.2], [7.0]]
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def lm():
     return sharper(LanguageModel.load(ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))))

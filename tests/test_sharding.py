@@ -20,13 +20,12 @@ from lcjax.training.objective import language_model
 
 ROWS, LENGTH = 8, 24
 CONFIG = preset("tiny").replace(vocab_size=256, width=64, mlp_width=96)
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MESHES = [pytest.param(Mesh(8, 1, 1), marks=pytest.mark.slow), Mesh(1, 8, 1), Mesh(2, 2, 2)]
 
 
 @pytest.fixture(scope="module")
 def params():
-    init = jax.jit(Decoder(CONFIG).init, compiler_options=QUICK)
+    init = jax.jit(Decoder(CONFIG).init)
     return init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
 
 
@@ -54,13 +53,13 @@ def _step(mesh, config=CONFIG, **settings):
 
 @functools.cache
 def _alone(config):
-    return jax.jit(_step(None, config), compiler_options=QUICK)
+    return jax.jit(_step(None, config))
 
 
 def _sharded(mesh, params, batch, config=CONFIG, **settings):
     layout = param_shardings(mesh, params)
     step = _step(mesh, config, **settings)
-    step = jax.jit(step, out_shardings=(None, layout), compiler_options=QUICK)
+    step = jax.jit(step, out_shardings=(None, layout))
     return step, jax.device_put(params, layout), jax.device_put(batch, batch_sharding(mesh))
 
 

@@ -23,8 +23,6 @@ from lcjax.rope import DynamicNTK
 from lcjax.sharding import Mesh
 from lcjax.shared_prefix import PrefixReader, alike
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TEXT = ids(1, 300)
 PROMPTS = [TEXT[:200] + ids(2, 9), TEXT[:200] + ids(3, 90), TEXT[:200] + ids(4, 1)]
 OPTIONS = [[ids(5, 1)], [ids(7, 8)], [ids(8, 3)]]

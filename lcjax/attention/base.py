@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -210,13 +209,3 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
                 f"pattern {self!r} moves keys to other positions, so the cache must keep "
                 "unrotated keys"
             )
-
-
-def check_at_least(key: str, value: int, least: int) -> None:
-    """Refuses anything but an integer of at least `least`."""
-    try:
-        valid = not isinstance(value, bool) and operator.index(value) >= least
-    except TypeError:
-        valid = False
-    if not valid:
-        raise InputError(f"{key}={value!r} must be an integer of at least {least}")

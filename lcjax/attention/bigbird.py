@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
-from lcjax.errors import InputError
+from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.errors import InputError, whole_number, whole_numbers
 from pallas_kernels import Mask, causal, chunk_distance, per_head, prefix, random_blocks
 
 Rows = tuple[tuple[int, ...], ...]
@@ -43,13 +43,12 @@ class BigBird(Pattern):
     table: tuple[Rows, ...] | None = None  # instead of drawing: [heads or 1][query block][blocks]
 
     def __post_init__(self):
-        check_at_least("pattern.block", self.block, 1)
-        for name in ("near", "global_blocks", "random", "seed"):
-            check_at_least(f"pattern.{name}", getattr(self, name), 0)
+        whole_number("pattern.block", self.block, 1)
+        whole_numbers("pattern", self, 0, "near", "global_blocks", "random", "seed")
         for plan in self.table or ():
             for row in plan:
                 for number in row:
-                    check_at_least("pattern.table: a block", number, 0)
+                    whole_number("pattern.table: a block", number, 0)
 
     def passes(self, places: Places) -> list[Pass]:
         seen = chunk_distance(self.block, 0, self.near) | prefix(self.global_blocks * self.block)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
-from lcjax.errors import InputError
+from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.rope.base import Rotation
 from pallas_kernels import causal, chunk_distance, chunks
 
@@ -43,10 +43,8 @@ class DualChunk(Pattern):
     train_length: int | None = None  # beyond which logits grow; null: never, as in the paper
 
     def __post_init__(self):
-        check_at_least("pattern.chunk", self.chunk, 2)
-        check_at_least("pattern.local", self.local, 1)
-        if self.train_length is not None:
-            check_at_least("pattern.train_length", self.train_length, 1)
+        whole_number("pattern.chunk", self.chunk, 2)
+        whole_numbers("pattern", self, 1, "local", "train_length")
         if self.local >= self.chunk:
             raise InputError(
                 f"pattern.local={self.local} must be below pattern.chunk={self.chunk}; the "

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.attention.inf_llm_retrieval import read
 from lcjax.attention.near_far import near_and_far
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.rope.base import Rotation
 from pallas_kernels import Mask, prefix
 
@@ -54,9 +54,8 @@ class InfLLM(Pattern):
     per_head: bool = False  # whether every query head chooses for itself
 
     def __post_init__(self):
-        check_at_least("pattern.sinks", self.sinks, 0)
-        for name in ("window", "block", "top_k", "representatives", "chunk"):
-            check_at_least(f"pattern.{name}", getattr(self, name), 1)
+        whole_number("pattern.sinks", self.sinks, 0)
+        whole_numbers("pattern", self, 1, "window", "block", "top_k", "representatives", "chunk")
         if self.representatives > self.block:
             raise InputError(
                 f"pattern.representatives={self.representatives} must not exceed the tokens of a "

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import jax
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.attention.landmark_retrieval import retrieve
 from lcjax.attention.partial import rotate_both
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.rope.base import Rotation
 from pallas_kernels import causal, landmark_attention
 
@@ -43,17 +43,16 @@ class Landmark(Pattern):
     loss: str = "predict"  # what is learned around it: predict, skip or drop (lcjax.landmarks)
 
     def __post_init__(self):
-        check_at_least("pattern.block", self.block, 2)
-        if self.token is not None:
-            check_at_least("pattern.token", self.token, 0)
+        whole_number("pattern.block", self.block, 2)
+        whole_numbers("pattern", self, 0, "token")
         if self.select not in SELECT:
             raise InputError(f"pattern.select={self.select!r} must be one of {', '.join(SELECT)}")
         if self.loss not in LOSSES:
             raise InputError(f"pattern.loss={self.loss!r} must be one of {', '.join(LOSSES)}")
         if self.top_k is None:
             return
-        check_at_least("pattern.top_k", self.top_k, 1)
-        check_at_least("pattern.train_length", self.train_length, self.block)
+        whole_number("pattern.top_k", self.top_k, 1)
+        whole_number("pattern.train_length", self.train_length, self.block)
         if self.chunk < 1:
             raise InputError(
                 f"pattern.top_k={self.top_k} blocks of {self.block} leave no room in "

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import jax
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.attention.best_keys import best_keys
 from lcjax.attention.near_far import at_distance, near_and_far
 from lcjax.attention.partial import partial_attention
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_numbers
 from lcjax.rope.base import Rotation
 from pallas_kernels import causal, merge, prefix, window
 
@@ -48,19 +48,13 @@ class LMInfinite(Pattern):
     top_k_position: int | None = None  # their distance; null: half of `window`, as released
 
     def __post_init__(self):
-        check_at_least("pattern.window", self.window, 1)
-        check_at_least("pattern.sinks", self.sinks, 1)
-        if self.distance is not None:
-            check_at_least("pattern.distance", self.distance, 1)
-        if self.top_k is not None:
-            check_at_least("pattern.top_k", self.top_k, 1)
-        if self.top_k_position is not None:
-            check_at_least("pattern.top_k_position", self.top_k_position, 0)
-            if self.top_k is None:
-                raise InputError(
-                    f"pattern.top_k_position={self.top_k_position} places the keys that "
-                    "pattern.top_k chooses, and that is not set; set it, or leave both out"
-                )
+        whole_numbers("pattern", self, 1, "window", "sinks", "distance", "top_k")
+        whole_numbers("pattern", self, 0, "top_k_position")
+        if self.top_k_position is not None and self.top_k is None:
+            raise InputError(
+                f"pattern.top_k_position={self.top_k_position} places the keys that pattern.top_k "
+                "chooses, and that is not set; set it, or leave both out"
+            )
 
     # ALiBi stops growing at `distance`, too (sec. 4, for MPT).
     encodings = ("rope", "alibi")

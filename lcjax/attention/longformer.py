@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
-from lcjax.errors import InputError
+from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.errors import InputError, whole_number, whole_numbers
 from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, stride
 
 
@@ -33,12 +33,9 @@ class Longformer(Pattern):
     dilated_heads: int | None = None  # only the last ones (sec. 4.1: two); null: all
 
     def __post_init__(self):
-        check_at_least("pattern.window", self.window, 1)
-        check_at_least("pattern.dilation", self.dilation, 1)
+        whole_numbers("pattern", self, 1, "window", "dilation", "dilated_heads")
         for place in self.global_tokens:
-            check_at_least("pattern.global_tokens", place, 0)
-        if self.dilated_heads is not None:
-            check_at_least("pattern.dilated_heads", self.dilated_heads, 1)
+            whole_number("pattern.global_tokens", place, 0)
 
     def passes(self, places: Places) -> list[Pass]:
         shared = keys_in(self.global_tokens) | queries_in(self.global_tokens)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.attention.near_far import near_and_far
+from lcjax.errors import whole_number
 from pallas_kernels import everything
 
 
@@ -24,7 +25,7 @@ class ReRoPE(Pattern):
     window: int  # keys at their own distance, the token itself included; at most the trained length
 
     def __post_init__(self):
-        check_at_least("pattern.window", self.window, 1)
+        whole_number("pattern.window", self.window, 1)
 
     def passes(self, places: Places) -> list[Pass]:
         return near_and_far(places, self.window, self.window, everything())

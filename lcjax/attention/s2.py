@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from lcjax.attention.base import POSITIONS, Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import POSITIONS, Pass, Pattern, Places
 from lcjax.attention.causal import Causal
 from lcjax.attention.partial import partial_attention
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads
 
@@ -36,7 +36,7 @@ class ShiftedSparse(Pattern):
 
     def __post_init__(self):
         if self.group is not None:
-            check_at_least("pattern.group", self.group, 2)
+            whole_number("pattern.group", self.group, 2)
             if self.fraction is not None:
                 raise InputError(
                     f"pattern.group={self.group} and pattern.fraction={self.fraction}: give one"

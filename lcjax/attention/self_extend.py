@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.errors import whole_numbers
 from lcjax.rope.base import Rotation
 from pallas_kernels import causal, window
 
@@ -41,10 +42,8 @@ class SelfExtend(Pattern):
     scale_base: int | None = None  # keys from which queries grow: the trained length; null: never
 
     def __post_init__(self):
-        check_at_least("pattern.window", self.window, 1)
-        check_at_least("pattern.group", self.group, 1)
-        if self.scale_base is not None:
-            check_at_least("pattern.scale_base", self.scale_base, 2)
+        whole_numbers("pattern", self, 1, "window", "group")
+        whole_numbers("pattern", self, 2, "scale_base")
 
     def passes(self, places: Places) -> list[Pass]:
         near, shift = causal() & window(self.window), self.window - self.window // self.group

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.errors import whole_number
 from pallas_kernels import causal, window
 
 
@@ -18,7 +19,7 @@ class Sliding(Pattern):
     window: int  # visible tokens, the token itself included (Hugging Face's `sliding_window`)
 
     def __post_init__(self):
-        check_at_least("pattern.window", self.window, 1)
+        whole_number("pattern.window", self.window, 1)
 
     def passes(self, places: Places) -> list[Pass]:
         return [Pass(places.q_positions, places.k_positions, causal() & window(self.window))]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
-from lcjax.errors import InputError
+from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.errors import InputError, whole_numbers
 from pallas_kernels import Mask, by_heads, causal, chunks, per_head, stride, tail_of, window
 
 KINDS = ("strided", "fixed")
@@ -41,8 +41,7 @@ class SparseTransformer(Pattern):
         for name, choices in (("kind", KINDS), ("heads", HEADS)):
             if (value := getattr(self, name)) not in choices:
                 raise InputError(f"pattern.{name}={value!r} must be one of {', '.join(choices)}")
-        for name in ("stride", "summary", "columns"):
-            check_at_least(f"pattern.{name}", getattr(self, name), 1)
+        whole_numbers("pattern", self, 1, "stride", "summary", "columns")
         if self.kind == "fixed" and self.summary * self.columns > self.stride:
             raise InputError(
                 f"pattern.summary={self.summary} times pattern.columns={self.columns} must not "

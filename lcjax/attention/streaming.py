@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.errors import whole_number, whole_numbers
 from pallas_kernels import causal, prefix, since_chunk
 
 
@@ -31,11 +32,8 @@ class Streaming(Pattern):
     first: int | None = None  # tokens read before the first eviction; null: sinks + recent
 
     def __post_init__(self):
-        check_at_least("pattern.sinks", self.sinks, 0)
-        for name in ("recent", "stride"):
-            check_at_least(f"pattern.{name}", getattr(self, name), 1)
-        if self.first is not None:
-            check_at_least("pattern.first", self.first, 1)
+        whole_number("pattern.sinks", self.sinks, 0)
+        whole_numbers("pattern", self, 1, "recent", "stride", "first")
 
     # With ALiBi, distances count places in the cache as well (sec. 3.2).
     encodings = ("rope", "alibi")

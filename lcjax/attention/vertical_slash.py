@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lcjax.attention.base import Pass, Pattern, Places, check_at_least
+from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.attention.partial import rotate_both
+from lcjax.errors import whole_numbers
 from lcjax.rope.base import Rotation
 from pallas_kernels import causal, flash, merge, tables
 
@@ -43,8 +44,7 @@ class VerticalSlash(Pattern):
     slash: int = 6096  # diagonals (at least 50)
 
     def __post_init__(self):
-        for name in ("vertical", "slash"):
-            check_at_least(f"pattern.{name}", getattr(self, name), 1)
+        whole_numbers("pattern", self, 1, "vertical", "slash")
 
     def passes(self, places: Places) -> list[Pass]:
         """What is seen where nothing is chosen."""

@@ -17,7 +17,7 @@ from lcjax.convert import gguf_rope
 from lcjax.convert.gguf_reader import Tensor, read_index
 from lcjax.convert.hf_config import config_from_hf
 from lcjax.convert.weights import TensorInfo
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.models.config import ModelConfig
 
 # kinds that are stored as they are
@@ -99,8 +99,8 @@ class GGUFFile:
         value = self.need(key) if default is None else self.get(key, default)
         values = set(value) if isinstance(value, list) else {value}
         key = key.replace("{arch}", self.architecture)
-        if wrong := [x for x in values if type(x) is not int or x < 1]:
-            raise InputError(f"{self.path}: {key}={wrong[0]!r} must be a whole number, 1 or more")
+        for one in values:
+            whole_number(f"{self.path}: {key}", one, 1)
         if len(values) != 1:
             raise InputError(
                 f"{self.path}: {key} differs between layers ({sorted(values)}): such models are "

@@ -5,7 +5,7 @@ from typing import Any
 
 from lcjax.attention import Causal, Pattern, Sliding
 from lcjax.convert.hf_names import is_phi
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.models.config import ModelConfig
 from lcjax.rope.hf import from_hf
 
@@ -68,8 +68,7 @@ def _getter(hf: dict[str, Any], where: str) -> Callable[[str], int]:
         value = hf.get(key)
         if value is None:
             raise InputError(f"{where}: the key {key!r} is missing; is this a model's config.json?")
-        if type(value) is not int or value < 1:
-            raise InputError(f"{where}: {key}={value!r} must be a whole number, 1 or more")
+        whole_number(f"{where}: {key}", value, 1)
         return value
 
     return get

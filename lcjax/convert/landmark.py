@@ -1,8 +1,7 @@
 """Checkpoints of Landmark attention: a Llama folder whose config.json says more.
 
 The released models (Mohtashami & Jaggi 2023; LCEG) keep Llama's tensors. Their vocabulary has two
-more tokens, [PAD] and <landmark>, whose rows began as the mean of the others. Weights of the first
-release are differences to the original model, enlarged in the same way.
+more tokens, [PAD] and <landmark>, whose rows began as the mean of the others.
 """
 
 import tempfile
@@ -18,7 +17,7 @@ from lcjax.attention.landmark import Landmark
 from lcjax.convert import hf_config
 from lcjax.convert.tokenizer import Tokenizer, write_json
 from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.landmarks import Landmarks
 from lcjax.models.config import ModelConfig
 from lcjax.offload import fetched
@@ -47,8 +46,7 @@ def _pattern(hf: dict[str, Any], vocab_size: int, where: str) -> Landmark:
         )
     every, length = hf.get("mem_freq", 50), hf.get("train_context_length", 512)
     for key, value in (("mem_freq", every), ("train_context_length", length)):
-        if type(value) is not int or value < 1:
-            raise InputError(f"{where}: {key}={value!r} must be a whole number, 1 or more")
+        whole_number(f"{where}: {key}", value, 1)
     if length // (every + 1) < 3:
         raise InputError(
             f"{where}: train_context_length={length} must hold 3 blocks of mem_freq + 1 = "
@@ -154,26 +152,3 @@ def with_names(tokenizer: Tokenizer, names: Sequence[str]) -> Tokenizer:
 def _extended(x: jax.Array, axis: int, count: int) -> jax.Array:
     mean = x.astype(jnp.float32).mean(axis, keepdims=True).astype(x.dtype)
     return jnp.concatenate([x, jnp.repeat(mean, count, axis)], axis)
-
-
-def add_difference(base: dict, difference: dict) -> dict:
-    """The model of a released difference: `base` is the original one with its new tokens.
-
-    Sums are rounded once, to the dtype of `base`.
-    """
-    shapes = {
-        name: {jax.tree_util.keystr(path): x.shape for path, x in jax.tree.leaves_with_path(tree)}
-        for name, tree in (("base", base), ("difference", difference))
-    }
-    for key in shapes["base"].keys() | shapes["difference"].keys():
-        found = [shapes[name].get(key) for name in ("base", "difference")]
-        if found[0] != found[1]:
-            raise InputError(
-                f"{key} is {found[0]} in the original model and {found[1]} in the difference; give "
-                "the model that the difference was made from, with its new tokens"
-            )
-
-    def add(x, y):
-        return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
-
-    return jax.tree.map(add, base, difference)

@@ -18,10 +18,10 @@ from lcjax import cache as cache_lib
 from lcjax import distributed
 from lcjax.attention import Landmark
 from lcjax.convert.tokenizer import TextStream, Tokenizer
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.inference.mixture import Mixture
 from lcjax.inference.prefix import Prefix
-from lcjax.inference.sampling import Sampling, pick, whole
+from lcjax.inference.sampling import Sampling, pick
 from lcjax.inference.shapes import chunk_spans, prefill_chunk_size, prompt_bucket
 from lcjax.landmarks import Landmarks, aligned, in_prompt
 from lcjax.models import Decoder
@@ -187,8 +187,8 @@ def _checked(prompts, vocab_size: int) -> list[list[int]]:
         raise InputError("prompts must be a non-empty list of non-empty token lists")
     for number, row in enumerate(rows):
         for token in row:
-            whole(f"prompts[{number}]: token", token)
-            if not 0 <= token < vocab_size:
+            whole_number(f"prompts[{number}]: token", token, 0)
+            if token >= vocab_size:
                 raise InputError(
                     f"prompts[{number}]: token={token} must lie between 0 and {vocab_size - 1}"
                 )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +29,16 @@ class Sampling:
     seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "min_new_tokens"):
-            whole(name, getattr(self, name))
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+        whole_number("max_new_tokens", self.max_new_tokens, 1)
+        whole_number("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
             raise InputError(
                 f"min_new_tokens={self.min_new_tokens} must lie between 0 and"
                 f" max_new_tokens={self.max_new_tokens}"
             )
         for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
-            whole("seed", seed)
-            if not 0 <= seed < 2**32:
+            whole_number("seed", seed, 0)
+            if seed >= 2**32:
                 raise InputError(f"seed={seed} must lie between 0 and 2**32 - 1")
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
@@ -49,9 +47,7 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise InputError(f"temperature={self.temperature} must be 0 (greedy) or more, finite")
         if self.top_k is not None:
-            whole("top_k", self.top_k)
-            if self.top_k < 1:
-                raise InputError(f"top_k={self.top_k} must be at least 1; None keeps all tokens")
+            whole_number("top_k", self.top_k, 1, "None keeps all tokens")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must lie in (0, 1]")
         listed = isinstance(self.stop, tuple | list)
@@ -75,12 +71,6 @@ class Sampling:
             return jax.random.key(self.seed)
         seeds = [*self.seed, *[self.seed[0]] * (rows - len(self.seed))]
         return jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32))
-
-
-def whole(name: str, value: object) -> None:
-    """Refuses what is no whole number; True is none either."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InputError(f"{name}={value!r} must be a whole number")
 
 
 def pick(logits: jax.Array, key: jax.Array, step: int, eos: jax.Array, sampling: Sampling):

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.memory.cross_attention import CrossAttention
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
@@ -72,11 +72,9 @@ class Cepe(Memory):
         return Encoded(encoded.mask, layers=tuple(layers))
 
     def check(self, config: ModelConfig) -> None:
-        if self.trained_context is not None and self.trained_context < 1:
-            raise InputError(
-                f"model.memory.trained_context={self.trained_context} must be at least 1 token;"
-                " null leaves attention to long contexts as it is"
-            )
+        if self.trained_context is not None:
+            way_out = "null leaves attention to long contexts as it is"
+            whole_number("model.memory.trained_context", self.trained_context, 1, way_out)
         if not 1 <= self.layers <= config.num_layers:
             raise InputError(
                 f"model.memory.layers={self.layers} must lie in 1 ... {config.num_layers}, the"

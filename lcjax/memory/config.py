@@ -9,7 +9,7 @@ import draccus
 import jax
 
 from lcjax.attention import Bidirectional, Causal
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.memory.auto_compressor import AutoCompressor
 from lcjax.memory.beacon import Beacon
 from lcjax.memory.cepe import Cepe
@@ -76,11 +76,9 @@ class CepeSection(MemorySection):
     out: float = 0.0
 
     def __post_init__(self):
-        if self.layers is not None and self.layers < 1:
-            raise InputError(
-                f"model.memory.layers={self.layers} must be at least 1; null: all; without"
-                " any, leave model.memory out"
-            )
+        if self.layers is not None:
+            way_out = "null: all; without any, leave model.memory out"
+            whole_number("model.memory.layers", self.layers, 1, way_out)
         check_share(self.out)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Cepe:
@@ -127,11 +125,7 @@ class SharedLlmSection(MemorySection):
     out: float = 0.0
 
     def __post_init__(self):
-        if self.layers < 1:
-            raise InputError(
-                f"model.memory.layers={self.layers} must be at least 1; without any, leave"
-                " model.memory out"
-            )
+        whole_number("model.memory.layers", self.layers, 1, "without any, leave model.memory out")
         check_share(self.out)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> SharedLlm:

@@ -193,11 +193,11 @@ def test_distances_stay_within_the_trained_length():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"block": 1}, "pattern.block=1 must be an integer of at least 2"),
+        ({"block": 1}, "pattern.block=1 must be a whole number of at least 2"),
         ({"top_k": 0}, "pattern.top_k=0"),
         ({"select": "all"}, "per_token_and_head, per_head_and_chunk"),
         ({"top_k": 7}, "at most 6"),
-        ({"train_length": 32}, "pattern.train_length=32 must be an integer of at least 64"),
+        ({"train_length": 32}, "pattern.train_length=32 must be a whole number of at least 64"),
         ({"token": -1}, "pattern.token=-1"),
         ({"loss": "none"}, "predict, skip, drop"),
     ],

@@ -137,7 +137,7 @@ def test_a_plan_of_the_authors_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Longformer(window=0), "pattern.window=0 must be an integer of at least 1"),
+        (lambda: Longformer(window=0), "pattern.window=0 must be a whole number of at least 1"),
         (lambda: Longformer(global_tokens=(0, -1)), "pattern.global_tokens=-1 must be"),
         (lambda: Longformer(dilation=0), "pattern.dilation=0 must be"),
         (lambda: Longformer(dilated_heads=0), "pattern.dilated_heads=0 must be"),

@@ -102,7 +102,7 @@ def test_few_queries_see_everything():
 
 @pytest.mark.parametrize("field", ["vertical", "slash"])
 def test_budgets_out_of_range_are_refused(field):
-    with pytest.raises(InputError, match=f"pattern.{field}=0 must be an integer of at least 1"):
+    with pytest.raises(InputError, match=f"pattern.{field}=0 must be a whole number of at least 1"):
         VerticalSlash(**{field: 0})
 
 

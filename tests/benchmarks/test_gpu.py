@@ -18,7 +18,6 @@ from pallas_kernels import by_heads
 from pallas_kernels.backends import BACKENDS, Backend
 
 SMALL = {w.name: w for w in workloads(unit=8) if (w.heads, w.size) == (2, 32)}
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 EVERY = pytest.mark.parametrize("w", SMALL.values(), ids=list(SMALL))
 
 

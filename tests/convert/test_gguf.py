@@ -172,7 +172,7 @@ def test_sizes_that_are_no_counts_are_refused(tmp_path, key):
         (lambda w: w.add_string(f"llama.{key}", "many"), "'many'"),
     ):
         write_gguf(tmp_path / "m.gguf", random_params(config), config, metadata=[add])
-        with pytest.raises(InputError, match=rf"{key}={shown} must be a whole number, 1 or more"):
+        with pytest.raises(InputError, match=rf"{key}={shown} must be a whole number"):
             load_config(tmp_path / "m.gguf")
 
 

@@ -72,9 +72,6 @@ def test_rows_are_those_of_the_text_in_their_order(path, made):
     assert found["teacher_probabilities"].dtype == np.float16
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @jax.jit
 def _probabilities(params, tokens):
     model = Decoder(preset("tiny"))

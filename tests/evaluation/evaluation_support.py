@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import html.parser
 import json
 import math
@@ -15,13 +14,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from lcjax.data import TextConfig
-from lcjax.evaluation import EvalConfig, Method, RunSection, measure, run
+from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
 from lcjax.evaluation.corpus import Corpus
 from lcjax.inference.continuations import Continuation
 from lcjax.inference.sampling import Written
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes
+TASKS = Perplexity(protocol="last_k", last=8), Passkey(depths=2, trials=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +139,11 @@ class BigramModel:
 
 @contextlib.contextmanager
 def only_the_run():
-    """Of a tiny run most time goes to collecting what other tests left, and to drawing figures."""
-    gc.collect()
-    gc.freeze()
+    """Of a tiny run most time goes to measuring memory and to drawing figures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_CLEAR", Path("not there"))
         patch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())
         yield
-    gc.unfreeze()
 
 
 def texts(sizes=(37, 24, 12, 51), seed=1):

@@ -6,49 +6,21 @@ import shutil
 from pathlib import Path
 
 import pytest
-from evaluation_support import (
-    ByteTokenizer,
-    check_page,
-    fake,
-    only_the_run,
-    run_of_three,
-    with_path,
-)
+from evaluation_support import TASKS, ByteTokenizer, check_page, fake, run_of_three, with_path
 
 from lcjax.config import dump
 from lcjax.errors import InputError
-from lcjax.evaluation import (
-    Method,
-    Passkey,
-    Perplexity,
-    Ruler,
-    finished,
-    run,
-)
+from lcjax.evaluation import Method, Ruler, finished, run
 from lcjax.evaluation.commands.export import export
 from lcjax.evaluation.commands.main import main
 from lcjax.evaluation.commands.make_data import make_data
 from lcjax.evaluation.commands.score import score
-
-TASKS = (Perplexity(protocol="last_k", last=8), Passkey(depths=2, trials=2))
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """A finished run of three methods, with its figures drawn."""
     return run_of_three(tmp_path_factory.mktemp("run"), TASKS)
-
-
-@pytest.fixture
-def copied(config, tmp_path):
-    """The folder of that run, to be changed."""
-    return Path(shutil.copytree(config.run.folder, tmp_path / "first"))
-
-
-@pytest.fixture
-def undrawn():
-    with only_the_run():
-        yield
 
 
 def test_the_page_of_a_run_stands_alone_and_leads_to_what_went_wrong(config):

@@ -6,41 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from evaluation_support import (
-    ByteTokenizer,
-    Page,
-    check_page,
-    only_the_run,
-    run_of_three,
-    with_path,
-)
+from evaluation_support import TASKS, ByteTokenizer, Page, check_page, run_of_three, with_path
 
 from lcjax.errors import InputError
-from lcjax.evaluation import LmEval, LongBench, Passkey, Perplexity, RagLm, Ruler, finished
+from lcjax.evaluation import LmEval, LongBench, RagLm, Ruler, finished
 from lcjax.evaluation.commands.compare import compare
 from lcjax.evaluation.commands.main import main
 from lcjax.evaluation.commands.score import score
 from lcjax.evaluation.report import differences
-
-TASKS = (Perplexity(protocol="last_k", last=8), Passkey(depths=2, trials=2))
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """A finished run of three methods."""
     return run_of_three(tmp_path_factory.mktemp("run"), TASKS)
-
-
-@pytest.fixture
-def copied(config, tmp_path):
-    """The folder of that run, to be changed."""
-    return Path(shutil.copytree(config.run.folder, tmp_path / "first"))
-
-
-@pytest.fixture
-def undrawn():
-    with only_the_run():
-        yield
 
 
 def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, copied, undrawn):

@@ -35,9 +35,6 @@ from lcjax.replug import Replug
 TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def lm():
     return LanguageModel.load(TINY)

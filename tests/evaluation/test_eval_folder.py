@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from evaluation_support import BigramModel, changed, config_in, fake, only_the_run, records
+from evaluation_support import BigramModel, changed, fake, records
 
 from lcjax.build import ModelSection
 from lcjax.errors import InputError
@@ -12,16 +12,7 @@ from lcjax.evaluation import Method, RunSection, run
 from lcjax.lm import LanguageModel
 from lcjax.rope import Linear
 
-
-@pytest.fixture
-def config(tmp_path):
-    return config_in(tmp_path)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    with only_the_run():
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_a_folder_with_another_run_is_refused_and_names_the_difference(config):

@@ -16,8 +16,6 @@ from lcjax.lm import LanguageModel
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

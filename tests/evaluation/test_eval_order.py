@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation_support import config_in, fake, only_the_run, records, texts
+from evaluation_support import fake, records, texts
 from tqdm import tqdm
 
 from lcjax import distributed
@@ -17,15 +17,7 @@ from lcjax.evaluation.task import Unit
 run_module = importlib.import_module("lcjax.evaluation.run")
 
 
-@pytest.fixture
-def config(tmp_path):
-    return config_in(tmp_path)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    with only_the_run():
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_the_bar_counts_tokens_of_what_is_left_and_the_longest_come_first(config, monkeypatch):

@@ -17,10 +17,8 @@ from evaluation_support import (
     BigramModel,
     ByteTokenizer,
     changed,
-    config_in,
     documents,
     fake,
-    only_the_run,
     records,
     slide_press,
     texts,
@@ -35,17 +33,7 @@ from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
 
-
-@pytest.fixture
-def config(tmp_path):
-    return config_in(tmp_path)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    with only_the_run():
-        yield
-
+pytestmark = pytest.mark.usefixtures("quick")
 
 DRAW = Figure.savefig
 

@@ -11,8 +11,6 @@ from lcjax.lm import LanguageModel
 from lcjax.memory import CepeSection
 from lcjax.replug import Replug
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 PROMPTS = [ids(1, 60), ids(2, 20)]
 OPTIONS = [[ids(3, 4), ids(4, 1)], [ids(5, 4), ids(6, 2)]]
 

@@ -39,9 +39,6 @@ run: {folder: FOLDER/out}
 """
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "texts").mkdir()

@@ -16,8 +16,6 @@ from lcjax.replug import Replug
 from lcjax.rope import DynamicNTK
 from lcjax.sharding import Mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 PROMPTS = [ids(1, 70), ids(2, 9), ids(3, 130)]
 OPTIONS = [[ids(4, 1), ids(5, 12)], [ids(6, 30)], [ids(7, 3), ids(8, 1), ids(9, 17)]]
 

@@ -37,9 +37,6 @@ ROPES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def params():
     config = preset("tiny").replace(rope=ROPES["clex"])
@@ -273,7 +270,7 @@ def test_bad_requests_are_refused_in_one_line(params):
     with pytest.raises(InputError, match="non-empty list"):
         lm.generate("a text instead of a list of them")
     for settings, message in (
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number of at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
         ({"max_new_tokens": True}, "max_new_tokens=True must be a whole number"),
         ({"min_new_tokens": 999}, "min_new_tokens=999 must lie between 0 and max_new_tokens=128"),
@@ -285,9 +282,9 @@ def test_bad_requests_are_refused_in_one_line(params):
         ({"top_p": 0.0}, "top_p=0.0 must lie in"),
         ({"top_p": 1.5}, "top_p=1.5 must lie in"),
         ({"top_p": None}, "top_p=None must be a number"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_k": 0}, "top_k=0 must be a whole number of at least 1"),
         ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
-        ({"seed": -1}, "seed=-1 must lie between 0"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
         ({"seed": 2**32}, "seed=4294967296 must lie between 0"),
         ({"stop": ("",)}, "stop strings, none empty"),
         ({"stop": "END"}, "stop='END' must be a tuple"),

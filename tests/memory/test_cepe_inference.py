@@ -24,9 +24,6 @@ SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder",
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def lm():
     return sharper(LanguageModel.load(SECTION))
@@ -227,7 +224,7 @@ def without_memory(lm):
             lambda lm: lm.with_method(
                 memory=dataclasses.replace(lm.config.memory, trained_context=0)
             ),
-            "trained_context=0 must be at least 1",
+            "trained_context=0 must be a whole number of at least 1",
         ),
     ],
 )

@@ -31,9 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BOTH = ("encoder", "cross_attention")
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture
 def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)

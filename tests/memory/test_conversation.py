@@ -35,9 +35,6 @@ def load(layers=None, **options):
     return lm
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def lm():
     """Only the last layer reads the context, so what a cache keeps does not depend on it."""

@@ -15,9 +15,6 @@ from lcjax.sharding import Mesh, batch_sharding, make_mesh
 MODES = ("drop", "renormalise", "rest", "smooth")
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 @pytest.fixture(scope="module")
 def student():
     """The student of the released code's case: its hidden states, and its head."""

@@ -17,8 +17,6 @@ from lcjax.models.offloaded import Offloaded
 from lcjax.sharding import Mesh, make_mesh, param_shardings
 from lcjax.tree import flatten, nest, split
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 FIVE = preset("tiny").replace(num_layers=5, width=32, mlp_width=48, head_dim=8)
 
 

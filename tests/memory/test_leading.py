@@ -22,7 +22,7 @@ from lcjax.rope import DynamicNTK
 from lcjax.training.partition import matcher
 from lcjax.tree import flatten, nest
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "exact_products")
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 BEACON = BeaconSection(chunk=8, ratio=4, ratios=())
 SUMMARY = AutoCompressorSection(chunk=8, summary=3)

@@ -19,7 +19,7 @@ from lcjax.memory import AutoCompressorSection, BeaconSection
 from lcjax.rope import Linear
 from lcjax.sharding import Mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "exact_products")
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 SECTIONS = {
     "beacon": BeaconSection(chunk=16, ratio=4, ratios=(2, 4)),

@@ -25,8 +25,6 @@ from lcjax.training.objective import language_model
 from lcjax.training.step import accumulate
 from lcjax.tree import flatten, union
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 BEACON = BeaconSection(chunk=16, ratio=8, ratios=(4, 8))
 SUMMARY = AutoCompressorSection(chunk=16, summary=3)
 BOTH = pytest.mark.parametrize("section", [BEACON, SUMMARY], ids=["beacon", "auto_compressor"])

@@ -18,7 +18,7 @@ from lcjax.loss import cross_entropy
 from lcjax.memory import QueryAware, Random, shared_llm
 from lcjax.models import Decoder, head
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "exact_products")
+pytestmark = pytest.mark.usefixtures("exact_products")
 SLOW = pytest.mark.slow
 
 

@@ -19,8 +19,6 @@ from lcjax.lm import LanguageModel
 from lcjax.memory import QueryAware, Random, Right, SharedLlmSection
 from lcjax.sharding import Mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 MEMORY = SharedLlmSection(layers=2, chunk=32, ratios=(4, 2, 1), policy=QueryAware(), out=1.0)
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 TOKENS = np.array([ids(1, 20), ids(2, 20), ids(3, 20)])

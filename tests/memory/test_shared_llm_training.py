@@ -24,8 +24,6 @@ from lcjax.sharding import Mesh
 from lcjax.training import objective as objectives
 from lcjax.tree import flatten
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # What the paper trains in language modelling: cross-attention, and the layers above it.
 TRAINED = ("cross_attention", r"^layers_1/")
 
@@ -245,7 +243,7 @@ def test_training_with_a_context_takes_memory(remat):
     ("section", "words"),
     [
         ({"layers": 3}, "layers=3 must lie in 1 ... 2, the layers"),
-        ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"layers": 0}, "layers=0 must be a whole number of at least 1"),
         ({"chunk": 20}, "chunk=20 must be a multiple of 2.3 = 8.*nearest: 16, 24"),
         ({"ratios": (16, 2, 1)}, "one of 16 tokens is kept at level 1.*at most 8 there"),
         ({"ratios": ()}, "has 0 levels"),

@@ -52,9 +52,6 @@ CONFIGS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 def _model(config: ModelConfig, seed: int = 0):
     model, random = Decoder(config), np.random.default_rng(seed)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]

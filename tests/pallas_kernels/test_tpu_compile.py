@@ -18,7 +18,8 @@ from pallas_kernels.backends import Constant, LandmarkOperands, LandmarkSpec, Op
 from pallas_kernels.biases import Alibi, RelativeBias
 from pallas_kernels.tables import from_block_mask
 
-pytestmark = pytest.mark.slow  # the compiler: two minutes together
+# The compiler: two minutes together.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LONG = 131072

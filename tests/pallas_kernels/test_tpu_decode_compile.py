@@ -41,7 +41,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.backends import Operands, Spec
 
-pytestmark = pytest.mark.slow  # the compiler
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]  # the compiler
 
 
 def step(q, new_key, new_value, keys, values, place, segments, spec, bias=None):

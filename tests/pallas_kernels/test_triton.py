@@ -77,7 +77,7 @@ FEW = {  # rows of one product
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch, compiled_quickly):
+def interpreted(monkeypatch):
     """The backend "interpreted" for CPUs, in small steps; `tile` holds their sizes."""
     module = types.ModuleType("interpreted_triton")
     module.forward = functools.partial(_triton.forward, interpret=True)

@@ -32,7 +32,7 @@ CASES |= {
 
 
 @pytest.fixture(autouse=True)
-def small_steps(monkeypatch, compiled_quickly):
+def small_steps(monkeypatch):
     """As if an H100 were there, with less in a step than it takes."""
     monkeypatch.setattr(tuning, "architecture", lambda: "sm90")
     monkeypatch.setattr(tuning, "LARGEST_EXACT", 256)

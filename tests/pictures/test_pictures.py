@@ -16,7 +16,6 @@ from lcjax.inference.sampling import Sampling
 from lcjax.pictures import command
 from lcjax.rope import Linear
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 QUICK = ("self_extend",)
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)

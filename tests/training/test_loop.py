@@ -1,5 +1,6 @@
 """Whole runs: results on disk, resuming after any end, refusals."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -29,6 +30,23 @@ from lcjax.training.track import read
 from lcjax.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once():
+    """Runs that differ in what they save and when they stop have one step."""
+    steps, begin = {}, loop.jitted_step
+
+    def step(config, model, mesh, state, *, halt_after):
+        same = dataclasses.replace(config.train, save_every=1, export=True, on_nan="stop")
+        key = same, model, mesh, halt_after
+        if key not in steps:
+            steps[key] = begin(config, model, mesh, state, halt_after=halt_after)
+        return steps[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "jitted_step", step)
+        yield
 
 
 @pytest.fixture(scope="module")

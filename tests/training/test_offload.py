@@ -257,7 +257,7 @@ def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: pip install lcjax[aot]",
 )
-def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device():
+def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device(optimised):
     topology = Topology.parse("v5e:2x2")
     mesh = make_mesh(Mesh(), tpu_compiler.devices(topology))
     model = ModelConfig(512, 1024, 2816, 16, 8, 8, 128, 512, dtype="bfloat16", remat="full")

@@ -6,20 +6,16 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from training_support import quick_compilation, tiny, write_corpus
+from training_support import tiny
 
 from lcjax.sharding import Mesh
 from lcjax.training import batches, loop, run
 
 
-@pytest.fixture(autouse=True)
-def compiled_quickly(tmp_path):
-    with quick_compilation(tmp_path / "xla"):
-        yield
-
-
 @pytest.mark.slow
-def test_the_next_batch_is_put_on_the_devices_while_a_step_still_runs(tmp_path, monkeypatch):
+def test_the_next_batch_is_put_on_the_devices_while_a_step_still_runs(
+    tmp_path, corpus, compiled_once, monkeypatch
+):
     """The results of step n are held back until batch n + 1 was sent, or for 10 s, in vain."""
     steps, put, begin = 4, batches.put, loop.jitted_step
     sent = [threading.Event() for _ in range(steps)]
@@ -50,6 +46,6 @@ def test_the_next_batch_is_put_on_the_devices_while_a_step_still_runs(tmp_path, 
 
     monkeypatch.setattr(batches, "put", noted)
     monkeypatch.setattr(loop, "jitted_step", slowed)
-    corpus, mesh = write_corpus(tmp_path / "corpus"), Mesh(data=8, fsdp=1)
-    run(tiny(tmp_path / "run", corpus, steps=steps, save_every=100, export=False, mesh=mesh))
+    settings = {"save_every": 100, "export": False, "mesh": Mesh(data=8, fsdp=1)}
+    run(tiny(tmp_path / "run", corpus, steps=steps, **settings))
     assert overlapped == [True] * (steps - 1)

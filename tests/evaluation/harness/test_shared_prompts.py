@@ -19,8 +19,6 @@ from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.shared_prefix import PrefixReader
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 LENGTH = 1300
 SHOTS = (*ids(1, 1100),)
 GREEDY = Sampling(max_new_tokens=4, min_new_tokens=4)
