@@ -1,6 +1,7 @@
 """Trees of chunks: nodes partition them, and what is kept is what the paper counts."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,16 @@ from lcjax.memory import Level, Policy, QueryAware, Random, Right, Tree
 from lcjax.memory import context_tree as trees
 from lcjax.memory.policies import search
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-
-def built(tree, lengths, path, width, drawn=None):
+def built(*arguments):
     """nodes, numbers, positions, places and mask of what is kept, as numpy arrays."""
-    found = trees.nodes(tree, jnp.asarray(lengths), jnp.asarray(path), drawn)
-    numbers = trees.numbered(found, width)
-    return found, *map(np.asarray, (*numbers, *trees.kept(tree, found, width)))
+    return jax.device_get(_built(*arguments))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _built(tree, lengths, path, width, drawn=None):
+    found = trees.nodes(tree, lengths, path, drawn)
+    return found, *trees.numbered(found, width), *trees.kept(tree, found, width)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_the_papers_chunks_are_kept_by_an_eighth():
 
 def test_without_a_choice_the_nodes_are_the_papers():
     found, *_ = built(Tree(), np.array([1024], np.int32), np.ones((1, 2), bool), 1024)
-    starts, lengths = (np.asarray(x)[0].tolist() for x in found)
+    starts, lengths = (x[0].tolist() for x in found)
     assert starts == [768, 896, 512, 0] and lengths == [128, 128, 256, 512]
 
 
