@@ -83,7 +83,7 @@ TRITON = {
     ("sm90", 128, "bfloat16"): (
         (128, 128, 8, 2), (128, 128, 8, 2), (64, 128, 8, 2), (64, 64, 4, 3),
     ),
-    ("sm90", 256, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2), (64, 32, 4, 3)),
+    ("sm90", 256, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (16, 64, 8, 2), (64, 32, 4, 3)),
     ("sm80", 64, "bfloat16"): ((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2), (64, 64, 4, 3)),
     ("sm80", 128, "bfloat16"): ((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
     ("sm80", 256, "bfloat16"): ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 4, 2)),
@@ -121,10 +121,10 @@ def mosaic_gpu(kind: str, size: int, capped: bool) -> Warpgroups:
     """The tiles of a Mosaic-GPU kernel for heads of `size`.
 
     capped: a soft cap's slope is a third number of every score beside p and its cotangent; beside
-    dk and dv there is room for half as many scores.
+    dk and dv, or dq of 128, there is room for half as many scores.
     """
     tiles = MOSAIC_GPU[kind, -(-size // 64) * 64]
-    if capped and kind == "d_keys":
+    if capped and (kind == "d_keys" or (kind == "d_queries" and size > 64)):
         tiles = replace(tiles, passing=tiles.passing // 2)
     return tiles
 
