@@ -180,11 +180,15 @@ def main(argv=None) -> int:
     if args.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
     from benchmarks.gpu.measure import chosen, work
-    from benchmarks.gpu.workers import emit, jobs_of_child, supervise
+    from benchmarks.gpu.workers import emit, jobs_of_child, platform_here, supervise
 
     if args.worker:
         work(jobs_of_child(), args, emit)
         return 0
+    if not args.cpu and (platform := platform_here()) != "gpu":
+        print(f"error: JAX runs on {platform} here, and this is for NVIDIA GPUs; install jax for "
+              "CUDA, or try it at tiny sizes with --cpu", file=sys.stderr)  # fmt: skip
+        return 2
     deadline, failed, report = time.monotonic() + 60 * args.minutes, 0, Report(args)
     if args.check or args.keep:
         from benchmarks.gpu import check

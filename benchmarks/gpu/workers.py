@@ -34,6 +34,12 @@ def jobs_of_child() -> list[dict]:
     return json.loads(sys.stdin.readline())
 
 
+def platform_here() -> str:
+    """What JAX runs on, asked in a process that lets go of the device again."""
+    command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def supervise(
     command: list[str], jobs: list[dict], *, deadline: float, patience: float
 ) -> Iterator[dict]:

@@ -86,6 +86,13 @@ def test_a_run_writes_rows_of_all_sides_and_tables(tmp_path, capsys):
     assert printed.rindex("## Targets") > printed.rindex("## Milliseconds")
 
 
+def test_without_a_gpu_nothing_is_begun_and_the_way_out_is_said(tmp_path, capsys):
+    assert attention.main(["--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "JAX runs on cpu here" in said and "--cpu" in said
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def wrong(monkeypatch):
     """A backend whose outputs are a little too large."""
