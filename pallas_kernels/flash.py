@@ -71,7 +71,8 @@ def flash(
         a length that is cut is put together by a ring or an all-to-all exchange
         (`pallas_kernels.sharded`). None leaves it to the compiler, which cannot split kernels.
     implementation: a name of `pallas_kernels.backends.BACKENDS`, "reference" (dense, for tests), or
-        None for the best one on this platform that has been seen to run there.
+        None for the platform's own: on GPUs what was measured to be right and fastest there
+        (`pallas_kernels.measured`; `explain` says which, and why).
     """
     _check(q, k, v, q_index, k_index, q_segments, k_segments, k_lengths)
     _check_options(q, k, soft_cap, bias, sinks, table)
