@@ -222,7 +222,9 @@ def _sorted(table: BlockTable, nk: int) -> BlockLists:
     rows = lax.broadcasted_iota(jnp.int32, kinds.shape, 2)
     lists = (x.reshape(b, h, nq * capacity) for x in (kinds, rows))
     kinds, rows = lax.sort(tuple(lists), num_keys=1, is_stable=True)
-    find = functools.partial(jnp.searchsorted, v=np.arange(2 * nk + 1, dtype=np.uint32))
+    # Unrolled: a loop of few steps, each a launch or more.
+    numbers = np.arange(2 * nk + 1, dtype=np.uint32)
+    find = functools.partial(jnp.searchsorted, v=numbers, method="scan_unrolled")
     bounds = jax.vmap(jax.vmap(find))(kinds).astype(jnp.int32)
     first, middle, end = bounds[..., :-1:2], bounds[..., 1::2], bounds[..., 2::2]
     return BlockLists(rows, first, middle - first, end - first)
