@@ -168,7 +168,7 @@ def _fastest(times: dict[str, float], kind, inputs, family: str, d_lse: bool):
     """The choice, and by backend why it is or is not taken; times: of those that were measured."""
     backends, chosen, reasons = FAMILIES[family], {}, {}
     for name in sorted(backends, key=lambda x: (times.get(x, math.inf), backends[x].portable)):
-        backend, took = backends[name], f"{times.get(name, 0.0):.3g} ms for {kind}, as measured"
+        backend, took = backends[name], f"{times.get(name, 0.0):.3g} ms for a call like it"
         if backend.portable:
             timed = ("cuda",) if name in times else ()  # what was slower is not asked any more
             chosen = dict.fromkeys((*backend.platforms, *timed), name) | chosen
@@ -232,6 +232,13 @@ def _here() -> str:
 @functools.cache
 def _say_once(message: str) -> None:
     log.warning(message)
+
+
+def choose_and_run(direction: str, name: str | None, arrays, operands, spec, family: str = "flash"):
+    """`run` by the backends that `choose` takes for (q, k, v, ...); d_lse comes last, backwards."""
+    d_lse = direction == "backward" and arrays[-1] is not None
+    choice = choose(name, *arrays[:3], operands, spec, family, direction, d_lse)
+    return run(direction, choice, arrays, operands, spec, family)
 
 
 # Compiled once per shape also when called outside jit, and traced once for all layers of a model.

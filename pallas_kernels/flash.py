@@ -160,20 +160,12 @@ def _attention(implementation: str | None, q, k, v, operands: Operands, spec: Sp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _differentiable(q, k, v, operands, spec, implementation):
-    return _run("forward", implementation, (q, k, v), operands, spec)
-
-
-def _run(direction: str, implementation, arrays, operands, spec):
-    d_lse = direction == "backward" and arrays[-1] is not None
-    choice = backends.choose(
-        implementation, *arrays[:3], operands, spec, direction=direction, d_lse=d_lse
-    )
-    return backends.run(direction, choice, arrays, operands, spec)
+    return backends.choose_and_run("forward", implementation, (q, k, v), operands, spec)
 
 
 def _forward(q, k, v, operands, spec, implementation):
     q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
-    out, lse = _run("forward", implementation, (q, k, v), operands, spec)
+    out, lse = backends.choose_and_run("forward", implementation, (q, k, v), operands, spec)
     # What a remat policy may keep by name: with it the backward pass computes no attention again.
     out, lse = (checkpoint_name(x, "attention") for x in (out, lse))
     return (out, lse), (q, k, v, operands, out, lse)
@@ -185,7 +177,8 @@ def _backward(spec, implementation, saved, cotangents):
     d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     d_out = jnp.zeros_like(out) if d_out is None else d_out
     arrays = (*arrays, out, lse, d_out, d_lse)
-    *d_arrays, d_bias = _run("backward", implementation, arrays, operands, spec)
+    run = functools.partial(backends.choose_and_run, "backward", implementation)
+    *d_arrays, d_bias = run(arrays, operands, spec)
     if d_bias is not None:
         d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
     return *d_arrays, Operands(bias=d_bias)

@@ -197,15 +197,12 @@ _moved.defvjp(
 )
 
 
+_run = functools.partial(backends.choose_and_run, family="landmark_attention")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _older(q, k, v, operands, spec, implementation):
     return _run("forward", implementation, (q, k, v), operands, spec)
-
-
-def _run(direction: str, implementation, arrays, operands, spec):
-    family = "landmark_attention"
-    choice = backends.choose(implementation, *arrays[:3], operands, spec, family, direction)
-    return backends.run(direction, choice, arrays, operands, spec, family)
 
 
 def _older_forward(q, k, v, operands, spec, implementation):

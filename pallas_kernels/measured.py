@@ -91,13 +91,14 @@ def figures() -> dict:
     Of the GPU that programs are for.
     """
     device = tuning.device_kind()
-    return _read(device, os.environ.get(VARIABLE), jax.__version__) if device else {}
+    return _read(device, folder()) if device else {}
 
 
 @functools.cache
-def _read(device: str, variable: str | None, version: str) -> dict:
-    """The newest word on a kind of GPU; `variable` and `version` only tell readings apart."""
-    for place in (folder(), SHIPPED):
+def _read(device: str, own: Path) -> dict:
+    """What this machine's folder says of a kind of GPU, else what was shipped."""
+    version = jax.__version__
+    for place in (own, SHIPPED):
         file = place / file_of(device)
         if not file.exists():
             continue

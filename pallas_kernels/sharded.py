@@ -335,10 +335,7 @@ def _run(direction: str, implementation, layout: Layout, spec: Spec, arrays, ope
 
     def under(mask):
         own = replace(spec, mask=mask)
-        d_lse = direction == "backward" and arrays[-1] is not None
-        options = dict(direction=direction, d_lse=d_lse)
-        choice = backends.choose(implementation, *arrays[:3], operands, own, **options)
-        return lambda: backends.run(direction, choice, arrays, operands, own)
+        return lambda: backends.choose_and_run(direction, implementation, arrays, operands, own)
 
     if len(different) == 1:
         return under(different[0])()

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -142,17 +141,18 @@ class Report:
     def write(self) -> str:
         """Writes both files; returns the short report."""
         from benchmarks.gpu import report
+        from pallas_kernels import measured
 
         rows, about = self.rows(), self.found.get("about", {})
-        device = re.sub(r"\W+", "_", about.get("device", "unknown")).strip("_")
+        file = self.args.out / measured.file_of(about.get("device", "unknown"))
         self.args.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.found | {"rows": rows}, indent=1)
-        (self.args.out / f"{device}.json").write_text(text + "\n")
+        file.write_text(text + "\n")
         head = self._head(about)
         end = f"## Targets\n\n{report.targets(rows, self.tables())}"
         why = f"## Who did not run\n\n{report.absences(rows)}"
         full = [head, end, f"## All figures\n\n{report.full_table(rows)}", why]
-        (self.args.out / f"{device}.md").write_text("\n\n".join(full) + "\n")
+        file.with_suffix(".md").write_text("\n\n".join(full) + "\n")
         return "\n\n".join([why, head, f"## Milliseconds\n\n{report.brief_table(rows)}", end])
 
     def _head(self, about: dict) -> str:

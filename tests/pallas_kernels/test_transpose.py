@@ -75,8 +75,14 @@ def test_chosen_blocks_restricted_by_masks_and_segments_are_listed_by_keys():
         kept = [restrict(table, mask, **sizes) for mask in masks]
         return [(table, vars(transpose(table, 43))) for table in kept]
 
+    counts = []
     for table, twin in tables(chosen):
-        agree_transposed(BlockLists(**twin), *listed(table, 9))
+        visited, full = listed(table, 9)
+        agree_transposed(BlockLists(**twin), visited, full)
+        counts.append(visited.sum())
+        assert twin["seen"].sum() == visited.sum() and twin["full"].sum() == full.sum()
+    # Under a causal mask there are fewer than under none, and under nothing() none at all.
+    assert counts[1] > counts[0] > counts[2] == 0 and counts[3] > 0
 
 
 def test_transposing_a_traced_table_takes_memory_for_its_entries_alone():
