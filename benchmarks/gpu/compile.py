@@ -1,18 +1,19 @@
 """Compiles the GPU kernels for NVIDIA GPUs on a machine without one, and says what they use.
 
     pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # or cuda13; jax's own version
-    python -m benchmarks.gpu.compile [--update | --check] [--all] [--only "d_keys h200"]
+    python -m benchmarks.gpu.compile [--update | --check | --seconds] [--all] [--only "d_keys h200"]
 
 One row per kernel, GPU, head size, dtype and kind of call: registers of a thread, bytes that it
-spills, how often the assembler says that it serialised wgmma, shared memory, tensor core
-instructions in the program text (wgmma on Hopper, else mma), and the seconds of one core that
-compiling took, with what a traced table needs beside the kernel.
+spills, how often the assembler says that it serialised wgmma, shared memory, and tensor core
+instructions in the program text (wgmma on Hopper, else mma).
 Kernels of Mosaic GPU have the word `mosaic` in front; the registers are what their threads start
 with, before the warpgroups that compute take those of the one that copies.
 `--update` writes the rows to compile.json; `--check` compares them with it: no spills, no more
 registers, shared memory and serialised wgmma than there (jax 0.11.2 and 0.12.0.1 differ by a few
-registers: it has what passes with both), tensor cores used. Nothing runs: what the machine code
-promises is in `benchmarks.gpu.machine_code`.
+registers: it has what passes with both), tensor cores used. `--seconds` compiles as a program that
+uses the kernel does, without the dumps that the rows are read from (they take as long again), and
+says how long lowering and compiling took, with what a traced table needs beside the kernel.
+Nothing runs: what the machine code promises is in `benchmarks.gpu.machine_code`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 if not __package__:  # run as a file: imports start at the root, not at its folder
@@ -101,17 +103,19 @@ def toolkit() -> Path | None:
     return next((x for x in wheels() if (x / "bin" / "ptxas").exists()), None)
 
 
-def prepare():
-    """Has to be done before JAX starts a backend."""
+def prepare(dumped: bool = True):
+    """Has to be done before JAX starts a backend; `resources` reads what is dumped."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    flags = f"--xla_gpu_autotune_level=0 --xla_dump_to={DUMP} --xla_dump_emitter_re=.*"
+    flags = ["--xla_gpu_autotune_level=0"]
     if (folder := toolkit()) is not None:
-        flags += f" --xla_gpu_cuda_data_dir={folder}"
-    os.environ["XLA_FLAGS"] = flags
-    os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # of a complaint's stack: a second each time
-    os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)  # it complains where there is no nvdisasm
+        flags += [f"--xla_gpu_cuda_data_dir={folder}"]
+    if dumped:
+        flags += [f"--xla_dump_to={DUMP}", "--xla_dump_emitter_re=.*"]
+        os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # of a complaint's stack: a second each time
+        os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)  # it complains where there is no nvdisasm
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 def described(gpu: str):
@@ -148,31 +152,46 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
     )
 
 
-def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
-    """What the compilers say of one kernel."""
+def module_of(kernel: str, call: str):
+    """Module and last word of a kernel's name, and its name in the program text."""
     *word, kernel = kernel.split()
     module, entry = LANDMARK if call in LANDMARKS else MODULES[" ".join(word)]
+    return module, kernel, entry.format(kernel)
+
+
+def traced(kernel: str, gpu: str, size: int, dtype: str, call: str):
+    """One kernel as jax.jit traces it; what is derived from it needs the same `described`."""
+    module, kernel, _ = module_of(kernel, call)
     (q, k, v, out, lse), operands, spec = inputs(gpu, size, dtype, call)
-    saved = (q, k, v, out, lse, out, lse, operands)
+    reason = module.unsupported(q, k, v, operands, spec)
+    assert reason is None, reason
+    if kernel == "forward":
+        return jax.jit(lambda *x: module.forward(*x, spec)).trace(q, k, v, operands)
 
     def backward(*x):
         dq, dk, dv, *d_bias = module.backward(*x, spec)
         return (dq, *d_bias) if kernel == "d_queries" else (dk, dv)
 
+    return jax.jit(backward).trace(q, k, v, out, lse, out, lse, operands)
+
+
+def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
+    """What the compilers say of one kernel."""
     for file in DUMP.iterdir():
         file.unlink()
     with described(gpu):
-        reason = module.unsupported(q, k, v, operands, spec)
-        assert reason is None, reason
-        if kernel == "forward":
-            traced = jax.jit(lambda *x: module.forward(*x, spec)).trace(q, k, v, operands)
-        else:
-            traced = jax.jit(backward).trace(*saved)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-        start = sum(os.times()[:4])  # of this process and of the assembler, which is another
-        lowered.compile()
-        seconds = sum(os.times()[:4]) - start
-    return resources(entry.format(kernel), GPUS[gpu][1]) | {"seconds": seconds}
+        traced(kernel, gpu, size, dtype, call).lower(lowering_platforms=("cuda",)).compile()
+    return resources(module_of(kernel, call)[2], GPUS[gpu][1])
+
+
+def seconds(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
+    """How long lowering and compiling take: by the clock, and of all cores together."""
+    with described(gpu):
+        program = traced(kernel, gpu, size, dtype, call)
+        started = time.perf_counter(), sum(os.times()[:4])  # children too: the assembler is one
+        program.lower(lowering_platforms=("cuda",)).compile()
+        found = time.perf_counter() - started[0], sum(os.times()[:4]) - started[1]
+    return {name: f"{x:.1f} s" for name, x in zip(("clock", "cores"), found, strict=True)}
 
 
 def resources(name: str, architecture: str) -> dict:
@@ -227,31 +246,25 @@ def rows(every: bool):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--update", action="store_true", help="write the table")
-    parser.add_argument(
-        "--check", action="store_true", help="fail where it is worse than the table"
-    )
+    aim = parser.add_mutually_exclusive_group()
+    aim.add_argument("--update", action="store_true", help="write the table")
+    aim.add_argument("--check", action="store_true", help="fail where it is worse than the table")
+    aim.add_argument("--seconds", action="store_true", help="how long compiling takes, that alone")
     parser.add_argument("--all", action="store_true", help="more calls, GPUs and dtypes")
     parser.add_argument("--only", default="", help="words that a row's name must have")
     args = parser.parse_args()
-    prepare()
+    prepare(dumped=not args.seconds)
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     worse = []
     for row in rows(args.all):
         name = " ".join(map(str, row))
         if not set(args.only.split()) <= set(name.split()):
             continue
-        found = compile_one(*row)
-        seconds = found.pop("seconds")
-        print(
-            f"{name:44}",
-            *(f"{k} {v:<6}" for k, v in found.items()),
-            f"{seconds:.1f} s",
-            flush=True,
-        )
+        found = seconds(*row) if args.seconds else compile_one(*row)
+        print(f"{name:44}", *(f"{k} {v:<6}" for k, v in found.items()), flush=True)
         worse += faults(name, found, table.get(name)) if args.check else []
-        table |= {name: found} if args.update else {}
         if args.update:
+            table[name] = found
             TABLE.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
     SCRATCH.cleanup()
     print("\n".join(worse))
