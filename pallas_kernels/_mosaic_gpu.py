@@ -20,9 +20,10 @@ from pallas_kernels._mosaic_gpu_layout import D_KEYS, D_QUERIES, FORWARD, HEAD, 
 from pallas_kernels.backends import given_table
 
 LARGEST_HEAD = 128
-# CUDA versions for which JAX refuses causal masks in a kernel of its own like these
-# (jax.experimental.pallas.ops.gpu.attention_mgpu, jax 0.11).
-MISCOMPILING = range(12080, 12091)
+# Versions of ptxas, from and up to (CUDA 12.8.0 to 12.9.0), that miscompile causal masks in a
+# kernel of JAX's own like these (jax.experimental.pallas.ops.gpu.attention_mgpu, jax 0.11). That
+# kernel refuses 12.9.1 as well: it asks the runtime, whose version has no patch level.
+MISCOMPILING = (12, 8, 0), (12, 9, 86)
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
@@ -82,9 +83,10 @@ def _absent() -> str | None:
     """Why there is no such kernel here, whatever the inputs."""
     if tuning.capability() != 90:
         return "these kernels are for Hopper GPUs (compute capability 9.0)"
-    if (version := tuning.cuda_version()) in MISCOMPILING:
-        said = f"{version // 1000}.{version % 1000 // 10}"
-        return f"JAX knows CUDA {said} to miscompile such kernels; CUDA 12.9.1 and later do not"
+    version = tuning.assembler()
+    if version is not None and MISCOMPILING[0] <= version < MISCOMPILING[1]:
+        said = ".".join(map(str, version))
+        return f"JAX knows ptxas {said} to miscompile such kernels; that of CUDA 12.9.1 does not"
     try:
         _launch()
     except (ImportError, AttributeError) as error:

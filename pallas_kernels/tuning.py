@@ -6,9 +6,13 @@ No figure here is a timing. Tiles were chosen by what the compilers say of them 
 
 from __future__ import annotations
 
-import importlib
+import functools
+import importlib.util
+import os
 import re
+import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 
@@ -46,10 +50,26 @@ def capability() -> int | None:
     return int(version.replace(".", "")) if re.fullmatch(r"\d+\.\d", version) else None
 
 
-def cuda_version() -> int | None:
-    """Of the CUDA runtime that JAX has loaded, 12090 for 12.9; None: it has none, or says none."""
-    versions = importlib.import_module("jax._src.lib").cuda_versions
-    return None if versions is None else versions.cuda_runtime_get_version()
+@functools.cache
+def assembler() -> tuple[int, ...] | None:
+    """Version of the ptxas that JAX runs, (12, 9, 86) in CUDA 12.9.1; None: none is found.
+
+    It is the first on the PATH, in an installed CUDA or in NVIDIA's wheels, as XLA looks for it.
+    The version of the runtime, which JAX can tell, has no patch level.
+    """
+    wheels = importlib.util.find_spec("nvidia")
+    roots = [Path("/usr/local/cuda"), Path("/opt/cuda")]
+    for folder in wheels.submodule_search_locations if wheels else ():
+        roots += [Path(folder) / "cu13", Path(folder) / "cuda_nvcc"]
+    for folder in (*os.get_exec_path(), *(root / "bin" for root in roots)):
+        run = [Path(folder) / "ptxas", "--version"]
+        try:
+            said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        if found := re.search(r"\bV(\d+)\.(\d+)\.(\d+)\b", said):
+            return tuple(map(int, found.groups()))
+    return None
 
 
 def _device():

@@ -23,7 +23,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -111,6 +110,7 @@ def prepare(dumped: bool = True):
     flags = ["--xla_gpu_autotune_level=0"]
     if (folder := toolkit()) is not None:
         flags += [f"--xla_gpu_cuda_data_dir={folder}"]
+        os.environ["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"  # Mosaic's takes that one
     if dumped:
         flags += [f"--xla_dump_to={DUMP}", "--xla_dump_emitter_re=.*"]
         os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # of a complaint's stack: a second each time
@@ -198,11 +198,10 @@ def resources(name: str, architecture: str) -> dict:
     """Of the dumped program whose kernel has that name."""
     file = next(x for x in DUMP.glob("*.ptx") if f".entry {name}(" in x.read_text())
     text = file.read_text()
-    ptxas = shutil.which("ptxas", path=f"{toolkit()}/bin") or "ptxas"
-    command = [ptxas, "-v", f"-arch={architecture}", str(file), "-o", str(BINARY)]
+    command = ["ptxas", "-v", f"-arch={architecture}", str(file), "-o", str(BINARY)]
     found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode:  # of the text's version, say, where it is older than the compiler
-        raise RuntimeError(f"{ptxas} {found.stderr}")
+        raise RuntimeError(found.stderr)
     said = found.stderr
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),

@@ -8,6 +8,7 @@ accepts is in test_mosaic_gpu_compile.py.
 import contextlib
 import dataclasses
 import functools
+import os
 
 import attention_oracle
 import jax
@@ -173,12 +174,27 @@ def test_other_gpus_are_refused(kind):
     assert reason == "these kernels are for Hopper GPUs (compute capability 9.0)"
 
 
-@pytest.mark.parametrize(("version", "refused"), [(12080, True), (12090, True), (12091, False)])
-def test_versions_of_cuda_that_miscompile_are_refused(monkeypatch, version, refused):
-    monkeypatch.setattr(tuning, "cuda_version", lambda: version)
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [((12, 6, 85), False), ((12, 8, 61), True), ((12, 9, 41), True), ((12, 9, 86), False),
+     ((13, 0, 88), False), (None, False)],
+)  # fmt: skip
+def test_assemblers_that_miscompile_are_refused(monkeypatch, version, refused):
+    monkeypatch.setattr(tuning, "assembler", lambda: version)
     with described():
         reason = _mosaic_gpu.unsupported(*shapes(), Operands(), Spec(causal(), 1.0))
     assert ("miscompile" in (reason or "")) == refused
+
+
+def test_the_assembler_is_the_first_that_answers(monkeypatch, tmp_path):
+    for name, said in (("broken", "exit 1"), ("old", "echo V12.9.41"), ("new", "echo V13.0.88")):
+        (tmp_path / name).mkdir()
+        program = tmp_path / name / "ptxas"
+        program.write_text(f"#!/bin/sh\n{said}\n")
+        program.chmod(0o755)
+    folders = [str(tmp_path / name) for name in ("none", "broken", "old", "new")]
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))
+    assert tuning.assembler.__wrapped__() == (12, 9, 41)
 
 
 @pytest.mark.parametrize("names", [("rows", "heads"), ("tiles", "warpgroup")])
