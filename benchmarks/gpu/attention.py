@@ -8,7 +8,7 @@ Two commands, from the repository's root, with jax for CUDA (torch and tokamax a
 or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a GPU `--cpu` runs all
 of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
 
-Workloads are taken by importance until the time is up (`--group a` to `i` chooses, see
+Workloads are taken by importance until the time is up (`--group` chooses, see
 workloads.py). All sides of a workload are compiled, compared with a dense float32 oracle, run
 twice for equal bits, and then timed in turns, every round in another order, as medians of chains of
 dependent calls. Who cannot run a workload has a row that says why. A kernel that crashes the
@@ -42,7 +42,7 @@ if not __package__:  # run as a file: imports start at the root, not at its fold
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--group", default="abcdefghi", help="letters of the groups to run")
+    parser.add_argument("--group", default="", help="letters of the groups to run; all if left out")
     parser.add_argument("--passes", nargs="+", default=["fwd", "bwd", "both"])
     parser.add_argument("--only", default="", help="words that a workload's name must have")
     parser.add_argument("--sides", default="", help="a regular expression that a side must match")
@@ -64,6 +64,10 @@ class Report:
 
     def __init__(self, args):
         self.args, self.found = args, {"command": sys.argv[1:], "rows": [], "lost": [], "left": []}
+        self.failures: list[dict] = []  # cases of the check
+
+    def take_check(self, log) -> None:
+        self.failures, self.found["check"] = log.failures, log.lines()
 
     def take(self, **event) -> None:
         if "row" in event:
@@ -109,21 +113,19 @@ class Report:
 
     def keep(self) -> str:
         """Writes what was fastest where dispatch reads it; says where, and what was left out."""
-        from benchmarks.gpu.report import OURS, milliseconds, wrong_sides
+        from benchmarks.gpu.report import fastest, milliseconds, wrong_sides
         from pallas_kernels import measured
 
-        device = self.found.get("about", {}).get("device")
-        lost = [f"FAIL {x['step']}" for x in self.found["lost"] if x["step"]]
-        failures = [x for x in self.found.get("check", []) if x.startswith("FAIL ")]
-        failures += [x.replace(OURS, "") for x in lost if OURS in x]
-        wrong = wrong_sides(self.found["rows"], failures)
-        times = milliseconds(self.found["rows"], wrong)
+        device, rows = self.found.get("about", {}).get("device"), self.found["rows"]
+        wrong = wrong_sides(rows, self.failures, self.found["lost"])
+        times = milliseconds(rows, wrong)
         if not times:
             return "Nothing was kept: no implementation was timed."
         place = measured.folder() if self.args.keep is True else self.args.keep
         file = measured.write(place, device, times, wrong)
         said = "".join(f"\n- never {name}: {why}" for name, why in wrong.items())
-        return f"Kept in {file}, which attention on {device} follows from now on.{said}"
+        kept = f"Kept in {file}, which attention on {device} follows from now on"
+        return f"{kept}:\n{fastest(times)}{said}"
 
     def tables(self) -> dict:
         """Milliseconds of a static table of 128k, and what share of its call a traced one is."""
@@ -195,7 +197,8 @@ def main(argv=None) -> int:
 
         options = ["--minutes", str(0.4 * args.minutes), *["--cpu"] * args.cpu]
         log = check.run(check.arguments(options), options)
-        failed, report.found["check"] = log.failed(), log.lines()
+        report.take_check(log)
+        failed = log.failed()
     jobs = [{"name": x} for x in ("ceilings", *(w.name for w in chosen(args)))]
     if args.cpu:
         work(jobs, args, report.take, deadline)

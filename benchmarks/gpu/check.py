@@ -238,17 +238,20 @@ class Log:
             return
         row = event["row"]
         self.counts[row["backend"]][row["status"]] += 1
-        line = f"{row['status']:4} {row['backend']:10} {row['case']}: {row['why']}"
         if row["status"] == "FAIL":
-            self.failures.append(line)
-        print(line, flush=True)
+            self.failures.append(row)
+        print(self._line(row), flush=True)
+
+    @staticmethod
+    def _line(row: dict) -> str:
+        return f"{row['status']:4} {row['backend']:10} {row['case']}: {row['why']}"
 
     def lines(self) -> list[str]:
         """What failed, and how many cases passed."""
         counts = self.counts.items()
         said = [f"{x}: " + ", ".join(f"{n} {what}" for what, n in of.items()) for x, of in counts]
         said += [f"{self.left} cases were not reached in time"] if self.left else []
-        return [*self.failures, *said]
+        return [*map(self._line, self.failures), *said]
 
     def failed(self) -> int:
         """1 where a case failed, or none was right."""

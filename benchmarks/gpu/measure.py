@@ -30,7 +30,8 @@ LONGEST_XLA = 4e12  # visited FLOP of a forward pass, above which blockwise XLA 
 def chosen(args) -> list:
     words = args.only.split()
     found = workloads(8 if args.cpu else UNIT)
-    return [w for w in found if w.group in args.group and all(x in w.name for x in words)]
+    groups = args.group or {w.group for w in found}
+    return [w for w in found if w.group in groups and all(x in w.name for x in words)]
 
 
 def describe() -> dict:

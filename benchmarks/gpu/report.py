@@ -54,15 +54,32 @@ def with_ratios(rows: list[dict]) -> list[dict]:
     return found
 
 
-def wrong_sides(rows: list[dict], failures: list[str]) -> dict[str, str]:
-    """Our implementations that were wrong, crashed or hung anywhere, with the first reason."""
+def wrong_sides(rows: list[dict], checks: list[dict], lost: list[dict]) -> dict[str, str]:
+    """Our implementations that were wrong, crashed or hung anywhere, with the first reason.
+
+    rows: what was timed; checks: cases of the check that failed; lost: what ended a process.
+    """
     found = {}
     for row in rows:
         if row.get("ms") and row["side"].startswith(OURS) and not is_right(row):
             found.setdefault(row["side"].removeprefix(OURS), f"wrong in {row['workload']}")
-    for line in failures:  # "FAIL backend case: why", and what ended a process
-        found.setdefault(line.split()[1], line)
+    for row in checks:
+        found.setdefault(row["backend"], f"{row['case']}: {row['why']}")
+    for event in lost:
+        if (event["step"] or "").startswith(OURS):
+            why = f"it ended the process in {event['lost']}: {event['why']}"
+            found.setdefault(event["step"].removeprefix(OURS), why)
     return found
+
+
+def fastest(times: dict) -> str:
+    """What runs where from now on: a line per kind of call of `milliseconds`."""
+    ways = {
+        kind: ", ".join(f"{way} {min(of, key=of.get)} {number(min(of.values()))} ms"
+                        for way, of in directions.items())
+        for kind, directions in times.items()
+    }  # fmt: skip
+    return "\n".join(f"- {kind}: {said}" for kind, said in ways.items())
 
 
 def milliseconds(rows: list[dict], wrong: Collection[str]) -> dict:

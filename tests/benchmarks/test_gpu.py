@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.gpu import attention, check, report, sides
+from benchmarks.gpu import attention, check, measure, report, sides
 from benchmarks.gpu.runs import JaxRun
 from benchmarks.gpu.workers import ROOT, supervise
 from benchmarks.gpu.workloads import workloads
@@ -146,10 +146,27 @@ def test_implementations_are_ranked_on_the_workload_that_most_of_them_did():
         row("a short", "lcjax xla", 9.0) | {"pass": "bwd"},
         row("a short", "lcjax cudnn", 1.5, same_bits=False) | {"pass": "bwd"},
     ]  # fmt: skip
-    wrong = report.wrong_sides(rows, ["FAIL mosaic_gpu a case: it is off"])
-    assert list(wrong) == ["other", "mosaic_gpu"]
+    failed = {"backend": "mosaic_gpu", "case": "a case", "status": "FAIL", "why": "it is off"}
+    lost = [{"lost": "a long", "step": x, "why": "silent"} for x in ("lcjax apart", "torch", None)]
+    wrong = report.wrong_sides(rows, [failed], lost)
+    assert list(wrong) == ["other", "mosaic_gpu", "apart"]
+    assert wrong["mosaic_gpu"] == "a case: it is off" and "a long: silent" in wrong["apart"]
     times = {"forward": {"triton": 2.0, "xla": 8.0, "cudnn": 1.0}, "backward": {"xla": 9.0}}
-    assert report.milliseconds(rows, wrong) == {"causal, heads of 64": times}
+    kept = report.milliseconds(rows, wrong)
+    assert kept == {"causal, heads of 64": times}
+    line = "- causal, heads of 64: forward cudnn 1.00 ms, backward xla 9.00 ms"
+    assert report.fastest(kept) == line
+
+
+def test_every_kind_of_call_that_is_dispatched_is_timed_unless_groups_are_chosen():
+    every = measure.chosen(attention.arguments([]))
+    assert {w.kind for w in every} >= {
+        f"{form}, heads of {size}"
+        for form in ("causal", "dense", "window", "documents", "blocks", "cross", "few queries",
+                     "landmark")
+        for size in (64, 128)
+    }  # fmt: skip
+    assert {w.group for w in measure.chosen(attention.arguments(["--group", "aj"]))} == {"a", "j"}
 
 
 def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):
