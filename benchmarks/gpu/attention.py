@@ -72,7 +72,7 @@ class Report:
     def take(self, **event) -> None:
         if "row" in event:
             self.found["rows"].append(event["row"])
-        elif "ceilings" in event:
+        elif "about" in event or "ceilings" in event:
             self.found |= event
         elif "lost" in event:
             self._lose(event)

@@ -58,6 +58,7 @@ def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
     if args.interpret:
         sides.interpret_triton()
     by_name = {w.name: w for w in chosen(args)}
+    emit(about=describe())
     for i, job in enumerate(jobs):
         if time.monotonic() > deadline:
             emit(left=[x["name"] for x in jobs[i:]])
@@ -65,7 +66,7 @@ def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
         emit(job=job["name"])
         if job["name"] == "ceilings":
             sizes = (256, 2**16) if args.cpu else (8192, 2**30)
-            emit(about=describe(), ceilings=ceilings(*sizes))
+            emit(ceilings=ceilings(*sizes))
         else:
             measure(by_name[job["name"]], args, job, emit)
         gc.collect()
@@ -116,7 +117,10 @@ def begin(w, arrays, args, job: dict, emit) -> dict:
     emit(step=None)
     tasks = [(run, name) for run in runs.values() for name in run.lowered]
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        list(pool.map(lambda task: task[0].compile(task[1]), tasks))
+        compiled = [pool.submit(run.compile, name) for run, name in tasks]
+        for one in concurrent.futures.as_completed(compiled):
+            one.result()
+            emit(step=None)  # all of them together may take longer than a process may be silent
     return runs
 
 

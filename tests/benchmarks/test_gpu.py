@@ -169,6 +169,12 @@ def test_every_kind_of_call_that_is_dispatched_is_timed_unless_groups_are_chosen
     assert {w.group for w in measure.chosen(attention.arguments(["--group", "aj"]))} == {"a", "j"}
 
 
+def test_the_device_is_said_before_a_job_can_end_the_process():
+    events = []
+    measure.work([], attention.arguments(["--cpu"]), lambda **event: events.append(event))
+    assert events[0]["about"]["device"] == "cpu"
+
+
 def test_the_check_passes_right_results_and_fails_wrong_ones(wrong, capsys):
     only = ["--cpu", "--only", "small, float32: causal, odd"]
     assert check.main([*only, "--backends", "xla"]) == 0
