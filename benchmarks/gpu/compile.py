@@ -102,8 +102,11 @@ def toolkit() -> Path | None:
     return next((x for x in wheels() if (x / "bin" / "ptxas").exists()), None)
 
 
-def prepare(dumped: bool = True):
-    """Has to be done before JAX starts a backend; `resources` reads what is dumped."""
+def prepare(xla: bool = True, mosaic: bool = True):
+    """Has to be done before JAX starts a backend: which compilers dump what they make.
+
+    `resources` reads both, the emulator Mosaic-GPU's.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -111,8 +114,9 @@ def prepare(dumped: bool = True):
     if (folder := toolkit()) is not None:
         flags += [f"--xla_gpu_cuda_data_dir={folder}"]
         os.environ["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"  # Mosaic's takes that one
-    if dumped:
+    if xla:
         flags += [f"--xla_dump_to={DUMP}", "--xla_dump_emitter_re=.*"]
+    if mosaic:
         os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # of a complaint's stack: a second each time
         os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)  # it complains where there is no nvdisasm
     os.environ["XLA_FLAGS"] = " ".join(flags)
@@ -252,7 +256,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="more calls, GPUs and dtypes")
     parser.add_argument("--only", default="", help="words that a row's name must have")
     args = parser.parse_args()
-    prepare(dumped=not args.seconds)
+    prepare(xla=not args.seconds, mosaic=not args.seconds)
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     worse = []
     for row in rows(args.all):

@@ -6,7 +6,6 @@ accepts is in test_mosaic_gpu_compile.py.
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 
@@ -15,17 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import Blocked, Case, oracle, relative_error
+from attention_oracle import Case, oracle, relative_error
+from mosaic_gpu_cases import CASES
 
 from pallas_kernels import (
     _mosaic_gpu,
     causal,
-    everything,
     flash,
-    per_head,
-    prefix,
     tuning,
-    window,
 )
 from pallas_kernels.backends import BACKENDS, Backend, Operands, Spec
 from pallas_kernels.biases import Alibi
@@ -35,47 +31,6 @@ from pallas_kernels.tables import from_mask
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
 BOUNDS = {"bfloat16": 4e-3, "float16": 6e-4}
-CASES = {
-    "causal, grouped heads, odd lengths": Case(
-        batch=1, t=200, s=200, heads=2, kv_heads=1, size=64, v_size=64
-    ),
-    "window of more keys than queries, two head sizes, float16": Case(
-        batch=1, t=130, s=260, heads=1, kv_heads=1, size=32, v_size=80, dtype="float16",
-        mask=causal() & (window(70) | prefix(5)), offset=100,
-    ),
-    "documents with padding, soft cap": Case(
-        batch=2, t=130, s=130, heads=1, kv_heads=1, size=64, v_size=64, segments=3, soft_cap=2.0
-    ),
-    "places of every row": Case(
-        batch=2, t=70, s=150, heads=1, kv_heads=1, size=64, v_size=64, own_places=True
-    ),
-    "queries before every key": Case(
-        batch=1, t=140, s=130, heads=1, kv_heads=1, size=64, v_size=64, offset=-60
-    ),
-    "traced tables per query head, blocks of 64": Case(
-        batch=2, t=192, s=256, heads=4, kv_heads=2, size=64, v_size=64, mask=causal(), offset=64,
-        table=Blocked(rows=2, heads=4, q_block=64, k_block=64, traced=True),
-    ),
-    "tables per key head, blocks of several tiles": Case(
-        batch=1, t=300, s=300, heads=4, kv_heads=2, size=64, v_size=64, mask=everything(),
-        table=Blocked(heads=2, q_block=256, k_block=256),
-    ),
-    "a lone full block of fewer keys than a tile": Case(
-        batch=1, t=80, s=32, heads=2, kv_heads=1, size=64, v_size=64, mask=everything(),
-        table=Blocked(heads=2, q_block=80, k_block=32),
-    ),
-    "soft cap, heads of 128": Case(
-        batch=1, t=70, s=130, heads=1, kv_heads=1, size=128, v_size=96, soft_cap=1.5
-    ),
-    "masks per head, heads of 128": Case(
-        batch=1, t=150, s=150, heads=2, kv_heads=2, size=128, v_size=128,
-        mask=per_head((causal(), 1), (window(20), 1)),
-    ),
-}  # fmt: skip
-CASES = {
-    name: case if case.dtype == "float16" else dataclasses.replace(case, dtype="bfloat16")
-    for name, case in CASES.items()
-}
 
 
 @contextlib.contextmanager
