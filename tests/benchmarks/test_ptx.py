@@ -143,6 +143,22 @@ def test_whole_numbers_are_those_of_python(name):
     assert [int(x) for x in found] == expected
 
 
+@pytest.mark.parametrize(
+    "text", ["add.cc.u32", "mul.sat.f32", "add.f64", "setp.lt.xor.s32", "cvt.rz.s32.f32"]
+)
+def test_what_is_not_known_is_not_guessed(text):
+    registers = Registers({})
+    assert compute(tuple(text.split(".")), ("%r1", "1", "2", "%p1"), registers.read) is None
+
+
+def test_comparisons_are_joined_with_predicates():
+    registers = Registers({"%p1": LANE < 16})
+    joined = compute(("setp", "lt", "and", "u32"), ("%p2", "1", "2", "%p1"), registers.read)
+    np.testing.assert_array_equal(joined, LANE < 16)
+    joined = compute(("setp", "gt", "or", "u32"), ("%p2", "1", "2", "%p1"), registers.read)
+    np.testing.assert_array_equal(joined, LANE < 16)
+
+
 @pytest.mark.parametrize(("span", "width"), [(32, 8), (64, 32), (128, 64)])
 @pytest.mark.parametrize("in_registers", [False, True])
 def test_products_are_those_of_matrices(span, width, in_registers):

@@ -17,11 +17,12 @@ COMPARISONS = {
     "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 FLOATS = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum,
-    "min": np.minimum, "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.fmax,
+    "min": np.fmin, "maxNaN": np.maximum, "minNaN": np.minimum, "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2,
     "tanh": np.tanh, "rcp": lambda x: np.float32(1) / x,
     "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
 }  # fmt: skip
+ROUNDINGS = {"rn", "approx", "ftz", "full", "NaN"}  # what they change is below float32's precision
 WHOLES = {
     "add": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum, "neg": np.negative,
     "abs": np.abs, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
@@ -76,18 +77,25 @@ def compute(words, operands, read) -> np.ndarray | None:
     name, kind = words[0], words[-1]
     with np.errstate(all="ignore"):
         if name == "setp":
-            return COMPARISONS[words[1]](read(operands[1], kind), read(operands[2], kind))
+            return _compared(words[1:-1], kind, operands, read)
         if name == "selp":
             return np.where(read(operands[3], "pred"), *(read(x, kind) for x in operands[1:3]))
         if name in ("mov", "cvta"):
             return read(operands[1], kind)
         if name == "cvt":
             return _converted(words, operands, read)
-        if kind == "f32" and name in FLOATS:
-            return FLOATS[name](*(read(x, "f32") for x in operands[1:]))
-        if kind in TYPES:
+        if kind == "f32" and name in FLOATS and ROUNDINGS.issuperset(words[1:-1]):
+            return FLOATS[name + "NaN" * ("NaN" in words)](*(read(x, "f32") for x in operands[1:]))
+        if kind in TYPES and (len(words) == 2 or name in ("mul", "mad")):
             return _whole(name, words[1], kind, operands, read)
     return None
+
+
+def _compared(how, kind: str, operands, read):
+    found = COMPARISONS[how[0]](read(operands[1], kind), read(operands[2], kind))
+    if len(how) == 1:
+        return found
+    return WHOLES[how[1]](found, read(operands[3], "pred")) if how[1] in ("and", "or") else None
 
 
 def _converted(words, operands, read):

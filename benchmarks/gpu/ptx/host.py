@@ -7,7 +7,8 @@ its last argument, and given to the calls that make tensor maps and launch the k
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.gpu.ptx.memory import BUFFER, Tiles
 
@@ -28,77 +29,91 @@ class Launch:
     shared: int
 
 
-@dataclass
-class _Host:
-    """Values of the host function by name."""
+class _Buffer(NamedTuple):
+    """An argument of the kernel, by its number."""
 
-    buffers: str  # the argument that is the array of buffers
-    numbers: dict[str, int] = field(default_factory=dict)
-    pointers: dict[str, int] = field(default_factory=dict)  # number of the buffer
-    items: dict[str, int] = field(default_factory=dict)  # bytes of a buffer's item
-    places: dict[str, tuple[str, int]] = field(default_factory=dict)  # (array, index)
-    arrays: dict[str, dict[int, int]] = field(default_factory=dict)
-    arguments: dict[int, int] = field(default_factory=dict)
-    maps: dict[int, Tiles] = field(default_factory=dict)
-    launched: list[int] | None = None
+    number: int
+
+
+class _Place(NamedTuple):
+    """An item of an array of the host."""
+
+    array: str
+    index: int = 0
+
+    def __add__(self, more: int) -> _Place:
+        return _Place(self.array, self.index + more)
+
+
+class _Host:
+    """What the values of the host function mean, line by line."""
+
+    def __init__(self, buffers: str):
+        self.buffers = buffers  # the array of arguments
+        self.values: dict[str, int | _Buffer | _Place] = {buffers: _Place(buffers)}
+        self.items: dict[str, int] = {}  # bytes of a buffer's item, by value
+        self.arrays: dict[str, dict[int, int]] = {}
+        self.arguments: dict[int, int] = {}
+        self.maps: dict[int, Tiles] = {}
+        self.launched: list[int] = []
 
     def take(self, line: str) -> None:
-        if made := re.match(rf"({VALUE}) = (\S+) ?(.*)", line):
-            name, operation, rest = made.groups()
-            self._make(name, operation.removeprefix("llvm."), rest)
-        if stored := re.match(rf"llvm\.store ({VALUE}), ({VALUE}) :", line):
+        if made := re.match(rf"({VALUE}) = (?:llvm\.|memref\.)?([\w.]+)(.*)", line):
+            self._make(*made.groups())
+        if stored := re.match(rf"\w+\.store ({VALUE}), ({VALUE})(?:\[({VALUE})\])? :", line):
             self._store(*stored.groups())
         if called := re.search(r"call @mosaic_gpu_(\w+)\((.*?)\)", line):
             self._call(called[1], called[2].split(", "))
 
     def _make(self, name: str, operation: str, rest: str) -> None:
         used = re.findall(VALUE, rest.split(" : ")[0])
-        index = re.search(r"\[(?:0, )?(\d+)\]", rest)
-        if constant := re.match(r"mlir\.constant\((-?\d+)", operation):
-            self.numbers[name] = int(constant[1])
-        elif not used:
-            return
-        elif operation == "trunc":
-            self.numbers[name] = self.numbers[used[0]]
+        known = [x for x in used if x in self.values]
+        if operation == "mlir.constant" and (number := re.match(r"\((-?\d+) : i", rest)):
+            self.values[name] = int(number[1])
         elif operation == "alloca":
-            self.arrays[name] = {}
-        elif operation == "getelementptr":
-            base, start = self.places.get(used[0], (used[0], 0))
-            self.places[name] = base, start + int(index[1])
-        elif operation == "load" and self.places.get(used[0], (used[0], 0))[0] == self.buffers:
-            self.pointers[name] = self.places.get(used[0], ("", 0))[1]
-        else:
-            self._derive(name, used, rest)
+            self.arrays[name], self.values[name] = {}, _Place(name)
+        elif operation == "getelementptr" and known:
+            index = re.search(r"\[(?:0, )?(\d+)\]", rest)
+            self.values[name] = self.values[known[0]] + int(index[1])
+        elif known:
+            self._derive(name, known, rest, operation == "load")
 
-    def _derive(self, name: str, used: list[str], rest: str) -> None:
-        """A value that stands for the same buffer as one that it is made of."""
-        known = [x for x in used if x in self.pointers]
-        if not known:
-            return
-        self.pointers[name] = self.pointers[known[0]]
-        if known[0] in self.items:
-            self.items[name] = self.items[known[0]]
-        if kind := re.search(r"to memref<(?:\d+x)*(\w+)", rest):
+    def _derive(self, name: str, known: list[str], rest: str, loaded: bool) -> None:
+        """A value that stands for what it is made of: a buffer, a place, or a number."""
+        first = next((x for x in known if not isinstance(self.values[x], int)), known[0])
+        value = self.values[first]
+        if loaded and isinstance(value, _Place) and value.array == self.buffers:
+            value = _Buffer(value.index)
+        self.values[name] = value
+        if first in self.items:
+            self.items[name] = self.items[first]
+        kind = re.search(r"to memref<(?:\d+x)*(\w+)", rest)
+        if kind and kind[1] in ITEMS:
             self.items[name] = ITEMS[kind[1]]
 
-    def _store(self, value: str, at: str) -> None:
-        array, index = self.places.get(at, (at, 0))
-        if array in self.arrays and value in self.numbers:
-            self.arrays[array][index] = self.numbers[value]
-        elif array in self.arrays and value in self.pointers:
-            self.arguments[index] = self.pointers[value]
+    def _store(self, name: str, at: str, index: str | None) -> None:
+        value, place = self.values.get(name), self.values.get(at)
+        if not isinstance(place, _Place) or place.array not in self.arrays:
+            return
+        if index is not None:
+            place = place + self.values[index]
+        if isinstance(value, int):
+            self.arrays[place.array][place.index] = value
+        elif isinstance(value, _Buffer):
+            self.arguments[place.index] = value.number
 
     def _call(self, what: str, given: list[str]) -> None:
-        if what == "launch_kernel":
-            self.launched = [self.numbers.get(x, 0) for x in given]
+        values = [self.values.get(x) for x in given]
+        if what in ("launch_kernel", "build_kernel_spec"):  # jax 0.11, 0.12
+            self.launched = values
         elif what == "init_tma_desc":
-            target, base, _, _, sizes, strides, swizzle, box = given
-            lists = ([n for _, n in sorted(self.arrays[x].items())] for x in (sizes, strides, box))
-            sizes, strides, box = lists
-            tiles = Tiles(
-                self.pointers[base], self.items[base], sizes, strides, self.numbers[swizzle], box
+            target, buffer, _, _, *lists, swizzle, box = values
+            sizes, strides, box = (
+                [n for _, n in sorted(self.arrays[x.array].items())] for x in (*lists, box)
             )
-            self.maps[self.places.get(target, ("", 0))[1] // MAP_BYTES] = tiles
+            item = self.items[given[1]]
+            found = Tiles(buffer.number, item, sizes, strides, swizzle, box)
+            self.maps[target.index // MAP_BYTES] = found
         else:
             raise ValueError(f"the host function calls mosaic_gpu_{what}, which is not known here")
 

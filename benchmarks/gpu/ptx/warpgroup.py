@@ -96,14 +96,7 @@ class Warpgroup:
 
     def _mbarrier(self, words, operands, where) -> None:
         if words[1] == "init":
-            if where is not None and not where.any():
-                return
-            thread = self.one(where)
-            address = int(self.addresses(operands[0])[thread])
-            if address % 8:
-                raise Fault("a barrier is not aligned")
-            count = int(self.registers.read(operands[1], "u32")[thread])
-            self.memory.barriers[address] = Barrier(count, count)
+            self._begin(self.addresses(operands[0]), self.registers.read(operands[1], "u32"), where)
             return
         if words[1] != "arrive" or not self.memory.started:
             raise Fault("an unknown use of a barrier, or one before it is visible")
@@ -114,6 +107,14 @@ class Warpgroup:
             barrier.arrive(many, many * number)
         else:
             barrier.arrive(many * number, 0)
+
+    def _begin(self, addresses, counts, where) -> None:
+        """Barriers, each by one thread."""
+        chosen = slice(None) if where is None else where
+        for address, count in zip(addresses[chosen].tolist(), counts[chosen].tolist(), strict=True):
+            if address % 8 or address in self.memory.barriers:
+                raise Fault("a barrier is not aligned, or two threads begin it")
+            self.memory.barriers[address] = Barrier(count, count)
 
     def _fence(self, words, operands, where) -> None:
         if words[1] == "mbarrier_init":
