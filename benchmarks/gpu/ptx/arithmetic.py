@@ -17,9 +17,9 @@ COMPARISONS = {
     "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 FLOATS = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.fmax,
-    "min": np.fmin, "maxNaN": np.maximum, "minNaN": np.minimum, "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2,
-    "tanh": np.tanh, "rcp": lambda x: np.float32(1) / x,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative,
+    "max": np.fmax, "min": np.fmin, "maxNaN": np.maximum, "minNaN": np.minimum, "abs": np.abs,
+    "ex2": np.exp2, "lg2": np.log2, "tanh": np.tanh, "rcp": lambda x: np.float32(1) / x,
     "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
 }  # fmt: skip
 ROUNDINGS = {"rn", "approx", "ftz", "full", "NaN"}  # what they change is below float32's precision
