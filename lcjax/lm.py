@@ -26,7 +26,7 @@ from lcjax.inference.landmark_nll import landmark_nll
 from lcjax.inference.mixture import Mixture
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling, Written, written
-from lcjax.inference.text_nll import text_nll
+from lcjax.inference.texts import text_nll
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.memory import Encoded, Memory, check_memory
 from lcjax.rope import Default, Rope, Rotation
@@ -262,17 +262,11 @@ class LanguageModel:
         rows, length = tokens.shape
         if not 1 <= first < length:
             raise InputError(f"first={first} must lie between 1 and the length {length} - 1")
-        # Every device needs equally many rows; those that are lacking repeat the first one.
-        filled = np.pad(tokens, [(0, padding_rows(self.mesh, rows)), (0, 0)])
-        filled[rows:] = tokens[:1]
+        lengths = np.full(rows, length) if lengths is None else np.asarray(lengths)
         memory = self._memory(context, list(tokens[:, :first]))
         score = landmark_nll if isinstance(self.config.pattern, Landmark) else text_nll
-        scored = score(self.model, self.params, filled, self.rotation, first, memory)
-        nll = np.zeros((rows, length), np.float32)
-        nll[:, first:] = scored[:rows]
-        if lengths is not None:
-            nll[np.arange(length)[None] >= np.asarray(lengths)[:, None]] = 0
-        return nll
+        scored = score(self.model, self.params, tokens, lengths, self.rotation, first, memory)
+        return np.pad(scored, [(0, 0), (first, 0)])
 
     def continuations(
         self,

@@ -15,7 +15,7 @@ from lcjax import lm as lm_lib
 from lcjax.build import ModelSection, Settings
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
-from lcjax.inference import text_nll
+from lcjax.inference import texts
 from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
 from lcjax.models import Decoder, preset
@@ -166,10 +166,10 @@ def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, 
 
 def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
     alone.nll(np.array([_ids(1, 160)]), first=40)
-    before = text_nll._score._cache_size()
+    before = texts._score._cache_size()
     for length, first in ((160, 42), (155, 38), (146, 30)):
         alone.nll(np.array([_ids(1, length)]), first=first)
-    assert text_nll._score._cache_size() == before
+    assert texts._score._cache_size() == before
 
 
 def test_a_text_as_long_as_a_table_of_positions_is_scored():

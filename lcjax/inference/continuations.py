@@ -19,7 +19,8 @@ from lcjax.errors import InputError
 from lcjax.inference.generate import Piece, Rotations, read_on, read_prompts
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling
-from lcjax.inference.shapes import bucketed, prefill_chunk_size
+from lcjax.inference.shapes import prefill_chunk_size
+from lcjax.inference.texts import Text, score_texts
 from lcjax.loss import over_chunks
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded
@@ -133,26 +134,10 @@ def at_once(
 
     For patterns under which no token depends on what follows it.
     """
-    count, filler = len(prompts), padding_rows(model.mesh, len(prompts))
     pairs = [(prompt, row[0]) for prompt, row in zip(prompts, continuations, strict=True)]
-    pairs += [pairs[0]] * filler
-    longest, most = _longest_text(prompts, continuations), max(len(ids) for _, ids in pairs)
-    wide = bucketed(longest)
-    if model.config.position == "learned":
-        wide = min(wide, max(model.config.max_length, longest))
-    most = bucketed(most, least=8)
-    tokens, targets = (np.zeros((len(pairs), size), np.int32) for size in (wide, most))
-    for row, (prompt, ids) in enumerate(pairs):
-        tokens[row, : len(prompt) + len(ids) - 1] = [*prompt, *ids[:-1]]
-        targets[row, : len(ids)] = ids
-    begins = np.array([len(prompt) for prompt, _ in pairs])[:, None]
-    places = np.minimum(begins - 1 + np.arange(most), wide - 1)
-    scored = _read_texts(model, params, tokens, places, targets, rotation, memory)
-    nll, best = (distributed.gather(x) for x in scored)
-    return [
-        [Continuation(nll[row, : len(ids)], bool(best[row, : len(ids)].all()))]
-        for row, (_, ids) in enumerate(pairs[:count])
-    ]
+    texts = [Text([*prompt, *ids[:-1]], len(prompt) - 1, ids) for prompt, ids in pairs]
+    found = score_texts(model, params, _projected, texts, rotation=rotation, memory=memory)
+    return [[Continuation(nll, bool(best.all()))] for nll, best in found]
 
 
 def _longest_text(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]) -> int:
@@ -161,20 +146,12 @@ def _longest_text(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
     return max(len(prompt) + max(map(len, row)) - 1 for prompt, row in pairs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read_texts(model, params, tokens, places, targets, rotation, memory):
-    """`_scored` of `targets` [B, m] behind the tokens at `places` [B, m] of texts [B, T]."""
-    tokens = keep_rows(tokens, model.mesh)
-    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation, memory=memory)
-    hidden = jnp.take_along_axis(hidden, places[..., None], 1)
-    return _projected(model, params, hidden, targets)
+def _projected(hidden, projection, targets):
+    """`_scored` of `targets` [B, m] behind hidden states [B, m, D]."""
 
-
-def _projected(model, params, hidden, targets):
     def score(hidden, projection, targets):
         return _scored(projection(hidden), targets)
 
-    projection, targets = head(params, model.config), keep_rows(targets, model.mesh)
     return over_chunks(score, hidden, projection, targets)
 
 
@@ -227,7 +204,8 @@ def _follow(model, params, cache, tokens, targets, segments, positions, rotation
     The one given stays as it is, for the next continuation.
     """
     hidden, cache = read_on(model, params, cache, tokens, segments, positions, rotation, memory)
-    return _projected(model, params, hidden, targets), cache
+    targets = keep_rows(targets, model.mesh)
+    return _projected(hidden, head(params, model.config), targets), cache
 
 
 def by_rows(

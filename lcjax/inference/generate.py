@@ -19,6 +19,7 @@ from lcjax import distributed
 from lcjax.attention import Landmark
 from lcjax.convert.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError, whole_number
+from lcjax.inference import packed_prompts
 from lcjax.inference.mixture import Mixture
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling, pick
@@ -144,6 +145,10 @@ def read_prompts(
         first, options = 0, {"chunk": chunk, "rotated": rotated, "mesh": mesh}
         cache = cache_lib.create(model.config, len(prompts), slots, **options)
     positions = np.maximum(np.arange(width)[None] - padding[:, None], 0)
+    plain = not first and marks is None and memory is None and width <= chunk
+    sizes = [len(prompt) for prompt in prompts]
+    if plain and packed_prompts.better(model, cache, sizes, width, rotation):
+        return packed_prompts.read(model, params, cache, prompts, segments, positions, rotation)
     for start, stop in chunk_spans(width - first, chunk):
         part = slice(first + start, first + stop)
         texts = tokens[:, part], segments[:, part], positions[:, part]

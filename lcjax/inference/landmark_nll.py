@@ -1,7 +1,7 @@
 """Scores of a text by a model with landmarks: read a chunk at a time, old blocks from a cache."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -14,17 +14,19 @@ from lcjax.loss import token_nll
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded
 from lcjax.rope import Rotation
+from lcjax.sharding import padding_rows
 
 
 def landmark_nll(
     model: Decoder,
     params: dict,
     tokens: np.ndarray,
+    lengths: Sequence[int],
     rotation: Callable[[int], Rotation],
     first: int,
     memory: Encoded | None = None,
 ) -> np.ndarray:
-    """-log p(tokens[t] | tokens[:t]) for t >= first, float32 [B, T - first].
+    """-log p(tokens[t] | tokens[:t]) for first <= t < lengths, float32 [B, T - first], else 0.
 
     The ordinary tokens int [B, T] are read with landmarks after full blocks, `pattern.chunk` at a
     time: what was read before is retrieved, and `memory` is read beside. Each is predicted where
@@ -33,6 +35,9 @@ def landmark_nll(
     """
     pattern = model.config.pattern
     landmarks = Landmarks.of(pattern)
+    lacking = padding_rows(model.mesh, len(tokens))  # for equally many on every device
+    scored = np.arange(first, tokens.shape[1]) < np.asarray(lengths)[:, None]
+    tokens = np.concatenate([tokens, tokens[:1].repeat(lacking, 0)])
     rows, count = tokens.shape
     place = np.arange(count) + np.arange(count) // landmarks.every
     length = place[-1]  # the last token is not read
@@ -52,7 +57,8 @@ def landmark_nll(
         part = (x[:, start : start + chunk] for x in (text, targets, segments, positions))
         scores, cache = _read(model, params, cache, *part, turned, memory)
         nll.append(scores)
-    return np.concatenate([distributed.gather(scores) for scores in nll], 1)[:, asked]
+    found = np.concatenate([distributed.gather(scores) for scores in nll], 1)[:, asked]
+    return np.where(scored, found[: len(scored)], 0)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
