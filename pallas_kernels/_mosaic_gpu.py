@@ -20,6 +20,7 @@ from pallas_kernels._mosaic_gpu_layout import D_KEYS, D_QUERIES, FORWARD, HEAD, 
 from pallas_kernels.backends import given_table
 
 LARGEST_HEAD = 128
+LARGEST_GRID = 65535  # heads, or tiles of 64 rows
 # Versions of ptxas, from and up to (CUDA 12.8.0 to 12.9.0), that miscompile causal masks in a
 # kernel of JAX's own like these (jax.experimental.pallas.ops.gpu.attention_mgpu, jax 0.11). That
 # kernel refuses 12.9.1 as well: it asks the runtime, whose version has no patch level.
@@ -66,6 +67,9 @@ def unsupported(q, k, v, operands, spec) -> str | None:
         )
     if q.shape[1] < ROWS:
         return f"{q.shape[1]} queries are fewer than the {ROWS} rows of a warpgroup's product"
+    tiles = -(-max(q.shape[1], k.shape[1]) // ROWS)
+    if max(tiles, q.shape[2]) > LARGEST_GRID:
+        return f"{tiles} tiles of {q.shape[2]} heads are more than a grid's {LARGEST_GRID}"
     if operands.bias is not None:
         return "these kernels add no bias to the logits"
     if not spec.mask.arithmetic:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lcjax import cache as cache_lib
 from lcjax.cache import Cache
-from lcjax.inference.shapes import bucketed, packing_saves
+from lcjax.inference.shapes import LONGEST_ROW, bucketed, packing_saves
 from lcjax.models import Decoder
 from lcjax.models.layers import Keep
 from lcjax.rope import Rotation
@@ -33,11 +33,14 @@ def better(
 ) -> bool:
     """Whether prompts may be read so, and are fewer tokens than in rows of `width`.
 
-    In one row, of one rotation, that nothing is split over, and not under a pattern that notes
-    something of its keys, which it does where they stay. A prompt alone has programs of few sizes.
+    In one row, not too long, of one rotation, that nothing is split over, and not under a pattern
+    that notes something of its keys, which it does where they stay. A prompt alone has programs of
+    few sizes.
     """
     config = model.config
-    if len(sizes) == 1 or not packing_saves(bucketed(sum(sizes)), len(sizes) * width):
+    if len(sizes) == 1 or sum(sizes) > LONGEST_ROW:
+        return False
+    if not packing_saves(bucketed(sum(sizes)), len(sizes) * width):
         return False
     if model.mesh is not None or config.position == "learned" or cache.rolling is not None:
         return False

@@ -15,6 +15,11 @@ def bucketed(length: int, per_octave: int = 8, least: int = 64) -> int:
     return -(-length // step) * step
 
 
+# Tokens of a row of packed texts, but for a longer text: its table of visible blocks is made while
+# the program runs, and grows with the square of the row.
+LONGEST_ROW = 8192
+
+
 def packing_saves(packed: int, padded: int) -> bool:
     """Whether texts are better read one behind the other, as so many tokens, than as padded rows.
 

@@ -1,7 +1,7 @@
 """Scores of texts that are read at once, each in a row of its own or one behind the other.
 
 Texts of different lengths fill rows of one length with padding, which costs as much as text. Where
-that is an eighth of all or more, they are read as documents of one row for each device.
+that is an eighth of all or more, they are read as documents of fewer rows, which are long.
 """
 
 import operator
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax import distributed
-from lcjax.inference.shapes import bucketed, packing_saves
+from lcjax.inference.shapes import LONGEST_ROW, bucketed, packing_saves
 from lcjax.loss import token_nll
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded
@@ -130,7 +130,8 @@ def _places(
 ) -> tuple[list[tuple[int, int]], tuple[int, int], bool]:
     """Row and first place of each text, the shape of all rows, and whether texts share one."""
     config, longest, count = model.config, max(sizes), len(sizes)
-    count, few = (n + padding_rows(model.mesh, n) for n in (count, 1))
+    rows = count, -(-sum(sizes) // LONGEST_ROW)
+    count, few = (n + padding_rows(model.mesh, n) for n in rows)
     wide = bucketed(longest) if config.pattern.any_order else longest
     if config.position == "learned":
         wide = min(wide, max(config.max_length, longest))

@@ -52,6 +52,20 @@ def test_texts_share_a_row_of_each_device_and_have_the_scores_they_have_alone(lm
         assert not found[row, length:].any() and not found[row, :30].any()
 
 
+def test_rows_of_packed_texts_are_no_longer_than_one_may_be(monkeypatch):
+    lm = sharper(LanguageModel.load(ModelSection(preset="tiny"))).with_method(length=256)
+    laid = spied(monkeypatch, texts, "_laid_out")
+    monkeypatch.setattr(texts, "LONGEST_ROW", 150)
+    tokens = np.zeros((4, max(LENGTHS)), np.int32)
+    for row, length in enumerate(LENGTHS):
+        tokens[row, :length] = ids(row, length)
+    found = lm.nll(tokens, lengths=np.array(LENGTHS))
+    assert laid[0][0].tokens.shape == (2, 144) and laid[0][0].segments is not None
+    for row, length in enumerate(LENGTHS):
+        alone = lm.nll(tokens[row : row + 1, :length])
+        np.testing.assert_allclose(found[row, :length], alone[0], atol=2e-5)
+
+
 def test_texts_of_one_length_keep_rows_of_their_own(lm, monkeypatch):
     laid = spied(monkeypatch, texts, "_laid_out")
     lm.with_method(length=256).nll(np.array([ids(n, 64) for n in range(4)]))

@@ -105,6 +105,16 @@ def test_static_tables_of_equal_content_compile_one_program():
     assert len(traced) == 2
 
 
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_of_no_rows_no_queries_or_no_keys_nothing_is_seen(batch, queries, keys):
+    q, k = jnp.ones((batch, queries, 2, 8)), jnp.ones((batch, keys, 1, 8))
+    (out, lse), pull = jax.vjp(lambda q, k: flash(q, k, k, causal()), q, k)
+    np.testing.assert_array_equal(out, jnp.zeros_like(q))
+    np.testing.assert_array_equal(lse, jnp.full((batch, queries, 2), -jnp.inf))
+    for found, x in zip(pull((out, lse)), (q, k), strict=True):
+        np.testing.assert_array_equal(found, jnp.zeros_like(x))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

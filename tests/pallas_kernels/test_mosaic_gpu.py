@@ -104,6 +104,7 @@ def shapes(t=128, s=128, size=64, dtype="bfloat16"):
         (dict(dtype="float32"), {}, {}, "all float16, they are float32"),
         (dict(size=160), {}, {}, "head size 160 is above 128"),
         (dict(t=1), {}, {}, "1 queries are fewer than the 64 rows"),
+        (dict(s=2**23), {}, {}, "131072 tiles of 2 heads are more than a grid's 65535"),
         ({}, dict(bias=Alibi(jnp.ones(2))), {}, "no bias"),
         ({}, {}, dict(mask=keys_in(tuple(range(0, 600, 2)))), "long list"),
     ],
