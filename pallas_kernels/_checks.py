@@ -29,7 +29,7 @@ def check_arrays(call: str, q, k, v):
     n, heads, size = q.shape[2], k.shape[2], q.shape[3]
     if not (n and heads and size) or n % heads:
         raise ValueError(
-            f"{call}: {n} query heads must be a multiple of {heads} key heads, and neither they nor "
+            f"{call}: {n} query heads must be a multiple of {heads} key heads; neither they nor "
             f"their size {size} may be 0"
         )
 
