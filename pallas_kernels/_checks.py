@@ -16,6 +16,11 @@ def check_arrays(call: str, q, k, v):
         if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)):
             given = getattr(x, "dtype", type(x).__name__)
             raise TypeError(f"{call}: {name} is {given}, must be a floating-point array")
+    if not all(isinstance(size, int) for x in (q, k, v) for size in x.shape):
+        raise TypeError(
+            f"{call}: q {q.shape}, k {k.shape}, v {v.shape} have symbolic sizes, which must be "
+            "known when tracing; export a program for each shape"
+        )
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"{call}: q, k, v must be [batch, length, heads, size]; "

@@ -1,6 +1,7 @@
 """Calls as other projects make them: odd inputs, wrong ones, 64-bit programs, all meshes."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,10 +49,17 @@ def test_masks_are_combined_by_operators_as_words_would_drop_one():
         causal() and window(3)
 
 
+def exported(*x):
+    (rows,) = jax.export.symbolic_shape("b")
+    like = [jax.ShapeDtypeStruct((rows, *y.shape[1:]), y.dtype) for y in x]
+    return jax.export.export(jax.jit(flash))(*like)
+
+
 WRONG = {
     "integers": (TypeError, "floating", lambda q, k, v: flash(q.astype(int), k, v)),
     "complex": (TypeError, "floating", lambda q, k, v: flash(q, k, v.astype(complex))),
     "lists": (TypeError, "q is list", lambda q, k, v: flash([[0.0]], k, v)),
+    "symbolic sizes": (TypeError, "program for each shape", exported),
     "no heads": (ValueError, "may be 0", lambda q, k, v: flash(q, k[:, :, :0], v[:, :, :0])),
     "a dense mask": (TypeError, "from_block_mask", lambda *x: flash(*x, jnp.ones((T, T), bool))),
     "a function": (TypeError, r"causal\(\) &", lambda *x: flash(*x, causal)),
