@@ -44,6 +44,11 @@ class Mask:
     def __invert__(self) -> Mask:
         return Not(self)
 
+    def __bool__(self):
+        raise TypeError(
+            "a mask is neither true nor false: `a and b` is b alone; combine masks with &, | and ~"
+        )
+
 
 def _single(other) -> bool:
     return isinstance(other, Mask) and not isinstance(other, PerHead)

@@ -251,6 +251,18 @@ def run(direction: str, choice, arrays, operands, spec, family: str = "flash"):
         )
         for platform, name in choice
     }
-    if len(branches) == 1:
-        return branches["default"](*arrays, operands)
-    return jax.lax.platform_dependent(*arrays, operands, **branches)
+    # Whatever the caller's default is, kernels and XLA's loops count and sum in 32 bits.
+    narrow, operands = jax.tree.map(_in_32_bits, (arrays, operands))
+    with jax.enable_x64(False):
+        if len(branches) == 1:
+            results = branches["default"](*narrow, operands)
+        else:
+            results = jax.lax.platform_dependent(*narrow, operands, **branches)
+    likes = arrays[: 1 if direction == "forward" else 3]
+    cast = (x.astype(like.dtype) for x, like in zip(results, likes, strict=False))
+    return *cast, *results[len(likes) :]
+
+
+def _in_32_bits(x):
+    narrow = {"float64": np.float32, "int64": np.int32}
+    return x.astype(narrow.get(x.dtype.name, x.dtype))

@@ -18,5 +18,14 @@ def decode(q, keys, values, mask: Mask | None = None, *, splits: int | None = No
         by log-sum-exp, for devices with more cores than there are rows and heads; the result is the
         same. None: what suits the platform.
     options: those of `flash`. The result is differentiable in all that flash's is.
+
+    Raises:
+      ValueError, TypeError: as `flash` does.
     """
+    if keys.ndim != 4 or values.ndim != 4 or q.shape[2] % max(keys.shape[1], 1):
+        raise ValueError(
+            f"decode: keys {keys.shape} and values {values.shape} must be [batch, heads, length, "
+            f"size] of a number of heads that divides the {q.shape[2]} of q; flash takes "
+            "[batch, length, heads, size]"
+        )
     return flash(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), mask, splits=splits, **options)

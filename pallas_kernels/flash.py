@@ -17,6 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from pallas_kernels import backends, reference
+from pallas_kernels._checks import (
+    check_arrays,
+    check_mask,
+    check_options,
+    check_places,
+    check_scale,
+)
+from pallas_kernels._meshes import on_any_mesh
 from pallas_kernels.backends import Constant, Operands, Spec
 from pallas_kernels.biases import Bias, of_heads
 from pallas_kernels.block_table import BlockTable
@@ -25,6 +33,7 @@ from pallas_kernels.merging import with_sinks
 from pallas_kernels.sharded import Layout, over_mesh
 
 
+@on_any_mesh
 def flash(
     q,
     k,
@@ -73,15 +82,26 @@ def flash(
     implementation: a name of `pallas_kernels.backends.BACKENDS`, "reference" (dense, for tests), or
         None for the platform's own: on GPUs what was measured to be right and fastest there
         (`pallas_kernels.measured`; `explain` says which, and why).
+
+    Axes of a mesh may be Auto or Explicit; inside `jax.shard_map` give that check_vma=False.
+
+    Raises:
+      TypeError: q, k or v not floating, places not integers, a mask, bias or table that is none, a
+        traced scale.
+      ValueError: shapes that do not belong together, and options that cannot be.
     """
-    _check(q, k, v, q_index, k_index, q_segments, k_segments, k_lengths)
-    _check_options(q, k, soft_cap, bias, sinks, table)
-    if splits is not None and not splits >= 1:
-        raise ValueError(f"flash: splits={splits} must be at least 1; None suits the platform")
+    check_arrays("flash", q, k, v)
+    check_places("flash", q, k, q_index, k_index, q_segments, k_segments, k_lengths)
+    check_mask("flash", mask)
+    check_scale("flash", scale)
+    check_options("flash", q, k, soft_cap, bias, sinks, table, splits)
     q_segments, k_segments = _with_lengths(q, k, q_segments, k_segments, k_lengths)
     mask = everything() if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     soft_cap = None if soft_cap is None else float(soft_cap)
+    if 0 in (*q.shape[:2], k.shape[1]):
+        out, lse = _of_nothing(q, v)
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     places = _rows(q_index), _rows(k_index), q_segments, k_segments
     if implementation == backends.REFERENCE:
         options = dict(soft_cap=soft_cap, bias=bias, sinks=sinks, table=table)
@@ -104,12 +124,21 @@ def _rows(index):
     return None if index is None else jnp.atleast_2d(jnp.asarray(index, jnp.int32))
 
 
+def _of_nothing(q, v):
+    """Attention without a row, a query or a key."""
+    shape = q.shape[:3]
+    return jnp.zeros((*shape, v.shape[3]), q.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
+
+
 def _with_lengths(q, k, q_segments, k_segments, k_lengths):
-    """Keys from k_lengths on are in the segment of padding."""
-    if k_lengths is None:
-        return q_segments, k_segments
+    """int32 segments, in which keys from k_lengths on are padding."""
+    if q_segments is None and k_lengths is None:
+        return None, None
     if q_segments is None:
         q_segments, k_segments = (jnp.ones(x.shape[:2], jnp.int32) for x in (q, k))
+    q_segments, k_segments = (jnp.asarray(x, jnp.int32) for x in (q_segments, k_segments))
+    if k_lengths is None:
+        return q_segments, k_segments
     there = jnp.arange(k.shape[1]) < jnp.asarray(k_lengths)[:, None]
     return q_segments, jnp.where(there, k_segments, 0)
 
@@ -188,51 +217,3 @@ def _backward(spec, implementation, saved, cotangents):
 
 
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def _check(q, k, v, q_index, k_index, q_segments, k_segments, k_lengths):
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(
-            "flash: q, k, v must be [batch, length, heads, size]; "
-            f"got {q.shape}, {k.shape}, {v.shape}"
-        )
-    (b, t, n, h), (s, heads) = q.shape, k.shape[1:3]
-    if k.shape[0] != b or k.shape[3] != h or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"flash: q {q.shape}, k {k.shape}, v {v.shape}: k must share q's batch and head size, "
-            "v must share k's batch, length and heads"
-        )
-    if n % heads:
-        raise ValueError(f"flash: {n} query heads must be a multiple of {heads} key heads")
-    if (q_segments is None) != (k_segments is None):
-        raise ValueError("flash: give both q_segments and k_segments, or neither")
-    for name, x, shapes in (
-        ("q_index", q_index, [(t,), (1, t), (b, t)]),
-        ("k_index", k_index, [(s,), (1, s), (b, s)]),
-        ("q_segments", q_segments, [(b, t)]),
-        ("k_segments", k_segments, [(b, s)]),
-        ("k_lengths", k_lengths, [(b,)]),
-    ):
-        if x is not None and jnp.shape(x) not in shapes:
-            rule = " or ".join(map(str, dict.fromkeys([shapes[0], shapes[-1]])))
-            raise ValueError(f"flash: {name} has shape {jnp.shape(x)}, must be {rule}")
-
-
-def _check_options(q, k, soft_cap, bias, sinks, table):
-    (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"flash: soft_cap={soft_cap} must be above 0; None leaves logits as is")
-    if bias is not None and bias.num_heads != n:
-        raise ValueError(f"flash: the bias is for {bias.num_heads} heads, q has {n}")
-    if sinks is not None and jnp.shape(sinks) != (n,):
-        raise ValueError(f"flash: sinks has shape {jnp.shape(sinks)}, must be ({n},)")
-    if table is None:
-        return
-    rows, table_heads, blocks = table.seen.shape
-    expected, key_blocks = -(-t // table.q_block), -(-s // table.k_block)
-    if rows not in (1, b) or table_heads not in (1, heads, n) or blocks != expected:
-        raise ValueError(
-            f"flash: table of {rows} rows, {table_heads} heads and {blocks} query blocks; must be "
-            f"1 or {b} rows, 1, {heads} or {n} heads, and {expected} blocks of {table.q_block} "
-            f"queries (keys: {key_blocks} blocks of {table.k_block})"
-        )

@@ -22,6 +22,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import backends
+from pallas_kernels._checks import check_arrays, check_places, check_scale
+from pallas_kernels._meshes import on_any_mesh
 from pallas_kernels.backends import LandmarkOperands, LandmarkSpec, Operands
 from pallas_kernels.flash import flash
 from pallas_kernels.masks import Mask, causal, chunks, tail_of, window
@@ -37,6 +39,7 @@ def own_block(block: int) -> Mask:
     return causal() & chunks(block) & ~tail_of(block, 1)
 
 
+@on_any_mesh
 def landmark_attention(
     q,
     k,
@@ -64,9 +67,13 @@ def landmark_attention(
     implementation: as in `flash`: a name of `pallas_kernels.backends.LANDMARK`, "reference" (dense,
         for tests), or None for the best one on this platform.
     """
-    if block < 2:
+    check_arrays("landmark_attention", q, k, v)
+    check_places("landmark_attention", q, k, q_index, k_index, q_segments, k_segments)
+    check_scale("landmark_attention", scale)
+    if isinstance(block, jax.Array) or block < 2:
         raise ValueError(
-            f"landmark_attention: block={block} must be at least 2: a token and its landmark"
+            f"landmark_attention: block={block} must be an integer of at least 2: a token and its "
+            "landmark"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     places = {
@@ -81,7 +88,7 @@ def landmark_attention(
         return _dense(q, k, v, *rows, block=block, scale=scale)
     options = {"scale": scale, "implementation": implementation}
     own = functools.partial(flash, q, k, v, own_block(block), **places, **options)
-    if k.shape[1] < block:
+    if k.shape[1] < block or 0 in q.shape[:2]:
         return own()
     if k_index is None and k_segments is None:
         whole = k.shape[1] // block * block

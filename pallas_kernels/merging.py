@@ -17,7 +17,11 @@ def merge(partials: Sequence[tuple[jax.Array, jax.Array]]):
     """
     if not partials:
         raise ValueError("merge([]): at least one (out, lse) is needed")
+    if any(len(x) != 2 or x[1].shape != x[0].shape[:-1] for x in partials):
+        raise ValueError("merge: give a list of pairs (out [..., Hv], lse [...])")
     outs, lses = zip(*partials, strict=True)
+    if len({x.shape for x in outs}) > 1:
+        raise ValueError(f"merge: outputs of one shape are needed; got {[x.shape for x in outs]}")
     lses = jnp.stack([x.astype(jnp.float32) for x in lses])
     top = jnp.max(lses, 0)
     some = top > -jnp.inf

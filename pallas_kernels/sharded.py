@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import backends
 from pallas_kernels.backends import Operands, Spec
@@ -49,6 +49,14 @@ class Layout:
     def __post_init__(self):
         if self.method not in METHODS:
             raise ValueError(f"Layout(method={self.method!r}): choose ring or all_to_all")
+        parts = (self.rows, self.heads, self.length)
+        used = [a for x in parts for a in ((x,) if isinstance(x, str) else x or ())]
+        known = self.mesh.axis_names
+        if len(set(used)) < len(used) or not set(used) <= set(known):
+            raise ValueError(
+                f"Layout: rows, heads and length use the axes {used}; each may be used once, of "
+                f"those of the mesh: {list(known)}"
+            )
 
     def size(self, axis: str | tuple[str, ...] | None) -> int:
         """Devices along an axis, along several together, or 1."""
@@ -142,15 +150,20 @@ def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
         lambda x: PartitionSpec(*(None,) * (x.ndim - 1), layout.heads), operands.bias
     )
     whole = layout.spec(q, heads=True)
+    specs = whole, whole, whole, Operands(*places, bias)
+    placed = q, k, v, operands
+    if layout.mesh.explicit_axes:  # there types say how arrays are split, and have to agree
+        on = jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
+        placed = jax.tree.map(jax.reshard, placed, on)
     run = jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(whole, whole, whole, Operands(*places, bias)),
+        in_specs=specs,
         out_specs=(whole, whole),
         check_vma=False,
     )
     # Run op by op, shard_map knows no symbolic zeros: which outputs nothing depends on.
-    return jax.jit(run)(q, k, v, operands)
+    return jax.jit(run)(*placed)
 
 
 def _joined_keys(operands: Operands, join) -> Operands:

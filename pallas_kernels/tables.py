@@ -114,6 +114,14 @@ def from_top_k(
     called full. `also` is tested on q_index and k_index as in `from_mask` (default 0, 1, ...); its
     blocks become visible as wholes, so the mask of the attention must still hide what `also` does.
     """
+    shape = np.shape(indices) if valid is None else np.shape(valid)
+    if np.ndim(indices) != 4 or shape != np.shape(indices):
+        raise ValueError(
+            f"from_top_k: indices {np.shape(indices)} must be [batch or 1, heads or 1, query "
+            f"blocks, choices], and valid, if given, of their shape; it is {shape}"
+        )
+    if not np.issubdtype(indices.dtype, np.integer):
+        raise TypeError(f"from_top_k: indices are {indices.dtype}, must be integers")
     count = -(-keys // k_block)
     there = (indices >= 0) & (indices < count)
     there = there if valid is None else there & valid
