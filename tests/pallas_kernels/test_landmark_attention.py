@@ -127,5 +127,5 @@ def test_no_array_of_queries_times_keys_is_made():
 
 def test_a_block_without_an_ordinary_token_is_refused():
     q = jnp.ones((1, 4, 1, 8))
-    with pytest.raises(ValueError, match="block=1 must be at least 2"):
+    with pytest.raises(ValueError, match="block=1 must be an integer of at least 2"):
         landmark_attention(q, q, q, 1)
