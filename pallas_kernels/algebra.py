@@ -16,10 +16,15 @@ class Mask:
     """
 
     def element(self, q, k):
-        raise NotImplementedError
+        """Whether the query at place q sees the key at place k."""
+        raise NotImplementedError(f"{type(self).__name__} is no question about one query and key")
 
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
-        raise NotImplementedError
+        """(any, all) of the queries from q_lo to q_hi and the keys from k_lo to k_hi.
+
+        Where it is not known, the first is true and the second false.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is no question about a block of pairs")
 
     @property
     def shift_invariant(self) -> bool:

@@ -10,6 +10,7 @@ from benchmarks.gpu.ptx.arithmetic import Fault
 
 SHARED = 1024  # address of the first byte of shared memory, of 1,024 as swizzled tiles need
 BUFFER, PARAMETERS = 1 << 40, 1 << 60  # addresses: a buffer has 2^40 for itself
+MAP_BYTES = 128  # of a tensor map
 MOST_BYTES = 2**20 - 1  # that a barrier can wait for
 
 

@@ -9,10 +9,9 @@ import numpy as np
 
 from benchmarks.gpu.ptx import matrix
 from benchmarks.gpu.ptx.arithmetic import LANE, THREADS, WARP, Fault, Registers, compute, uniform
-from benchmarks.gpu.ptx.memory import PARAMETERS, SHARED, Barrier
+from benchmarks.gpu.ptx.memory import MAP_BYTES, PARAMETERS, SHARED, Barrier
 from benchmarks.gpu.ptx.program import Instruction, members
 
-MAP_BYTES = 128  # of a tensor map among the parameters
 # They change no value: hints, registers that are moved between warpgroups (what ptxas was told
 # decides), and orders that lockstep and `Memory` keep anyway.
 IGNORED = {"prefetch", "setmaxnreg", "griddepcontrol"}
