@@ -181,7 +181,7 @@ def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tu
     if segments is None:
         segments = jnp.ones((rows, length), jnp.int32)
     segments = segments.astype(jnp.int32)
-    order = cache.tokens[:, None] + jnp.cumsum(segments, axis=1) - 1
+    order = next_order(cache, segments, length)
     slots = _slots(cache, segments, order)
     fields = {"segments": segments, "positions": positions, "index": order}
     for name, new in fields.items():
@@ -201,6 +201,16 @@ def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tu
     )
     counts = {"filled": cache.filled + length, "tokens": cache.tokens + segments.sum(1)}
     return dataclasses.replace(cache, **fields, **counts), view
+
+
+def next_order(cache: Cache, segments: jax.Array | None, length: int) -> jax.Array:
+    """The order indices int32 [B, T] of `length` tokens that go on from those in the cache.
+
+    `segments` [B, T] as in `extend`; padding has the index of the token before it.
+    """
+    if segments is None:
+        return cache.tokens[:, None] + jnp.arange(length, dtype=jnp.int32)
+    return cache.tokens[:, None] + jnp.cumsum(segments.astype(jnp.int32), axis=1) - 1
 
 
 def _slots(cache: Cache, segments: jax.Array, order: jax.Array) -> jax.Array | None:

@@ -21,6 +21,7 @@ from lcjax.inference.generate import Piece, prefill
 from lcjax.inference.generate import Row as _Text
 from lcjax.inference.sampling import Sampling, pick
 from lcjax.inference.shapes import prefill_chunk_size, unpadded_chunks
+from lcjax.inference.texts import token_ids
 from lcjax.landmarks import Landmarks
 from lcjax.lm import LanguageModel
 from lcjax.sharding import padding_rows
@@ -89,7 +90,7 @@ class Conversation:
             begins = not self.context.begins(1)[0]
             lm, inner = self.lm, bool(self._ids)
             text = inside(lm.tokenizer, text) if inner else lm.encode(text, begins=begins)
-        self._ids += [int(token) for token in text]
+        self._ids += token_ids("text", text, self.lm.config.vocab_size).tolist()
 
     def write(
         self, sampling: Sampling = Sampling(), *, query: str | Sequence[int] | None = None

@@ -16,20 +16,20 @@ import numpy as np
 from lcjax.attention import Landmark, Pattern
 from lcjax.build import ModelSection, Settings, build, resolve_rope
 from lcjax.convert import Tokenizer
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.inference import generate as generation
 from lcjax.inference.contexts import Contexts, Row, ask, context_chunk_size, cut, passages, search
 from lcjax.inference.contexts import encode as encode_chunks
-from lcjax.inference.continuations import Continuation, by_rows, scored
+from lcjax.inference.continuations import Continuation, by_rows, check, scored
 from lcjax.inference.generate import Piece
 from lcjax.inference.landmark_nll import landmark_nll
 from lcjax.inference.mixture import Mixture
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling, Written, written
-from lcjax.inference.texts import text_nll
+from lcjax.inference.texts import rows_of_tokens, text_nll
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.memory import Encoded, Memory, check_memory
-from lcjax.rope import Default, Rope, Rotation
+from lcjax.rope import Default, Rope, Rotation, stack_rotations
 from lcjax.sharding import Mesh, make_mesh, padding_rows
 
 
@@ -136,6 +136,16 @@ class LanguageModel:
             self._rotations[length] = self.config.pattern.at_length(rotation, length)
         return self._rotations[length]
 
+    def rotations(self, lengths: Sequence[int]) -> Rotation:
+        """That of a batch of requests of so many tokens: one for all, or stacked where they differ.
+
+        A row is rotated for its own length, so its results do not depend on the other rows.
+        """
+        lengths = [max(int(length), self.length or 0) for length in lengths]
+        if not self.follows_length or len(set(lengths)) == 1:
+            return self.rotation(max(lengths))
+        return stack_rotations([self.rotation(length) for length in lengths])
+
     def encode_contexts(
         self,
         contexts: Sequence[Row],
@@ -212,7 +222,7 @@ class LanguageModel:
                 f"query={texts!r:.40} must be a list with one entry for each of the {rows} rows"
             )
         ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
-        return ask(self.model, self.params, ids, self.rotation, follows_length=self.follows_length)
+        return ask(self.model, self.params, ids, self.rotations)
 
     @property
     def _leading_rope(self) -> Rope | None:
@@ -253,19 +263,25 @@ class LanguageModel:
         Args:
           tokens: int [B, T], padded on the right.
           first: the first scored position, at least 1; only from there logits are computed.
-          lengths: int [B], tokens of each row that count; all if None.
+          lengths: int [B], tokens of each row that count; all if None. What stands behind them is
+            not read: a row has the scores that it has alone.
           context: what every row reads beside its tokens, as `encode_contexts` takes or gives it.
             Where nothing has been asked of it, it is searched for the token before `first`.
+
+        Raises:
+          InputError: `tokens` are not ids of the vocabulary, or `lengths` or `first` do not fit.
         """
         self.config.pattern.check_scores()
-        tokens = np.asarray(tokens, np.int32)
-        rows, length = tokens.shape
-        if not 1 <= first < length:
+        tokens, lengths = rows_of_tokens(tokens, lengths, self.config.vocab_size)
+        length = tokens.shape[1]
+        whole_number("first", first, 1)
+        if first >= length:
             raise InputError(f"first={first} must lie between 1 and the length {length} - 1")
-        lengths = np.full(rows, length) if lengths is None else np.asarray(lengths)
-        memory = self._memory(context, list(tokens[:, :first]))
+        memory = self._memory(
+            context, [row[: max(min(first, n), 1)] for row, n in zip(tokens, lengths)]
+        )
         score = landmark_nll if isinstance(self.config.pattern, Landmark) else text_nll
-        scored = score(self.model, self.params, tokens, lengths, self.rotation, first, memory)
+        scored = score(self.model, self.params, tokens, lengths, self.rotations, first, memory)
         return np.pad(scored, [(0, 0), (first, 0)])
 
     def continuations(
@@ -286,11 +302,13 @@ class LanguageModel:
         if isinstance(self.config.pattern, Landmark):
             more = {"context": context}
             nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
-            return by_rows(nll, stream, prompts, continuations)
+            options = {"follows_length": self.follows_length}
+            check(prompts, continuations, self.config.vocab_size)
+            return by_rows(nll, stream, prompts, continuations, **options)
         memory = self._memory(context, prompts)
         return scored(
-            self.model, self.params, prompts, continuations, rotation=self.rotation,
-            follows_length=self.follows_length, memory=memory, prefix=prefix,
+            self.model, self.params, prompts, continuations, rotations=self.rotations,
+            memory=memory, prefix=prefix,
         )  # fmt: skip
 
     def generate(
@@ -347,8 +365,8 @@ class LanguageModel:
             changes = exact and self.follows_length
             prefix.check(self.config.pattern, ids, context=context, exact=changes)
         return generation.stream(
-            self.model, self.params, self.tokenizer, ids, sampling, rotation=self.rotation,
-            follows_length=self.follows_length, exact=exact, prefill_chunk=prefill_chunk,
+            self.model, self.params, self.tokenizer, ids, sampling, rotations=self.rotations,
+            exact=exact and self.follows_length, prefill_chunk=prefill_chunk,
             memory=self._memory(context, ids), mixture=mixture, prefix=prefix,
         )  # fmt: skip
 

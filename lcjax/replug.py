@@ -10,17 +10,17 @@ more than one passage and the text: any decoder can read any number of them.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from lcjax.errors import InputError, whole_number
 from lcjax.inference.contexts import Row, passages
-from lcjax.inference.continuations import Continuation, by_rows
+from lcjax.inference.continuations import Continuation, by_rows, check
 from lcjax.inference.generate import Piece
 from lcjax.inference.mixture import Mixture, log_weights
 from lcjax.inference.sampling import Sampling, Written, written
+from lcjax.inference.texts import rows_of_tokens
 from lcjax.lm import LanguageModel
 
 Scores = Sequence[Sequence[float]]
@@ -57,9 +57,8 @@ class Replug:
         Arguments as in `LanguageModel.nll`. Passages stand right before the text, whatever their
         length.
         """
-        tokens = np.asarray(tokens, np.int32)
+        tokens, lengths = rows_of_tokens(tokens, lengths, self.lm.config.vocab_size)
         rows, length = tokens.shape
-        lengths = np.full(rows, length) if lengths is None else np.asarray(lengths)
         documents, weights = self._weighted(context, scores, rows)
         log_p = np.full((*weights.shape, length), -np.inf)
         for some in self._batches(documents, lengths):
@@ -88,7 +87,9 @@ class Replug:
         """What the mixture says of each continuation of each prompt; as `LanguageModel`'s."""
         more = {"context": context, "scores": scores}
         nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
-        return by_rows(nll, stream, prompts, continuations)
+        check(prompts, continuations, self.lm.config.vocab_size)
+        options = {"follows_length": self.lm.follows_length}
+        return by_rows(nll, stream, prompts, continuations, **options)
 
     def generate(
         self,
@@ -160,18 +161,12 @@ class Replug:
         )
 
     def _batches(self, documents, lengths) -> Iterator[list[tuple[int, int]]]:
-        """(text, passage) of the passes that run together, long ones and short ones apart.
-
-        A rotation that follows the length is that of each pass's own.
-        """
+        """(text, passage) of the passes that run together, long ones and short ones apart."""
         sizes = {
             (b, i): len(document) + int(lengths[b])
             for b, row in enumerate(documents)
             for i, document in enumerate(row)
         }
         order = sorted(sizes, key=sizes.get)
-        groups = itertools.groupby(order, sizes.get) if self.lm.follows_length else [(None, order)]
-        for _, group in groups:
-            group = list(group)
-            for start in range(0, len(group), self.batch):
-                yield group[start : start + self.batch]
+        for start in range(0, len(order), self.batch):
+            yield order[start : start + self.batch]

@@ -18,6 +18,55 @@ from jax import lax
 # What is gathered at a time stays below this many elements: 64 MB in float32.
 BUDGET = 2**24
 PER = ("token_and_head", "head_and_chunk", "chunk")
+# Scores count as equal if they differ by less than this share of |q| |summary|: rounding of float32
+# through some tens of layers moves them by 2^-16 of it, products of bfloat16 by 2^-12.
+TIE = 2.0**-12
+
+
+def best_blocks(
+    q, summary, count: int, per: str = "token_and_head", *, asked=None, exists=None, scale=1.0
+):
+    """The `count` blocks whose summaries fit the queries best, by number: (ids, there) [..., M].
+
+    Scores that differ by no more than rounding may make them differ count as equal, and of equal
+    blocks the later ones are taken. Otherwise noise would choose between blocks whose summaries are
+    the same vector, as all landmarks are to the first layer: other blocks in another batch or
+    under another compiler.
+
+    Args:
+      q: float [B, T, N, H].
+      summary: float [B, C, K, H]; K divides N.
+      count: blocks wanted; M = min(count, C).
+      per: what chooses for itself, as in `pooled`.
+      asked: bool [B, T], queries that count; all if None.
+      exists: bool [B, C], blocks that may be taken; all if None.
+      scale: of the products, which matters where scores go through a softmax.
+
+    Returns:
+      ids int32, ascending, and whether each is a block: [B, T, N, M] per token and head, [B, N, M]
+      per head and chunk, [B, M] per chunk.
+    """
+    share = max(TIE, float(jnp.finfo(q.dtype).eps) / 8)
+    margin = share * scale * _score_bound(q, summary, exists)
+    x = pooled(scale * scores(q, summary), per, asked, exists)
+    if per == "head_and_chunk":  # of the difference of a score and a sum over all
+        margin = 2 * margin if asked is None else 2 * jnp.where(asked[..., None, None], margin, 0)
+        margin = margin.max(1)
+    else:
+        margin = pooled(margin, per, asked)
+    if exists is not None:
+        exists = jnp.expand_dims(exists, tuple(range(1, x.ndim - 1)))
+    return best(x, count, exists, margin=margin)
+
+
+def _score_bound(q, summary, exists=None):
+    """|q| times the length of the longest summary: at least |`scores`|, float32 [B, T, N, 1]."""
+    size = [
+        jnp.linalg.norm(lax.stop_gradient(x).astype(jnp.float32), axis=-1) for x in (q, summary)
+    ]
+    longest = size[1] if exists is None else jnp.where(exists[..., None], size[1], 0.0)
+    longest = jnp.repeat(longest.max(1), q.shape[2] // summary.shape[2], axis=-1)  # [B, N]
+    return (size[0] * longest[:, None])[..., None]
 
 
 def landmarks(k, slots):
@@ -42,9 +91,9 @@ def scores(q, summary):
 def pooled(x, per: str, asked=None, exists=None):
     """Scores [B, T, N, C] of one choice for many queries.
 
-    "token_and_head": as they are. "head_and_chunk": [B, N, C], a softmax over blocks, then the
-    largest over the chunk's tokens (Landmark attention's offloaded cache). "chunk": [B, C], the
-    mean over tokens, summed over heads (InfLLM).
+    "token_and_head": as they are. "head_and_chunk": [B, N, C], the logarithm of a softmax over
+    blocks, the largest over the chunk's tokens (Landmark attention's offloaded cache). "chunk":
+    [B, C], the mean over tokens, summed over heads (InfLLM).
 
     asked bool [B, T]: queries that are none are left out; exists bool [B, C]: blocks that are.
     """
@@ -59,22 +108,30 @@ def pooled(x, per: str, asked=None, exists=None):
     if exists is not None:
         x = jnp.where(exists[:, None, None], x, -jnp.inf)
         x = jnp.where(exists.any(-1)[:, None, None, None], x, 0.0)
-    return jnp.where(asked[..., None, None], jax.nn.softmax(x, -1), 0.0).max(1)
+    return jnp.where(asked[..., None, None], jax.nn.log_softmax(x, -1), -jnp.inf).max(1)
 
 
-def best(x, count: int, exists=None, forced=None):
+def best(x, count: int, exists=None, forced=None, margin=0.0):
     """The `count` blocks of the highest scores [..., C], by number: (ids, there) [..., M].
 
     M = min(count, C). ids are ascending; where fewer blocks exist, the rest are not `there` and
     have id 0. exists, forced bool, broadcastable to x: blocks that may, and that must be taken.
+    Scores no further than `margin` [..., 1] from the least that is taken equal it: of these the
+    later blocks are taken.
     """
     blocks = x.shape[-1]
     if forced is not None:
         x = jnp.where(forced, jnp.inf, x)
     if exists is not None:
         x = jnp.where(exists, x, -jnp.inf)
-    top, ids = lax.top_k(x, min(count, blocks))
-    ids = jnp.sort(jnp.where(top > -jnp.inf, ids.astype(jnp.int32), blocks), -1)
+    count = min(count, blocks)
+    least = lax.top_k(x, count)[0][..., -1:]
+    above = x > least + margin
+    equal = (x >= least - margin) & ~above & (x > -jnp.inf)
+    behind = jnp.cumsum(equal[..., ::-1], -1)[..., ::-1]  # equal blocks from each on
+    taken = above | (equal & (behind <= count - above.sum(-1, keepdims=True)))
+    numbers = jnp.where(taken, jnp.arange(blocks, dtype=jnp.int32), blocks)
+    ids = -lax.top_k(-numbers, count)[0]
     there = ids < blocks
     return jnp.where(there, ids, 0), there
 

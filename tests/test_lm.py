@@ -13,12 +13,15 @@ from tiny_lm import sharper
 from lcjax import cache as cache_lib
 from lcjax import lm as lm_lib
 from lcjax.build import ModelSection, Settings
+from lcjax.conversation import Conversation
 from lcjax.convert import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.inference import texts
 from lcjax.inference.sampling import Sampling
 from lcjax.lm import LanguageModel
+from lcjax.memory import CepeSection
 from lcjax.models import Decoder, preset
+from lcjax.replug import Replug
 from lcjax.rope import Clex, DynamicNTK, Yarn
 from lcjax.sharding import Mesh, make_mesh
 
@@ -181,3 +184,48 @@ def test_a_text_as_long_as_a_table_of_positions_is_scored():
 def test_editors_are_shown_the_fields_of_a_section_as_settings():
     fields = {field.name: field.type for field in dataclasses.fields(ModelSection)}
     assert Settings.__annotations__ == fields
+
+
+@pytest.mark.parametrize("token", [259, -1, 100_000, 2**40, 1.5])
+def test_what_is_no_token_is_refused_wherever_text_comes_in(alone, token):
+    beside = LanguageModel.load(ModelSection(preset="tiny", memory=CepeSection("tiny-encoder")))
+    number = rf"token={token!r} must|whole numbers"
+    for call in (
+        lambda: alone.nll([[1, 2, token]]),
+        lambda: alone.generate([[1, token]]),
+        lambda: alone.continuations([[1, token]], [[[2]]]),
+        lambda: alone.continuations([[1]], [[[2], [3, token]]]),
+        lambda: Replug(alone).nll([[1, 2, token]], context=[[]]),
+        lambda: Replug(alone).nll([[1, 2]], context=[[[token]]]),
+        lambda: Replug(alone).continuations([[1, 2]], [[[token]]], context=[[]]),
+        lambda: beside.encode_contexts([[[1, token]]]),
+        lambda: Conversation(alone).read([1, token]),
+    ):
+        with pytest.raises(InputError, match=number) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_tokens_and_lengths_that_do_not_fit_are_refused_in_one_line(alone):
+    tokens = np.ones((2, 8), np.int32)
+    for changes, message in (
+        ({"tokens": tokens.astype(float)}, "must be token ids, whole numbers in rows"),
+        ({"tokens": tokens[0]}, "in rows of one length"),
+        ({"tokens": [[1, 2], [3]]}, "in rows of one length"),
+        ({"tokens": "some text"}, "in rows of one length"),
+        ({"lengths": [8, 9]}, "whole numbers from 0 to the 8 tokens"),
+        ({"lengths": [8, -1]}, "whole numbers from 0 to the 8 tokens"),
+        ({"lengths": [8.0, 2.0]}, "whole numbers from 0"),
+        ({"lengths": [8]}, "must be 2 whole numbers"),
+        ({"first": 8}, "first=8 must lie between"),
+        ({"first": 1.5}, "first=1.5 must be a whole number"),
+    ):
+        for nll in (alone.nll, functools.partial(Replug(alone).nll, context=[[], []])):
+            with pytest.raises(InputError, match=message) as error:
+                nll(**{"tokens": tokens, **changes})
+            assert "\n" not in str(error.value)
+    # What stands behind a text may be anything: it is not read.
+    tokens[1, 5:] = -100
+    scores = alone.nll(tokens, lengths=np.array([8, 5]))
+    assert np.isfinite(scores).all() and not scores[1, 5:].any()
+    assert not alone.nll(tokens, lengths=np.array([8, 0]))[1].any()

@@ -240,10 +240,12 @@ def _chosen(text: Text, run: Run, turned: jax.Array, summaries: jax.Array) -> Pa
     asked = run.asked[..., None, None]
     total = jnp.where(asked, lax.stop_gradient(turned).astype(jnp.float32), 0.0).sum(1)
     mean = total / jnp.maximum(run.asked.sum(1), 1)[:, None, None]
-    x = gather.scores(mean[:, None], summaries.swapaxes(1, 2))  # [B, 1, N, C]
-    x = x[:, 0] if pattern.per_head else gather.pooled(x, "chunk")[:, None]
-    exists = jnp.arange(summaries.shape[2]) < run.blocks[:, None, None]
-    ids, there = gather.best(x, pattern.top_k, exists)  # [B, N or 1, M]
+    exists = jnp.arange(summaries.shape[2]) < run.blocks[:, None]
+    per = "token_and_head" if pattern.per_head else "chunk"
+    ids, there = gather.best_blocks(
+        mean[:, None], summaries.swapaxes(1, 2), pattern.top_k, per, exists=exists
+    )
+    ids, there = (x.reshape(len(ids), -1, x.shape[-1]) for x in (ids, there))  # [B, N or 1, M]
     slots = _slots(pattern, run, ids).reshape(*ids.shape[:2], -1)
     if not pattern.per_head:
         slots = jnp.broadcast_to(slots, (len(ids), text.k.shape[1], slots.shape[2]))

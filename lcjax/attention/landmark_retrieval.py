@@ -155,9 +155,10 @@ def _retrieved(pattern, q, turned, k, v, rotation, positions, past: Past, asked,
     exists = jnp.arange(past.slots.shape[1]) < past.blocks[:, None]
     per_token = pattern.select == "per_token_and_head"
     per = "token_and_head" if per_token else "head_and_chunk"
-    x = gather.pooled(scale * gather.scores(turned, marks), per, asked, exists)
-    exists = jnp.expand_dims(exists, tuple(range(1, x.ndim - 1)))
-    ids, there = gather.best(x, pattern.top_k, exists)
+    # To the first layer all landmarks are the same vector, so ties are common.
+    ids, there = gather.best_blocks(
+        turned, marks, pattern.top_k, per, asked=asked, exists=exists, scale=scale
+    )
     shift, rows = past.slot_shift(ids), jnp.arange(len(ids))
     rows = jnp.expand_dims(rows, tuple(range(1, ids.ndim)))
     slots = past.slots[rows, ids]

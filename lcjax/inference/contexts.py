@@ -23,6 +23,7 @@ import numpy as np
 from lcjax.errors import InputError, whole_number
 from lcjax.inference.context_store import Chunk, chosen, written
 from lcjax.inference.shapes import bucketed
+from lcjax.inference.texts import token_ids
 from lcjax.memory import Tree
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded, Memory
@@ -147,7 +148,8 @@ def passages(
     """
     if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and np.isscalar(row[0])):
         row = [row]  # one document
-    found = [_checked(encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
+    name = "context: a passage"
+    found = [token_ids(name, encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
     first = next((i for i, ids in enumerate(found) if len(ids)), None)
     if first is not None and isinstance(row[first], str):
         found[first] = np.concatenate([np.array(begin, np.int32), found[first]])
@@ -167,21 +169,6 @@ def cut(ids: np.ndarray, size: int) -> list[np.ndarray]:
     """A passage in chunks of `size` tokens; the odd one is first."""
     edges = [*range(len(ids), 0, -size), 0][::-1]
     return [ids[a:b] for a, b in itertools.pairwise(edges)]
-
-
-def _checked(ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    try:
-        ids = np.asarray(ids)
-    except ValueError:  # lists of unequal lengths
-        ids = np.zeros((1, 1))
-    if not ids.size:
-        return np.zeros(0, np.int32)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InputError("context: a passage must be a text or a list of token ids")
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.size:
-        raise InputError(f"context: token={outside[0]} must lie between 0 and {vocab_size - 1}")
-    return ids.astype(np.int32)
 
 
 def encode(
@@ -241,29 +228,27 @@ def ask(
     model: Decoder,
     params: dict,
     texts: Sequence[Sequence[int]],
-    rotation: Callable[[int], Rotation],
-    *,
-    follows_length: bool,
+    rotations: Callable[[np.ndarray], Rotation],
 ) -> jax.Array:
     """What the last token of each text asks contexts for: float32 [B, D].
 
-    `rotation(length)` is that of so many tokens; where it `follows_length`, that of each text.
+    `rotations(lengths)` is the rotation of texts of these lengths, shared or stacked.
     """
+    for number, ids in enumerate(texts):
+        token_ids(f"query[{number}]", ids, model.config.vocab_size)
     lengths = [len(own) for own in texts]
     if not all(lengths):
         raise InputError(
             f"query[{lengths.index(0)}] is empty: a context is searched for the last token of a"
             " question; give some text, or a memory with the policy right"
         )
-    options = {"follows_length": follows_length}
-    if follows_length and len(set(lengths)) > 1:
-        return jnp.concatenate([ask(model, params, [own], rotation, **options) for own in texts])
     rows = len(texts) + padding_rows(model.mesh, len(texts))
     tokens, ends = np.zeros((rows, bucketed(max(lengths))), np.int32), np.zeros(rows, np.int32)
     for row, own in zip(tokens, texts, strict=False):
         row[: len(own)] = own
     ends[: len(texts)] = np.array(lengths) - 1
-    return _ask(model, params, tokens, ends, rotation(max(lengths)))[: len(texts)]
+    rotation = rotations(np.pad(lengths, (0, rows - len(texts)), "wrap"))
+    return _ask(model, params, tokens, ends, rotation)[: len(texts)]
 
 
 @functools.partial(jax.jit, static_argnums=0)

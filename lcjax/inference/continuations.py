@@ -16,11 +16,11 @@ import numpy as np
 
 from lcjax import distributed
 from lcjax.errors import InputError
-from lcjax.inference.generate import Piece, Rotations, read_on, read_prompts
+from lcjax.inference.generate import Piece, read_on, read_prompts
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling
 from lcjax.inference.shapes import prefill_chunk_size
-from lcjax.inference.texts import Text, score_texts
+from lcjax.inference.texts import Text, score_texts, token_ids
 from lcjax.loss import over_chunks
 from lcjax.models import Decoder, head
 from lcjax.models.memory import Encoded
@@ -40,8 +40,8 @@ class Continuation(NamedTuple):
     greedy: bool  # whether the model itself would write it, the most probable token each time
 
 
-def check(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]) -> None:
-    """Refuses prompts or continuations without a token."""
+def check(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], vocab_size: int) -> None:
+    """Refuses prompts or continuations without a token, and what is no token of the vocabulary."""
     if len(prompts) != len(continuations) or not len(prompts):
         raise InputError(
             f"continuations={len(continuations)} lists for {len(prompts)} prompts; give a list of"
@@ -51,6 +51,10 @@ def check(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]) -> Non
         raise InputError("prompts: one has no token to predict from; begin it with BOS")
     if not all(len(row) and all(len(ids) for ids in row) for row in continuations):
         raise InputError("continuations: each prompt needs at least one, and each a token")
+    for number, (prompt, row) in enumerate(zip(prompts, continuations)):
+        token_ids(f"prompts[{number}]", prompt, vocab_size)
+        for place, ids in enumerate(row):
+            token_ids(f"continuations[{number}][{place}]", ids, vocab_size)
 
 
 def scored(
@@ -59,26 +63,30 @@ def scored(
     prompts: Sequence[Ids],
     continuations: Sequence[Sequence[Ids]],
     *,
-    rotation: Callable[[int], Rotation],
-    follows_length: bool,
+    rotations: Callable[[np.ndarray], Rotation],
     memory: Encoded | None = None,
     prefix: Prefix | None = None,
 ) -> list[list[Continuation]]:
     """What `model` says of the continuations of each prompt, read in the cheaper way.
 
-    Arguments as of `by_cache`; `follows_length` says whether a rotation is that of each row.
+    Args:
+      rotations: the rotation of a batch of texts of these lengths, shared or stacked. That of a
+        prompt counts the longest of its continuations.
+      memory: read beside the prompts; its rows are theirs, and those that the mesh lacks.
+      prefix: what all prompts begin with, read before.
     """
-    check(prompts, continuations)
-    longest = _longest_text(prompts, continuations)
-    model.config.check_length(longest)
-    one = prefix is None and all(len(row) == 1 for row in continuations)
-    fixed = model.config.pattern.any_order and not follows_length
-    if one and fixed and longest <= prefill_chunk_size(None):
-        turned = rotation(longest)
-        return at_once(model, params, prompts, continuations, rotation=turned, memory=memory)
-    return by_cache(
-        model, params, prompts, continuations, rotation=rotation, memory=memory, prefix=prefix
+    check(prompts, continuations, model.config.vocab_size)
+    lengths = np.array(
+        [len(prompt) + max(map(len, row)) for prompt, row in zip(prompts, continuations)]
     )
+    longest = int(lengths.max()) - 1  # the last token is predicted, not read
+    model.config.check_length(longest)
+    texts = {"prompts": prompts, "continuations": continuations, "memory": memory}
+    one = prefix is None and all(len(row) == 1 for row in continuations)
+    if one and model.config.pattern.any_order and longest <= prefill_chunk_size(None):
+        return at_once(model, params, **texts, rotation=rotations(lengths))
+    lengths = np.pad(lengths, (0, padding_rows(model.mesh, len(prompts))), "wrap")
+    return by_cache(model, params, **texts, rotation=rotations(lengths), prefix=prefix)
 
 
 def by_cache(
@@ -87,29 +95,26 @@ def by_cache(
     prompts: Sequence[Ids],
     continuations: Sequence[Sequence[Ids]],
     *,
-    rotation: Callable[[int], Rotation],
+    rotation: Rotation,
     memory: Encoded | None = None,
     prefix: Prefix | None = None,
 ) -> list[list[Continuation]]:
-    """What `model` says of the continuations of each prompt; arguments as `generate.stream`'s.
+    """What `model` says of the continuations of each prompt; arguments as of `scored`.
 
-    A prompt's rotation is that of its length with its longest continuation. Programs are compiled
-    for a few sizes of prompts and of continuations.
+    Programs are compiled for a few sizes of prompts and of continuations.
     """
-    longest = np.array([max(map(len, row)) for row in continuations])
     count, filler = len(prompts), padding_rows(model.mesh, len(prompts))
     prompts = [*prompts, *[prompts[0]] * filler]
     rounds = _rounds([*continuations, *[continuations[0]] * filler])
     lengths = np.array([len(prompt) for prompt in prompts])
-    turned = Rotations(rotation, lengths, np.pad(longest, (0, filler), "edge"), False).at(0)
     room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, prefill_chunk_size(None)
     logits, cache = read_prompts(
-        model, params, prompts, turned, room=max(room, _ROOM), chunk=chunk, memory=memory,
+        model, params, prompts, rotation, room=max(room, _ROOM), chunk=chunk, memory=memory,
         prefix=prefix,
     )  # fmt: skip
 
     def follow(cache, tokens, targets, real, positions):
-        return _follow(model, params, cache, tokens, targets, real, positions, turned, memory)
+        return _follow(model, params, cache, tokens, targets, real, positions, rotation, memory)
 
     found = [_read_round(follow, logits, cache, lengths, *each, chunk) for each in rounds]
     return [
@@ -138,12 +143,6 @@ def at_once(
     texts = [Text([*prompt, *ids[:-1]], len(prompt) - 1, ids) for prompt, ids in pairs]
     found = score_texts(model, params, _projected, texts, rotation=rotation, memory=memory)
     return [[Continuation(nll, bool(best.all()))] for nll, best in found]
-
-
-def _longest_text(prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]) -> int:
-    """Tokens that are read of the longest prompt with a continuation: the last is predicted."""
-    pairs = zip(prompts, continuations, strict=True)
-    return max(len(prompt) + max(map(len, row)) - 1 for prompt, row in pairs)
 
 
 def _projected(hidden, projection, targets):
@@ -213,17 +212,21 @@ def by_rows(
     stream: Callable[[Sequence[Ids], Sampling], Iterable[Piece]],
     prompts: Sequence[Ids],
     continuations: Sequence[Sequence[Ids]],
+    *,
+    follows_length: bool,
 ) -> list[list[Continuation]]:
     """As `by_cache`, for what scores whole texts: each prompt is read with every continuation.
 
     `nll` is called with tokens, first and lengths, as `LanguageModel.nll`; `stream` writes what
-    continuations are compared with, the most probable tokens.
+    continuations are compared with, the most probable tokens. Where rotations follow the length,
+    every prompt is written on for its own longest continuation, not for that of the batch.
     """
-    check(prompts, continuations)
     written: list[list[int]] = [[] for _ in prompts]
-    most = max(len(ids) for row in continuations for ids in row)
-    for piece in stream(prompts, Sampling(max_new_tokens=most)):
-        written[piece.row] += piece.ids
+    longest = [max(map(len, row)) for row in continuations]
+    for most in sorted(set(longest)) if follows_length else [max(longest)]:
+        for piece in stream(prompts, Sampling(max_new_tokens=most)):
+            if longest[piece.row] == most or not follows_length:
+                written[piece.row] += piece.ids
     found: list[list[Continuation]] = [[] for _ in prompts]
     begins = [len(prompt) for prompt in prompts]
     for ids, sizes in _rounds(continuations):

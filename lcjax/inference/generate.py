@@ -18,12 +18,13 @@ from lcjax import cache as cache_lib
 from lcjax import distributed
 from lcjax.attention import Landmark
 from lcjax.convert.tokenizer import TextStream, Tokenizer
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError
 from lcjax.inference import packed_prompts
 from lcjax.inference.mixture import Mixture
 from lcjax.inference.prefix import Prefix
 from lcjax.inference.sampling import Sampling, pick
 from lcjax.inference.shapes import chunk_spans, prefill_chunk_size, prompt_bucket
+from lcjax.inference.texts import token_ids
 from lcjax.landmarks import Landmarks, aligned, in_prompt
 from lcjax.models import Decoder
 from lcjax.models.memory import Encoded
@@ -51,8 +52,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling = Sampling(),
     *,
-    rotation: Callable[[int], Rotation],
-    follows_length: bool = True,
+    rotations: Callable[[np.ndarray], Rotation],
     exact: bool = False,
     prefill_chunk: int | None = None,
     memory: Encoded | None = None,
@@ -63,8 +63,8 @@ def stream(
 
     The arguments are checked at once; prompts are read when the first piece is asked for.
 
-    `rotation(length)` is that of a request of `length` tokens; `follows_length` says whether it
-    changes with the length at all. A row's rotation is fixed by its own prompt plus
+    `rotations(lengths)` is that of a batch of requests of these lengths, shared or stacked. A row's
+    rotation is fixed by its own prompt plus
     `max_new_tokens`, so that a step never disagrees with the keys in the cache. `exact=True` lets
     it follow the length instead: the cache keeps unrotated keys, and every step rotates all of
     them anew. (What deeper layers kept of earlier tokens is not computed anew, as in every cache.)
@@ -81,17 +81,18 @@ def stream(
     model.config.check_length(max(map(len, prompts)) + sampling.max_new_tokens - 1)
     mixture = mixture or Mixture.of_itself(len(prompts))
     sampling.check_texts(mixture.texts)
-    chunk, exact = prefill_chunk_size(prefill_chunk), exact and follows_length
+    chunk = prefill_chunk_size(prefill_chunk)
     if Landmarks.read_by(model.config.pattern) is not None:
         _check_not_exact(exact)
         chunk = _whole_chunk(chunk, model.config.pattern)
     return _read_and_write(
-        model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory, mixture, prefix
+        model, params, tokenizer, prompts, sampling, rotations, exact, chunk, memory, mixture,
+        prefix,
     )  # fmt: skip
 
 
 def _read_and_write(
-    model, params, tokenizer, prompts, sampling, rotation, exact, chunk, memory, mixture, prefix
+    model, params, tokenizer, prompts, sampling, rotations, exact, chunk, memory, mixture, prefix
 ):
     """`stream` of checked arguments."""
     mesh = model.mesh
@@ -103,9 +104,13 @@ def _read_and_write(
         prompts = [in_prompt(prompt, marks) for prompt in prompts]
         closing = new // marks.every + 1
     texts = np.array([len(prompt) for prompt in prompts])
-    rotations = Rotations(rotation, texts, new + closing, exact)
+    fixed = None if exact else rotations(texts + new + closing)
+
+    def rotation(step):
+        return rotations(texts + step) if exact else fixed
+
     logits, cache = read_prompts(
-        model, params, prompts, rotations.at(0), chunk=chunk,
+        model, params, prompts, rotation(0), chunk=chunk,
         # A block that one row fills takes a slot of all rows.
         room=new + len(prompts) * closing,
         rotated=False if exact else None,  # as the pattern wants it
@@ -114,8 +119,8 @@ def _read_and_write(
 
     def step(cache, token, count):
         place = _place(lengths + count, marks)
-        token, turned = mixture.read_by(token, len(prompts)), rotations.at(count + 1)
-        return _step(model, params, cache, token, *place, turned, memory)
+        token = mixture.read_by(token, len(prompts))
+        return _step(model, params, cache, token, *place, rotation(count + 1), memory)
 
     yield from _decode(step, tokenizer, logits, cache, sampling, mixture)
 
@@ -187,16 +192,9 @@ def _decode(step, tokenizer, logits, cache, sampling, mixture):
 
 def _checked(prompts, vocab_size: int) -> list[list[int]]:
     """The prompts as lists of token ids that the model knows."""
-    rows = [np.asarray(prompt, dtype=object) for prompt in prompts]
-    if not rows or any(row.ndim != 1 or not row.size for row in rows):
+    rows = [token_ids(f"prompts[{n}]", prompt, vocab_size) for n, prompt in enumerate(prompts)]
+    if not rows or not all(map(len, rows)):
         raise InputError("prompts must be a non-empty list of non-empty token lists")
-    for number, row in enumerate(rows):
-        for token in row:
-            whole_number(f"prompts[{number}]: token", token, 0)
-            if token >= vocab_size:
-                raise InputError(
-                    f"prompts[{number}]: token={token} must lie between 0 and {vocab_size - 1}"
-                )
     return [row.tolist() for row in rows]
 
 
@@ -238,25 +236,6 @@ def _place(count, marks: Landmarks | None):
     segments = np.stack([np.ones_like(closes), closes], 1).astype(np.int32)
     ends = np.where(closes & (marks.loss == "predict"), 1, 2)
     return segments, np.concatenate([position, position + 1], 1), ends
-
-
-class Rotations:
-    """The rotation of every row before each step, in the shapes of one compiled call."""
-
-    def __init__(self, rotation, lengths, new_tokens, exact):
-        self._rotation, self._lengths = rotation, lengths
-        self._fixed = None if exact else self._build(lengths + new_tokens)
-
-    def at(self, step: int) -> Rotation:
-        return self._fixed or self._build(self._lengths + step)
-
-    def _build(self, lengths) -> Rotation:
-        rows = [self._rotation(int(length)) for length in lengths]
-        stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *rows)
-        # One number per row, against angles [B, T, R/2] and queries [B, T, N, H].
-        return Rotation(
-            stacked.inv_freq, stacked.scale[:, None, None], stacked.query_scale[:, None, None, None]
-        )
 
 
 class Row:

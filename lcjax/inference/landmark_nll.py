@@ -1,7 +1,7 @@
 """Scores of a text by a model with landmarks: read a chunk at a time, old blocks from a cache."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -21,8 +21,8 @@ def landmark_nll(
     model: Decoder,
     params: dict,
     tokens: np.ndarray,
-    lengths: Sequence[int],
-    rotation: Callable[[int], Rotation],
+    lengths: np.ndarray,
+    rotations: Callable[[np.ndarray], Rotation],
     first: int,
     memory: Encoded | None = None,
 ) -> np.ndarray:
@@ -31,13 +31,15 @@ def landmark_nll(
     The ordinary tokens int [B, T] are read with landmarks after full blocks, `pattern.chunk` at a
     time: what was read before is retrieved, and `memory` is read beside. Each is predicted where
     the model learned to: from the landmark before it if landmarks are predicted, else from the last
-    ordinary token.
+    ordinary token. `rotations(lengths)` gives the rotation of texts of these lengths, landmarks
+    counted.
     """
     pattern = model.config.pattern
     landmarks = Landmarks.of(pattern)
     lacking = padding_rows(model.mesh, len(tokens))  # for equally many on every device
     scored = np.arange(first, tokens.shape[1]) < np.asarray(lengths)[:, None]
     tokens = np.concatenate([tokens, tokens[:1].repeat(lacking, 0)])
+    lengths = np.concatenate([lengths, lengths[:1].repeat(lacking)])
     rows, count = tokens.shape
     place = np.arange(count) + np.arange(count) // landmarks.every
     length = place[-1]  # the last token is not read
@@ -48,14 +50,16 @@ def landmark_nll(
     text[:, place[:-1]] = tokens[:, :-1]
     targets = np.zeros((rows, padded), np.int32)
     targets[:, asked] = tokens[:, first:]
-    segments = np.broadcast_to(np.arange(padded) < length, text.shape).astype(np.int32)
+    read = place[np.maximum(lengths, 1) - 1]  # the last token of a row is not read either
+    # A choice of blocks may be that of all queries of a chunk, so padding must not take part.
+    segments = (np.arange(padded) < read[:, None]).astype(np.int32)
     positions = np.broadcast_to(np.arange(padded, dtype=np.int32), text.shape)
     slots = cache_lib.whole_blocks(padded)
     cache = cache_lib.create(model.config, rows, slots, chunk=chunk, mesh=model.mesh)
-    turned, nll = rotation(length), []
+    rotation, nll = rotations(np.maximum(read, 1)), []
     for start in range(0, padded, chunk):
         part = (x[:, start : start + chunk] for x in (text, targets, segments, positions))
-        scores, cache = _read(model, params, cache, *part, turned, memory)
+        scores, cache = _read(model, params, cache, *part, rotation, memory)
         nll.append(scores)
     found = np.concatenate([distributed.gather(scores) for scores in nll], 1)[:, asked]
     return np.where(scored, found[: len(scored)], 0)

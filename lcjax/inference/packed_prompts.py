@@ -46,7 +46,7 @@ def better(
         return False
     if not config.pattern.any_order or config.pattern.notes(cache.capacity, config.head_dim):
         return False
-    return all((x == x[:1]).all() for x in map(np.asarray, rotation))
+    return rotation.inv_freq.ndim == 1
 
 
 def read(
@@ -61,11 +61,10 @@ def read(
     """The logits [B, V] after `prompts`, and the empty `cache`, which is given up, with them in it.
 
     There they lie on the right of T slots, with `segments` and `positions` [B, T]; `rotation` is
-    that of each row.
+    that of all rows.
     """
     rows = _laid_out(prompts, segments.shape[1])
-    one = jax.tree.map(lambda x: x[:1], rotation)
-    return _read(model, params, cache, rows, segments, positions, one)
+    return _read(model, params, cache, rows, segments, positions, rotation)
 
 
 def _laid_out(prompts: Sequence[Sequence[int]], slots: int) -> Prompts:

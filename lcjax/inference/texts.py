@@ -2,6 +2,8 @@
 
 Texts of different lengths fill rows of one length with padding, which costs as much as text. Where
 that is an eighth of all or more, they are read as documents of fewer rows, which are long.
+Padding never changes a score: its tokens are not read, and where a pattern weighs keys or queries
+before it masks them, segments mark it.
 """
 
 import operator
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax import distributed
+from lcjax.errors import InputError, whole_number
 from lcjax.inference.shapes import LONGEST_ROW, bucketed, packing_saves
 from lcjax.loss import token_nll
 from lcjax.models import Decoder, head
@@ -36,32 +39,85 @@ class Rows(NamedTuple):
     tokens: np.ndarray  # [R, W]
     places: np.ndarray  # [R, m], of the tokens before the targets
     targets: np.ndarray  # [R, m]
-    segments: np.ndarray | None  # [R, W], texts numbered from 1; None: each has its own row
+    segments: np.ndarray | None  # [R, W], texts numbered from 1, 0 for padding; None: one each row
     positions: np.ndarray | None  # [R, W], in the own text; None: that in the row
+
+
+def token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
+    """`ids` as int32 [n], if they are a list of token ids of the vocabulary.
+
+    Raises:
+      InputError: they are not; the message calls them `name`.
+    """
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of unequal lengths
+        array = np.zeros((1, 1))
+    if array.ndim != 1:
+        raise InputError(f"{name}={_brief(ids)} must be a list of token ids, whole numbers")
+    if array.dtype.kind not in "iu" or (isinstance(ids, list | tuple) and bool in map(type, ids)):
+        for token in ids:
+            whole_number(f"{name}: token", token, 0)
+    outside = array[(array < 0) | (array >= vocab_size)]
+    if outside.size:
+        raise InputError(f"{name}: token={outside[0]} must lie between 0 and {vocab_size - 1}")
+    return array.astype(np.int32)
+
+
+def rows_of_tokens(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """`tokens` as int32 [B, T] with 0 behind `lengths`, and these as int [B]; all of T if None.
+
+    Raises:
+      InputError: they are not whole numbers in the range that the vocabulary and T allow.
+    """
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        array = np.zeros(0)
+    if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
+        raise InputError(
+            f"tokens={_brief(tokens)} must be token ids, whole numbers in rows of one length"
+            " [B, T]; pad shorter rows to that, and give lengths"
+        )
+    rows, width = array.shape
+    lengths = np.full(rows, width) if lengths is None else np.asarray(lengths)
+    whole = lengths.dtype.kind in "iu" and lengths.shape == (rows,)
+    if not whole or (lengths < 0).any() or (lengths > width).any():
+        raise InputError(
+            f"lengths={_brief(lengths)} must be {rows} whole numbers from 0 to the {width} tokens"
+            " of a row, one for each row"
+        )
+    array = np.where(np.arange(width) < lengths[:, None], array, 0)
+    for row, ids in enumerate(array):
+        token_ids(f"tokens[{row}]", ids, vocab_size)
+    return array.astype(np.int32), lengths
+
+
+def _brief(value: Any) -> str:
+    """The beginning of `value` on one line, for a message."""
+    return " ".join(repr(value).split())[:60]
 
 
 def text_nll(
     model: Decoder,
     params: dict,
     tokens: np.ndarray,
-    lengths: Sequence[int],
-    rotation: Callable[[int], Rotation],
+    lengths: np.ndarray,
+    rotations: Callable[[np.ndarray], Rotation],
     first: int,
     memory: Encoded | None = None,
 ) -> np.ndarray:
-    """-log p(tokens[t] | tokens[:t]) for first <= t < lengths, float32 [B, T - first].
+    """-log p(tokens[t] | tokens[:t]) for first <= t < lengths, float32 [B, T - first], else 0.
 
-    Texts are int [B, T]; `memory` is read beside.
+    Texts are int [B, T]; `rotations(lengths)` gives the rotation of texts of these lengths;
+    `memory` is read beside.
     """
-    # What comes behind a text counts where others weigh it before they hide it.
-    whole = not model.config.pattern.any_order
     texts = [
-        Text(row if whole else row[:length], first - 1, row[first:length])
+        Text(row[:length], first - 1, row[first:length])
         for row, length in zip(tokens, lengths, strict=True)
     ]
-    # What a rotation follows is the length of the texts themselves.
-    turned = rotation(tokens.shape[1])
-    scored = score_texts(model, params, token_nll, texts, rotation=turned, memory=memory)
+    rotation = rotations(np.maximum(lengths, 1))
+    scored = score_texts(model, params, token_nll, texts, rotation=rotation, memory=memory)
     nll = np.zeros((len(tokens), tokens.shape[1] - first), np.float32)
     for row, found in zip(nll, scored, strict=True):
         row[: len(found)] = found
@@ -80,10 +136,14 @@ def score_texts(
     """What `score` says of the targets of each text, a tree of [m].
 
     `score(hidden, projection, targets)` gives a tree of [R, m] for hidden states [R, m, D]. A
-    program serves texts and targets of about these lengths; the rows of `memory` are those of the
-    texts, and those that the mesh lacks.
+    program serves texts and targets of about these lengths. `rotation` is one for all texts or,
+    stacked, that of each; the rows of `memory` are those of the texts, and those that the mesh
+    lacks.
     """
-    rows, parts = _laid_out(model, texts, alone=memory is not None)
+    stacked = rotation.inv_freq.ndim > 1
+    rows, parts = _laid_out(model, texts, alone=memory is not None or stacked)
+    if stacked:
+        rotation = rotation.rows(np.arange(len(rows.tokens)) % len(texts))
     found = _score(model, score, params, rows, rotation, memory)
     found = jax.tree.map(distributed.gather, found)
     return [jax.tree.map(operator.itemgetter(part), found) for part in parts]
@@ -121,8 +181,9 @@ def _laid_out(
         positions[row, own] = np.arange(len(text.tokens))
         places[row, part] = start + text.first + np.arange(len(text.targets))
         targets[row, part] = text.targets
-    documents = (segments, positions) if packed else (None, None)
-    return Rows(tokens, places, targets, *documents), parts
+    if not packed and (model.config.pattern.any_order or segments.all()):
+        segments = None  # what stands behind a text is seen by none of its tokens
+    return Rows(tokens, places, targets, segments, positions if packed else None), parts
 
 
 def _places(

@@ -149,7 +149,8 @@ class Decoder(nn.Module):
 
         Args:
           tokens: int32 [B, T], or hidden states [B, T, D] in place of their embeddings.
-          positions: [B, T], int or fractional; 0 .. T-1, or on from what the cache holds.
+          positions: [B, T], int or fractional; by default the place of each token in its document,
+            counted on from the tokens of the row that the cache holds.
           segments: int32 [B, T], documents numbered from 1 and 0 for padding; one document if None.
           rotation: frequencies for this call; those of `config.rope` at length T (or at the
             cache's capacity: the request's full length) if None.
@@ -169,13 +170,15 @@ class Decoder(nn.Module):
         if self.is_initializing() and c.memory is not None:
             chunk = tokens[:, None, :1]
             memory = self.encode(chunk, jnp.ones_like(chunk, bool))
-        start, given = 0 if cache is None else cache.filled, positions
-        if positions is None:
-            positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape[:2])
-        if memory is not None and c.memory.leads:
-            positions = positions + memory.mask.sum(1, keepdims=True)
         view, layers = None, None
         index = None if segments is None or cache is not None else order_indices(segments)
+        if positions is None:
+            positions = cache_lib.next_order(cache, segments, tokens.shape[1]) if cache else index
+            if positions is None:
+                positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape[:2])
+        absolute = positions  # of embeddings, which a memory before the text does not move
+        if memory is not None and c.memory.leads:
+            positions = positions + memory.mask.sum(1, keepdims=True)
         if cache is not None:
             cache, view = cache_lib.extend(cache, segments, positions)
             layers = cache.layers
@@ -185,18 +188,16 @@ class Decoder(nn.Module):
             rotation = self._rotation(tokens, cache)
         if order is not None:
             index = jnp.arange(len(order), dtype=jnp.int32)[None] if index is None else index
-            tokens, positions, index, segments = (
-                None if x is None else x[:, order] for x in (tokens, positions, index, segments)
+            tokens, positions, absolute, index, segments = (
+                None if x is None else x[:, order]
+                for x in (tokens, positions, absolute, index, segments)
             )
         bias = self.position.logit_bias()
         context = Context(
             positions, segments, rotation, index, view, bias, order, memory, keep, beacons
         )
         x = keep_tokens(self.embedded(tokens), self.mesh)
-        if given is None:  # absolute embeddings count in the document
-            index = view.q_index if cache is not None else index
-            positions = positions if index is None else index
-        x = self.position(x, positions, segments)
+        x = self.position(x, absolute, segments)
         x, layers = (self._stacked if c.stacked else self._apart)(x, context, layers)
         if cache is not None:
             cache = cache_lib.replace_layers(cache, layers)

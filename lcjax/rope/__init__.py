@@ -1,6 +1,6 @@
 """Rotary position methods: one registered dataclass per method, pure functions, no hidden state."""
 
-from lcjax.rope.base import Rope, Rotation, rotate
+from lcjax.rope.base import Rope, Rotation, rotate, stack_rotations
 from lcjax.rope.clex import Clex
 from lcjax.rope.default import Default
 from lcjax.rope.dynamic_ntk import DynamicNTK
@@ -38,4 +38,5 @@ __all__ = [
     "Yarn",
     "from_hf",
     "rotate",
+    "stack_rotations",
 ]

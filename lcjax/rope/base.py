@@ -7,6 +7,7 @@ argument: the same object gives the same answer in any order of calls.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,6 +27,19 @@ class Rotation(NamedTuple):
     inv_freq: Float[Array, " R//2"]  # float32, R rotary channels; [B, R//2] when rows differ
     scale: float | Array = 1.0  # multiplies cos and sin of queries and keys (logits get its square)
     query_scale: float | Array = 1.0  # multiplies queries only (CLEX log scaling)
+
+    def rows(self, index: np.ndarray) -> "Rotation":
+        """Those rows of a stacked rotation (`stack_rotations`)."""
+        return Rotation(*(field[index] for field in self))
+
+
+def stack_rotations(rotations: Sequence[Rotation]) -> Rotation:
+    """A rotation per row: fields of shape [B, R//2], [B, 1, 1] and [B, 1, 1, 1]."""
+    inv_freq, scale, query_scale = (
+        jnp.stack([jnp.asarray(x, jnp.float32) for x in field]) for field in zip(*rotations)
+    )
+    # One number per row, against angles [B, T, R//2] and queries [B, T, N, H].
+    return Rotation(inv_freq, scale[:, None, None], query_scale[:, None, None, None])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,10 +126,12 @@ def test_replug_mixes_what_each_passage_says_of_a_continuation(lm):
 def test_the_longest_row_is_what_a_table_of_positions_must_hold():
     def lengths(prompts, options):
         asked = []
-        config = types.SimpleNamespace(check_length=lambda n: (asked.append(n), 1 / 0))
+        config = types.SimpleNamespace(
+            check_length=lambda n: (asked.append(n), 1 / 0), vocab_size=9
+        )
         model = types.SimpleNamespace(config=config, mesh=None)
         with pytest.raises(ZeroDivisionError):
-            module.scored(model, {}, prompts, options, rotation=None, follows_length=False)
+            module.scored(model, {}, prompts, options, rotations=None)
         return asked
 
     # The last token is only predicted.

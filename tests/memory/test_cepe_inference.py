@@ -204,8 +204,8 @@ def without_memory(lm):
         (lambda lm: lm.encode_contexts([["a"]], chunk=0), "chunk=0 must be a whole number"),
         (lambda lm: lm.encode_contexts("a"), "one entry per row"),
         (lambda lm: lm.encode_contexts([[[3, 260]]]), "token=260 must lie between 0 and 258"),
-        (lambda lm: lm.encode_contexts([[[3, 0.5]]]), "a text or a list of token ids"),
-        (lambda lm: lm.encode_contexts([[[[3], [4, 5]]]]), "a text or a list of token ids"),
+        (lambda lm: lm.encode_contexts([[[3, 0.5]]]), "token=0.5 must be a whole number"),
+        (lambda lm: lm.encode_contexts([[[[3], [4, 5]]]]), "must be a list of token ids"),
         (lambda lm: lm.encode_contexts([["a"]], batch_tokens=0), "batch_tokens=0"),
         (lambda lm: lm.nll(TOKENS, context=[["a"], ["b"]]), "2 rows for 3 texts"),
         (

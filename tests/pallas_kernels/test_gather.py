@@ -35,10 +35,12 @@ def test_pooling_leaves_out_padding_and_missing_blocks():
     head = np.asarray(gather.pooled(x, "head_and_chunk", asked, exists))
     p = np.exp(x[0, :, :, :4])
     np.testing.assert_allclose(
-        head[0, :, :4], (p / p.sum(-1, keepdims=True)).max(0), rtol=1e-5, atol=1e-6
+        head[0, :, :4], np.log(p / p.sum(-1, keepdims=True)).max(0), rtol=1e-5, atol=1e-6
     )
     p = np.exp(x[1, 2:])
-    np.testing.assert_allclose(head[1], (p / p.sum(-1, keepdims=True)).max(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        head[1], np.log(p / p.sum(-1, keepdims=True)).max(0), rtol=1e-5, atol=1e-6
+    )
     nothing = gather.pooled(x, "head_and_chunk", asked, np.zeros((2, 6), bool))
     assert np.isfinite(nothing).all()
     with pytest.raises(ValueError, match="token_and_head, head_and_chunk, chunk"):
@@ -64,6 +66,45 @@ def test_forced_blocks_are_taken_and_missing_ones_are_not():
     np.testing.assert_array_equal(there, [[True, True, True, False]])
     _, there = gather.best(x, 2, np.zeros((1, 5), bool), forced)
     assert not np.any(there)
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.3])
+@pytest.mark.parametrize("count", [1, 3, 6, 8])
+def test_of_scores_within_the_margin_of_the_least_taken_one_the_later_are_taken(margin, count):
+    x = np.round(np.random.default_rng(1).normal(size=(200, 8)), 1).astype(np.float32)
+    exists = np.random.default_rng(2).random((200, 8)) < 0.8
+    ids, there = map(np.asarray, gather.best(x, count, exists, margin=np.float32(margin)))
+    for row in range(200):
+        real = np.flatnonzero(exists[row])
+        wanted = real
+        if len(real) > count:
+            least = np.sort(x[row, real])[-count]
+            above = real[x[row, real] > least + np.float32(margin)]
+            equal = [n for n in real if n not in above and x[row, n] >= least - np.float32(margin)]
+            wanted = np.sort([*above, *equal[len(equal) - (count - len(above)) :]])
+        np.testing.assert_array_equal(ids[row, there[row]], wanted)
+
+
+@pytest.mark.parametrize("per", gather.PER)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rounding_does_not_choose_between_equal_blocks(per, dtype):
+    """Blocks of one summary, moved by rounding, are taken from the end, also at a score of 0."""
+    rng, eps = np.random.default_rng(3), float(jnp.finfo(dtype).eps)
+    vector = rng.normal(size=(2, 1, 2, 64))
+    q = rng.normal(size=(2, 3, 4, 64))
+    # The first query is orthogonal to the summary: products cancel, rounding stays.
+    q[:, 0] -= (q[:, 0] * np.repeat(vector[:, 0], 2, 1)).sum(-1, keepdims=True) * np.repeat(
+        vector[:, 0] / (vector[:, 0] ** 2).sum(-1, keepdims=True), 2, 1
+    )
+    noise = 1 + eps * rng.uniform(-0.5, 0.5, (2, 9, 2, 64))
+    summary = jnp.asarray(vector * noise, jnp.float32).astype(dtype)
+    ids, there = gather.best_blocks(jnp.asarray(q, dtype), summary, 4, per)
+    assert np.all(there)
+    np.testing.assert_array_equal(ids, np.broadcast_to([5, 6, 7, 8], ids.shape))
+    # A block that fits better by more than that is taken, wherever it stands.
+    better = summary.at[:, 1].set(jnp.asarray(q.mean((1, 2))[:, None], dtype) * 9)
+    ids, _ = gather.best_blocks(jnp.asarray(q, dtype).mean(1, keepdims=True), better, 4, "chunk")
+    np.testing.assert_array_equal(ids, np.broadcast_to([1, 6, 7, 8], ids.shape))
 
 
 def test_every_query_head_reads_its_own_blocks():
