@@ -130,7 +130,12 @@ def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int 
     for stacked, group in itertools.groupby(table, lambda entry: entry.stacked):
         entries = list(group)
         layers = range(len(entries[0].names)) if stacked else [None]
-        ordered += [(e.names[layer or 0], e, layer) for layer in layers for e in entries]
+        ordered += [
+            (name, e, layer)
+            for layer in layers
+            for e in entries
+            for name in (e.names[layer or 0], *e.aliases[layer or 0])
+        ]
     return ordered
 
 
