@@ -17,7 +17,8 @@ class RunFolder:
     """Where the results go, and what happens when some are there."""
 
     folder: str
-    existing: Literal["resume", "overwrite", "refuse"] = "resume"  # a run that is there already
+    # What happens to a run in folder; overwrite removes the files of that run and no others.
+    existing: Literal["resume", "overwrite", "refuse"] = "resume"
 
     def __post_init__(self):
         if not self.folder.strip():

@@ -8,7 +8,7 @@ from typing import NoReturn
 from tqdm.auto import tqdm
 
 from lcjax.convert.atomic import check_destination
-from lcjax.convert.hf_save import save_hf
+from lcjax.convert.hf_save import HF_FOLDER, save_hf
 from lcjax.convert.load import load
 from lcjax.convert.weights import DTYPES
 from lcjax.errors import InputError
@@ -39,7 +39,12 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens SRC was trained for where it does not say (LongLoRA's adapters, LCEG's NTK)",
     )
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights; default: as read")
-    parser.add_argument("--force", action="store_true", help="replace DST if it is not empty")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace DST if lcjax wrote every file in it; else DST stays and the other files are"
+        " listed",
+    )
     parser.add_argument(
         "--allow-pickle", action="store_true", help="read .bin weights with a restricted reader"
     )
@@ -53,7 +58,7 @@ def _tokens(text: str) -> int:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    _check_destination(args.src, args.dst, args.force)
+    _check_destination(args)
     with _bar("reading") as bar:
         params, config, tokenizer = load(
             args.src,
@@ -68,15 +73,31 @@ def _convert(args: argparse.Namespace) -> None:
     print(f"{args.dst}: {config.num_layers} layers, {config.param_dtype}")
 
 
-def _check_destination(src: str, dst: Path, force: bool) -> None:
-    """Before the long part: a destination that cannot be written."""
+def _check_destination(args: argparse.Namespace) -> None:
+    """Before the long part: a destination that cannot be written, or that holds the source."""
+    dst = args.dst
     nearest = next(parent for parent in (dst, *dst.absolute().parents) if parent.exists())
     if not nearest.is_dir():
         raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")
-    check_destination(dst, force, "--force")
-    source = Path(src)
-    if source.exists() and dst.exists() and source.resolve() == dst.resolve():
-        raise InputError(f"{dst} is the source itself; choose another folder")
+    for key, name in (("SRC", args.src), ("--base", args.base)):
+        source = Path(name or "").expanduser()
+        if name and source.exists() and _overlap(source.resolve(), dst.resolve()):
+            raise InputError(
+                f"{dst} is, holds or lies in {key}={name}, which is never replaced; choose another"
+                " folder"
+            )
+    check_destination(dst, HF_FOLDER, args.force, "--force")
+
+
+def _overlap(source: Path, dst: Path) -> bool:
+    """Whether one of two paths is, or holds, the other; false where nothing is to be replaced."""
+    if not dst.is_dir() or not any(dst.iterdir()):
+        return False
+    return any(
+        parent.samefile(inner)
+        for outer, inner in ((source, dst), (dst, source))
+        for parent in (outer, *outer.parents)
+    )
 
 
 def _bar(what: str) -> tqdm:

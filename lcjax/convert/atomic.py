@@ -1,34 +1,182 @@
-"""Folders that are complete or absent: a killed process never leaves half a model."""
+"""Output folders: complete or absent, and replaced only where this library wrote every file.
+
+A killed process never leaves half a model. `FolderFormat` is what one kind of writer puts into its
+folder; a folder with any other file is never replaced.
+"""
 
 import contextlib
+import dataclasses
+import fnmatch
 import glob
+import itertools
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+import yaml
 
 from lcjax.errors import InputError
 
+_MAX_LISTED = 5  # unknown files that an error names
+_MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
 
-def check_destination(folder: Path, overwrite: bool, way_out: str = "overwrite=True") -> None:
-    """Refuses a file or a folder with files, unless it may be replaced; `way_out` is how."""
-    if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
+
+@dataclasses.dataclass(frozen=True)
+class FolderFormat:
+    """The files of one kind of output folder, by which such a folder is recognised.
+
+    A user's own download may have files of the same names, so the config counts as well.
+    """
+
+    name: str  # of such a folder, in errors
+    files: tuple[str, ...]  # patterns of relative paths; `**` matches everything below a folder
+    config: str  # JSON or YAML file that every such folder has
+    keys: frozenset[str]  # keys that this library always writes into it
+    foreign_keys: frozenset[str] = frozenset()  # keys that other libraries always write into it
+
+    def unknown(self, folder: Path, names: Collection[str] | None = None) -> list[str]:
+        """Lists relative paths of files, links and empty folders that are not of this format.
+
+        Ends after `_MAX_COUNTED` + 1 paths. `names` are the entries of `folder` to look at.
+        """
+        return list(itertools.islice(self._unknown(folder, (), names), _MAX_COUNTED + 1))
+
+    def _unknown(
+        self, folder: Path, parents: tuple[str, ...], names: Collection[str] | None = None
+    ) -> Iterator[str]:
+        def is_folder(entry: os.DirEntry) -> bool:
+            return entry.is_dir(follow_symlinks=False)
+
+        try:
+            with os.scandir(folder.joinpath(*parents)) as scan:
+                entries = sorted(scan, key=lambda entry: (is_folder(entry), entry.name))
+        except PermissionError:
+            yield _printable("/".join(parents) + "/")
+            return
+        if not entries and parents and not self._is_parent(parents):
+            yield _printable("/".join(parents) + "/")
+        for entry in entries:
+            path = (*parents, entry.name)
+            if names is not None and entry.name not in names:
+                continue
+            if is_folder(entry):
+                yield from self._unknown(folder, path)
+            elif not self._is_known(path, entry.is_file(follow_symlinks=False)):
+                yield _printable("/".join(path))
+
+    def _is_known(self, path: tuple[str, ...], is_file: bool) -> bool:
+        """Whether a file is of this format; links, sockets and so on only below a `**`."""
+        patterns = self.files if is_file else [p for p in self.files if p.endswith("/**")]
+        return any(_matches(path, tuple(pattern.split("/"))) for pattern in patterns)
+
+    def _is_parent(self, path: tuple[str, ...]) -> bool:
+        """Whether a folder may hold files of this format."""
+        patterns = [tuple(pattern.split("/")) for pattern in self.files]
+        return any(
+            _matches(path, pattern[: len(path)])
+            for pattern in patterns
+            if len(path) < len(pattern) or pattern[-1] == "**"
+        )
+
+    def has_config(self, folder: Path) -> bool:
+        """Whether the config is there and as this library writes it."""
+        file = folder / self.config
+        if file.is_symlink() or not file.is_file():
+            return False
+        try:
+            text = file.read_text(encoding="utf-8")
+            values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return False
+        if not isinstance(values, dict):
+            return False
+        return self.keys <= values.keys() and self.foreign_keys.isdisjoint(values)
+
+
+def _matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Compares part by part; a `**` at the end matches one part or more."""
+    if pattern and pattern[-1] == "**" and len(path) >= len(pattern):
+        path, pattern = path[: len(pattern) - 1], pattern[:-1]
+    return len(path) == len(pattern) and all(map(fnmatch.fnmatchcase, path, pattern))
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
+
+
+def check_replaceable(
+    folder: Path,
+    contents: FolderFormat,
+    names: Collection[str] | None = None,
+    *,
+    label: Path | None = None,
+) -> None:
+    """Raises an InputError unless this library wrote everything in an existing folder.
+
+    Args:
+      folder: is walked without following symbolic links.
+      contents: what this library writes into such a folder.
+      names: entries of `folder` that are to be replaced; None: all.
+      label: path of the folder in the error; None: `folder`.
+    """
+    if unknown := contents.unknown(folder, names):
+        more = len(unknown) - _MAX_LISTED
+        tail = f" and {'at least ' * (len(unknown) > _MAX_COUNTED)}{more} more" if more > 0 else ""
+        listed = ", ".join(unknown[:_MAX_LISTED]) + tail
+        reason = f"lcjax does not write {listed} into {contents.name}"
+    elif not contents.has_config(folder):
+        reason = f"it has no {contents.config} of {contents.name} that lcjax wrote"
+    else:
+        return
+    raise InputError(
+        f"{label or folder} cannot be replaced: {reason}; choose another folder, or move what you"
+        " need elsewhere and delete this one"
+    )
+
+
+def check_destination(
+    folder: Path, contents: FolderFormat, overwrite: bool, way_out: str = "overwrite=True"
+) -> None:
+    """Refuses a destination that is not absent, empty, or an output that may be replaced.
+
+    Args:
+      folder: where a folder is to be written.
+      contents: what will be written; with `overwrite` a folder of this format is replaced.
+      way_out: how the user allows that.
+    """
+    if folder.is_symlink():
+        raise InputError(f"{folder} is a symbolic link; name the folder itself")
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file, which is never replaced; name a folder")
+    if not any(folder.iterdir()):
+        return
+    if not overwrite:
         raise InputError(
             f"{folder} exists and is not empty; choose another folder, or replace it with {way_out}"
         )
+    check_replaceable(folder, contents)
 
 
 @contextlib.contextmanager
-def finished_or_absent(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """A hidden folder that becomes `folder` when the block ends without an error."""
+def finished_or_absent(folder: Path, contents: FolderFormat, overwrite: bool) -> Iterator[Path]:
+    """A hidden folder that becomes `folder` when the block ends without an error.
+
+    What stands at `folder` is checked as `check_destination` does when the new folder is complete:
+    files that came while it was written survive as well.
+    """
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        _sweep(folder, contents)
         partial.mkdir()
         yield partial
-        _publish(partial, folder, overwrite)
+        check_destination(folder, contents, overwrite)
+        _publish(partial, folder, contents, overwrite)
     except OSError as error:
         raise InputError(
             f"{folder}: could not be written ({error}); nothing was left behind, make room and try "
@@ -38,7 +186,7 @@ def finished_or_absent(folder: Path, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(folder: Path, contents: FolderFormat) -> None:
     """Removes what killed processes left, and nothing that a running one still writes."""
     kinds = ["partial"]
     if folder.exists():  # else what was set aside may be the only copy
@@ -46,7 +194,10 @@ def _sweep(folder: Path) -> None:
     for kind in kinds:
         for left in folder.parent.glob(f"{glob.escape(f'.{folder.name}')}.{kind}-*"):
             pid = left.name.rpartition("-")[2]
-            if pid.isdigit() and not _is_another_running(int(pid)):
+            if not pid.isdigit() or _is_another_running(int(pid)):
+                continue
+            # Half removed, an old output may lack its config: its other files are enough.
+            if kind == "partial" or not contents.unknown(left):
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -65,17 +216,18 @@ def _is_another_running(pid: int) -> bool:
     return True
 
 
-def _publish(partial: Path, folder: Path, overwrite: bool) -> None:
+def _publish(partial: Path, folder: Path, contents: FolderFormat, overwrite: bool) -> None:
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    if overwrite and folder.exists():
+    replaces = overwrite and folder.exists()
+    if replaces:
         folder.rename(old)
     try:
+        if replaces and any(old.iterdir()):  # under this name no other program adds files
+            check_replaceable(old, contents, label=folder)
         partial.rename(folder)  # also onto an empty folder
     except BaseException:
-        if old.exists():
+        if replaces:
             old.rename(folder)
         raise
-    if old.is_dir():
+    if replaces:
         shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)

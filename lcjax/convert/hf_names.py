@@ -6,6 +6,9 @@ viewed as [N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per 
 stacked on a leading axis L under `layers/`. Beside the usual letters, P counts pairs of rotary
 channels, M is the hidden width of CLEX's learned frequencies, E the width of a memory's encoder, R
 the tokens of its own and O that of the dense layer before masked logits.
+
+`"a|b"` is one tensor that the released class holds under two names. A checkpoint may store it under
+either name, or under both with equal values; both are written.
 """
 
 import dataclasses
@@ -113,7 +116,10 @@ _MASKED = (
     ("lm_dense.weight", "O,D", "mlm/dense/kernel", "DO", ""),
     ("lm_dense.bias", "O", "mlm/dense/bias", "O", ""),
     ("lm_layer_norm.weight", "D", "mlm/norm/scale", "D", ""),
-    ("lm_head.bias", "V", "mlm/bias", "V", ""),
+    # The released class sets `self.lm_head.bias = self.lm_bias`, and computes with `lm_head.bias`.
+    # torch saves both names, safetensors may drop one. Written alone, `lm_head.bias` would load,
+    # but transformers 5 then initialises `lm_bias` anew and saves the two with different values.
+    ("lm_head.bias|lm_bias", "V", "mlm/bias", "V", ""),
 )
 
 
@@ -127,6 +133,7 @@ class Entry:
     view: tuple[int, ...]  # the stored tensor with its axes split
     tensor_shape: tuple[int, ...]
     order: tuple[int, ...]  # axes of the view in the leaf's order
+    aliases: tuple[tuple[str, ...], ...]  # for each of `names`, other names of the same tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -191,7 +198,7 @@ def _own(config: ModelConfig) -> list[Entry]:
 def _encoder(config: ModelConfig) -> list[Entry]:
     """The encoder inside a checkpoint with a memory: without the head of its training."""
     return [
-        _entry((name.replace("model.", "encoder.", 1), axes, f"encoder/{path}", ours),
+        _entry((name.replace("model.", "encoder."), axes, f"encoder/{path}", ours),
                _sizes(config), config.num_layers)
         for name, axes, path, ours, _ in _rows(config.replace(mlm_head=False))
     ]  # fmt: skip
@@ -225,11 +232,13 @@ def _entry(row: tuple[str, ...], sizes: dict[str, int], num_layers: int) -> Entr
     name, axes, path, ours = row
     letters = axes.replace(",", "")
     stacked = "{}" in name
+    spellings = [name.format(i).split("|") for i in range(num_layers if stacked else 1)]
     return Entry(
         path=path,
-        names=tuple(name.format(i) for i in range(num_layers)) if stacked else (name,),
+        names=tuple(first for first, *_ in spellings),
         stacked=stacked,
         view=tuple(sizes[letter] for letter in letters),
         tensor_shape=tuple(math.prod(sizes[x] for x in group) for group in axes.split(",")),
         order=tuple(letters.index(letter) for letter in ours),
+        aliases=tuple(tuple(others) for _, *others in spellings),
     )

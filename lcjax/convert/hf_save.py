@@ -23,17 +23,29 @@ import numpy as np
 import lcjax.lora
 from lcjax import distributed
 from lcjax.convert import hf_names
-from lcjax.convert.atomic import check_destination, finished_or_absent
+from lcjax.convert.atomic import FolderFormat, check_destination, finished_or_absent
 from lcjax.convert.leading import config_to_hf
 from lcjax.convert.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.convert.shared_llm import misread_by_released
-from lcjax.convert.tokenizer import Tokenizer, check_vocabulary, write_json
+from lcjax.convert.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary, write_json
 from lcjax.convert.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.offload import fetched, is_offloaded
 from lcjax.tree import lookup
 
+_SHARD = "[0-9]" * 5
+HF_FOLDER = FolderFormat(
+    name="a model folder",
+    files=(
+        *("config.json", "generation_config.json", *TOKENIZER_FILES, SINGLE, INDEX),
+        f"model-{_SHARD}-of-{_SHARD}.safetensors",
+    ),
+    config="config.json",
+    # transformers 4 writes torch_dtype, transformers 5 dtype, and both their version.
+    keys=frozenset({"architectures", "model_type", "dtype", "torch_dtype"}),
+    foreign_keys=frozenset({"transformers_version"}),
+)
 _MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
 
 
@@ -51,7 +63,8 @@ def save_hf(
     """Writes config, weights (`dtype`, by default the config's `param_dtype`) and tokenizer.
 
     LoRA adapters are merged. `params` may be stacked or one branch per layer. `progress` is told
-    the bytes of each tensor.
+    the bytes of each tensor. With `overwrite` a folder that this function wrote is replaced; one
+    with any other file is refused.
     """
     folder = Path(folder)
     dtype = dtype or config.param_dtype
@@ -67,11 +80,11 @@ def save_hf(
     if not distributed.first():  # gathers its shards for the process that writes
         collections.deque(arrays, maxlen=0)
         return folder
-    check_destination(folder, overwrite)
+    check_destination(folder, HF_FOLDER, overwrite)
     _warn_of_plain_rope(config, folder)
     _warn_of_other_trees(config, folder)
     _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
-    with finished_or_absent(folder, overwrite) as partial:
+    with finished_or_absent(folder, HF_FOLDER, overwrite) as partial:
         write_json(partial / "config.json", hf)
         if tokenizer is not None:
             write_json(partial / "generation_config.json", token_ids(tokenizer))
@@ -130,7 +143,12 @@ def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int 
     for stacked, group in itertools.groupby(table, lambda entry: entry.stacked):
         entries = list(group)
         layers = range(len(entries[0].names)) if stacked else [None]
-        ordered += [(e.names[layer or 0], e, layer) for layer in layers for e in entries]
+        ordered += [
+            (name, e, layer)
+            for layer in layers
+            for e in entries
+            for name in (e.names[layer or 0], *e.aliases[layer or 0])
+        ]
     return ordered
 
 

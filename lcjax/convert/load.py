@@ -18,7 +18,14 @@ from lcjax.convert.tokenizer import Tokenizer, check_vocabulary
 from lcjax.convert.tokenizer_gguf import gguf_tokenizer
 from lcjax.convert.tokenizer_hf import hf_tokenizer, read_json
 from lcjax.convert.torch_pickle import TorchFolder, bin_files, refuse
-from lcjax.convert.weights import DTYPES, Source, read_params, spread_layers, stored_dtype
+from lcjax.convert.weights import (
+    DTYPES,
+    Source,
+    read_params,
+    resolve_aliases,
+    spread_layers,
+    stored_dtype,
+)
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.rope.hf import from_hf
@@ -104,6 +111,7 @@ def _open_adapters(
     """Adapters over their base, with the tokenizer that lies beside them if there is one."""
     adapters = read_adapters(folder, allow_pickle=allow_pickle)
     source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)
+    source = resolve_aliases(source, config)
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         tokenizer = hf_tokenizer(folder)
     # LongLoRA adds [PAD] to the tokenizer, and with it a row that plain LoRA does not train.

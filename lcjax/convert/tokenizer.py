@@ -17,6 +17,11 @@ from lcjax.convert.chat import render
 from lcjax.errors import InputError
 
 Message = dict[str, str]
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)  # that `save` writes
 
 
 @runtime_checkable
@@ -40,7 +45,9 @@ class Tokenizer(Protocol):
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str: ...
 
-    def save(self, folder: str | Path) -> None: ...
+    def save(self, folder: str | Path) -> None:
+        """Writes some of `TOKENIZER_FILES`: folders with other files are never replaced."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+_ROWS = 4_096  # rows of two tensors that are compared at a time
 
 
 class TensorInfo(NamedTuple):
@@ -42,6 +43,56 @@ class Source(Protocol):
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows `start:stop` of the leading axis."""
         ...
+
+
+class _Renamed:
+    """A source with the tensors `stored`: {name: name in `source`}."""
+
+    def __init__(self, source: Source, stored: dict[str, str]):
+        self.path, self._source, self._stored = source.path, source, stored
+        self.tensors = {name: source.tensors[other] for name, other in stored.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._source.rows(self._stored[name], start, stop)
+
+
+def resolve_aliases(source: Source, config: ModelConfig) -> Source:
+    """Returns `source` with one name for each tensor: the one in the table of names.
+
+    Raises:
+      InputError: if the source stores a tensor under several names with different values.
+    """
+    stored = {name: name for name in source.tensors}
+    for entry in hf_names.entries(config):
+        for name, others in zip(entry.names, entry.aliases, strict=True):
+            present = [n for n in (name, *others) if n in source.tensors]
+            for copy in present[1:]:
+                _check_equal(source, present[0], copy)
+            for n in present:
+                del stored[n]
+            if present:
+                stored[name] = present[0]
+    unchanged = stored.keys() == source.tensors.keys()
+    return source if unchanged else _Renamed(source, stored)
+
+
+def _check_equal(source: Source, name: str, alias: str) -> None:
+    """Compares two tensors bit by bit, some rows at a time."""
+    info = source.tensors[name]
+    same = info == source.tensors[alias]
+    if same and info.dtype in DTYPES and info.shape:  # `check` refuses all others
+        count = info.shape[0]
+        same = all(
+            source.rows(name, start, min(start + _ROWS, count)).tobytes()
+            == source.rows(alias, start, min(start + _ROWS, count)).tobytes()
+            for start in range(0, count, _ROWS)
+        )
+    if not same:
+        raise InputError(
+            f"{source.path}: {name} and {alias} are two names of one tensor, but differ in value,"
+            " shape or type; remove the wrong one from the checkpoint (the released model computes"
+            f" with {name})"
+        )
 
 
 def check(source: Source, config: ModelConfig) -> None:
@@ -102,6 +153,7 @@ def read_params(
     With `host` they go to the memory of the mesh's hosts, as `lcjax.offload.host_shardings` says.
     Without a mesh everything goes to the default device. `progress` is told the bytes of each leaf.
     """
+    source = resolve_aliases(source, config)
     check(source, config)
     table = hf_names.entries(config)
     shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, _dtype(e, config)) for e in table})

@@ -17,6 +17,7 @@ import numpy as np
 from lcjax import distributed
 from lcjax.config import dump
 from lcjax.config.run import ERROR
+from lcjax.convert.atomic import FolderFormat, check_replaceable
 from lcjax.convert.run_folder import MODEL_CONFIG
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Record
@@ -31,9 +32,19 @@ MARKER = "run.json"  # what the records were made with
 WEIGHTS = "weights"  # of a marker: what the checkpoint of each method held, by the method's name
 REPORT = "report.html"
 CONFIG = "config.yaml"
-_OWN = (
-    MARKER, CONFIG, "summary.json", REPORT, ERROR, "records", "tables", "figures", "export",
-)  # fmt: skip
+_FILES = (MARKER, CONFIG, "summary.json", REPORT, ERROR)
+_FOLDERS = ("records", "tables", "figures", "export")
+RUN_FOLDER = FolderFormat(
+    name="the folder of an evaluation",
+    files=(
+        *(*_FILES, "records/*.jsonl", "tables/*.md", "tables/*.csv", "tables/*.tex"),
+        *("figures/*.png", "figures/*.svg"),
+        # Official scorers write their results beside the answers.
+        *("export/lm_eval/**", "export/longbench/**", "export/ruler/**"),
+    ),
+    config=MARKER,
+    keys=frozenset({"format", "hash", "config"}),
+)
 # Keys whose numbers are an array of float32 here: as a list they take eight times the memory.
 COMPACT = frozenset({"position_nll"})
 _FREE = ("run", "batch_size", "mesh", "distributed")  # keys that may change when a run is continued
@@ -71,6 +82,8 @@ class Store:
                 " resume or overwrite"
             )
         self._replaces = used and config.run.existing == "overwrite"
+        if self._replaces:
+            self._check_overwrite()
         self._weights: dict[str, str] = {}
         if used and not self._replaces:
             before = json.loads(self._marker.read_text())
@@ -99,12 +112,17 @@ class Store:
         if not distributed.first():
             return
         if self._replaces:
-            for path in [self.folder / name for name in _OWN]:
+            self._check_overwrite()
+            for path in [self.folder / name for name in (*_FILES, *_FOLDERS)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._replaces = False
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
         more = {WEIGHTS: self._weights} if self._weights else {}
         describe(self.folder, self._config, self._settings, **more)
+
+    def _check_overwrite(self) -> None:
+        """Refuses to remove what no run wrote, even where it has a name that runs use."""
+        check_replaceable(self.folder, RUN_FOLDER, {*_FILES, *_FOLDERS})
 
     def _compare(self, before: Record, settings: Mapping) -> None:
         if before["hash"] == self.hash:

@@ -1,4 +1,4 @@
-"""The run folder: what lies where, and whether a run that is there may go on.
+"""The run folder: what lies where, and whether a run that is there may go on or be replaced.
 
 config.yaml      the resolved settings        model.yaml   the model's numbers
 checkpoints/     train states                 tokenizer/   the tokenizer
@@ -10,6 +10,7 @@ profile/         traces                         error.txt    traceback of a fail
 """
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -22,15 +23,33 @@ from lcjax import config as config_lib
 from lcjax import distributed
 from lcjax.checkpoint import FOLDER
 from lcjax.config.run import ERROR
+from lcjax.convert.atomic import FolderFormat, check_destination, check_replaceable
+from lcjax.convert.hf_save import HF_FOLDER
+from lcjax.convert.peft import PEFT_FOLDER
 from lcjax.convert.run_folder import BASE, MODEL_CONFIG
+from lcjax.convert.tokenizer import TOKENIZER_FILES
 from lcjax.errors import InputError
 from lcjax.training.config import TrainConfig
 from lcjax.tree import flatten
 
 CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"
 TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "profile"
-_OWN = (CONFIG, MODEL_CONFIG, METRICS, BASE, FOLDER, TOKENIZER, "model", "adapter", "loss.png")
-_OWN += (TENSORBOARD, WANDB, WANDB_RUN, PROFILE, ERROR)
+MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
+_BAD_BATCHES = "bad_batch_*.npz"
+_FILES = (CONFIG, MODEL_CONFIG, METRICS, BASE, CURVE, WANDB_RUN, ERROR)
+_FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, TENSORBOARD, WANDB, PROFILE)
+RUN_FOLDER = FolderFormat(  # without model/ and adapter/, which have formats of their own
+    name="a run folder",
+    files=(
+        *(*_FILES, _BAD_BATCHES),
+        *(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES),
+        # Written by orbax, wandb and JAX's profiler, whose file names change with their versions.
+        *(f"{FOLDER}/[0-9]*/**", f"{WANDB}/**", f"{PROFILE}/plugins/**"),
+        f"{TENSORBOARD}/*tfevents*",
+    ),
+    config=CONFIG,
+    keys=frozenset({"model", "data", "train", "run"}),
+)
 
 _VISIBLE = 60  # seconds within which network storage shows a new file to all machines
 
@@ -59,7 +78,17 @@ def check(config: TrainConfig) -> Path:
         )
     if saved and config.run.existing == "resume":
         _check_same(config, folder)
+    if config.run.existing == "overwrite":
+        _old_run(folder)
     return folder
+
+
+def check_results(config: TrainConfig, folder: Path) -> None:
+    """Refuses a folder whose `model/` or `adapter/` cannot be replaced when the run is complete."""
+    if config.train.export:
+        check_destination(folder / MODEL, HF_FOLDER, overwrite=True)
+        if config.train.lora is not None:
+            check_destination(folder / ADAPTER, PEFT_FOLDER, overwrite=True)
 
 
 def begin(config: TrainConfig, folder: Path) -> None:
@@ -84,9 +113,21 @@ def _check_shared(folder: Path) -> None:
         )
 
 
+def _old_run(folder: Path) -> list[str]:
+    """Names of what an old run wrote into `folder`; refuses other files under such a name."""
+    batches = [path.name for path in folder.glob(_BAD_BATCHES)]
+    names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(folder / name)] + batches
+    if set(names) <= {ERROR}:  # a run that failed before it wrote its settings
+        return []
+    check_replaceable(folder, RUN_FOLDER, set(names) - {MODEL, ADAPTER})
+    check_destination(folder / MODEL, HF_FOLDER, overwrite=True)
+    check_destination(folder / ADAPTER, PEFT_FOLDER, overwrite=True)
+    return names
+
+
 def _clear(folder: Path) -> None:
-    """Removes what a run writes, and nothing else that lies there."""
-    for path in [folder / name for name in _OWN] + list(folder.glob("bad_batch_*.npz")):
+    """Removes what a run wrote, and nothing else that lies there."""
+    for path in [folder / name for name in _old_run(folder)]:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 

@@ -57,6 +57,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     mesh = make_mesh(config.mesh)
     batches.check_batch(config, mesh)
     folder = folder_lib.check(config)
+    folder_lib.check_results(config, folder)
     # A wrong path must not cost the minutes that a large model takes to read.
     check_source(config.model)
     check_sources(config.data)

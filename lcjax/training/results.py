@@ -21,7 +21,7 @@ def finish(
     if config.train.export:
         export(config, folder, model, trained, frozen, tokenizer)
     if distributed.first():
-        plot_loss(folder / folder_lib.METRICS, folder / "loss.png")
+        plot_loss(folder / folder_lib.METRICS, folder / folder_lib.CURVE)
         written = ", model/ (a Hugging Face folder)"
         found = f"{folder_lib.METRICS}, loss.png, checkpoints/"
         print(f"results in {folder}: {found}{written if config.train.export else ''}")
@@ -39,9 +39,10 @@ def export(
     from lcjax.convert import save_hf
     from lcjax.convert.peft import save_peft
 
-    announce(f"writing {folder / 'model'}")
+    announce(f"writing {folder / folder_lib.MODEL}")
     if all(map(is_adapter, flatten(trained))):
         base = config.model.path or str(config.model.preset)
-        save_peft(folder / "adapter", trained, model, base=base, overwrite=True)
+        save_peft(folder / folder_lib.ADAPTER, trained, model, base=base, overwrite=True)
     params, dtype = union(trained, frozen), config.train.export_dtype
-    save_hf(folder / "model", params, model, tokenizer, dtype=dtype, overwrite=True)
+    where = folder / folder_lib.MODEL
+    save_hf(where, params, model, tokenizer, dtype=dtype, overwrite=True)

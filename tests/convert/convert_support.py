@@ -10,6 +10,7 @@ import pytest
 
 from lcjax.convert import ByteTokenizer, hf_names, save_hf
 from lcjax.convert.weights import DTYPES
+from lcjax.lora import LoRA
 from lcjax.models.config import ModelConfig
 from lcjax.rope import Default
 from lcjax.tree import nest
@@ -86,6 +87,17 @@ def saved(folder: Path, family: str = "llama", **changes) -> tuple[dict, ModelCo
     config = tiny_config(family, **changes)
     params = random_params(config)
     save_hf(folder, params, config, ByteTokenizer())
+    return params, config
+
+
+def adapters(rank: int = 2) -> tuple[dict, ModelConfig]:
+    """A tiny model with adapters of all its queries."""
+    config = tiny_config(lora=LoRA(rank=rank, targets=("query",)))
+    params = random_params(config)
+    params["layers"]["attention"]["query"] |= {
+        "lora_a": jax.numpy.ones((3, 48, rank)),
+        "lora_b": jax.numpy.ones((3, rank, 6, 8)),
+    }
     return params, config
 
 

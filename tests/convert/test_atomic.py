@@ -6,10 +6,13 @@ import sys
 
 import pytest
 
-from lcjax.convert.atomic import finished_or_absent
+from lcjax.convert.atomic import FolderFormat, finished_or_absent
 from lcjax.errors import InputError
 
 WAIT = [sys.executable, "-c", "input()"]
+FORMAT = FolderFormat(
+    "a test", files=("file", "note.json"), config="note.json", keys=frozenset({"ours"})
+)
 
 
 @pytest.fixture
@@ -27,13 +30,14 @@ def live_pid():
 
 
 def write(folder, text="new", overwrite=False):
-    with finished_or_absent(folder, overwrite) as partial:
+    with finished_or_absent(folder, FORMAT, overwrite) as partial:
         (partial / "file").write_text(text)
+        (partial / "note.json").write_text('{"ours": true}')
 
 
-def leave(folder):
+def leave(folder, name="half"):
     folder.mkdir()
-    (folder / "half").write_bytes(b"half")
+    (folder / name).write_bytes(b"half")
     return folder
 
 
@@ -43,7 +47,7 @@ def test_what_dead_processes_left_is_swept_up(tmp_path, dead_pid):
     other = leave(tmp_path / f".other.partial-{dead_pid}")
     write(tmp_path / "m")
     assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "m"]
-    assert [p.name for p in (tmp_path / "m").iterdir()] == ["file"]
+    assert sorted(p.name for p in (tmp_path / "m").iterdir()) == ["file", "note.json"]
 
 
 def test_what_a_live_process_writes_is_left_alone(tmp_path, live_pid):
@@ -54,13 +58,20 @@ def test_what_a_live_process_writes_is_left_alone(tmp_path, live_pid):
 
 
 def test_a_model_set_aside_is_swept_up_only_when_it_is_not_the_only_copy(tmp_path, dead_pid):
-    old = leave(tmp_path / f".m.old-{dead_pid}")
-    with pytest.raises(KeyboardInterrupt), finished_or_absent(tmp_path / "m", True):
+    old = leave(tmp_path / f".m.old-{dead_pid}", "file")  # half removed: without its config
+    with pytest.raises(KeyboardInterrupt), finished_or_absent(tmp_path / "m", FORMAT, True):
         raise KeyboardInterrupt
     assert old.exists() and not (tmp_path / "m").exists()
     write(tmp_path / "m")
     write(tmp_path / "m", overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_folder_set_aside_is_not_swept_up_with_a_file_of_other_origin(tmp_path, dead_pid):
+    write(tmp_path / "m")
+    old = leave(tmp_path / f".m.old-{dead_pid}", "thesis.txt")
+    write(tmp_path / "m", overwrite=True)
+    assert (old / "thesis.txt").read_bytes() == b"half"
 
 
 def test_a_failed_exchange_puts_the_old_folder_back(tmp_path, monkeypatch):

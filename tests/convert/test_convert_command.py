@@ -34,10 +34,35 @@ def test_a_destination_with_files_needs_force(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
-def test_a_model_is_not_converted_onto_itself(tmp_path, capsys, force):
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("a/b", "a/b"),
+        ("a/b", "a"),
+        ("a/b", "a/b/c"),
+        ("a/b", "link"),
+        ("link", "a/b"),
+        ("link", "a"),
+    ],
+)
+def test_a_destination_that_is_holds_or_lies_in_the_source_is_refused(
+    tmp_path, capsys, force, src, dst
+):
+    params, _ = saved(tmp_path / "a" / "b")
+    saved(tmp_path / "a" / "b" / "c")
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    assert main([str(tmp_path / src), str(tmp_path / dst), *force]) == 2
+    assert main(["absent", str(tmp_path / dst), "--base", str(tmp_path / src), *force]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert "is, holds or lies in SRC=" in said[0] and "is, holds or lies in --base=" in said[1]
+    assert_same(load(tmp_path / "a" / "b")[0], params)
+
+
+def test_a_new_folder_inside_the_source_may_be_written(tmp_path):
     params, _ = saved(tmp_path / "src")
-    assert main([str(tmp_path / "src"), str(tmp_path / "src"), *force]) == 2
-    assert_same(load(tmp_path / "src")[0], params)
+    assert main([str(tmp_path / "src"), str(tmp_path / "src" / "copy")]) == 0
+    assert_same(load(tmp_path / "src" / "copy")[0], params)
 
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):

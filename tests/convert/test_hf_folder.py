@@ -11,8 +11,9 @@ from convert_support import FAMILIES, assert_same, edit_json, random_params, sav
 import lcjax.config
 import lcjax.convert.hf_save
 import lcjax.lora
+from lcjax.attention import Bidirectional
 from lcjax.convert import ByteTokenizer, hf_names, load, load_config, load_tokenizer, save_hf
-from lcjax.convert.safetensors_io import SINGLE, SafetensorsFolder, write_file
+from lcjax.convert.safetensors_io import INDEX, SINGLE, SafetensorsFolder, write_file
 from lcjax.convert.weights import TensorInfo
 from lcjax.errors import InputError
 from lcjax.lora import LoRA
@@ -260,6 +261,82 @@ def test_tied_embeddings_that_are_saved_twice_are_read_once(tmp_path):
     infos = {n: TensorInfo(a.shape, a.dtype.name) for n, a in arrays.items()}
     write_file(tmp_path / SINGLE, infos, arrays.items())
     assert_same(load(tmp_path)[0], params)
+
+
+def saved_encoder(folder):
+    """CEPE's encoder, whose class holds one bias as `lm_head.bias` and `lm_bias`."""
+    return saved(folder, "tied", pattern=Bidirectional(), mlm_head=True)[0]
+
+
+def write_biases(folder, layout, **biases):
+    """Writes the weights of `folder` again in `layout`, with these as the only biases of the head.
+
+    `__` in a name stands for its dot.
+    """
+    source = SafetensorsFolder(folder)
+    arrays = {n: source.rows(n, 0, info.shape[0]) for n, info in source.tensors.items()}
+    rest = {n: a for n, a in arrays.items() if n not in ("lm_head.bias", "lm_bias")}
+    biases = {name.replace("__", "."): array for name, array in biases.items()}
+    (folder / SINGLE).unlink()
+    if layout == "torch":
+        torch = pytest.importorskip("torch")
+        state = {n: torch.tensor(a) for n, a in (rest | biases).items()}
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    files = {SINGLE: rest | biases}
+    if layout == "sharded":  # each bias in a file of its own
+        parts = [rest, *({name: array} for name, array in biases.items())]
+        files = {f"model-{i + 1:05}-of-{len(parts):05}.safetensors": p for i, p in enumerate(parts)}
+        weight_map = {name: file for file, part in files.items() for name in part}
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    for file, part in files.items():
+        infos = {n: TensorInfo(a.shape, a.dtype.name) for n, a in part.items()}
+        write_file(folder / file, infos, part.items())
+
+
+LAYOUTS = pytest.mark.parametrize("layout", ["single", "sharded", "torch"])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("names", [("lm_head__bias",), ("lm_bias",), ("lm_bias", "lm_head__bias")])
+def test_a_tensor_of_two_names_is_read_under_either_and_under_both(tmp_path, layout, names):
+    params = saved_encoder(tmp_path)
+    bias = np.asarray(params["mlm"]["bias"])
+    write_biases(tmp_path, layout, **dict.fromkeys(names, bias))
+    assert_same(load(tmp_path, allow_pickle=True)[0], params)
+    on_mesh = load(tmp_path, allow_pickle=True, mesh=make_mesh(Mesh(1, 8, 1)))[0]
+    assert_same(jax.device_get(on_mesh), jax.device_get(params))
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bias: np.concatenate([bias[:-1], np.nextafter(bias[-1:], np.float32(9))]),
+        lambda bias: bias.astype(np.float16),
+        lambda bias: bias[:-1],
+    ],
+)
+def test_two_names_with_different_values_are_refused(tmp_path, layout, change):
+    bias = np.asarray(saved_encoder(tmp_path)["mlm"]["bias"])
+    write_biases(tmp_path, layout, lm_head__bias=bias, lm_bias=change(bias))
+    with pytest.raises(InputError, match=r"lm_head\.bias and lm_bias are two names") as error:
+        load(tmp_path, allow_pickle=True)
+    assert "remove the wrong one" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tensor_without_any_of_its_names_is_missing_under_the_first(tmp_path):
+    saved_encoder(tmp_path)
+    write_biases(tmp_path, "single")
+    with pytest.raises(InputError, match=r"missing: lm_head\.bias;"):
+        load(tmp_path)
+
+
+def test_a_name_of_another_model_is_unexpected(tmp_path):
+    saved(tmp_path, "phi")
+    write_biases(tmp_path, "single", lm_bias=np.zeros(264, np.float32))
+    with pytest.raises(InputError, match=r"missing: lm_head\.bias; unexpected: lm_bias;"):
+        load(tmp_path)
 
 
 def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_path, monkeypatch):

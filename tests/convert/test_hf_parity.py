@@ -1,11 +1,13 @@
 """Folders written by transformers are read, and folders written here are opened by it."""
 
 import os
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from convert_support import TEXTS, assert_same, needs_smollm2, random_params, tiny_config
 
+from lcjax.attention import Bidirectional
 from lcjax.convert import ByteTokenizer, config_from_hf, load, load_tokenizer, save_hf
 from lcjax.convert.tokenizer_hf import read_json
 
@@ -82,6 +84,38 @@ def test_a_model_of_transformers_survives_import_and_export_with_equal_logits(
         tokenizer.eos_ids == (again.generation_config.eos_token_id,)
     )
     assert_same(load(tmp_path / "ours")[0], params)
+
+
+def test_the_released_encoder_loads_its_bias_under_both_names(tmp_path, torch):
+    from torch import nn
+    from transformers import LlamaModel, LlamaPreTrainedModel
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    class LlamaForMLM(LlamaPreTrainedModel):
+        """The parameters of CEPE's class of this name."""
+
+        _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = LlamaModel(config)
+            self.lm_dense = nn.Linear(config.hidden_size, config.hidden_size)
+            self.lm_layer_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+            self.lm_bias = nn.Parameter(torch.zeros(config.vocab_size))
+            self.lm_head.bias = self.lm_bias
+            self.post_init()
+
+    config = tiny_config("tied", pattern=Bidirectional(), mlm_head=True)
+    params = random_params(config)
+    save_hf(tmp_path / "ours", params, config, ByteTokenizer())
+    model, report = LlamaForMLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values())
+    for bias in (model.lm_bias, model.lm_head.bias):
+        np.testing.assert_array_equal(bias.detach(), params["mlm"]["bias"])
+    model.save_pretrained(tmp_path / "theirs")
+    ByteTokenizer().save(tmp_path / "theirs")
+    assert_same(load(tmp_path / "theirs")[0], params)
 
 
 def test_bfloat16_bits_are_those_of_torch(tmp_path, torch):

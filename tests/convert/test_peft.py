@@ -2,25 +2,13 @@
 
 import json
 
-import jax.numpy as jnp
 import pytest
-from convert_support import random_params, saved, tiny_config
+from convert_support import adapters, saved
 from safetensors.numpy import load_file
 
 import lcjax.convert.peft
 from lcjax.convert.peft import base_name, save_peft
 from lcjax.errors import InputError
-from lcjax.lora import LoRA
-
-
-def adapters(rank=2):
-    config = tiny_config(lora=LoRA(rank=rank, targets=("query",)))
-    params = random_params(config)
-    params["layers"]["attention"]["query"] |= {
-        "lora_a": jnp.ones((3, 48, rank)),
-        "lora_b": jnp.ones((3, rank, 6, 8)),
-    }
-    return params, config
 
 
 def test_an_interrupted_save_leaves_the_old_adapters_and_no_half_ones(tmp_path, monkeypatch):

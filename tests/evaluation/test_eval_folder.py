@@ -51,6 +51,23 @@ def test_an_old_run_is_replaced_on_request_but_only_once_the_new_one_can_start(c
     assert own.read_text() == "mine" and not exported.exists()
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    ["records/notes.txt", "tables/plan.docx", "figures/a/b.png", "export/thesis.txt", "tables/x/"],
+)
+def test_a_run_with_files_of_other_origin_among_its_results_is_not_replaced(config, foreign):
+    run(config, load=fake())
+    folder = Path(config.run.folder)
+    path = folder / foreign
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if foreign.endswith("/") else path.write_text("mine")
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    other = dataclasses.replace(config, stride=2, run=RunSection(str(folder), "overwrite"))
+    with pytest.raises(InputError, match=f"lcjax does not write {foreign} into"):
+        run(other, load=lambda _: pytest.fail("a model was read"))
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+
+
 def test_the_folder_of_a_training_run_is_not_written_into(config):
     folder = Path(config.run.folder)
     folder.mkdir()

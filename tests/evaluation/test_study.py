@@ -9,7 +9,7 @@ import pytest
 from evaluation_support import ByteTokenizer, fake, only_the_run
 
 from lcjax.build import ModelSection
-from lcjax.config import parse
+from lcjax.config import dump, parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Passkey, RunSection, run, study
 from lcjax.evaluation.commands.export import export
@@ -72,6 +72,7 @@ def stub(monkeypatch, stop_at=None):
             return {"stopped": "SIGTERM"}
         path = Path(config.run.folder, "checkpoints", str(config.train.steps))
         path.mkdir(parents=True, exist_ok=True)
+        dump(config, Path(config.run.folder, "config.yaml"))
         return {"stopped": None}
 
     monkeypatch.setattr(study, "train", train)

@@ -1,0 +1,131 @@
+"""What may be replaced in a run folder: what runs wrote, and nothing else."""
+
+import os
+import shutil
+
+import pytest
+from training_support import tiny
+
+from lcjax.errors import InputError
+from lcjax.lora import LoRA
+from lcjax.training import folder as folder_lib
+from lcjax.training import loop, run
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+OVERWRITE = {"existing": "overwrite"}
+
+
+def short(folder, corpus, **sections):
+    return tiny(folder, corpus, steps=2, save_every=1, lora=LoRA(rank=2), **sections)
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory, corpus):
+    """A run with a model and adapters."""
+    folder = tmp_path_factory.mktemp("complete") / "run"
+    run(short(folder, corpus))
+    return folder
+
+
+@pytest.fixture
+def folder(complete, tmp_path):
+    return shutil.copytree(complete, tmp_path / "run")
+
+
+def snapshot(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def add(folder, name):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if name.endswith("/"):
+        path.mkdir()
+    elif name.endswith("@"):
+        path.symlink_to(folder)
+    else:
+        path.write_text("mine")
+
+
+def test_the_old_run_is_all_that_is_removed(folder, corpus):
+    config = short(folder, corpus, run=OVERWRITE)
+    for name in ("notes.txt", "eval/run.json", "bad_batch_7.npz", "error.txt", "checkpoints/3/"):
+        add(folder, name)
+    add(folder, "checkpoints/2.damaged/state/x")
+    for name in ("tensorboard/events.out.tfevents.1", "wandb/latest-run@", "wandb.json"):
+        add(folder, name)
+    add(folder, "profile/plugins/profile/day/host.xplane.pb")
+    assert folder_lib.check(config) == folder
+    folder_lib.begin(config, folder)
+    assert sorted(os.listdir(folder)) == ["config.yaml", "eval", "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("checkpoints/thesis.txt", "checkpoints/old/", "tokenizer/vocab.txt", "profile/a/b.txt"),
+        *("tensorboard/plot.png", "model/README.md", "model/.git/empty/", "adapter/thesis.txt"),
+        *("model/tokenizer.model@", "checkpoints/7@", "loss.png/thesis.txt"),
+    ],
+)
+def test_other_files_among_the_results_are_listed_and_nothing_is_removed(
+    folder, corpus, monkeypatch, name
+):
+    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    if name.startswith("loss.png"):
+        (folder / "loss.png").unlink()
+    add(folder, name)
+    before = snapshot(folder)
+    last = name.removeprefix("model/").removeprefix("adapter/")
+    with pytest.raises(InputError, match=f"lcjax does not write {last} into"):
+        run(short(folder, corpus, run=OVERWRITE))
+    with pytest.raises(InputError):  # it may have come after the first check
+        folder_lib.begin(short(folder, corpus, run=OVERWRITE), folder)
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("text", [None, "model: mine\n", "- mine\n", "{", "\x00"])
+def test_a_folder_without_the_settings_of_a_run_is_not_emptied(folder, corpus, text):
+    (folder / "config.yaml").unlink()
+    if text is not None:
+        (folder / "config.yaml").write_text(text)
+    before = snapshot(folder)
+    with pytest.raises(InputError, match=r"no config\.yaml of a run folder that lcjax wrote"):
+        folder_lib.check(short(folder, corpus, run=OVERWRITE))
+    assert snapshot(folder) == before
+
+
+def test_a_model_of_other_origin_is_not_removed(folder, corpus):
+    config = short(folder, corpus, run=OVERWRITE)
+    text = (folder / "model" / "config.json").read_text()
+    (folder / "model" / "config.json").write_text(
+        text.replace("{", '{"transformers_version": 5,', 1)
+    )
+    before = snapshot(folder)
+    with pytest.raises(
+        InputError, match=r"model cannot be replaced: it has no config\.json of a model"
+    ):
+        folder_lib.check(config)
+    assert snapshot(folder) == before
+
+
+def test_a_run_that_failed_at_its_start_may_be_replaced(tmp_path, corpus):
+    config = short(tmp_path / "run", corpus, run=OVERWRITE)
+    assert folder_lib.check(config) == tmp_path / "run"
+    (tmp_path / "run").mkdir()
+    add(tmp_path / "run", "error.txt")
+    assert folder_lib.check(config) == tmp_path / "run"
+    folder_lib.begin(config, tmp_path / "run")
+    assert folder_lib.check(config) == tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", ["model/README.md", "adapter/README.md"])
+def test_results_that_cannot_be_replaced_are_refused_before_the_first_step(
+    folder, corpus, monkeypatch, name
+):
+    add(folder, name)
+    config = short(folder, corpus)
+    assert folder_lib.finished(config)
+    monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
+    with pytest.raises(InputError, match=r"cannot be replaced: lcjax does not write README\.md"):
+        run(config)
