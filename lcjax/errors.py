@@ -1,5 +1,6 @@
 """The one error that scripts turn into a single line and exit code 2; checks that raise it."""
 
+import math
 import numbers
 from collections.abc import Collection
 
@@ -9,6 +10,16 @@ class InputError(ValueError):
 
     The message is one line that names the key, the value, the rule and the way out.
     """
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether `value` is a real number within float64's range: not True, "2", nan or 10**400."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def whole_number(key: str, value: object, least: int, way_out: str = "") -> None:

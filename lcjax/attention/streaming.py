@@ -21,7 +21,9 @@ class Streaming(Pattern):
     lo = max(c - recent, 0) on at their own distance, and sinks before lo as if they stood right
     before lo (sec. 3.2). That is exact for every layer, since keys depend on earlier tokens only.
     `stride: 1` is the published method: sinks, `recent` past tokens and the token itself. The
-    stride is part of the method: larger ones see more (CEPE evaluates with 2,048).
+    stride is part of the method: larger ones see more (CEPE evaluates with 2,048). The released
+    chat demo evicts before each turn instead (`evict_for_space`), which is not offered:
+    docs/methods.md says what differs.
     """
 
     examples = ({"sinks": 2, "recent": 5}, {"sinks": 3, "recent": 4, "stride": 5, "first": 9})

@@ -1,9 +1,10 @@
-"""Angles `position * frequency` that are right at any position, in float32 and int32 alone.
+"""Angles `position * frequency` without whole turns, accurate at any int32 position.
 
 A float32 product of position 1,000,000 is off by 0.03 radians in the fastest channel, one of
-4,000,000 by 0.12. What matters is the angle within its turn, so a frequency is kept as what it adds
-to the turn in 2^-32 parts of it: a whole number, whose product with a position may overflow, since
-that drops whole turns, and a small rest. Every step below is either exact or rounds what is small.
+4,000,000 by 0.12. Attention needs the angle modulo whole turns only. So a frequency is written in
+fixed point, as the part of a turn that one position adds: `whole` counts units of 2^-32 turns,
+`fine` counts units of 2^-48 turns, and a float32 holds the rest. An int32 product with `whole` may
+overflow, because an overflow drops whole turns. Every step below is exact or rounds a small number.
 """
 
 import math
@@ -14,60 +15,85 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-PARTS = 2.0**32  # of a turn
-RADIANS = 2 * math.pi / PARTS  # in one of them
+UNITS = 2.0**32  # units of `whole` in a turn
+RADIANS = 2 * math.pi / UNITS  # radians in a unit
+FINE = 2.0**-16  # units in a unit of `fine`
 
 
 def angles(
     positions: Num[Array, "B T"], inv_freq: Float[Array, " R//2"] | Float[Array, "B R//2"]
 ) -> Float[Array, "B T R//2"]:
-    """positions * inv_freq without whole turns, float32: within 6e-7 of it up to |position| 2^31.
+    """Computes `positions * inv_freq` modulo 2 pi, near [-pi, pi], differentiable in both.
 
-    Differentiable in both; positions may be fractions, of which float32 has fewer the larger they
-    are.
+    The error is below 6e-7 for positions -2^31 <= p < 2^31 and frequencies up to 1. Above 1 (and
+    below 4,096) that holds for whole positions; a fraction adds the rounding of its own product.
+
+    Args:
+      positions: integers, or floats whose fractions count too.
+      inv_freq: radians per position; a row for each row of positions, or one for all.
+
+    Returns:
+      float32 angles.
     """
     inv_freq = jnp.asarray(inv_freq, jnp.float32)
     constant = jax.lax.stop_gradient(inv_freq)
-    whole, rest = parts_of_a_turn(constant)
-    # All that a gradient has to see: the angle grows by the position with the frequency.
+    whole, fine, rest = turn_units(constant)
+    # inv_freq - constant is 0 and carries the gradient: d angle / d frequency = position.
     slope = rest * RADIANS + (inv_freq - constant)
-    inv_freq, whole, slope = (jnp.expand_dims(x, -2) for x in (inv_freq, whole, slope))
+    inv_freq, whole, fine, slope = (jnp.expand_dims(x, -2) for x in (inv_freq, whole, fine, slope))
     positions = jnp.asarray(positions)[..., None]
-    tokens = positions
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        tokens = jnp.floor(positions)
-    turned = (tokens.astype(jnp.int32) * whole).astype(jnp.float32) * RADIANS
-    angle = turned + tokens.astype(jnp.float32) * slope
-    if tokens is positions:
-        return angle
-    return angle + (positions - tokens).astype(jnp.float32) * inv_freq
+    is_integer = jnp.issubdtype(positions.dtype, jnp.integer)
+    rounded = positions if is_integer else jnp.round(positions)
+    tokens = rounded.astype(jnp.int32)
+    # tokens = high * 2^16 + low with |low| <= 2^15, so that high * fine fits int32.
+    high = ((tokens >> 15) + 1) >> 1
+    low = (tokens - (high << 16)).astype(jnp.float32)
+    units = (tokens * whole + high * fine).astype(jnp.float32)
+    small = low * (fine.astype(jnp.float32) * (FINE * RADIANS))
+    small += rounded.astype(jnp.float32) * slope
+    if not is_integer:
+        small += (positions - rounded).astype(jnp.float32) * inv_freq
+    return units * RADIANS + small
 
 
-def parts_of_a_turn(
+def turn_units(
     inv_freq: Float[Array, "*B R//2"],
-) -> tuple[Int[Array, "*B R//2"], Float[Array, "*B R//2"]]:
-    """inv_freq * 2^32 / (2 pi) as int32, modulo 2^32, and the rest float32.
+) -> tuple[Int[Array, "*B R//2"], Int[Array, "*B R//2"], Float[Array, "*B R//2"]]:
+    """Writes inv_freq / (2 pi) modulo 1 as (whole + fine * 2^-16 + rest) * 2^-32.
 
-    Both factors are cut into pieces of 12 bits, so that float32 holds each product exactly.
+    `inv_freq` and 1 / (2 pi) are split into pieces of 12 bits, so that float32 holds each product
+    exactly.
+
+    Returns:
+      whole (int32 modulo 2^32), fine (int32 in [-2^15, 2^15)) and rest (float32, below 2^-13).
     """
     high = jax.lax.bitcast_convert_type(inv_freq, jnp.int32) & -(2**12)
     high = jax.lax.bitcast_convert_type(high, jnp.float32)
     pieces = jnp.stack([high, inv_freq - high])
     turns = pieces * _TURNS_PER_RADIAN.reshape(-1, *(1,) * pieces.ndim)
-    parts = (turns - jnp.round(turns)) * PARTS
-    whole = jnp.round(parts)
-    return whole.astype(jnp.int32).sum((0, 1), dtype=jnp.int32), (parts - whole).sum((0, 1))
+    units = (turns - jnp.round(turns)) * UNITS
+    whole = jnp.round(units)
+    fine_units = (units - whole) / FINE
+    fine = jnp.round(fine_units)
+    rest = (fine_units - fine).sum((0, 1)) * FINE
+    whole, fine = (x.astype(jnp.int32).sum((0, 1), dtype=jnp.int32) for x in (whole, fine))
+    carry = (fine + 2**15) >> 16
+    return whole + carry, fine - (carry << 16), rest
 
 
-def _pieces(value: Fraction, first: int, count: int) -> np.ndarray:
-    """float32 [count] whose sum is `value` to `first` + 12 (count - 1) binary places."""
+def _split(value: Fraction, places: int, count: int) -> np.ndarray:
+    """Splits `value` into float32 pieces [count] of 12 bits, the first with `places` binary places.
+
+    Their sum is `value` to `places` + 12 (count - 1) binary places.
+    """
     pieces = []
-    for places in range(first, first + 12 * count, 12):
-        piece = Fraction(math.floor(value * 2**places), 2**places)
+    for last in range(places, places + 12 * count, 12):
+        piece = Fraction(math.floor(value * 2**last), 2**last)
         pieces.append(float(piece))
         value -= piece
     return np.array(pieces, np.float32)
 
 
 _PI = Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
-_TURNS_PER_RADIAN = _pieces(1 / (2 * _PI), first=14, count=4)
+# 74 places: at position 2^31 the truncation adds 1e-12 radians per unit of frequency.
+_TURNS_PER_RADIAN = _split(1 / (2 * _PI), places=14, count=6)

@@ -7,6 +7,9 @@ argument: the same object gives the same answer in any order of calls.
 
 import dataclasses
 import math
+import numbers
+import reprlib
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, is_finite_number
 from lcjax.rope.angle import angles
 
 
@@ -58,6 +61,7 @@ class Rope(draccus.ChoiceRegistry):
     hf_types: ClassVar[tuple[str, ...]] = ()  # names in Hugging Face configs that are read as this
 
     def __post_init__(self):
+        self.check_numbers()
         if self.theta is not None:
             self.require(self.theta > 1, "theta", "be above 1 (Llama-2 has 10000)")
 
@@ -82,10 +86,22 @@ class Rope(draccus.ChoiceRegistry):
         `length` counts the whole request, prompt and new tokens, so that keys which were rotated
         early agree with queries that come late. Computed in float64 on the host and rounded once:
         a half-precision frequency is wrong by whole turns at long positions.
+
+        Raises:
+          InputError: a frequency or the scale is not a positive normal number of float32.
         """
         del params  # only learned methods have any
-        inv_freq, scale = self.compute(self.check_head_dim(head_dim), length)
-        return np.asarray(inv_freq, np.float32), float(scale)
+        self.check_head_dim(head_dim)
+        try:
+            with np.errstate(all="ignore"):  # what overflows is refused by its value
+                inv_freq, scale = self.compute(head_dim, length)
+        except InputError:
+            raise
+        except (ArithmeticError, ValueError) as error:  # ValueError: log(0) of `math`
+            raise self.range_error(
+                f"computing them raises {type(error).__name__}", head_dim
+            ) from error
+        return self.check_range(inv_freq, scale)
 
     def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
         """Float64 frequencies and scale on the host: the formula of the method."""
@@ -106,7 +122,48 @@ class Rope(draccus.ChoiceRegistry):
     def require(self, holds: bool, field: str, rule: str) -> None:
         """Raises a one-line error about `field` unless `holds`."""
         if not holds:
-            raise InputError(f"rope.{field}={getattr(self, field)!r} ({self.type}) must {rule}")
+            value = reprlib.repr(getattr(self, field))  # shortens what is too long for one line
+            raise InputError(f"rope.{field}={value} ({self.type}) must {rule}")
+
+    def check_numbers(self) -> None:
+        """Refuses number fields that do not hold finite numbers, or None where None is allowed."""
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
+            value = getattr(self, field.name)
+            if not {int, float} & set(kinds) or (value is None and type(None) in kinds):
+                continue
+            is_tuple = Ellipsis in kinds  # tuple[float, ...]
+            values = value if is_tuple and isinstance(value, (list, tuple)) else [value]
+            kind = numbers.Integral if int in kinds else numbers.Real
+            holds = all(isinstance(x, kind) and is_finite_number(x) for x in values)
+            rule = "hold finite numbers" if is_tuple else "be a finite number"
+            if int in kinds:
+                rule = "be a finite whole number"
+            if field.default not in (None, dataclasses.MISSING):
+                rule += f", such as {field.default}"
+            self.require(holds, field.name, rule + (", or null" if type(None) in kinds else ""))
+
+    def check_range(self, inv_freq: np.ndarray, scale: float) -> tuple[np.ndarray, float]:
+        """Returns `inv_freq` in float32 and `scale`; refuses what is 0, infinite or NaN there."""
+        with np.errstate(all="ignore"):
+            rounded = np.asarray(inv_freq, np.float32)
+            for name, values in (("frequencies", rounded), ("scales", np.float32([scale]))):
+                # Devices flush subnormal numbers to 0.
+                if not np.all((values >= np.finfo(np.float32).tiny) & np.isfinite(values)):
+                    problem = f"{name} range from {values.min():g} to {values.max():g}"
+                    raise self.range_error(problem, 2 * rounded.size)
+        return rounded, float(scale)
+
+    def range_error(self, problem: str, head_dim: int) -> InputError:
+        """An error about all values of the rope, since any of them may be the cause."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        shown = [f"{k}={reprlib.repr(v)}" for k, v in values.items() if v is not None]
+        return InputError(
+            f"rope {self.type} with {', '.join(shown)} must give positive frequencies and a "
+            f"positive scale in float32; for {head_dim} rotary channels {problem}; use values "
+            "nearer to the published ones"
+        )
 
     def known(self, field: str) -> Any:
         """The value of `field`, or an error when nobody has filled it yet."""
@@ -127,7 +184,7 @@ class Rope(draccus.ChoiceRegistry):
         return head_dim
 
     def check_length(self, length: int | None) -> int:
-        if length is None or length < 1:
+        if not is_finite_number(length) or length < 1:
             raise InputError(
                 f"length={length!r} must be the number of tokens of the request, 1 or more: "
                 f"the frequencies of rope {self.type} depend on it"
@@ -193,10 +250,10 @@ def hf_number(rope: dict, key: str, default: float | None = None) -> float:
     """A number of a Hugging Face rope dictionary; an error that names the key when it is none."""
     value = rope.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_finite_number(value):
         raise InputError(
-            f"rope_parameters.{key}={value!r} of the Hugging Face config must be a number for "
-            f"rope type {rope.get('rope_type')}; correct config.json"
+            f"rope_parameters.{key}={reprlib.repr(value)} of the Hugging Face config must be a "
+            f"finite number for rope type {rope.get('rope_type')}; correct config.json"
         )
     return float(value)
 

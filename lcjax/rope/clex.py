@@ -176,6 +176,8 @@ class Clex(Rope):
                 f"rotary channels={head_dim} must be at least 4 for rope clex, whose exponents "
                 "have d - 2 below; use more channels or rope type linear"
             )
+        if self.theta is not None:
+            self.check_range(base_frequencies(self.theta, head_dim), 1.0)
         return head_dim // 2, self.param_factor * head_dim
 
     def check_params(self, params: Mapping[str, Any] | None, head_dim: int) -> dict[str, Array]:

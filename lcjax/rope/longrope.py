@@ -31,8 +31,7 @@ class LongRope(Rope):
     def __post_init__(self):
         super().__post_init__()
         for name in ("short_factor", "long_factor"):
-            numbers = all(isinstance(x, (int, float)) and x > 0 for x in getattr(self, name))
-            self.require(numbers, name, "hold numbers above 0")
+            self.require(min(getattr(self, name), default=1) > 0, name, "hold numbers above 0")
             object.__setattr__(self, name, tuple(float(x) for x in getattr(self, name)))
         self.require(
             len(self.long_factor) == len(self.short_factor),

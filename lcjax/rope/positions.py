@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.rope.base import Rope, Rotation
 from lcjax.rope.clex import Clex
 from lcjax.rope.default import Default
@@ -68,7 +68,8 @@ class Bf16Positions(Positions):
     bits: int = 8  # significant ones; with fewer, short rows look as long ones do to bfloat16
 
     def __post_init__(self):
-        if not 1 <= self.bits <= 24:
+        whole_number("positions.bits", self.bits, 1)
+        if self.bits > 24:
             raise InputError(
                 f"positions.bits={self.bits} (bf16) must lie in 1 ... 24: bfloat16 has 8, float32 "
                 "24 significant bits"
@@ -101,10 +102,7 @@ class E2Positions(Positions):
     original_length: int | None = None  # L; null: the rope's
 
     def __post_init__(self):
-        for name in ("max_scale", "window", "original_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"positions.{name}={value} (e2_llm) must be 1 or more")
+        whole_numbers("positions", self, 1, "max_scale", "window", "original_length")
 
     def sample(self, key, positions, *, rope, head_dim, params=None):
         if not isinstance(rope, (E2LLM, Default, Linear)):
@@ -154,8 +152,7 @@ class ClexPositions(Positions):
     max_factor: int | None = None  # null: the rope's
 
     def __post_init__(self):
-        if self.min_factor < 1:
-            raise InputError(f"positions.min_factor={self.min_factor} (clex) must be 1 or more")
+        whole_numbers("positions", self, 1, "min_factor", "max_factor")
 
     def sample(self, key, positions, *, rope, head_dim, params=None):
         if not isinstance(rope, Clex):

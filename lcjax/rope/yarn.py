@@ -122,8 +122,8 @@ class Yarn(Rope):
             factor=hf_number(rope, "factor"),
             original_length=rope.get("original_max_position_embeddings"),
             # transformers reads 0 as "the default"
-            beta_fast=float(rope.get("beta_fast") or 32.0),
-            beta_slow=float(rope.get("beta_slow") or 1.0),
+            beta_fast=hf_number(rope, "beta_fast", 32.0) or 32.0,
+            beta_slow=hf_number(rope, "beta_slow", 1.0) or 1.0,
             truncate=bool(rope.get("truncate", True)),
             **{k: hf_number(rope, k) for k in optional if rope.get(k) is not None},
         )

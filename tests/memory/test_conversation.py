@@ -5,7 +5,7 @@ import pytest
 from tiny_lm import sharper
 
 from lcjax import conversation as conversation_lib
-from lcjax.attention import Landmark
+from lcjax.attention import Landmark, Streaming
 from lcjax.build import ModelSection
 from lcjax.conversation import Conversation
 from lcjax.convert import ByteTokenizer
@@ -57,6 +57,19 @@ def test_turns_with_a_cache_equal_the_whole_text_read_at_once(lm):
         text += picked(lm, text, rest)
         assert talk.tokens == text
     assert picked(lm, text[:17], rest) != picked(lm, text[:17], None), "it does listen"
+
+
+@pytest.mark.slow
+def test_streaming_holds_a_conversation_of_any_length_in_a_cache_of_one_size(lm):
+    lm = lm.with_method(pattern=Streaming(sinks=2, recent=12))
+    talk, text = Conversation(lm, length=1_000_000, prefill_chunk=16), []
+    assert talk._cache.capacity == 64
+    for turn in range(3):  # of more tokens than the window and the cache hold
+        text += np.random.default_rng(turn).integers(32, 127, 40).tolist()
+        talk.read(text[len(talk.tokens) :])
+        talk.write(GREEDY)
+        text += picked(lm, text, None)
+        assert talk.tokens == text
 
 
 @pytest.mark.slow

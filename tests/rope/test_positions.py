@@ -70,7 +70,9 @@ def test_e2_needs_a_plain_rope_and_a_trained_length():
         E2Positions().sample(jax.random.key(0), positions, rope=Yarn(factor=2.0), head_dim=8)
     with pytest.raises(InputError, match=r"positions\.original_length=None"):
         E2Positions().sample(jax.random.key(0), positions, rope=Default(theta=1e4), head_dim=8)
-    with pytest.raises(InputError, match=r"positions\.max_scale=0 \(e2_llm\) must be 1"):
+    with pytest.raises(
+        InputError, match=r"positions\.max_scale=0 must be a whole number of at least 1"
+    ):
         E2Positions(max_scale=0)
     out, _ = E2Positions(original_length=64).sample(
         jax.random.key(0), positions, rope=Linear(theta=1e4, factor=2.0), head_dim=8
@@ -207,5 +209,5 @@ def test_bf16_positions_may_leave_frequencies_and_have_other_bits():
         jax.random.key(0), counted(1, 512), rope=rope, head_dim=32
     )
     np.testing.assert_array_equal(whole[0], np.arange(512))
-    with pytest.raises(InputError, match=r"positions\.bits=0 \(bf16\) must lie in 1 \.\.\. 24"):
-        Bf16Positions(bits=0)
+    with pytest.raises(InputError, match=r"positions\.bits=25 \(bf16\) must lie in 1 \.\.\. 24"):
+        Bf16Positions(bits=25)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from lcjax.rope import Default, Rotation, Yarn, rotate
-from lcjax.rope.angle import angles
 
 HEAD = 64
 INV_FREQ, _ = Default(theta=1e4).frequencies(HEAD, 1)
@@ -36,37 +35,6 @@ def test_rotation_is_right_at_any_position(last, dtype, compiled):
     out = turn(jnp.asarray(x), jnp.asarray(positions, dtype), jnp.asarray(INV_FREQ))
     # A product rounded to float32 is off by 4e-3 at 131,071 and by 0.12 at 4,000,000.
     np.testing.assert_allclose(out, rotate64(x, positions, INV_FREQ), rtol=1e-6, atol=2e-6)
-
-
-def test_angles_are_right_at_fractions_and_at_frequencies_of_any_size():
-    frequencies = np.float32([100.0, 2 * np.pi, 3.0, 1.0, 0.3, 1e-3, 1e-9, 1e-20, 0.0])
-    rng = np.random.default_rng(3)
-    for top in (1.0, 1e3, 4e6):
-        positions = rng.uniform(-top, top, (1, 200)).astype(np.float32)
-        exact = positions.astype(np.float64)[..., None] * frequencies.astype(np.float64)
-        got = np.asarray(jax.jit(angles)(positions, frequencies), np.float64)
-        short = (got - exact + np.pi) % (2 * np.pi) - np.pi
-        assert np.abs(short).max() < 1e-5  # 100 times a fraction of a token, in float32
-        assert np.abs(short[..., 3:]).max() < 6e-7
-        slow = exact[..., 5:]  # where a turn is not half over, small angles stay exact, too
-        small = np.abs(slow) < 3
-        np.testing.assert_allclose(got[..., 5:][small], slow[small], rtol=1e-6, atol=1e-10)
-
-
-def test_gradients_of_frequencies_and_positions_are_right_at_large_positions():
-    positions = np.array([[3.0, 1000.5, 4_000_000.0]], np.float32)
-    frequencies = np.stack([INV_FREQ, INV_FREQ / 3])[:1]
-
-    def total(frequencies, positions):
-        return jnp.sum(jnp.sin(angles(positions, frequencies)))
-
-    gradient = jax.jit(jax.grad(total, (0, 1)))
-    of_frequencies, of_positions = gradient(jnp.asarray(frequencies), positions)
-    wide, place = frequencies[:, None].astype(np.float64), positions[..., None].astype(np.float64)
-    slope = np.cos(place * wide)
-    tolerance = {"rtol": 1e-5, "atol": 1e-5}
-    np.testing.assert_allclose(of_frequencies / 4e6, (slope * place).sum(1) / 4e6, **tolerance)
-    np.testing.assert_allclose(of_positions, (slope * wide).sum(-1), **tolerance)
 
 
 def test_bfloat16_features_are_rotated_by_float32_angles():

