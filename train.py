@@ -8,7 +8,7 @@ and says what memory they need; nothing is loaded.
 
 import sys
 
-from lcjax import distributed
+from lcjax.parallel import distributed
 from lcjax.training import TrainConfig, compile_only, run
 
 if __name__ == "__main__":

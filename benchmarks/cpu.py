@@ -90,8 +90,8 @@ def _seconds(function) -> float:
 def _lcjax(case: str, folder: str, length: int):
     if case == "train":
         return _lcjax_train(folder, length)
-    from lcjax.inference.sampling import Sampling
-    from lcjax.lm import LanguageModel
+    from lcjax.generation.language_model import LanguageModel
+    from lcjax.generation.sampling import Sampling
 
     lm = LanguageModel.load(folder)
     prompt = _prompt(length)[0].tolist()
@@ -114,17 +114,17 @@ def _lcjax_train(folder: str, length: int):
     import jax
     import numpy as np
 
-    from lcjax import convert
-    from lcjax.build import ModelSection
+    from lcjax import checkpoints
+    from lcjax.checkpoints.build import ModelSection
+    from lcjax.parallel.sharding import Mesh, make_mesh
     from lcjax.rope import PlainPositions
-    from lcjax.sharding import Mesh, make_mesh
     from lcjax.training import optim
     from lcjax.training.config import TrainSection
     from lcjax.training.objective import language_model
     from lcjax.training.state import init_state
     from lcjax.training.step import make_train_step
 
-    params, config, _ = convert.load(folder)
+    params, config, _ = checkpoints.load(folder)
     config = config.replace(remat=ModelSection().remat)  # as train.py does
     section = TrainSection(lr=1e-5, steps=1000, warmup_steps=0)
     optimizer = optim.optimizer(section)

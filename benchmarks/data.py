@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pyarrow
 
-from lcjax.convert import load_tokenizer
+from lcjax.checkpoints import load_tokenizer
 from lcjax.data import DataConfig, Share, TextSource, TokenSource, Upsample, documents, make_loader
 from lcjax.data.prepare import PrepareConfig, prepare
 

@@ -142,7 +142,7 @@ def _tokens(model, case: str, sample: dict) -> int:
 
 def _lcjax(folder: str):
     from lcjax.evaluation.lm_eval import HarnessModel
-    from lcjax.lm import LanguageModel
+    from lcjax.generation.language_model import LanguageModel
 
     return HarnessModel(LanguageModel.load(folder), max_length=LENGTH, batch_size=BATCH)
 

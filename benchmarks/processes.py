@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CPU = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
 EXPORT = (
-    "from lcjax import convert; import sys;"
-    "convert.save_hf(sys.argv[1], *convert.load('smollm2-135m-instruct'))"
+    "from lcjax import checkpoints; import sys;"
+    "checkpoints.save_hf(sys.argv[1], *checkpoints.load('smollm2-135m-instruct'))"
 )
 
 

@@ -50,7 +50,7 @@ def reader(config):
     """A `LanguageModel` of random weights."""
     import jax
 
-    from lcjax.lm import LanguageModel
+    from lcjax.generation.language_model import LanguageModel
     from lcjax.models import Decoder
     from lcjax.models.initial import random_params
 
@@ -77,7 +77,7 @@ def read_and_write(config, length: int, *, chunk: int | None, projected: bool = 
     import numpy as np
 
     from lcjax.evaluation.measure import highest_bytes, reset_peak
-    from lcjax.inference.sampling import Sampling
+    from lcjax.generation.sampling import Sampling
 
     lm = reader(config)
     text = np.random.default_rng(0).integers(3, config.vocab_size, length).tolist()

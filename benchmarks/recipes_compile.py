@@ -20,7 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from lcjax import config as config_lib
 from lcjax.cost.chips import Topology
-from lcjax.sharding import AXES
+from lcjax.parallel.sharding import AXES
 from lcjax.training import TrainConfig, compile_only
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

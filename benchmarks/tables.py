@@ -9,7 +9,8 @@ blocks are visited. A TPU's lists are those of a training step: by rows twice, b
 import argparse
 import time
 
-from pallas_kernels import _tpu_tables, causal, chunks, documents, keys_in, prefix, stride, window
+from pallas_kernels import causal, chunks, documents, keys_in, prefix, stride, window
+from pallas_kernels.backends.tpu import tables as _tpu_tables
 from pallas_kernels.tables import from_mask, transpose
 
 

@@ -24,8 +24,10 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from pallas_kernels import _tpu, _tpu_tables, causal, prefix, window
-from pallas_kernels.backends import Operands, Spec
+from pallas_kernels import causal, prefix, window
+from pallas_kernels.backends.tpu import attention as _tpu
+from pallas_kernels.backends.tpu import tables as _tpu_tables
+from pallas_kernels.dispatch import Operands, Spec
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LONG = 131072

@@ -37,7 +37,7 @@ class Notes:
     def __init__(self, tokenizer, chunk: int, seed):
         from pydoc_data.topics import topics
 
-        from lcjax.convert.tokenizer import inside
+        from lcjax.checkpoints.tokenizer import inside
 
         self.encode = lambda text: inside(tokenizer, text)
         self.tokenizer, self.size, self.rng = tokenizer, chunk // 2, np.random.default_rng(seed)
@@ -86,8 +86,8 @@ class Notes:
 
 def train(seed: int) -> Path:
     """The folder of a model that has learned to read notes."""
+    from lcjax.checkpoints.load import load_tokenizer
     from lcjax.config import parse
-    from lcjax.convert.load import load_tokenizer
     from lcjax.training import TrainConfig, run
 
     config = parse(TrainConfig, ["--config", RECIPE])
@@ -107,7 +107,7 @@ def train(seed: int) -> Path:
 
 def found(args, lm, policy, chunks: int, closed: bool) -> list[float]:
     """The share of passwords that are found in the left and in the right half of a chunk."""
-    from lcjax.inference.sampling import Sampling
+    from lcjax.generation.sampling import Sampling
 
     memory = dataclasses.replace(lm.config.memory, policy=policy)
     reader, shares = lm.with_method(memory=memory), []
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    from lcjax.lm import LanguageModel
+    from lcjax.generation.language_model import LanguageModel
     from lcjax.memory import QueryAware, Right
     from lcjax.memory.policies import Random
 

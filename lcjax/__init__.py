@@ -14,26 +14,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors; what runs is `__getattr__`
-    from lcjax import attention, convert, data, evaluation, models, rope, training
-    from lcjax.build import ModelSection
-    from lcjax.conversation import Conversation
+    from lcjax import attention, checkpoints, data, evaluation, models, rope, training
+    from lcjax.checkpoints.build import ModelSection
     from lcjax.errors import InputError
-    from lcjax.inference.sampling import Sampling
-    from lcjax.lm import LanguageModel
-    from lcjax.replug import Replug
-    from lcjax.sharding import Mesh
+    from lcjax.generation.conversation import Conversation
+    from lcjax.generation.language_model import LanguageModel
+    from lcjax.generation.replug import Replug
+    from lcjax.generation.sampling import Sampling
+    from lcjax.parallel.sharding import Mesh
 
     __version__: str
 
-_MODULES = ("attention", "convert", "data", "evaluation", "models", "rope", "training")
+_MODULES = ("attention", "checkpoints", "data", "evaluation", "models", "rope", "training")
 _NAMES = {
-    "Conversation": "lcjax.conversation",
+    "Conversation": "lcjax.generation.conversation",
     "InputError": "lcjax.errors",
-    "LanguageModel": "lcjax.lm",
-    "Mesh": "lcjax.sharding",
-    "ModelSection": "lcjax.build",
-    "Replug": "lcjax.replug",
-    "Sampling": "lcjax.inference.sampling",
+    "LanguageModel": "lcjax.generation.language_model",
+    "Mesh": "lcjax.parallel.sharding",
+    "ModelSection": "lcjax.checkpoints.build",
+    "Replug": "lcjax.generation.replug",
+    "Sampling": "lcjax.generation.sampling",
 }
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
     "Sampling",
     "__version__",
     "attention",
-    "convert",
+    "checkpoints",
     "data",
     "evaluation",
     "models",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.backends import REFERENCE
+from pallas_kernels.dispatch import REFERENCE
 
 
 def on_any_mesh(attention: Callable) -> Callable:

@@ -2,7 +2,7 @@
 
 `flash` is the public function and holds the one gradient rule of all backends. What a backend is
 given and must answer (`forward`, `backward`, `unsupported` over `Operands` and `Spec`), and how one
-is chosen, is written in `pallas_kernels/backends.py`.
+is chosen, is written in `pallas_kernels/dispatch.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
-from pallas_kernels import backends, reference
+from pallas_kernels import dispatch, reference
 from pallas_kernels._checks import (
     check_arrays,
     check_mask,
@@ -25,9 +25,9 @@ from pallas_kernels._checks import (
     check_scale,
 )
 from pallas_kernels._meshes import on_any_mesh
-from pallas_kernels.backends import Constant, Operands, Spec
 from pallas_kernels.biases import Bias, of_heads
 from pallas_kernels.block_table import BlockTable
+from pallas_kernels.dispatch import Constant, Operands, Spec
 from pallas_kernels.masks import Mask, by_heads, everything
 from pallas_kernels.merging import with_sinks
 from pallas_kernels.sharded import Layout, over_mesh
@@ -79,7 +79,7 @@ def flash(
     layout: a `Layout`: over which axes of a mesh rows, heads and the length are split, and whether
         a length that is cut is put together by a ring or an all-to-all exchange
         (`pallas_kernels.sharded`). None leaves it to the compiler, which cannot split kernels.
-    implementation: a name of `pallas_kernels.backends.BACKENDS`, "reference" (dense, for tests), or
+    implementation: a name of `pallas_kernels.dispatch.BACKENDS`, "reference" (dense, for tests), or
         None for the platform's own: on GPUs what was measured to be right and fastest there
         (`pallas_kernels.measured`; `explain` says which, and why).
 
@@ -103,7 +103,7 @@ def flash(
         out, lse = _of_nothing(q, v)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     places = _rows(q_index), _rows(k_index), q_segments, k_segments
-    if implementation == backends.REFERENCE:
+    if implementation == dispatch.REFERENCE:
         options = dict(soft_cap=soft_cap, bias=bias, sinks=sinks, table=table)
         return reference.attention(q, k, v, *places, mask=mask, scale=scale, **options)
     static = table is not None and table.static
@@ -189,12 +189,12 @@ def _attention(implementation: str | None, q, k, v, operands: Operands, spec: Sp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _differentiable(q, k, v, operands, spec, implementation):
-    return backends.choose_and_run("forward", implementation, (q, k, v), operands, spec)
+    return dispatch.choose_and_run("forward", implementation, (q, k, v), operands, spec)
 
 
 def _forward(q, k, v, operands, spec, implementation):
     q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
-    out, lse = backends.choose_and_run("forward", implementation, (q, k, v), operands, spec)
+    out, lse = dispatch.choose_and_run("forward", implementation, (q, k, v), operands, spec)
     # What a remat policy may keep by name: with it the backward pass computes no attention again.
     out, lse = (checkpoint_name(x, "attention") for x in (out, lse))
     return (out, lse), (q, k, v, operands, out, lse)
@@ -206,7 +206,7 @@ def _backward(spec, implementation, saved, cotangents):
     d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     d_out = jnp.zeros_like(out) if d_out is None else d_out
     arrays = (*arrays, out, lse, d_out, d_lse)
-    run = functools.partial(backends.choose_and_run, "backward", implementation)
+    run = functools.partial(dispatch.choose_and_run, "backward", implementation)
     *d_arrays, d_bias = run(arrays, operands, spec)
     if d_bias is not None:
         d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)

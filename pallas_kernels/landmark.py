@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import backends
+from pallas_kernels import dispatch
 from pallas_kernels._checks import check_arrays, check_places, check_scale
 from pallas_kernels._meshes import on_any_mesh
-from pallas_kernels.backends import LandmarkOperands, LandmarkSpec, Operands
+from pallas_kernels.dispatch import LandmarkOperands, LandmarkSpec, Operands
 from pallas_kernels.flash import flash
 from pallas_kernels.masks import Mask, causal, chunks, tail_of, window
 from pallas_kernels.merging import merge
@@ -64,7 +64,7 @@ def landmark_attention(
         Older blocks have to stand in consecutive keys; one whose start is not there is not seen.
     q_segments int [B, T], k_segments int [B, S]: documents; 0 is padding.
     layout: as in `flash`; keys of a length that is cut are gathered, and must lie in order.
-    implementation: as in `flash`: a name of `pallas_kernels.backends.LANDMARK`, "reference" (dense,
+    implementation: as in `flash`: a name of `pallas_kernels.dispatch.LANDMARK`, "reference" (dense,
         for tests), or None for the best one on this platform.
     """
     check_arrays("landmark_attention", q, k, v)
@@ -204,7 +204,7 @@ _moved.defvjp(
 )
 
 
-_run = functools.partial(backends.choose_and_run, family="landmark_attention")
+_run = functools.partial(dispatch.choose_and_run, family="landmark_attention")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -28,8 +28,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import backends
-from pallas_kernels.backends import Operands, Spec
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Operands, Spec
 from pallas_kernels.masks import Mask, PerHead, by_heads
 from pallas_kernels.merging import merge
 
@@ -106,7 +106,7 @@ def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, la
 
     `split(attention, q, k, v, operands, spec)` calls attention for each run of heads with one mask.
     """
-    if backends.given_table(operands, spec) is not None:
+    if dispatch.given_table(operands, spec) is not None:
         raise ValueError("flash: a table lists blocks of a whole row; give a table or a layout")
     layout = layout.fitting(q, k)
     hops = _hops(spec.mask, q, k, operands, layout)
@@ -348,7 +348,7 @@ def _run(direction: str, implementation, layout: Layout, spec: Spec, arrays, ope
 
     def under(mask):
         own = replace(spec, mask=mask)
-        return lambda: backends.choose_and_run(direction, implementation, arrays, operands, own)
+        return lambda: dispatch.choose_and_run(direction, implementation, arrays, operands, own)
 
     if len(different) == 1:
         return under(different[0])()

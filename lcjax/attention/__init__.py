@@ -7,7 +7,7 @@ from lcjax.attention.bigbird import BigBird
 from lcjax.attention.causal import Causal
 from lcjax.attention.dual_chunk import DualChunk
 from lcjax.attention.inf_llm import InfLLM
-from lcjax.attention.landmark import Landmark
+from lcjax.attention.landmark.pattern import Landmark
 from lcjax.attention.lm_infinite import LMInfinite
 from lcjax.attention.longformer import Longformer
 from lcjax.attention.rerope import ReRoPE

@@ -16,11 +16,11 @@ import draccus
 import yaml
 
 from lcjax.config.decode import Text, section
+from lcjax.config.files import write_whole
 from lcjax.config.help import help_text
 from lcjax.config.read import near, read_yaml
 from lcjax.config.run import RunFolder, keep_traceback
 from lcjax.errors import InputError
-from lcjax.files import write_whole
 
 __all__ = ["RunFolder", "dump", "main", "parse"]
 

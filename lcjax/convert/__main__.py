@@ -7,10 +7,10 @@ from typing import NoReturn
 
 from tqdm.auto import tqdm
 
-from lcjax.convert.atomic import check_destination
-from lcjax.convert.hf_save import HF_FOLDER, save_hf
-from lcjax.convert.load import load
-from lcjax.convert.weights import DTYPES
+from lcjax.checkpoints.atomic import check_destination
+from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
+from lcjax.checkpoints.load import load
+from lcjax.checkpoints.weights import DTYPES
 from lcjax.errors import InputError
 
 

@@ -228,7 +228,7 @@ def note_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> 
 @functools.lru_cache(maxsize=64)  # the start of a run asks for them several times
 def parameter_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter by path, without making any."""
-    from lcjax.sharding import path_of
+    from lcjax.parallel.sharding import path_of
 
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     tree = jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens)["params"]

@@ -19,10 +19,10 @@ import numpy as np
 
 from lcjax.cost.compute import note_bytes, parameter_shapes
 from lcjax.errors import InputError
-from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
-from lcjax.offload import LAYER, STACK, Offload, offloadable
-from lcjax.sharding import AXES, Mesh, spec_of
+from lcjax.models.loss import cross_entropy
+from lcjax.parallel.offload import LAYER, STACK, Offload, offloadable
+from lcjax.parallel.sharding import AXES, Mesh, spec_of
 from lcjax.tree import nest, split, union
 
 _LOGITS = 2**30  # bytes of float32 logits that the loss makes at once on accelerators

@@ -25,8 +25,8 @@ def main(argv: list[str] | None = None) -> int:
 def _command(name: str) -> Callable[[list[str]], int]:
     """Imports no more than the command needs: `prepare` starts many processes."""
     if name == "teacher":
-        from lcjax import distributed
         from lcjax.data.teacher import TeacherConfig, teach
+        from lcjax.parallel import distributed
 
         return lambda words: distributed.main(TeacherConfig, teach, words)
     from lcjax import config

@@ -10,13 +10,13 @@ from typing import Any
 
 import grain
 
+from lcjax.attention.landmark.tokens import Landmarks, insert
 from lcjax.data.chunks import Hide
 from lcjax.data.config import DataConfig
 from lcjax.data.masking import Mask
 from lcjax.data.opening import Documents, all_empty, identity_of, open_split
 from lcjax.data.rows import Batch, PadBatch, Tokenise, finish, mixed_rows, rows_in_order
 from lcjax.errors import InputError
-from lcjax.landmarks import Landmarks, insert
 
 # Fields that may change at a resume: how fast batches come, and after how many they end.
 _FREE = ("threads", "prefetch", "repeat")
@@ -53,9 +53,9 @@ def make_loader(
       `targets` and `weights`, of the tokens in `chunks`.
 
     Every process builds the same global batch of `batch_size` rows and keeps its own: `rows`, from
-    `lcjax.sharding.process_rows`, or all. So the global batches do not depend on the number of
-    processes, all processes end together, and a position saved with one number of processes resumes
-    with another.
+    `lcjax.parallel.sharding.process_rows`, or all. So the global batches do not depend on the
+    number of processes, all processes end together, and a position saved with one number of
+    processes resumes with another.
 
     Rows of a source of type teacher have, of the K most probable next tokens of every place,
     `teacher_ids` int32 [B, T, K], `teacher_probabilities` float16 [B, T, K], and `teacher_rest`

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from lcjax.convert import load_tokenizer
+from lcjax.checkpoints import load_tokenizer
 from lcjax.data import report
 from lcjax.data.opening import source_files
 from lcjax.data.prepare_job import Job, Settings, finished, plan, scan, start, tokenise, write_json

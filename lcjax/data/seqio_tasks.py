@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.convert import Tokenizer, load_tokenizer
+from lcjax.checkpoints import Tokenizer, load_tokenizer
 from lcjax.data.config import DataConfig
 from lcjax.data.loader import make_loader
 from lcjax.data.opening import check_sources

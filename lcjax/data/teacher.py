@@ -21,10 +21,9 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from lcjax import distributed
 from lcjax.attention import Landmark
-from lcjax.build import ModelSection, build, check_source
-from lcjax.convert.run_folder import fingerprint
+from lcjax.checkpoints.build import ModelSection, build, check_source
+from lcjax.checkpoints.run_folder import fingerprint
 from lcjax.data.config import DataConfig
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.opening import check_sources
@@ -32,11 +31,12 @@ from lcjax.data.prepare import begin
 from lcjax.data.prepare_job import write_json
 from lcjax.data.sources import TEACHER_INDEX, TEACHER_PLAN, TeacherSource
 from lcjax.data.teacher_files import FORMAT, row_type
-from lcjax.distill import Teacher, largest_probabilities
-from lcjax.distributed import Distributed
 from lcjax.errors import InputError, whole_numbers
 from lcjax.models import Decoder, head
-from lcjax.sharding import Mesh, batch_sharding, make_mesh, process_rows
+from lcjax.models.distill import Teacher, largest_probabilities
+from lcjax.parallel import distributed
+from lcjax.parallel.distributed import Distributed
+from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, process_rows
 
 Row = dict[str, np.ndarray]
 

@@ -3,16 +3,16 @@
 import dataclasses
 
 from lcjax.attention import Pattern
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
-from lcjax.distributed import Distributed
 from lcjax.errors import InputError
 from lcjax.evaluation.split import ContextSplit, ReplugSplit
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
+from lcjax.parallel.distributed import Distributed
+from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Rope
-from lcjax.sharding import Mesh
 
 
 @dataclasses.dataclass(frozen=True)

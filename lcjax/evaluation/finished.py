@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lcjax import config as config_lib
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig

@@ -14,7 +14,7 @@ from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, 
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Task, Unit, filled
-from lcjax.inference.sampling import Sampling, Written
+from lcjax.generation.sampling import Sampling, Written
 
 OWN_WORDING = "lcjax-1"  # of prompts in this library's words, for records
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import draccus
 
-from lcjax.build import ModelSection
-from lcjax.convert import ByteTokenizer
-from lcjax.convert.identity import identity
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.build import ModelSection
+from lcjax.checkpoints.identity import identity
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method
 from lcjax.evaluation.split import ContextSplit, Split

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lcjax.convert.tokenizer import Tokenizer, inside
+from lcjax.checkpoints.tokenizer import Tokenizer, inside
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation.corpus import start_token
 

@@ -13,8 +13,8 @@ from typing import Any
 import draccus
 from tqdm import tqdm
 
-from lcjax import cost, distributed
-from lcjax.build import ModelSection, check_source
+from lcjax import cost
+from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
@@ -26,9 +26,10 @@ from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit, SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.evaluation.tasks.windows import PROTOCOLS
-from lcjax.lm import LanguageModel
-from lcjax.sharding import Mesh, make_mesh, padding_rows, rows_over
-from lcjax.shared_prefix import PrefixReader, batches, reader_of, shareable
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.shared_prefix import PrefixReader, batches, reader_of, shareable
+from lcjax.parallel import distributed
+from lcjax.parallel.sharding import Mesh, make_mesh, padding_rows, rows_over
 
 Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length

@@ -17,12 +17,12 @@ import numpy as np
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
-from lcjax.inference.contexts import context_chunk_size
-from lcjax.inference.contexts import cut as chunks_of
-from lcjax.inference.continuations import Continuation
+from lcjax.generation.contexts import context_chunk_size
+from lcjax.generation.contexts import cut as chunks_of
+from lcjax.generation.continuations import Continuation
+from lcjax.generation.replug import Replug
 from lcjax.memory import Beacon, Cepe, Policy, SharedLlm
 from lcjax.models.memory import Memory, check_memory
-from lcjax.replug import Replug
 
 SOURCES = ("own", "foreign")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lcjax import config as config_lib
-from lcjax.build import ModelSection, check_source
-from lcjax.convert import load_config
+from lcjax.checkpoints import load_config
+from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.errors import InputError
 from lcjax.evaluation.config import EvalConfig, Method, Study
 from lcjax.evaluation.records import folder_name

@@ -27,8 +27,8 @@ from lcjax.memory.leading import Leading, Reader, all_of
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import Attention, Context, Projections, kept
 from lcjax.models.memory import Encoded, Memory
+from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import rotate
-from lcjax.sharding import attention_layout
 
 
 @Memory.register_subclass("beacon")

@@ -22,7 +22,7 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.models.layers import Linear
 from lcjax.models.memory import Encoded, Memory, check_chunks
-from lcjax.sharding import keep_tokens
+from lcjax.parallel.sharding import keep_tokens
 
 
 @Memory.register_subclass("cepe")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import Linear, Norm
 from lcjax.models.memory import Encoded
-from lcjax.sharding import LENGTH, attention_layout
+from lcjax.parallel.sharding import LENGTH, attention_layout
 from pallas_kernels import flash
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.sharding import param_shardings, replicated
+from lcjax.parallel.sharding import param_shardings, replicated
 from lcjax.tree import union
 
 

@@ -16,17 +16,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lcjax import cache as cache_lib
 from lcjax.attention import Causal
 from lcjax.errors import InputError, whole_number
 from lcjax.memory.context_tree import gathered
+from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.models.layer_groups import apart
 from lcjax.models.layers import Keep
 from lcjax.models.memory import Encoded, Memory, check_chunks, token_axis
+from lcjax.parallel.sharding import LENGTH
 from lcjax.rope import Rotation
-from lcjax.sharding import LENGTH
 
 
 @dataclasses.dataclass(frozen=True)

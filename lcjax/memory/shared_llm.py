@@ -19,11 +19,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lcjax import cache as cache_lib
 from lcjax.errors import InputError, one_of
 from lcjax.memory.context_tree import Tree, gathered, kept, nodes, numbered
 from lcjax.memory.cross_attention import CrossAttention
 from lcjax.memory.policies import Policy, Right, search
+from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder, first_layer
 from lcjax.models.layers import Keep

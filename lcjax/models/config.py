@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from lcjax.attention import POSITIONS, Causal, Pattern
 from lcjax.errors import InputError
-from lcjax.lora import LoRA
+from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
 from lcjax.rope import Default, Rope
 from pallas_kernels.sharded import METHODS

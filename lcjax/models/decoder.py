@@ -7,20 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax import cache as cache_lib
 from lcjax.attention import order_indices
 from lcjax.errors import InputError
-from lcjax.loss import Projection
+from lcjax.models import cache as cache_lib
 from lcjax.models import layer_groups
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, Context, Head, Keep, Norm
 from lcjax.models.lookup import look_up
+from lcjax.models.loss import Projection
 from lcjax.models.memory import Encoded, check_memory
 from lcjax.models.mlm import MaskedHead
 from lcjax.models.offloaded import unboxed
 from lcjax.models.position import Position, no_rotation
+from lcjax.parallel.sharding import LENGTH, keep_tokens
 from lcjax.rope import Rotation
-from lcjax.sharding import LENGTH, keep_tokens
 from pallas_kernels import zigzag
 
 # "attention" keeps what a long text makes dearest to find again: in time and, where devices share
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
           segments: int32 [B, T], documents numbered from 1 and 0 for padding; one document if None.
           rotation: frequencies for this call; those of `config.rope` at length T (or at the
             cache's capacity: the request's full length) if None.
-          cache: the past, from `lcjax.cache.create`.
+          cache: the past, from `lcjax.models.cache.create`.
           order: int32 [T], the token that goes to each place before anything is computed, and so
             the order of the hidden states: that of `token_order`, which spreads work evenly.
           memory: the context that `encode` made; without, a model that could read one is the

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lcjax.attention import Bidirectional
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.sharding import param_shardings
+from lcjax.parallel.sharding import param_shardings
 
 _MORE = ("rope", "position")  # learned by some models, and known to every layer
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
-from lcjax.offload import host_shardings
-from lcjax.sharding import param_shardings
+from lcjax.parallel.offload import host_shardings
+from lcjax.parallel.sharding import param_shardings
 
 
 def _init(config: ModelConfig, key: jax.Array) -> dict:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from lcjax.models.layers import Context
 from lcjax.models.memory import Encoded
 from lcjax.models.offloaded import Offloaded
-from lcjax.sharding import param_shardings
+from lcjax.parallel.sharding import param_shardings
 
 
 def single(count: int) -> list[range]:

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lcjax import cache as cache_lib
 from lcjax.attention import Causal, attend
 from lcjax.attention.partial import rotate_queries
-from lcjax.loss import Projection
+from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
+from lcjax.models.loss import Projection
 from lcjax.models.matmul import matmul
 from lcjax.models.memory import Encoded
-from lcjax.reduce_scatter import ReduceScatter, gradient_reduce_scatter
+from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
+from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import Rotation, rotate
-from lcjax.sharding import attention_layout
 from pallas_kernels import Bias, flash
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lcjax.sharding import spec_of, spread_over, tokens_spec
+from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 
 
 def look_up(

@@ -5,7 +5,7 @@ import functools
 import jax
 from jax import lax
 
-from lcjax.reduce_scatter import ReduceScatter
+from lcjax.parallel.reduce_scatter import ReduceScatter
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

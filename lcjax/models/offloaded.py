@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 
-from lcjax.offload import fetched, is_offloaded
+from lcjax.parallel.offload import fetched, is_offloaded
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,8 @@ import numpy as np
 
 from lcjax.attention import Landmark, Pass, Pattern, Places
 from lcjax.errors import InputError
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
 from lcjax.models import Decoder
 from lcjax.pictures.weights import attention_weights
 from lcjax.rope import Rotation

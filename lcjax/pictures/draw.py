@@ -8,7 +8,7 @@ import numpy as np
 from lcjax.attention import Landmark, Pattern
 from lcjax.errors import InputError
 from lcjax.evaluation.report.plots import GREY, canvas, look, tokens
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.answer import AnswerAttention, answer_attention
 from lcjax.pictures.weights import mask_of
 from lcjax.rope import Default, Rope

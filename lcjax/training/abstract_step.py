@@ -9,17 +9,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from lcjax import checkpoints
 from lcjax import config as config_lib
-from lcjax import convert
-from lcjax.build import ModelSection, resolve
-from lcjax.convert.load import SMOLLM2
+from lcjax.attention.landmark.tokens import Landmarks
+from lcjax.checkpoints.build import ModelSection, resolve
+from lcjax.checkpoints.load import SMOLLM2
 from lcjax.cost import parameter_shapes
 from lcjax.errors import InputError
-from lcjax.landmarks import Landmarks
 from lcjax.models import PRESETS, ModelConfig, preset
 from lcjax.models.initial import abstract_params
 from lcjax.models.presets import HUB
-from lcjax.sharding import batch_sharding, replicated
+from lcjax.parallel.sharding import batch_sharding, replicated
 from lcjax.training import batches, optim
 from lcjax.training.assemble import jitted_step
 from lcjax.training.config import TrainConfig
@@ -51,7 +51,7 @@ def _architecture(section: ModelSection) -> ModelConfig:
     if section.path is None:
         raise InputError("model.path=null: give a checkpoint, or model.preset")
     if _is_here(section.path):
-        return convert.load_config(section.path)
+        return checkpoints.load_config(section.path)
     if (recipe := _made_by(section.path)) is not None:
         return model_of(recipe)
     if section.path not in HUB:

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lcjax import lora as lora_lib
-from lcjax.build import build
-from lcjax.convert.landmark import with_landmark
-from lcjax.convert.run_folder import Base, fingerprint
+from lcjax.checkpoints.build import build
+from lcjax.checkpoints.landmark import with_landmark
+from lcjax.checkpoints.run_folder import Base, fingerprint
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
-from lcjax.offload import to_host
-from lcjax.sharding import param_shardings, replicated
+from lcjax.models import lora as lora_lib
+from lcjax.parallel.offload import to_host
+from lcjax.parallel.sharding import param_shardings, replicated
 from lcjax.training.batches import check_context
 from lcjax.training.config import TrainConfig
 from lcjax.training.objective import language_model

@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from lcjax import convert
-from lcjax.build import resolve
+from lcjax import checkpoints
+from lcjax.attention.landmark.tokens import Landmarks
+from lcjax.checkpoints.build import resolve
 from lcjax.data import Loader, TeacherSource, make_loader
 from lcjax.data.teacher_files import TeacherFiles
-from lcjax.distill import check_top
 from lcjax.errors import InputError
-from lcjax.landmarks import Landmarks
 from lcjax.models import ModelConfig, preset
-from lcjax.sharding import LENGTH, batch_sharding, process_rows
+from lcjax.models.distill import check_top
+from lcjax.parallel.sharding import LENGTH, batch_sharding, process_rows
 from lcjax.training.config import TrainConfig
 
 
@@ -113,7 +113,7 @@ def check_text(config: TrainConfig) -> None:
     check_teacher(config)
     section = config.model
     try:
-        known = preset(section.preset) if section.preset else convert.load_config(section.path)
+        known = preset(section.preset) if section.preset else checkpoints.load_config(section.path)
     except InputError:
         return  # adapters, or what reading the model will say
     model = resolve(section, known)

@@ -11,7 +11,7 @@ from lcjax.cost.chips import Topology
 from lcjax.cost.verdict import Verdict, verdict
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
-from lcjax.sharding import AXES, make_mesh
+from lcjax.parallel.sharding import AXES, make_mesh
 from lcjax.training import abstract_step, batches, estimate
 from lcjax.training.config import TrainConfig
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lcjax.attention import Pattern
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import DataConfig
-from lcjax.distill import Distill
-from lcjax.distributed import Distributed
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.lora import LoRA
-from lcjax.offload import Offload
+from lcjax.models.distill import Distill
+from lcjax.models.lora import LoRA
+from lcjax.parallel.distributed import Distributed
+from lcjax.parallel.offload import Offload
+from lcjax.parallel.sharding import Mesh
 from lcjax.rope.positions import PlainPositions, Positions
-from lcjax.sharding import Mesh
 from lcjax.training.partition import matcher
 
 

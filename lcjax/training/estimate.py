@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import jax
 
 from lcjax import config as config_lib
-from lcjax import cost, sharding
+from lcjax import cost
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
-from lcjax.sharding import AXES, Mesh, mesh_sizes
+from lcjax.parallel import sharding
+from lcjax.parallel.sharding import AXES, Mesh, mesh_sizes
 from lcjax.training import abstract_step, batches
 from lcjax.training.config import TrainConfig
 from lcjax.training.partition import matcher

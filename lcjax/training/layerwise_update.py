@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from lcjax.offload import LAYER, STACK, fetched, put_back
+from lcjax.parallel.offload import LAYER, STACK, fetched, put_back
 from lcjax.tree import flatten, nest, union
 
 # ((parameters, state of the optimizer, average), gradients) -> the three after an update

@@ -13,12 +13,12 @@ import numpy as np
 
 from lcjax import config as config_lib
 from lcjax import cost
-from lcjax.build import check_source
-from lcjax.checkpoint import Checkpoints
-from lcjax.convert.run_folder import MODEL_CONFIG, check_frozen
+from lcjax.checkpoints.build import check_source
+from lcjax.checkpoints.orbax_io import Checkpoints
+from lcjax.checkpoints.run_folder import MODEL_CONFIG, check_frozen
 from lcjax.data import Loader, check_sources
 from lcjax.errors import InputError
-from lcjax.sharding import make_mesh, replicated
+from lcjax.parallel.sharding import make_mesh, replicated
 from lcjax.training import abstract_step, batches, estimate, optim, results
 from lcjax.training import folder as folder_lib
 from lcjax.training.assemble import Assembly, assemble, base_of, jitted_step

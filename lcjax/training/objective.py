@@ -5,14 +5,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lcjax.distill import Distill, Teacher, distillation
 from lcjax.errors import InputError
-from lcjax.loss import cross_entropy
 from lcjax.models import Decoder, ModelConfig, head
+from lcjax.models.distill import Distill, Teacher, distillation
+from lcjax.models.loss import cross_entropy
 from lcjax.models.memory import Encoded
 from lcjax.models.offloaded import boxed, unboxed
+from lcjax.parallel.sharding import LENGTH
 from lcjax.rope.positions import PlainPositions, Positions
-from lcjax.sharding import LENGTH
 from lcjax.tree import union
 
 Batch = dict[str, jax.Array]

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from lcjax import distributed
-from lcjax.lora import is_adapter
 from lcjax.models import ModelConfig
+from lcjax.models.lora import is_adapter
+from lcjax.parallel import distributed
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import TrainConfig
 from lcjax.training.progress import announce
@@ -36,8 +36,8 @@ def export(
     Adapters are merged one layer at a time while it is written: no second model in memory. All
     processes give their parts of the weights, the first one writes.
     """
-    from lcjax.convert import save_hf
-    from lcjax.convert.peft import save_peft
+    from lcjax.checkpoints import save_hf
+    from lcjax.checkpoints.peft import save_peft
 
     announce(f"writing {folder / folder_lib.MODEL}")
     if all(map(is_adapter, flatten(trained))):

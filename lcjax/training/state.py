@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.offload import Offload, fetched, host_shardings
-from lcjax.sharding import param_shardings
+from lcjax.parallel.offload import Offload, fetched, host_shardings
+from lcjax.parallel.sharding import param_shardings
 from lcjax.training.layerwise_update import joined
 from lcjax.training.optim import wide
 from lcjax.tree import flatten, nest

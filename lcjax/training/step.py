@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from lcjax.models.offloaded import differentiable, with_gradients
-from lcjax.offload import is_offloaded
+from lcjax.parallel.offload import is_offloaded
 from lcjax.training import optim
 from lcjax.training.layerwise_update import layerwise_update
 from lcjax.training.objective import Batch, Objective

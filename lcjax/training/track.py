@@ -7,8 +7,8 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
+from lcjax.config.files import write_whole
 from lcjax.errors import InputError
-from lcjax.files import write_whole
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import TrackSection
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import cache as cache_lib
 from lcjax.attention import Pattern, attend, order_indices
 from lcjax.models import Decoder, preset
+from lcjax.models import cache as cache_lib
 from lcjax.rope import Rotation
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import cache as cache_lib
 from lcjax.attention import (
     DualChunk,
     LMInfinite,
@@ -20,6 +19,7 @@ from lcjax.attention import (
     attend,
 )
 from lcjax.attention.partial import partial_attention
+from lcjax.models import cache as cache_lib
 from lcjax.models import preset
 from lcjax.models.layers import Context
 from lcjax.rope import rotate

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import cache as cache_lib
 from lcjax import cost
 from lcjax.attention import InfLLM, Places, attend, order_indices
 from lcjax.attention.partial import partial_attention
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
+from lcjax.models import cache as cache_lib
 from lcjax.models.layers import Context
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import Rotation
-from lcjax.sharding import Mesh, make_mesh
 from pallas_kernels import merge
 
 slow = pytest.mark.slow

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from lcjax.attention import Causal, ShiftedSparse
-from lcjax.convert import ByteTokenizer
-from lcjax.convert.hf_config import config_to_hf
-from lcjax.lm import LanguageModel
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.hf_config import config_to_hf
+from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.training import validation
 from lcjax.training.config import TrainConfig

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import cache as cache_lib
 from lcjax.attention import attend
-from lcjax.attention.landmark import Landmark
-from lcjax.attention.landmark_retrieval import Past
+from lcjax.attention.landmark.pattern import Landmark
+from lcjax.attention.landmark.retrieval import Past
 from lcjax.errors import InputError
+from lcjax.models import cache as cache_lib
 from lcjax.models import preset
 from lcjax.models.layers import Context
 from lcjax.rope import Rotation

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lcjax.attention import Causal, VerticalSlash, attend, order_indices
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
 from lcjax.models.position import no_rotation
 from lcjax.training.config import TrainConfig
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.runs import JaxRun
 from benchmarks.gpu.workers import ROOT, supervise
 from benchmarks.gpu.workloads import workloads
 from pallas_kernels import by_heads
-from pallas_kernels.backends import BACKENDS, Backend
+from pallas_kernels.dispatch import BACKENDS, Backend
 
 SMALL = {w.name: w for w in workloads(unit=8) if (w.heads, w.size) == (2, 32)}
 EVERY = pytest.mark.parametrize("w", SMALL.values(), ids=list(SMALL))
@@ -96,7 +96,7 @@ def test_without_a_gpu_nothing_is_begun_and_the_way_out_is_said(tmp_path, capsys
 @pytest.fixture
 def wrong(monkeypatch):
     """A backend whose outputs are a little too large."""
-    from pallas_kernels import _xla
+    from pallas_kernels.backends.xla import attention as _xla
 
     def forward(*inputs, **options):
         out, lse = _xla.forward(*inputs, **options)

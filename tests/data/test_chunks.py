@@ -8,10 +8,10 @@ import pytest
 from data_support import BOS, EOS, Bytes, assert_same, make_texts, write_jsonl
 
 from lcjax import config as configs
+from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.data import ChatSource, Chunks, DataConfig, Masking, Noise, TextSource, make_loader
 from lcjax.data.chunks import split
 from lcjax.errors import InputError
-from lcjax.landmarks import Landmarks
 
 FOUR = Chunks(count=4, length=6)  # 24 tokens
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from data_support import BOS, EOS, Bytes, Plain, assert_same, make_texts, write_jsonl
 
-from lcjax.convert import load_tokenizer
+from lcjax.attention.landmark.tokens import Landmarks
+from lcjax.checkpoints import load_tokenizer
 from lcjax.data import ChatSource, DataConfig, Masking, TextSource, make_loader
 from lcjax.errors import InputError
-from lcjax.landmarks import Landmarks
 
 
 @pytest.fixture(scope="module")

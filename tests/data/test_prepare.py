@@ -15,7 +15,7 @@ import pytest
 from data_support import Bytes, assert_same, make_texts, split_documents, write_jsonl
 
 import lcjax
-from lcjax.convert import load_tokenizer
+from lcjax.checkpoints import load_tokenizer
 from lcjax.data import DataConfig, Share, TextSource, TokenSource, Upsample, make_loader, prepare
 from lcjax.data import __main__ as command
 from lcjax.data import prepare_job as jobs

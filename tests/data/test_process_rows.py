@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_support import Bytes, assert_same, make_texts, write_jsonl
 
-from lcjax.checkpoint import Checkpoints
+from lcjax.checkpoints.orbax_io import Checkpoints
 from lcjax.data import (
     ChatSource,
     DataConfig,
@@ -19,7 +19,7 @@ from lcjax.data import (
     make_loader,
 )
 from lcjax.errors import InputError
-from lcjax.sharding import AXES, Mesh, batch_sharding, make_mesh, process_rows
+from lcjax.parallel.sharding import AXES, Mesh, batch_sharding, make_mesh, process_rows
 
 
 def mesh_of(shape, owners):

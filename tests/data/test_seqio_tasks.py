@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_support import BOS, EOS, Bytes, assert_same, make_texts, write_jsonl
 
-from lcjax.convert import ByteTokenizer
+from lcjax.checkpoints import ByteTokenizer
 from lcjax.data import ChatSource, Chunks, DataConfig, SeqioSource, TextSource, make_loader
 from lcjax.data.prepare import PrepareConfig, prepare
 from lcjax.data.seqio_chunks import context_chunks

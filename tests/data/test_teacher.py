@@ -9,14 +9,14 @@ import pytest
 from data_support import Bytes, assert_same, make_texts, write_jsonl
 
 from lcjax import config as configs
-from lcjax.build import ModelSection, build
-from lcjax.convert import ByteTokenizer
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data import Chunks, DataConfig, Noise, TeacherSource, TextSource, make_loader, teacher
 from lcjax.data import __main__ as command
 from lcjax.data.teacher import TeacherConfig, teach
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
-from lcjax.sharding import Mesh, make_mesh
+from lcjax.parallel.sharding import Mesh, make_mesh
 
 CHUNKS = Chunks(count=3, length=6)
 MODEL = ModelSection(preset="tiny")

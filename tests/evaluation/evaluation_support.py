@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
 from lcjax.evaluation.corpus import Corpus
-from lcjax.inference.continuations import Continuation
-from lcjax.inference.sampling import Written
+from lcjax.generation.continuations import Continuation
+from lcjax.generation.sampling import Written
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from evaluation_support import ByteTokenizer, records, texts
 
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.config import dump
 from lcjax.cost import Memory
 from lcjax.data import TextConfig
@@ -27,10 +27,10 @@ from lcjax.evaluation import (
     study,
 )
 from lcjax.evaluation.task import Limits, Unit
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.replug import Replug
+from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection, QueryAware, SharedLlmSection, Tree
-from lcjax.replug import Replug
 
 TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
 

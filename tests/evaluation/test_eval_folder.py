@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from evaluation_support import BigramModel, changed, fake, records
 
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation import Method, RunSection, run
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
 from lcjax.rope import Linear
 
 pytestmark = pytest.mark.usefixtures("quick")

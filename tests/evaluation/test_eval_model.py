@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from evaluation_support import texts
 
-from lcjax import shared_prefix
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, Niah, Passkey, Perplexity, RunSection, run
-from lcjax.lm import LanguageModel
+from lcjax.generation import shared_prefix
+from lcjax.generation.language_model import LanguageModel
+from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Linear
-from lcjax.sharding import Mesh
 
 
 @pytest.fixture(scope="module")

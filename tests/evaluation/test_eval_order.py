@@ -9,10 +9,10 @@ import pytest
 from evaluation_support import fake, records, texts
 from tqdm import tqdm
 
-from lcjax import distributed
 from lcjax.errors import InputError
 from lcjax.evaluation import Passkey, RunSection, run
 from lcjax.evaluation.task import Unit
+from lcjax.parallel import distributed
 
 run_module = importlib.import_module("lcjax.evaluation.run")
 

@@ -30,8 +30,8 @@ from lcjax.config import parse
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
+from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Linear
-from lcjax.sharding import Mesh
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from evaluation_support import BlankInFront, ByteTokenizer
 
-from lcjax.convert.tokenizer import inside
+from lcjax.checkpoints.tokenizer import inside
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Budget, Layout, Segment, cut_text, fit
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, generate
-from lcjax.inference.sampling import Sampling
+from lcjax.generation.sampling import Sampling
 
 TOKENIZER = ByteTokenizer()
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from tiny_lm import ids, sharper
 
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation import ContextSplit, ReplugSplit
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.replug import Replug
 from lcjax.memory import CepeSection
-from lcjax.replug import Replug
 
 PROMPTS = [ids(1, 60), ids(2, 20)]
 OPTIONS = [[ids(3, 4), ids(4, 1)], [ids(5, 4), ids(6, 2)]]

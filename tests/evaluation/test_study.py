@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from evaluation_support import ByteTokenizer, fake, only_the_run
 
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.config import dump, parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Passkey, RunSection, run, study

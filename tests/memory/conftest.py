@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from lcjax.inference import context_store
+from lcjax.generation import context_store
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import numpy as np
 from safetensors.numpy import load_file
 from tiny_lm import text
 
-from lcjax.build import ModelSection, build
-from lcjax.convert.weights import TensorInfo
+from lcjax.checkpoints.build import ModelSection, build
+from lcjax.checkpoints.weights import TensorInfo
 from lcjax.memory import SharedLlmSection
 from lcjax.models import Decoder
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope.positions import PlainPositions
-from lcjax.sharding import Mesh, make_mesh
 from lcjax.training.objective import language_model
 from lcjax.training.partition import trainable
 from lcjax.tree import flatten, split

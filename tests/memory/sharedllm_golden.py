@@ -5,8 +5,8 @@ import functools
 import numpy as np
 from memory_support import Golden
 
-from lcjax.convert.shared_llm import config_from_hf
-from lcjax.convert.weights import read_params, spread_layers
+from lcjax.checkpoints.shared_llm import config_from_hf
+from lcjax.checkpoints.weights import read_params, spread_layers
 from lcjax.models import Decoder
 
 GOLDEN = Golden("sharedllm")

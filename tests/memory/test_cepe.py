@@ -10,15 +10,15 @@ import pytest
 from memory_support import assert_close, assert_trained_alike_on, batch, gradients, read
 from tiny_lm import text
 
-from lcjax import cache as cache_lib
-from lcjax import convert
-from lcjax.build import ModelSection, build, resolve
-from lcjax.convert.safetensors_io import SafetensorsFolder
-from lcjax.convert.weights import read_params, spread_layers
+from lcjax import checkpoints
+from lcjax.checkpoints.build import ModelSection, build, resolve
+from lcjax.checkpoints.safetensors_io import SafetensorsFolder
+from lcjax.checkpoints.weights import read_params, spread_layers
 from lcjax.errors import InputError
-from lcjax.loss import cross_entropy
 from lcjax.memory import CepeSection, with_memory
 from lcjax.models import Decoder, head, preset, unstack_layers
+from lcjax.models import cache as cache_lib
+from lcjax.models.loss import cross_entropy
 from lcjax.tree import flatten, split
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -246,8 +246,8 @@ def test_loss_and_gradients_are_the_same_on_any_mesh(sizes):
 @pytest.mark.parametrize("layers", [None, 1])
 def test_a_saved_folder_is_read_back_bit_for_bit(layers, tmp_path):
     model, params = small(layers=layers)
-    convert.save_hf(tmp_path / "model", params, model.config)
-    config = convert.load_config(tmp_path / "model")
+    checkpoints.save_hf(tmp_path / "model", params, model.config)
+    config = checkpoints.load_config(tmp_path / "model")
     assert config.memory == model.config.memory
     found = read_params(SafetensorsFolder(tmp_path / "model"), config)
     found = found if config.stacked else spread_layers(found, config)
@@ -257,8 +257,8 @@ def test_a_saved_folder_is_read_back_bit_for_bit(layers, tmp_path):
 
 def test_the_encoders_own_folder_is_read_back_bit_for_bit(tmp_path):
     encoder, params, _ = build(ModelSection(preset="tiny-encoder"))
-    convert.save_hf(tmp_path / "encoder", params, encoder.config)
-    config = convert.load_config(tmp_path / "encoder")
+    checkpoints.save_hf(tmp_path / "encoder", params, encoder.config)
+    config = checkpoints.load_config(tmp_path / "encoder")
     found = read_params(SafetensorsFolder(tmp_path / "encoder"), config)
     jax.tree.map(np.testing.assert_array_equal, found, params)
     assert config.mlm_head and config.pattern == encoder.config.pattern

@@ -11,14 +11,14 @@ from memory_support import assert_most_probable, assert_reads, picked
 from tiny_lm import ids, sharper
 
 from lcjax.attention import Landmark
-from lcjax.build import ModelSection
-from lcjax.convert import ByteTokenizer
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection
 from lcjax.models import Decoder
-from lcjax.sharding import Mesh
+from lcjax.parallel.sharding import Mesh
 
 SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)

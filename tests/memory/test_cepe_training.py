@@ -13,13 +13,13 @@ from tiny_lm import text
 from lcjax import config as configs
 from lcjax import cost
 from lcjax.attention import Bidirectional
-from lcjax.build import ModelSection, build
+from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data.teacher import TeacherConfig
 from lcjax.data.teacher_files import row_type
-from lcjax.distill import Distill
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models import preset
+from lcjax.models.distill import Distill
 from lcjax.rope.positions import PlainPositions
 from lcjax.training import abstract_step
 from lcjax.training.config import TrainConfig
@@ -208,7 +208,7 @@ def test_the_loss_with_a_teacher_is_both_losses_over_the_same_tokens():
 
 def test_the_compile_check_knows_the_shapes_of_a_teachers_rows(at_the_root):
     recipe = read("ceped_7b_chat", "--train.batch_size=2", "--train.distill.top=5")
-    from lcjax.sharding import Mesh, make_mesh
+    from lcjax.parallel.sharding import Mesh, make_mesh
 
     mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
     shapes = abstract_step._batch(recipe, abstract_step.model_of(recipe), mesh)

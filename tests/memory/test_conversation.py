@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from tiny_lm import sharper
 
-from lcjax import conversation as conversation_lib
 from lcjax.attention import Landmark, Streaming
-from lcjax.build import ModelSection
-from lcjax.conversation import Conversation
-from lcjax.convert import ByteTokenizer
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.inference import contexts as contexts_lib
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
+from lcjax.generation import contexts as contexts_lib
+from lcjax.generation import conversation as conversation_lib
+from lcjax.generation.conversation import Conversation
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection
-from lcjax.sharding import Mesh
+from lcjax.parallel.sharding import Mesh
 
 GREEDY = Sampling(max_new_tokens=5, min_new_tokens=5)
 PASSAGES = ["The harbour was quiet that morning.", "A gull walked along the wall."]
@@ -84,7 +84,7 @@ def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch
         encoded.extend(len(chunk) for row in rows for chunk in row)
         return encode(model, params, rows, **options)
 
-    monkeypatch.setattr("lcjax.lm.encode_chunks", noted)
+    monkeypatch.setattr("lcjax.generation.language_model.encode_chunks", noted)
     talk.add_context(PASSAGES[1:])
     assert encoded == [len(PASSAGES[1])], "the old chunks are not encoded again"
     talk.read([70])

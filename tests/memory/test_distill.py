@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.distill import Distill, Teacher, distillation, divergence, largest_probabilities
 from lcjax.errors import InputError
-from lcjax.loss import Projection, cross_entropy
 from lcjax.models import head
-from lcjax.sharding import Mesh, batch_sharding, make_mesh
+from lcjax.models.distill import Distill, Teacher, distillation, divergence, largest_probabilities
+from lcjax.models.loss import Projection, cross_entropy
+from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh
 
 MODES = ("drop", "renormalise", "rest", "smooth")
 

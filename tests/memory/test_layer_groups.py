@@ -9,12 +9,12 @@ import pytest
 from memory_support import assert_close
 from tiny_lm import text
 
-from lcjax import cache as cache_lib
-from lcjax.lora import LoRA
 from lcjax.memory import Cepe, SharedLlmSection
 from lcjax.models import Decoder, layer_groups, preset
+from lcjax.models import cache as cache_lib
+from lcjax.models.lora import LoRA
 from lcjax.models.offloaded import Offloaded
-from lcjax.sharding import Mesh, make_mesh, param_shardings
+from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.tree import flatten, nest, split
 
 FIVE = preset("tiny").replace(num_layers=5, width=32, mlp_width=48, head_dim=8)

@@ -11,13 +11,13 @@ from memory_support import assert_close
 from tiny_lm import text
 from window_oracle import Llama, with_beacons, with_summaries
 
-from lcjax import cache as cache_lib
 from lcjax.attention import Sliding
-from lcjax.build import ModelSection, build, resolve
+from lcjax.checkpoints.build import ModelSection, build, resolve
 from lcjax.cost.compute import parameter_shapes
 from lcjax.errors import InputError
 from lcjax.memory import AutoCompressorSection, Beacon, BeaconSection
 from lcjax.models import Decoder, preset, unstack_layers
+from lcjax.models import cache as cache_lib
 from lcjax.rope import DynamicNTK
 from lcjax.training.partition import matcher
 from lcjax.tree import flatten, nest

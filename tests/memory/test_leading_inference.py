@@ -9,15 +9,15 @@ import pytest
 from memory_support import TOLERANCE, assert_close, assert_most_probable, assert_reads, picked
 from tiny_lm import ids, sharper
 
-from lcjax.build import ModelSection
-from lcjax.conversation import Conversation
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation.split import ContextSplit
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
+from lcjax.generation.conversation import Conversation
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
 from lcjax.memory import AutoCompressorSection, BeaconSection
+from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Linear
-from lcjax.sharding import Mesh
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

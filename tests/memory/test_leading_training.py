@@ -9,17 +9,17 @@ import pytest
 from memory_support import assert_trained_alike_on, batch, gradients
 from tiny_lm import text
 
-from lcjax import convert, cost
-from lcjax.build import ModelSection, build
-from lcjax.convert.safetensors_io import SafetensorsFolder
-from lcjax.convert.weights import read_params
+from lcjax import checkpoints, cost
+from lcjax.checkpoints.build import ModelSection, build
+from lcjax.checkpoints.safetensors_io import SafetensorsFolder
+from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
-from lcjax.lora import LoRA
 from lcjax.memory import AutoCompressorSection, BeaconSection
 from lcjax.memory.config import from_note
 from lcjax.models import preset
+from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope.positions import E2Positions, PlainPositions
-from lcjax.sharding import Mesh, make_mesh
 from lcjax.training.assemble import new_adapters
 from lcjax.training.objective import language_model
 from lcjax.training.step import accumulate
@@ -110,8 +110,8 @@ def test_tokens_that_are_moved_in_training_are_refused():
 @pytest.mark.parametrize("section", [BEACON, SUMMARY], ids=["beacon", "auto_compressor"])
 def test_a_saved_folder_is_read_back_bit_for_bit(section, tmp_path):
     model, params = small(section)
-    convert.save_hf(tmp_path / "model", params, model.config)
-    config = convert.load_config(tmp_path / "model")
+    checkpoints.save_hf(tmp_path / "model", params, model.config)
+    config = checkpoints.load_config(tmp_path / "model")
     assert config.memory == model.config.memory
     source = SafetensorsFolder(tmp_path / "model")
     found = read_params(source, config)
@@ -123,14 +123,14 @@ def test_a_saved_folder_is_read_back_bit_for_bit(section, tmp_path):
 
 
 def test_a_note_that_was_not_written_here_is_refused():
-    hf = convert.config_to_hf(small(SUMMARY)[0].config)
+    hf = checkpoints.config_to_hf(small(SUMMARY)[0].config)
     for wrong in ({"type": "lstm"}, {"type": "beacon", "window": 3}, "beacon", ["beacon"], 3):
         with pytest.raises(InputError, match="config.json: lcjax_memory=.*beacon, auto_compressor"):
-            convert.config_from_hf(hf | {"lcjax_memory": wrong})
+            checkpoints.config_from_hf(hf | {"lcjax_memory": wrong})
     for ratios in (2, "2"):
         with pytest.raises(InputError, match="ratios=.?2.? must be a list of whole numbers"):
             note = {"type": "beacon", "chunk": 8, "ratio": 4, "ratios": ratios}
-            convert.config_from_hf(hf | {"lcjax_memory": note})
+            checkpoints.config_from_hf(hf | {"lcjax_memory": note})
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def test_a_note_that_was_not_written_here_is_refused():
     [("summary_length", 50, "auto_compressor"), ("beacon_window", 1024, "beacon")],
 )
 def test_a_released_checkpoint_is_refused_by_name(name, value, kind):
-    hf = convert.config_to_hf(small(SUMMARY)[0].config)
+    hf = checkpoints.config_to_hf(small(SUMMARY)[0].config)
     hf.pop("lcjax_memory")
     words = f"config.json: {name}={value} is of a released.*load the Llama.*memory.type={kind}"
     with pytest.raises(InputError, match=words):
-        convert.config_from_hf(hf | {name: value})
-    assert convert.config_from_hf(hf | {name: 0}).memory is None
+        checkpoints.config_from_hf(hf | {name: value})
+    assert checkpoints.config_from_hf(hf | {name: 0}).memory is None
 
 
 @BOTH

@@ -13,10 +13,10 @@ import tree_oracle as oracle
 from memory_support import assert_close, read, small_shared_llm
 from tiny_lm import text
 
-from lcjax.convert.hf_names import entries
-from lcjax.loss import cross_entropy
+from lcjax.checkpoints.hf_names import entries
 from lcjax.memory import QueryAware, Random, shared_llm
 from lcjax.models import Decoder, head
+from lcjax.models.loss import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 SLOW = pytest.mark.slow

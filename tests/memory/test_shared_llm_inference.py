@@ -10,14 +10,14 @@ import pytest
 from memory_support import assert_most_probable, assert_reads, picked
 from tiny_lm import ids, sharper
 
-from lcjax.build import ModelSection
-from lcjax.conversation import Conversation
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.inference import context_store, contexts
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
+from lcjax.generation import context_store, contexts
+from lcjax.generation.conversation import Conversation
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
 from lcjax.memory import QueryAware, Random, Right, SharedLlmSection
-from lcjax.sharding import Mesh
+from lcjax.parallel.sharding import Mesh
 
 MEMORY = SharedLlmSection(layers=2, chunk=32, ratios=(4, 2, 1), policy=QueryAware(), out=1.0)
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)

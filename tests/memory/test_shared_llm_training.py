@@ -10,17 +10,17 @@ import pytest
 from memory_support import SECTION, assert_trained_alike_on, batch, gradients, small_shared_llm
 from tiny_lm import text
 
-from lcjax import convert, cost
-from lcjax.build import ModelSection, build, resolve
-from lcjax.convert import ByteTokenizer
-from lcjax.convert.safetensors_io import SafetensorsFolder
-from lcjax.convert.weights import read_params, spread_layers
+from lcjax import checkpoints, cost
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.build import ModelSection, build, resolve
+from lcjax.checkpoints.safetensors_io import SafetensorsFolder
+from lcjax.checkpoints.weights import read_params, spread_layers
 from lcjax.errors import InputError
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
 from lcjax.memory import Policy, QueryAware, Random, Right, SharedLlmSection, Tree
 from lcjax.memory.config import from_note
 from lcjax.models import Decoder, preset
-from lcjax.sharding import Mesh
+from lcjax.parallel.sharding import Mesh
 from lcjax.training import objective as objectives
 from lcjax.tree import flatten
 
@@ -150,10 +150,10 @@ def test_a_saved_folder_is_read_back_bit_for_bit(changes, tmp_path):
     model, params = small(**changes)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        convert.save_hf(tmp_path / "model", params, model.config)
+        checkpoints.save_hf(tmp_path / "model", params, model.config)
     misread = ["placement=interleaved as bottom" in str(w.message) for w in said]
     assert any(misread) == (changes.get("placement") == "interleaved")
-    config = convert.load_config(tmp_path / "model")
+    config = checkpoints.load_config(tmp_path / "model")
     assert config.memory == model.config.memory
     source = SafetensorsFolder(tmp_path / "model")
     found = read_params(source, config)
@@ -168,19 +168,19 @@ def test_a_saved_folder_is_read_back_bit_for_bit(changes, tmp_path):
 
 
 def test_a_config_of_the_released_code_says_what_it_computes():
-    hf = convert.config_to_hf(small()[0].config)
+    hf = checkpoints.config_to_hf(small()[0].config)
     del hf["lcjax_shared_llm"], hf["last_p"]
     hf |= {"last_p": '"32,32"', "do_retrieval": False}
-    memory = convert.config_from_hf(hf).memory
+    memory = checkpoints.config_from_hf(hf).memory
     assert memory.tree == Tree((16, 8, 4)) and memory.chunk == 1024 and memory.policy == Right()
     assert memory.positions == "released" and memory.reading(2) == (True, False)
     for kept, ratios in (("-1", (1, 1, 1)), ("0.25,0.25", (4, 4, 4)), ("64", (8, 4, 2))):
-        assert convert.config_from_hf(hf | {"last_p": kept}).memory.tree.ratios == ratios
+        assert checkpoints.config_from_hf(hf | {"last_p": kept}).memory.tree.ratios == ratios
     del hf["do_retrieval"]
-    assert convert.config_from_hf(hf).memory.policy == QueryAware()
+    assert checkpoints.config_from_hf(hf).memory.policy == QueryAware()
     for wrong in ({"last_p": "many"}, {"last_p": "2000"}, {"num_cross_attn_layers": 0}):
         with pytest.raises(InputError, match=next(iter(wrong))):
-            convert.config_from_hf(hf | wrong)
+            checkpoints.config_from_hf(hf | wrong)
 
 
 def test_sizes_of_the_7b_models():
@@ -210,7 +210,7 @@ def test_a_policy_without_a_name_is_not_saved():
     config = small()[0].config
     config = config.replace(memory=dataclasses.replace(config.memory, policy=Nameless()))
     with pytest.raises(InputError, match="has no name to be saved by; register its class"):
-        convert.config_to_hf(config)
+        checkpoints.config_to_hf(config)
 
 
 def test_what_a_context_costs():

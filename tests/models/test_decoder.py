@@ -8,12 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import cache as cache_lib
-from lcjax import lora as lora_lib
 from lcjax.attention import Sliding
 from lcjax.errors import InputError
-from lcjax.lora import LoRA
-from lcjax.loss import token_nll
 from lcjax.models import (
     Decoder,
     ModelConfig,
@@ -24,8 +20,12 @@ from lcjax.models import (
     unstack_layers,
     unstack_layers_in_place,
 )
+from lcjax.models import cache as cache_lib
+from lcjax.models import lora as lora_lib
+from lcjax.models.lora import LoRA
+from lcjax.models.loss import token_nll
+from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.rope import NTK, Default, Linear, Yarn
-from lcjax.sharding import Mesh, make_mesh, param_shardings
 from lcjax.tree import split
 
 TINY = preset("tiny")

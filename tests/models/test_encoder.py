@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from tiny_lm import ids
 
-from lcjax import convert
+from lcjax import checkpoints
 from lcjax.attention import Bidirectional
-from lcjax.build import ModelSection, build
-from lcjax.convert import ByteTokenizer
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.build import ModelSection, build
 from lcjax.errors import InputError
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
 from lcjax.memory import CepeSection
 from lcjax.models import Decoder, preset
 from lcjax.models.encoder import encoder_config, encoder_params
 from lcjax.models.initial import random_params
-from lcjax.sharding import Mesh, make_mesh
+from lcjax.parallel.sharding import Mesh, make_mesh
 
 CONFIG = preset("tiny").replace(num_layers=3, mlp_width=96)
 
@@ -30,7 +30,7 @@ def decoder(tmp_path_factory):
         branch["scale"] = jax.random.uniform(next(keys), branch["scale"].shape, minval=0.5)
     params["final_norm"]["scale"] = jax.random.uniform(next(keys), (CONFIG.width,), minval=0.5)
     folder = tmp_path_factory.mktemp("decoder") / "model"
-    convert.save_hf(folder, params, CONFIG, ByteTokenizer())
+    checkpoints.save_hf(folder, params, CONFIG, ByteTokenizer())
     return str(folder), params
 
 
@@ -85,7 +85,7 @@ def test_mask_is_the_mean_token_and_can_be_written(decoder):
 def test_a_decoder_reads_with_an_encoder_of_its_own_layers(decoder, tmp_path):
     folder, _ = decoder
     model, params, tokenizer = build(ModelSection(path=folder, encoder_layers=2))
-    convert.save_hf(tmp_path / "encoder", params, model.config, tokenizer)
+    checkpoints.save_hf(tmp_path / "encoder", params, model.config, tokenizer)
     section = CepeSection(encoder=str(tmp_path / "encoder"), out=1.0)
     lm = LanguageModel.load(folder, memory=section)
     tokens, context = np.array([ids(1, 20)]), [[ids(5, 30)]]
@@ -117,6 +117,6 @@ def test_bad_sections_are_refused(decoder, settings, message):
 
 def test_an_encoder_is_no_decoder_to_make_one_of(decoder, tmp_path):
     model, params, tokenizer = build(ModelSection(path=decoder[0], encoder_layers=2))
-    convert.save_hf(tmp_path / "encoder", params, model.config, tokenizer)
+    checkpoints.save_hf(tmp_path / "encoder", params, model.config, tokenizer)
     with pytest.raises(InputError, match="is an encoder already"):
         build(ModelSection(path=str(tmp_path / "encoder"), encoder_layers=1))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax import cache as cache_lib
 from lcjax.attention import (
     DualChunk,
     LMInfinite,
@@ -18,11 +17,12 @@ from lcjax.attention import (
     Streaming,
     attend,
 )
-from lcjax.build import ModelSection, resolve
-from lcjax.convert.hf_config import config_to_hf
+from lcjax.checkpoints.build import ModelSection, resolve
+from lcjax.checkpoints.hf_config import config_to_hf
 from lcjax.errors import InputError
-from lcjax.lm import LanguageModel
+from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
+from lcjax.models import cache as cache_lib
 from lcjax.models.position import no_rotation, sinusoids
 from lcjax.rope import Yarn
 from lcjax.rope.positions import E2Positions

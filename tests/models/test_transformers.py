@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from lcjax import convert
-from lcjax.build import ModelSection
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
+from lcjax import checkpoints
+from lcjax.checkpoints.build import ModelSection
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -107,24 +107,24 @@ CASES = [
 def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
     peer = _peer(family, ROPES[rope])
     peer.save_pretrained(tmp_path / "theirs")
-    convert.ByteTokenizer().save(tmp_path / "theirs")
+    checkpoints.ByteTokenizer().save(tmp_path / "theirs")
     tokens = np.random.default_rng(1).integers(0, 256, (2, LENGTH))
     want = _peer_logits(peer, tokens)
     ours = LanguageModel.load(str(tmp_path / "theirs"))
     np.testing.assert_allclose(_our_logits(ours, tokens), want, atol=1e-4, rtol=0)
     assert np.abs(want).max() > 1
 
-    params, config, tokenizer = convert.load(tmp_path / "theirs")
-    convert.save_hf(tmp_path / "ours", params, config, tokenizer)
+    params, config, tokenizer = checkpoints.load(tmp_path / "theirs")
+    checkpoints.save_hf(tmp_path / "ours", params, config, tokenizer)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     np.testing.assert_array_equal(_peer_logits(again, tokens), want)
-    assert convert.load_config(tmp_path / "ours") == config
+    assert checkpoints.load_config(tmp_path / "ours") == config
 
 
 def test_left_padded_batches_generate_what_transformers_generates(tmp_path):
     peer = _peer("llama", ROPES["yarn"])
     peer.save_pretrained(tmp_path)
-    convert.ByteTokenizer().save(tmp_path)
+    checkpoints.ByteTokenizer().save(tmp_path)
     lm = LanguageModel.load(ModelSection(path=str(tmp_path)))
     prompts = [np.random.default_rng(s).integers(0, 256, n).tolist() for s, n in ((1, 9), (2, 47))]
     got = [[], []]

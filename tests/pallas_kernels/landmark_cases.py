@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _xla_landmark
-from pallas_kernels.backends import BACKENDS, LANDMARK, Backend, LandmarkOperands, LandmarkSpec
+from pallas_kernels.backends.xla import landmark as _xla_landmark
+from pallas_kernels.dispatch import BACKENDS, LANDMARK, Backend, LandmarkOperands, LandmarkSpec
 
 
 @dataclass(frozen=True)

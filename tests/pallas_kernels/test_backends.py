@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import backends, causal, flash
-from pallas_kernels.backends import BACKENDS, Backend
+from pallas_kernels import causal, dispatch, flash
+from pallas_kernels.dispatch import BACKENDS, Backend
 
 Q = jnp.ones((1, 4, 2, 8))
 
@@ -73,5 +73,5 @@ def test_every_backend_is_a_module_with_the_three_functions():
     for backend in BACKENDS.values():
         module = backend.load()
         assert all(callable(getattr(module, x)) for x in ("forward", "backward", "unsupported"))
-    operands, spec = backends.Operands(), backends.Spec(causal(), 1.0)
+    operands, spec = dispatch.Operands(), dispatch.Spec(causal(), 1.0)
     assert BACKENDS["xla"].load().unsupported(Q, Q, Q, operands, spec) is None

@@ -7,8 +7,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import Alibi, _xla, _xla_blocks, _xla_visits, causal, flash, window
-from pallas_kernels.backends import Operands, Spec
+from pallas_kernels import Alibi, causal, flash, window
+from pallas_kernels.backends.xla import attention as _xla
+from pallas_kernels.backends.xla import blocks as _xla_blocks
+from pallas_kernels.backends.xla import visits as _xla_visits
+from pallas_kernels.dispatch import Operands, Spec
 
 
 def arrays(batch=2, t=96, heads=4, kv_heads=2, size=16, seed=5):

@@ -18,9 +18,10 @@ import pytest
 from attention_oracle import Case, oracle, relative_error
 from attention_oracle import run as results_of
 
-from pallas_kernels import Layout, _cudnn, causal, everything, flash, prefix, window
-from pallas_kernels.backends import BACKENDS, Operands, Spec
+from pallas_kernels import Layout, causal, everything, flash, prefix, window
+from pallas_kernels.backends import cudnn as _cudnn
 from pallas_kernels.biases import Alibi
+from pallas_kernels.dispatch import BACKENDS, Operands, Spec
 from pallas_kernels.tables import from_mask
 
 fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")

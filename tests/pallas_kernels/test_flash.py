@@ -12,7 +12,7 @@ from pallas_kernels import (
     flash,
     per_head,
 )
-from pallas_kernels.backends import Constant
+from pallas_kernels.dispatch import Constant
 from pallas_kernels.tables import from_block_mask, from_top_k
 
 REFERENCE = (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
-    backends,
     causal,
+    dispatch,
     everything,
     explain,
     flash,
@@ -22,7 +22,7 @@ from pallas_kernels import (
     tables,
     window,
 )
-from pallas_kernels.backends import BACKENDS, Backend
+from pallas_kernels.dispatch import BACKENDS, Backend
 
 DEVICE = "NVIDIA H200"
 
@@ -73,7 +73,7 @@ def test_landmark_attention_is_a_kind_beside_its_own_blocks():
 def gpu(tmp_path, monkeypatch):
     """This process counts as one with an H200, whose kernels are constants; yields the folder."""
     monkeypatch.setenv(measured.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(backends, "_here", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "_here", lambda: "cuda")
     for name, takes in {"quick": True, "quicker": False, "refusing": True}.items():
         module = types.ModuleType(f"measured_{name}")
         module.unsupported = lambda *x, why="it can not" * (name == "refusing"): why or None
@@ -84,7 +84,7 @@ def gpu(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         new = Backend(module.__name__, ("cuda",), by_name=True, takes_d_lse=takes)
         monkeypatch.setitem(BACKENDS, name, new)
-    backends._say_once.cache_clear()
+    dispatch._say_once.cache_clear()
     measured._read.cache_clear()
     with described():
         yield tmp_path
@@ -92,9 +92,9 @@ def gpu(tmp_path, monkeypatch):
 
 
 def taken(mask, direction="forward", d_lse=False, **inputs):
-    spec = backends.Spec(mask, 1.0)
+    spec = dispatch.Spec(mask, 1.0)
     options = dict(direction=direction, d_lse=d_lse)
-    return dict(backends.choose(None, *shapes(**inputs), backends.Operands(), spec, **options))
+    return dict(dispatch.choose(None, *shapes(**inputs), dispatch.Operands(), spec, **options))
 
 
 TIMES = {"quick": 2.0, "quicker": 1.0, "refusing": 0.5, "xla": 9.0}

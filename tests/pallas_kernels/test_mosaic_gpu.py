@@ -17,14 +17,10 @@ import pytest
 from attention_oracle import Case, oracle, relative_error
 from mosaic_gpu_cases import CASES
 
-from pallas_kernels import (
-    _mosaic_gpu,
-    causal,
-    flash,
-    tuning,
-)
-from pallas_kernels.backends import BACKENDS, Backend, Operands, Spec
+from pallas_kernels import causal, flash, tuning
+from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
 from pallas_kernels.biases import Alibi
+from pallas_kernels.dispatch import BACKENDS, Backend, Operands, Spec
 from pallas_kernels.masks import keys_in
 from pallas_kernels.tables import from_mask
 
@@ -53,7 +49,9 @@ def interpreted(monkeypatch):
     for name in ("forward", "backward"):
         call = functools.partial(getattr(_mosaic_gpu, name), interpret=params)
         monkeypatch.setattr(_mosaic_gpu, name, call)
-    monkeypatch.setitem(BACKENDS, "mosaic_gpu", Backend("pallas_kernels._mosaic_gpu", ("cpu",)))
+    monkeypatch.setitem(
+        BACKENDS, "mosaic_gpu", Backend("pallas_kernels.backends.mosaic_gpu.attention", ("cpu",))
+    )
     jax.clear_caches()
     with described():
         yield mosaic_gpu_interpreter

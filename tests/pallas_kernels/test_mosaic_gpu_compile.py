@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _mosaic_gpu, causal, everything, prefix, window
-from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels import causal, everything, prefix, window
+from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
+from pallas_kernels.dispatch import Constant, Operands, Spec
 from pallas_kernels.masks import (
     band,
     chunks,
@@ -92,7 +93,7 @@ def test_tables_per_head_lower(lists):
 @pytest.mark.slow
 def test_a_causal_mask_of_a_million_tokens_has_a_small_table():
     q = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.bfloat16)
-    from pallas_kernels import _mosaic_gpu_layout as layouts
+    from pallas_kernels.backends.mosaic_gpu import layout as layouts
 
     table = layouts.table_of(q, q, Operands(), Spec(causal(), 1.0))
     assert table.q_block == 512 and table.index.nbytes <= 2**24

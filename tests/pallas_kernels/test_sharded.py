@@ -19,7 +19,7 @@ from pallas_kernels import (
     prefix,
     window,
 )
-from pallas_kernels.backends import Operands
+from pallas_kernels.dispatch import Operands
 from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.sharded import Layout, _hops, zigzag
 

@@ -12,18 +12,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from pallas_kernels import (
-    _tpu,
-    _tpu_levels,
-    _tpu_tables,
-    causal,
-    everything,
-    prefix,
-    reference,
-    window,
-)
-from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels import causal, everything, prefix, reference, window
+from pallas_kernels.backends.tpu import attention as _tpu
+from pallas_kernels.backends.tpu import levels as _tpu_levels
+from pallas_kernels.backends.tpu import tables as _tpu_tables
 from pallas_kernels.biases import Alibi, RelativeBias
+from pallas_kernels.dispatch import Constant, Operands, Spec
 from pallas_kernels.masks import keys_in, stride
 from pallas_kernels.tables import from_block_mask, from_mask
 

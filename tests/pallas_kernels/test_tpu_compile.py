@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from pallas_kernels import _tpu, _tpu_landmark, causal, everything, prefix, window
-from pallas_kernels.backends import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
+from pallas_kernels import causal, everything, prefix, window
+from pallas_kernels.backends.tpu import attention as _tpu
+from pallas_kernels.backends.tpu import landmark as _tpu_landmark
 from pallas_kernels.biases import Alibi, RelativeBias
+from pallas_kernels.dispatch import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
 from pallas_kernels.tables import from_block_mask
 
 # The compiler: two minutes together.

@@ -9,8 +9,10 @@ import pytest
 from decode_cases import CASES, Case, assert_close, build, expected, places
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import _tpu, _tpu_decode, causal, window
-from pallas_kernels.backends import Constant, Operands, Spec
+from pallas_kernels import causal, window
+from pallas_kernels.backends.tpu import attention as _tpu
+from pallas_kernels.backends.tpu import decode as _tpu_decode
+from pallas_kernels.dispatch import Constant, Operands, Spec
 from pallas_kernels.tables import from_block_mask
 
 pytestmark = pytest.mark.slow  # the interpreter

@@ -18,15 +18,13 @@ from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
     place,
 )
 
-from lcjax.cache import create
-from lcjax.inference.generate import _step
+from lcjax.generation.generate import _step
 from lcjax.models import Decoder
+from lcjax.models.cache import create
 from lcjax.models.presets import PRESETS
 from lcjax.rope import Rotation
 from pallas_kernels import (
     Alibi,
-    _tpu,
-    _tpu_decode,
     causal,
     chunk_distance,
     chunks,
@@ -39,7 +37,9 @@ from pallas_kernels import (
     tail_of,
     window,
 )
-from pallas_kernels.backends import Operands, Spec
+from pallas_kernels.backends.tpu import attention as _tpu
+from pallas_kernels.backends.tpu import decode as _tpu_decode
+from pallas_kernels.dispatch import Operands, Spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]  # the compiler
 

@@ -10,9 +10,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from landmark_cases import Case, build
 
-from pallas_kernels import _tpu, _tpu_landmark, _tpu_tables
-from pallas_kernels._tpu_landmark_layout import layout
-from pallas_kernels.backends import LandmarkOperands, LandmarkSpec
+from pallas_kernels.backends.tpu import attention as _tpu
+from pallas_kernels.backends.tpu import landmark as _tpu_landmark
+from pallas_kernels.backends.tpu import tables as _tpu_tables
+from pallas_kernels.backends.tpu.landmark_layout import layout
+from pallas_kernels.dispatch import LandmarkOperands, LandmarkSpec
 from pallas_kernels.landmark import landmark_attention, older_blocks
 
 pytestmark = pytest.mark.slow  # the interpreter: two minutes together

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _tpu_tables, causal, chunks, prefix, window
+from pallas_kernels import causal, chunks, prefix, window
+from pallas_kernels.backends.tpu import tables as _tpu_tables
 from pallas_kernels.tables import from_block_mask, from_mask
 
 

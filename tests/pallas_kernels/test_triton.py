@@ -12,11 +12,10 @@ from attention_oracle import Blocked, Case, oracle, relative_error, run
 
 from pallas_kernels import (
     RelativeBias,
-    _triton,
-    backends,
     causal,
     chunks,
     decode,
+    dispatch,
     everything,
     flash,
     keys_in,
@@ -26,7 +25,8 @@ from pallas_kernels import (
     tuning,
     window,
 )
-from pallas_kernels.backends import BACKENDS, Backend, Constant, Operands, Spec
+from pallas_kernels.backends.triton import attention as _triton
+from pallas_kernels.dispatch import BACKENDS, Backend, Constant, Operands, Spec
 from pallas_kernels.tuning import Tile
 
 slow = pytest.mark.slow
@@ -185,14 +185,14 @@ def test_what_cannot_run_says_why(monkeypatch, change, reason):
 def test_they_run_where_they_are_asked_for_and_say_why_they_cannot(monkeypatch):
     arguments = inputs()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(backends, "_here", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "_here", lambda: "cuda")
     monkeypatch.setattr(tuning, "architecture", lambda: "sm80")
-    assert "cuda" not in dict(backends.choose(None, *arguments))  # not seen on a GPU yet
-    assert backends.choose("triton", *arguments) == (("default", "triton"),)
+    assert "cuda" not in dict(dispatch.choose(None, *arguments))  # not seen on a GPU yet
+    assert dispatch.choose("triton", *arguments) == (("default", "triton"),)
     # A later version of JAX without Pallas-Triton.
     monkeypatch.setattr(_triton.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="'triton'.*: this version of JAX has no Pallas-Triton"):
-        backends.choose("triton", *arguments)
+        dispatch.choose("triton", *arguments)
 
 
 @pytest.mark.parametrize(

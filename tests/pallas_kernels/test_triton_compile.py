@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
-    _triton,
-    _triton_landmark,
-    backends,
     causal,
     chunk_distance,
+    dispatch,
     documents,
     everything,
     keys_in,
@@ -26,8 +24,10 @@ from pallas_kernels import (
     tail_of,
     window,
 )
-from pallas_kernels.backends import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
+from pallas_kernels.backends.triton import attention as _triton
+from pallas_kernels.backends.triton import landmark as _triton_landmark
 from pallas_kernels.biases import Alibi
+from pallas_kernels.dispatch import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
 from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.tables import from_block_mask
 
@@ -126,7 +126,7 @@ def test_grouped_softmax_lowers_for_blocks_of_any_size(block, size):
 
 
 def test_landmark_attention_is_kernels_alone(monkeypatch):
-    monkeypatch.setattr(backends, "_here", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "_here", lambda: "cuda")
     q, index = array(1, 512, 2, 64), array(1, 512, dtype="int32")
 
     def loss(q, k, v, index):

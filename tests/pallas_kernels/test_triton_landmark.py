@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from landmark_cases import Case, build
 
-from pallas_kernels import _triton, _triton_landmark, backends, tuning
-from pallas_kernels.backends import LandmarkOperands, LandmarkSpec
+from pallas_kernels import dispatch, tuning
+from pallas_kernels.backends.triton import attention as _triton
+from pallas_kernels.backends.triton import landmark as _triton_landmark
+from pallas_kernels.dispatch import LandmarkOperands, LandmarkSpec
 from pallas_kernels.tuning import Tile
 
 slow = pytest.mark.slow
@@ -131,9 +133,9 @@ def test_what_cannot_run_says_why(monkeypatch, change, reason):
         for length, heads in ((case.t, case.heads), (case.s, case.kv_heads))
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(backends, "_here", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "_here", lambda: "cuda")
     arguments = q, k, k, LandmarkOperands(), LandmarkSpec(case.block, 1.0)
-    choose = functools.partial(backends.choose, family="landmark_attention")
+    choose = functools.partial(dispatch.choose, family="landmark_attention")
     assert "cuda" not in dict(choose(None, *arguments))  # not seen on a GPU yet
     if reason is None:
         assert choose("triton", *arguments) == (("default", "triton"),)

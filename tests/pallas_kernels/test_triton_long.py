@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from attention_oracle import Case, inputs, oracle, relative_error, run
 
-from pallas_kernels import _triton, _triton_landmark, causal, decode, everything, tuning, window
+from pallas_kernels import causal, decode, everything, tuning, window
+from pallas_kernels.backends.triton import attention as _triton
+from pallas_kernels.backends.triton import landmark as _triton_landmark
 
 pytestmark = pytest.mark.slow  # a minute together
 BOUNDS = {"float32": 2e-6, "bfloat16": 5e-3}

@@ -10,9 +10,9 @@ from tiny_lm import ids, sharper
 
 from lcjax import LanguageModel, pictures
 from lcjax.attention import Landmark, Pattern, SelfExtend, ShiftedSparse, Sliding, attend
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.inference.sampling import Sampling
+from lcjax.generation.sampling import Sampling
 from lcjax.pictures import command
 from lcjax.rope import Linear
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rope_golden import arrays, clex_cases, cos_sin_tolerance, make_rope
 
-from lcjax.convert.hf_names import entries
-from lcjax.convert.weights import TensorInfo, read_params
+from lcjax.checkpoints.hf_names import entries
+from lcjax.checkpoints.weights import TensorInfo, read_params
 from lcjax.errors import InputError
 from lcjax.models import preset
 from lcjax.rope import NTK, Clex, rotate

@@ -5,14 +5,14 @@ import pytest
 from process_support import Job
 from training_support import tiny
 
-from lcjax.build import ModelSection, build
+from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data import Chunks, DataConfig, Masking, Noise, TeacherSource
 from lcjax.data.teacher import TeacherConfig, teach
 from lcjax.data.teacher_files import row_type
-from lcjax.distill import Distill
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
-from lcjax.sharding import Mesh
+from lcjax.models.distill import Distill
+from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run
 from lcjax.training.track import read
 from lcjax.tree import flatten, split
@@ -175,10 +175,10 @@ def test_rows_and_settings_that_do_not_belong_together_are_refused_before_a_mode
 def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     import jax
 
-    from lcjax.build import resolve
-    from lcjax.convert import ByteTokenizer
+    from lcjax.checkpoints import ByteTokenizer
+    from lcjax.checkpoints.build import resolve
     from lcjax.models import preset
-    from lcjax.sharding import make_mesh
+    from lcjax.parallel.sharding import make_mesh
     from lcjax.training import abstract_step, batches
 
     config = tiny(

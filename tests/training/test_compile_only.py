@@ -14,7 +14,7 @@ from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
-from lcjax.sharding import Mesh, make_mesh
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, abstract_step, compile_only, estimate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lcjax.attention import Pattern
-from lcjax.cache import create
 from lcjax.models import Decoder, ModelConfig
+from lcjax.models.cache import create
+from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.rope.positions import E2Positions, PlainPositions
-from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.training.objective import language_model
 
 B, T = 8, 64

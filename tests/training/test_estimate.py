@@ -6,7 +6,7 @@ import pytest
 
 from lcjax import config as config_lib
 from lcjax import cost
-from lcjax.sharding import Mesh, make_mesh
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, abstract_step, compile_only, estimate
 from lcjax.training.compile_only import FLAG
 

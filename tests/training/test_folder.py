@@ -7,7 +7,7 @@ import pytest
 from training_support import tiny
 
 from lcjax.errors import InputError
-from lcjax.lora import LoRA
+from lcjax.models.lora import LoRA
 from lcjax.training import folder as folder_lib
 from lcjax.training import loop, run
 

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from training_support import tiny
 
-from lcjax import convert
+from lcjax import checkpoints
 from lcjax.attention import Landmark
-from lcjax.convert import ByteTokenizer
-from lcjax.convert.landmark import with_landmark
-from lcjax.convert.run_folder import load_run
+from lcjax.attention.landmark.tokens import Landmarks, insert
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.landmark import with_landmark
+from lcjax.checkpoints.run_folder import load_run
 from lcjax.data import DataConfig, make_loader
 from lcjax.errors import InputError
-from lcjax.landmarks import Landmarks, insert
 from lcjax.models import preset
 from lcjax.training import batches, loop, run
 from lcjax.tree import flatten
@@ -71,7 +71,7 @@ def test_a_run_trains_new_tokens_and_leaves_a_landmark_checkpoint(tmp_path, corp
     params, config, tokenizer = load_run(folder)
     assert (config.vocab_size, config.pattern, tokenizer.vocab_size) == (261, PATTERN, 261)
     assert tokenizer.decode([97, 260]) == "a<landmark>"
-    exported, read, _ = convert.load(folder / "model")
+    exported, read, _ = checkpoints.load(folder / "model")
     assert read.pattern == PATTERN
     for path, leaf in flatten(params).items():
         np.testing.assert_array_equal(leaf, flatten(exported)[path], err_msg=path)

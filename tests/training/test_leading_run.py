@@ -5,12 +5,12 @@ import pytest
 from training_support import tiny
 
 from lcjax import config as configs
-from lcjax.build import ModelSection, build
+from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data import Chunks
-from lcjax.distill import Distill
 from lcjax.errors import InputError
-from lcjax.lora import LoRA
 from lcjax.memory import AutoCompressorSection, BeaconSection, CepeSection
+from lcjax.models.distill import Distill
+from lcjax.models.lora import LoRA
 from lcjax.training import run
 from lcjax.training.config import TrainConfig
 from lcjax.tree import flatten

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from training_support import STEPS, tiny
 
+from lcjax import checkpoints
 from lcjax import config as config_lib
-from lcjax import convert
-from lcjax.convert.run_folder import load_run
+from lcjax.checkpoints.run_folder import load_run
 from lcjax.data import make_loader
 from lcjax.errors import InputError
-from lcjax.lm import LanguageModel
-from lcjax.lora import LoRA
+from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder
-from lcjax.sharding import Mesh
+from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh
 from lcjax.training import batches, loop, run
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import EvalSection, Rate, TrackSection, TrainConfig
@@ -83,7 +83,7 @@ def test_a_run_leaves_metrics_curve_config_and_checkpoints(reference):
 def test_the_exported_folder_and_the_run_folder_are_the_same_model(reference):
     folder = reference[0]
     params, config, tokenizer = load_run(folder)
-    exported, _, other = convert.load(folder / "model")
+    exported, _, other = checkpoints.load(folder / "model")
     for path, leaf in flatten(params).items():
         np.testing.assert_array_equal(leaf, flatten(exported)[path], err_msg=path)
     text = "the cat sat on a mat"
@@ -355,7 +355,7 @@ def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(
     assert "loading tiny" in shown and f"writing {folder / 'model'}" in shown
     params, model, _tokenizer = load_run(folder)
     assert model.lora is None and not any("lora" in path for path in flatten(params))
-    exported, _, _ = convert.load(folder / "model")
+    exported, _, _ = checkpoints.load(folder / "model")
     for path, leaf in flatten(params).items():
         assert flatten(exported)[path].dtype == "bfloat16", path
         np.testing.assert_array_equal(

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from training_support import quick_compilation, tiny, write_corpus
 
+from lcjax import checkpoints, cost
 from lcjax import config as config_lib
-from lcjax import convert, cost
 from lcjax.cost import tpu_compiler
 from lcjax.cost.chips import Topology
 from lcjax.cost.verdict import verdict
 from lcjax.errors import InputError
-from lcjax.lora import LoRA
 from lcjax.models import Decoder, ModelConfig, preset
+from lcjax.models.lora import LoRA
 from lcjax.models.offloaded import boxed, unboxed
-from lcjax.offload import host_shardings, is_offloaded, to_host
+from lcjax.parallel.offload import host_shardings, is_offloaded, to_host
+from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.rope.positions import PlainPositions
-from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.training import TrainConfig, abstract_step, optim, run
 from lcjax.training.config import EvalSection, TrainSection
 from lcjax.training.objective import language_model
@@ -245,7 +245,7 @@ def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
             )
         constant = dataclasses.replace(config.train, schedule="constant")
         metrics = run(config.replace(train=constant))
-        params, *_ = convert.load(tmp_path / offload / "model")
+        params, *_ = checkpoints.load(tmp_path / offload / "model")
         found[offload] = metrics["loss"], metrics["validation_loss"], params
     (loss, scored, params), (away, other, same) = found.values()
     np.testing.assert_allclose((away, other), (loss, scored), rtol=1e-5)

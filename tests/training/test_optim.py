@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.training import optim
 from lcjax.training.config import Rate, RunSection, TrainConfig, TrainSection

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import io_callback
 from training_support import tiny
 
-from lcjax.sharding import Mesh
+from lcjax.parallel.sharding import Mesh
 from lcjax.training import batches, loop, run
 
 

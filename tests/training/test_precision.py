@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from training_support import tiny
 
-from lcjax import convert
-from lcjax.convert import ByteTokenizer, save_hf
-from lcjax.convert.run_folder import Base, load_run
+from lcjax import checkpoints
+from lcjax.checkpoints import ByteTokenizer, save_hf
+from lcjax.checkpoints.run_folder import Base, load_run
 from lcjax.errors import InputError
-from lcjax.lora import LoRA, is_adapter, merge
 from lcjax.models import preset
 from lcjax.models.initial import random_params
-from lcjax.sharding import Mesh
+from lcjax.models.lora import LoRA, is_adapter, merge
+from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run
 from lcjax.training.track import read
 from lcjax.tree import flatten, union
@@ -57,20 +57,20 @@ def watched(monkeypatch):
 
 def test_every_trained_weight_of_a_bfloat16_checkpoint_moves(whole, base):
     folder, state = whole[0], whole[1].state
-    before = flatten(convert.load(base)[0])
+    before = flatten(checkpoints.load(base)[0])
     assert before.keys() == flatten(state.params).keys()
     for path, leaf in flatten(state.params).items():
         assert leaf.dtype == jnp.float32, path
         moved = np.asarray(leaf) != np.asarray(before[path], np.float32)
         # Rows of bytes that the text does not have are left alone.
         assert moved.mean() > (0.03 if path.startswith("embed") else 0.9), path
-    params, config, _ = convert.load(folder)
-    exported, _, _ = convert.load(folder / "model")
+    params, config, _ = checkpoints.load(folder)
+    exported, _, _ = checkpoints.load(folder / "model")
     assert config.param_dtype == "bfloat16"
     for path, leaf in flatten(params).items():
         assert leaf.dtype == jnp.bfloat16, path
         np.testing.assert_array_equal(leaf, flatten(exported)[path], err_msg=path)
-    full = convert.load(folder, param_dtype="float32")[0]
+    full = checkpoints.load(folder, param_dtype="float32")[0]
     jax.tree.map(np.testing.assert_array_equal, full, state.ema)
 
 
@@ -111,7 +111,7 @@ def test_adapters_on_a_bfloat16_base_are_rounded_once_with_their_sum(
     exact = flatten(merge(union(trained, frozen), lora, dtype="float32"))
     stored, config, _ = load_run(tmp_path / "run")
     assert config.lora is None and config.param_dtype == "bfloat16"
-    exported = flatten(convert.load(tmp_path / "run" / "model")[0])
+    exported = flatten(checkpoints.load(tmp_path / "run" / "model")[0])
     for path, leaf in flatten(stored).items():
         np.testing.assert_array_equal(leaf, exact[path].astype(jnp.bfloat16), err_msg=path)
         np.testing.assert_array_equal(exported[path], exact[path], err_msg=path)

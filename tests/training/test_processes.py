@@ -10,11 +10,11 @@ import pytest
 from process_support import SCRIPT, Job
 from training_support import STEPS, quick_compilation, tiny, write_corpus
 
-from lcjax.convert import load
-from lcjax.convert.adapter_folder import read_adapters
-from lcjax.convert.run_folder import load_run
-from lcjax.lora import LoRA
-from lcjax.sharding import Mesh
+from lcjax.checkpoints import load
+from lcjax.checkpoints.adapter_folder import read_adapters
+from lcjax.checkpoints.run_folder import load_run
+from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh
 from lcjax.training.track import read
 from lcjax.tree import flatten
 

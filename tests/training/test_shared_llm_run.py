@@ -5,7 +5,7 @@ import pytest
 from training_support import tiny
 
 from lcjax import config as configs
-from lcjax.build import ModelSection, build
+from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data import Chunks
 from lcjax.errors import InputError
 from lcjax.memory import QueryAware, Random, SharedLlmSection

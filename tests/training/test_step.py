@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 
-from lcjax import lora as lora_lib
-from lcjax.convert.run_folder import fingerprint
-from lcjax.lora import LoRA
+from lcjax.checkpoints.run_folder import fingerprint
 from lcjax.models import Decoder, ModelConfig
+from lcjax.models import lora as lora_lib
+from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.rope import E2LLM, Clex
 from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions
-from lcjax.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.training import optim
 from lcjax.training.assemble import new_adapters
 from lcjax.training.config import TrainSection

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from training_support import tiny
 
-from lcjax.build import resolve
-from lcjax.convert import ByteTokenizer
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.build import resolve
 from lcjax.data import Chunks, Masking
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models import preset
-from lcjax.sharding import Mesh, batch_sharding, make_mesh
+from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh
 from lcjax.training import batches, loop, run
 from lcjax.training.track import read
 

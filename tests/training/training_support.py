@@ -5,9 +5,9 @@ import random
 
 import jax
 
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.data import DataConfig
-from lcjax.sharding import Mesh
+from lcjax.parallel.sharding import Mesh
 from lcjax.training.config import RunSection, TrainConfig, TrainSection
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "rat", "at", "dawn"]

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from lcjax.config.files import write_whole
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation.finished import Finished
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.task import Record, Task
 from lcjax.evaluation.tasks.longbench import LongBench, by_band
-from lcjax.files import write_whole
 
 
 def export(run: Finished, formats: Sequence[str], out: Path) -> list[Path]:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lcjax import config as config_lib
-from lcjax import distributed
 from lcjax.config.read import near
 from lcjax.errors import InputError
 from lcjax.evaluation import finished
@@ -15,6 +14,7 @@ from lcjax.evaluation.commands.make_data import make_data
 from lcjax.evaluation.commands.score import score
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.run import run
+from lcjax.parallel import distributed
 
 USAGE = """\
 python eval.py [run] --config FILE [--tasks NAME,NAME] [--KEY=VALUE ...]

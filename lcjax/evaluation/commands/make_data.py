@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lcjax.convert.load import load_tokenizer
+from lcjax.checkpoints.load import load_tokenizer
+from lcjax.config.files import write_whole
 from lcjax.data import documents
 from lcjax.errors import InputError
 from lcjax.evaluation import study
@@ -16,7 +17,6 @@ from lcjax.evaluation.methods import tokenizer_of
 from lcjax.evaluation.records import to_lines
 from lcjax.evaluation.run import check
 from lcjax.evaluation.task import Task, Unit
-from lcjax.files import write_whole
 
 
 def make_data(

@@ -9,7 +9,8 @@ from typing import Any
 import draccus
 
 from lcjax import config as config_lib
-from lcjax.convert.load import load_tokenizer
+from lcjax.checkpoints.load import load_tokenizer
+from lcjax.config.files import write_whole
 from lcjax.errors import InputError
 from lcjax.evaluation import report
 from lcjax.evaluation.config import EvalConfig
@@ -17,7 +18,6 @@ from lcjax.evaluation.finished import TRAINED_IN, Finished, read
 from lcjax.evaluation.methods import tokenizer_of
 from lcjax.evaluation.records import CONFIG, WEIGHTS, describe, records_file, to_lines
 from lcjax.evaluation.task import Record
-from lcjax.files import write_whole
 
 
 def score(

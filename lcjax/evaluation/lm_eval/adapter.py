@@ -12,11 +12,11 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
-from lcjax import distributed
 from lcjax.errors import InputError
 from lcjax.evaluation.lm_eval.answers import Answer, respond
 from lcjax.evaluation.lm_eval.chat import conversation
 from lcjax.evaluation.lm_eval.requests import Encoder, Request
+from lcjax.parallel import distributed
 
 
 class HarnessModel(TemplateLM):

@@ -1,7 +1,7 @@
 """A model's answers to requests: longest first, in batches of one size, prompts read once.
 
 Prompts that begin alike, as with the same examples, are asked together, and their beginning is read
-once (`lcjax.shared_prefix`); choices of one prompt are scored behind it.
+once (`lcjax.generation.shared_prefix`); choices of one prompt are scored behind it.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from lcjax.errors import InputError
 from lcjax.evaluation.lm_eval.requests import Choice, Request, Rolling, Writing
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.task import filled
-from lcjax.inference.sampling import Sampling
-from lcjax.shared_prefix import PrefixReader, batches, reader_of
+from lcjax.generation.sampling import Sampling
+from lcjax.generation.shared_prefix import PrefixReader, batches, reader_of
 
 # (sum of log p, whether the model would write it), sum of log p, or a text
 Answer = tuple[float, bool] | float | str

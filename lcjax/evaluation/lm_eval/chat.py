@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lcjax.convert.tokenizer import Message, Tokenizer
+from lcjax.checkpoints.tokenizer import Message, Tokenizer
 from lcjax.errors import InputError
 
 

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lcjax.convert.tokenizer import Tokenizer
+from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import prefix_token
-from lcjax.inference.sampling import Sampling
+from lcjax.generation.sampling import Sampling
 
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

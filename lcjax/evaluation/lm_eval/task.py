@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lcjax import distributed
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.lm_eval import harness, numbers
@@ -25,6 +24,7 @@ from lcjax.evaluation.lm_eval.requests import Choice, Encoder, Request, Rolling,
 from lcjax.evaluation.prompt import TEMPLATES
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.parallel import distributed
 
 # Numbers of the harness of which less is better, by name: what a report needs without it.
 LOWER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter")

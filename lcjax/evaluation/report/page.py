@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lcjax.config.files import write_whole
 from lcjax.evaluation.report import differences, examples
 from lcjax.evaluation.report.examples import anchor
 from lcjax.evaluation.report.page_style import SCRIPT, STYLE
@@ -15,7 +16,6 @@ from lcjax.evaluation.report.page_svg import inline
 from lcjax.evaluation.report.page_templates import TEMPLATES
 from lcjax.evaluation.report.tables import aggregated, ranked
 from lcjax.evaluation.task import Record, Task
-from lcjax.files import write_whole
 
 
 @dataclasses.dataclass(frozen=True)

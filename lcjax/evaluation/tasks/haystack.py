@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.convert.tokenizer import inside
+from lcjax.checkpoints.tokenizer import inside
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Corpus, Document
 

@@ -10,7 +10,7 @@ import uuid
 
 import numpy as np
 
-from lcjax.convert.tokenizer import inside
+from lcjax.checkpoints.tokenizer import inside
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.convert.tokenizer import inside
+from lcjax.checkpoints.tokenizer import inside
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example

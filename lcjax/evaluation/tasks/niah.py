@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lcjax.convert.tokenizer import inside
+from lcjax.checkpoints.tokenizer import inside
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus

@@ -8,8 +8,8 @@ import yaml
 from tiny_lm import sharper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from lcjax.convert.tokenizer import JsonTokenizer, Specials
-from lcjax.lm import LanguageModel
+from lcjax.checkpoints.tokenizer import JsonTokenizer, Specials
+from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
 
 CHAT = (

@@ -8,7 +8,7 @@ from harness_support import language_model, write_tasks
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness, the extra eval")
 
-from lcjax import convert
+from lcjax import checkpoints
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, LmEval, Method, ReplugSplit, RunSection, run
 from lcjax.evaluation.lm_eval import HarnessModel
@@ -54,7 +54,7 @@ def transformers(lm, tmp_path_factory):
     from lm_eval.models.huggingface import HFLM
 
     folder = str(tmp_path_factory.mktemp("model"))
-    convert.save_hf(folder, lm.params, lm.config.replace(scan_layers=False), lm.tokenizer)
+    checkpoints.save_hf(folder, lm.params, lm.config.replace(scan_layers=False), lm.tokenizer)
     options = {"dtype": "float32", "max_length": LENGTH, "batch_size": 2}
     return HFLM(pretrained=folder, device="cpu", **options)
 

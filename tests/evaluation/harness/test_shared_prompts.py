@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from tiny_lm import ids, sharper
 
-from lcjax import shared_prefix
-from lcjax.build import ModelSection
+from lcjax.checkpoints.build import ModelSection
 from lcjax.evaluation import EvalConfig, LmEval, RunSection, run
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.answers import prompts_of, respond
 from lcjax.evaluation.lm_eval.requests import Choice, Rolling, Writing
-from lcjax.inference.continuations import Continuation
-from lcjax.inference.generate import Piece
-from lcjax.inference.sampling import Sampling
-from lcjax.lm import LanguageModel
-from lcjax.shared_prefix import PrefixReader
+from lcjax.generation import shared_prefix
+from lcjax.generation.continuations import Continuation
+from lcjax.generation.generate import Piece
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
+from lcjax.generation.shared_prefix import PrefixReader
 
 LENGTH = 1300
 SHOTS = (*ids(1, 1100),)

@@ -12,7 +12,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation import Passkey
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.passkey import judge
-from lcjax.inference.sampling import Written
+from lcjax.generation.sampling import Written
 
 
 @pytest.mark.parametrize(

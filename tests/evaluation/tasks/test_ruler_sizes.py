@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from benchmark_support import ESSAYS
 
-from lcjax.convert.load import load_tokenizer
+from lcjax.checkpoints.load import load_tokenizer
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.ruler import Ruler

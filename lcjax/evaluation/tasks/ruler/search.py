@@ -5,7 +5,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from lcjax.convert.tokenizer import inside
+from lcjax.checkpoints.tokenizer import inside
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Budget, Layout, Segment
 from lcjax.evaluation.tasks.ruler.wording import Wording

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lcjax.convert.tokenizer import Tokenizer, inside
+from lcjax.checkpoints.tokenizer import Tokenizer, inside
 from lcjax.errors import InputError
 
 _FILES = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")

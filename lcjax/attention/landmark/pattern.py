@@ -1,0 +1,105 @@
+"""Landmark attention (Mohtashami & Jaggi 2023, arXiv 2305.16300)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.landmark.retrieval import retrieve
+from lcjax.attention.partial import rotate_both
+from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.rope.base import Rotation
+from pallas_kernels import causal, landmark_attention
+
+SELECT = ("per_token_and_head", "per_head_and_chunk")
+LOSSES = ("predict", "skip", "drop")
+
+
+@Pattern.register_subclass("landmark")
+@dataclass(frozen=True)
+class Landmark(Pattern):
+    """Attention that is shared first among blocks, by their landmark tokens, then inside them.
+
+    Every `block`-th token is a landmark (`lcjax.attention.landmark.tokens` inserts them). A token
+    sees the ordinary tokens of its own block, and those of an older block with the weight that the
+    block's landmark gets (sec. 3.1). Tokens that are read together, as in training, see all of each
+    other.
+    What was read before comes from the cache: the `top_k` blocks with the best landmarks, moved to
+    positions at which no distance exceeds the trained length (sec. 3.2 and 3.2.1). So a long text
+    has to be read `chunk` tokens at a time.
+    """
+
+    examples = (
+        {"block": 8, "top_k": 12, "train_length": 160},  # as many as there are: nothing is left out
+        {"block": 5, "top_k": None},
+    )
+
+    block: int = 64  # tokens, the landmark included (the paper 51; epfml's LLaMA and LCEG 64)
+    top_k: int | None = 5  # blocks that a query reads from the cache; null: all, where they stand
+    select: str = "per_token_and_head"  # or per_head_and_chunk: one choice for what is read at once
+    train_length: int = 512  # the trained length in tokens, landmarks included
+    token: int | None = None  # id of the landmark token
+    loss: str = "predict"  # what is learned around it: predict, skip or drop (see tokens.py)
+
+    def __post_init__(self):
+        whole_number("pattern.block", self.block, 2)
+        whole_numbers("pattern", self, 0, "token")
+        if self.select not in SELECT:
+            raise InputError(f"pattern.select={self.select!r} must be one of {', '.join(SELECT)}")
+        if self.loss not in LOSSES:
+            raise InputError(f"pattern.loss={self.loss!r} must be one of {', '.join(LOSSES)}")
+        if self.top_k is None:
+            return
+        whole_number("pattern.top_k", self.top_k, 1)
+        whole_number("pattern.train_length", self.train_length, self.block)
+        if self.chunk < 1:
+            raise InputError(
+                f"pattern.top_k={self.top_k} blocks of {self.block} leave no room in "
+                f"pattern.train_length={self.train_length}, which must hold top_k + 2 blocks; at "
+                f"most {max(self.train_length // self.block - 2, 0)}"
+            )
+
+    @property
+    def chunk(self) -> int | None:
+        """The most tokens to read at once: what the retrieved blocks leave of the trained length.
+
+        None without retrieval.
+        """
+        if self.top_k is None:
+            return None
+        return (self.train_length // self.block - self.top_k - 1) * self.block
+
+    def passes(self, places: Places) -> list[Pass]:
+        """The keys that are multiplied by tokens read together; `attend` weighs them otherwise."""
+        return [Pass(places.q_positions, places.k_positions, causal())]
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rotation: Rotation,
+        places: Places,
+        *,
+        keys_rotated: bool = False,
+        implementation: str | None = None,
+    ) -> jax.Array:
+        turned, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
+        if self.top_k is not None and k.shape[1] != q.shape[1]:
+            run = places.unsplit(implementation)
+            return retrieve(self, q, turned, k, v, rotation, places, run)
+        out, _ = landmark_attention(
+            turned,
+            k,
+            v,
+            self.block,
+            q_index=places.q_index,
+            k_index=places.k_index,
+            q_segments=places.q_segments,
+            k_segments=places.k_segments,
+            layout=places.layout,
+            implementation=implementation,
+        )
+        return out

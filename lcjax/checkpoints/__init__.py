@@ -1,0 +1,21 @@
+"""Checkpoints in and out, without torch: Hugging Face folders, GGUF files, tokenizers."""
+
+from lcjax.checkpoints.hf_save import save_hf
+from lcjax.checkpoints.leading import config_from_hf, config_to_hf
+from lcjax.checkpoints.load import load, load_config, load_tokenizer, resolve
+from lcjax.checkpoints.tokenizer import TextStream, Tokenizer, check_vocabulary
+from lcjax.checkpoints.tokenizer_bytes import ByteTokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "TextStream",
+    "Tokenizer",
+    "check_vocabulary",
+    "config_from_hf",
+    "config_to_hf",
+    "load",
+    "load_config",
+    "load_tokenizer",
+    "resolve",
+    "save_hf",
+]

@@ -1,0 +1,250 @@
+"""Hugging Face `config.json` <-> `ModelConfig`, for the families that the decoder covers."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lcjax.attention import Causal, Pattern, Sliding
+from lcjax.checkpoints.hf_names import is_phi
+from lcjax.errors import InputError, whole_number
+from lcjax.models.config import ModelConfig
+from lcjax.rope.hf import from_hf
+
+SUPPORTED = ("llama", "mistral", "qwen2", "phi")
+_THETA = 10_000.0  # what transformers takes for all four when the config has no rope_theta
+_DEFAULT_WINDOW = 4_096  # likewise of mistral and qwen2; `sliding_window: null` means none
+_MAX_LENGTH = "lcjax_max_length"
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Reads a transformers config, old (`rope_scaling`) or new (`rope_parameters`)."""
+    kind = hf.get("model_type")
+    if kind not in SUPPORTED:
+        raise InputError(
+            f"{where}: model_type={kind!r} is not supported; supported: {', '.join(SUPPORTED)} "
+            "(SmolLM2, Llama-2 and Llama-3 are llama, Phi-2 is phi)"
+        )
+    _refuse_quantised(hf, where)
+    get = _getter(hf, where)
+    heads = get("num_attention_heads")
+    # transformers reads `head_dim: null` as absent.
+    head_dim = hf.get("head_dim") or get("hidden_size") // heads
+    fraction = _rotary_fraction(hf, 0.5 if kind == "phi" else 1.0)
+    if kind != "phi" and fraction != 1:  # transformers ignores the key, or fails over it
+        raise InputError(
+            f"{where}: partial_rotary_factor={fraction} is not supported for model_type={kind!r}, "
+            "whose heads are rotated whole; remove it if the weights were trained so"
+        )
+    return ModelConfig(
+        vocab_size=get("vocab_size"),
+        width=get("hidden_size"),
+        mlp_width=get("intermediate_size"),
+        num_layers=get("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        max_length=hf.get(_MAX_LENGTH) or get("max_position_embeddings"),
+        rotary_fraction=fraction,
+        tie_embeddings=bool(hf.get("tie_word_embeddings")),
+        rope=from_hf(hf).resolve(theta=_THETA, length=get("max_position_embeddings")),
+        pattern=_pattern(hf, kind, where),
+        param_dtype=stated_dtype(hf) or "float32",
+        **(_phi_fields if kind == "phi" else _llama_fields)(hf, kind, where),
+    )
+
+
+def _refuse_quantised(hf: dict[str, Any], where: str) -> None:
+    if settings := hf.get("quantization_config"):
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise InputError(
+            f"{where}: quantization_config (quant_method={method!r}) is not supported; use the "
+            "unquantised checkpoint, or a GGUF file of this model"
+        )
+
+
+def _getter(hf: dict[str, Any], where: str) -> Callable[[str], int]:
+    def get(key: str) -> int:
+        value = hf.get(key)
+        if value is None:
+            raise InputError(f"{where}: the key {key!r} is missing; is this a model's config.json?")
+        whole_number(f"{where}: {key}", value, 1)
+        return value
+
+    return get
+
+
+def _rotary_fraction(hf: dict[str, Any], default: float) -> float:
+    new = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
+    old = hf.get("partial_rotary_factor")
+    return new if new is not None else default if old is None else old
+
+
+def stated_dtype(hf: dict[str, Any]) -> str | None:
+    """The dtype of the weights that a config names, if it is one of those that are read."""
+    name = str(hf.get("dtype") or hf.get("torch_dtype")).removeprefix("torch.")
+    return name if name in _DTYPES else None
+
+
+def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tuple) -> Any:
+    value = hf.get(key, default)
+    if value not in allowed:
+        raise InputError(
+            f"{where}: {key}={value!r} is not supported for model_type={hf['model_type']!r}; "
+            f"supported: {', '.join(map(str, allowed))}"
+        )
+    return value
+
+
+def _llama_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+    _require(hf, where, "hidden_act", "silu", ("silu", "swish"))
+    attention_bias = kind == "llama" and bool(hf.get("attention_bias"))
+    return {
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "qkv_bias": attention_bias or kind == "qwen2",  # Qwen2 has them without a key for them
+        "out_bias": attention_bias,
+        "mlp_bias": kind == "llama" and bool(hf.get("mlp_bias")),
+    }
+
+
+def _phi_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+    _require(hf, where, "hidden_act", "gelu_new", _GELU_TANH)
+    _require(hf, where, "qk_layernorm", False, (False,))
+    _require(hf, where, "tie_word_embeddings", False, (False,))
+    return {
+        "norm": "layer",
+        "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
+        "activation": "gelu_tanh",
+        "block": "parallel",
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+    }
+
+
+def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
+    """Mistral's window holds in every layer, Qwen2's in those from `max_window_layers` on."""
+    window = hf.get("sliding_window", _DEFAULT_WINDOW)
+    if window is None or kind not in ("mistral", "qwen2"):
+        return Causal()
+    if kind == "mistral":
+        return Sliding(window=window)
+    if not hf.get("use_sliding_window"):
+        return Causal()
+    full, layers = hf.get("max_window_layers", 28), hf["num_hidden_layers"]
+    kinds = set(
+        hf.get("layer_types")
+        or ("full_attention" if i < full else "sliding_attention" for i in range(layers))
+    )
+    if len(kinds) > 1:
+        raise InputError(
+            f"{where}: layers with and without a window (max_window_layers={full} of {layers}) are "
+            "not supported; set use_sliding_window to false to read all of them without one"
+        )
+    return Sliding(window=window) if kinds == {"sliding_attention"} else Causal()
+
+
+def model_type_of(config: ModelConfig) -> str:
+    """The family whose transformers class computes what `config` describes."""
+    if is_phi(config):
+        return "phi"
+    if config.qkv_bias and not config.out_bias:
+        return "qwen2"
+    return "mistral" if isinstance(config.pattern, Sliding) else "llama"
+
+
+def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
+    """The `config.json` with which transformers computes the same logits.
+
+    Up to `config.rope.hf_limit` tokens when the position method has one.
+    """
+    config = config.replace(pattern=config.pattern.for_inference())
+    kind = model_type_of(config)
+    _check_exportable(config, kind)
+    hf = {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_length,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": dtype or config.param_dtype,
+        "torch_dtype": dtype or config.param_dtype,  # what transformers 4 reads
+    }
+    if kind == "phi":
+        hf |= {
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": config.norm_epsilon,
+            "partial_rotary_factor": config.rotary_fraction,
+            "qk_layernorm": False,
+        }
+    else:
+        hf |= {
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm_epsilon,
+            "head_dim": config.head_dim,
+        }
+    hf |= _family_fields(config, kind)
+    hf |= config.rope.to_hf(config.rotary_dim)
+    if hf["max_position_embeddings"] != config.max_length:
+        # A dynamic rope keeps a number of its own there: transformers has no other place for it.
+        hf[_MAX_LENGTH] = config.max_length
+    if kind == "phi" and isinstance(hf.get("rope_parameters"), dict):
+        # transformers 5 reads the factor from here, transformers 4 from the top level.
+        hf["rope_parameters"] = hf["rope_parameters"] | {
+            "partial_rotary_factor": config.rotary_fraction
+        }
+    return hf
+
+
+def _family_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
+    window = config.pattern.window if isinstance(config.pattern, Sliding) else None
+    if kind == "llama":
+        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    if kind == "mistral":
+        return {"sliding_window": window}
+    if kind == "qwen2":
+        # Windowed layers are those from `max_window_layers` on: none of them, or all.
+        return {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": 0 if window is not None else config.num_layers,
+        }
+    return {}
+
+
+def _check_exportable(config: ModelConfig, kind: str) -> None:
+    """transformers has no class for some combinations that the decoder can compute."""
+    phi = kind == "phi"
+    wanted = {
+        "norm": "layer" if phi else "rms",
+        "activation": "gelu_tanh" if phi else "silu",
+        "gated_mlp": not phi,
+        "head_bias": phi,
+        "position": "rope",
+    }
+    if phi:
+        wanted |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": False}
+    elif kind == "llama":
+        wanted |= {"out_bias": config.qkv_bias, "rotary_fraction": 1.0}
+    else:
+        wanted |= {"mlp_bias": False, "out_bias": False, "rotary_fraction": 1.0}
+    wrong = [f"{k}={getattr(config, k)!r}" for k, v in wanted.items() if getattr(config, k) != v]
+    exact = isinstance(config.pattern, Causal) or (
+        isinstance(config.pattern, Sliding) and kind in ("mistral", "qwen2")
+    )
+    if not exact:
+        wrong.append(f"pattern={config.pattern}")
+    if phi and config.head_dim * config.num_heads != config.width:
+        wrong.append(f"head_dim={config.head_dim}")
+    if wrong:
+        raise InputError(
+            f"transformers has no {kind} model with model.{', model.'.join(wrong)}, so this cannot "
+            "be exported as a Hugging Face folder; keep the run folder instead"
+        )

@@ -1,0 +1,238 @@
+"""Writes a folder that transformers opens with the same logits.
+
+CLEX and an E2-LLM scale that follows the length have no form in transformers: it reads them
+as plain rope, and a warning says so when they are written. So it does of SharedLLM's trees that
+the released code has no field for.
+
+Everything goes into a hidden folder beside the destination, which is renamed when it is complete: a
+killed process or a full disk never leaves half a model that looks whole. Tensors pass through the
+host one at a time.
+"""
+
+import collections
+import itertools
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import lcjax.models.lora
+from lcjax.checkpoints import hf_names
+from lcjax.checkpoints.atomic import FolderFormat, check_destination, finished_or_absent
+from lcjax.checkpoints.leading import config_to_hf
+from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
+from lcjax.checkpoints.shared_llm import misread_by_released
+from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary, write_json
+from lcjax.checkpoints.weights import DTYPES, TensorInfo
+from lcjax.errors import InputError
+from lcjax.models.config import ModelConfig
+from lcjax.parallel import distributed
+from lcjax.parallel.offload import fetched, is_offloaded
+from lcjax.tree import lookup
+
+_SHARD = "[0-9]" * 5
+HF_FOLDER = FolderFormat(
+    name="a model folder",
+    files=(
+        *("config.json", "generation_config.json", *TOKENIZER_FILES, SINGLE, INDEX),
+        f"model-{_SHARD}-of-{_SHARD}.safetensors",
+    ),
+    config="config.json",
+    # transformers 4 writes torch_dtype, transformers 5 dtype, and both their version.
+    keys=frozenset({"architectures", "model_type", "dtype", "torch_dtype"}),
+    foreign_keys=frozenset({"transformers_version"}),
+)
+_MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
+
+
+def save_hf(
+    folder: str | Path,
+    params: dict,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None = None,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    progress: Callable[[int], Any] | None = None,
+) -> Path:
+    """Writes config, weights (`dtype`, by default the config's `param_dtype`) and tokenizer.
+
+    LoRA adapters are merged. `params` may be stacked or one branch per layer. `progress` is told
+    the bytes of each tensor. With `overwrite` a folder that this function wrote is replaced; one
+    with any other file is refused.
+    """
+    folder = Path(folder)
+    dtype = dtype or config.param_dtype
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    hf = config_to_hf(config, dtype=dtype)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config.vocab_size, str(folder))
+        hf |= token_ids(tokenizer)
+    table = _in_layer_order(config)
+    tensors = {name: TensorInfo(e.tensor_shape, _stored(e, dtype)) for name, e, _ in table}
+    arrays = _arrays(params, config, table, tensors, progress)
+    if not distributed.first():  # gathers its shards for the process that writes
+        collections.deque(arrays, maxlen=0)
+        return folder
+    check_destination(folder, HF_FOLDER, overwrite)
+    _warn_of_plain_rope(config, folder)
+    _warn_of_other_trees(config, folder)
+    _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
+    with finished_or_absent(folder, HF_FOLDER, overwrite) as partial:
+        write_json(partial / "config.json", hf)
+        if tokenizer is not None:
+            write_json(partial / "generation_config.json", token_ids(tokenizer))
+            tokenizer.save(partial)
+        _write_weights(partial, tensors, arrays, max_shard_bytes)
+    return folder
+
+
+def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
+    if (limit := config.rope.hf_limit) is None:
+        return
+    same = f"gives the same logits up to {limit} tokens" if limit else "gives other logits"
+    warnings.warn(
+        f"{folder}: transformers will read rope {config.rope.type} as plain rope and {same}; "
+        "lcjax reads the method itself from this folder",
+        stacklevel=3,
+    )
+
+
+def _warn_of_other_trees(config: ModelConfig, folder: Path) -> None:
+    if (misread := misread_by_released(config)) is not None:
+        warnings.warn(
+            f"{folder}: the released code will read model.memory.{misread}; lcjax reads what was"
+            " trained from this folder",
+            stacklevel=3,
+        )
+
+
+def _write_weights(
+    folder: Path, tensors: dict[str, TensorInfo], arrays: Iterator, max_shard_bytes: int
+) -> None:
+    shards = _shards(tensors, max_shard_bytes)
+    for file, names in shards.items():
+        chosen = {name: tensors[name] for name in names}
+        write_file(folder / file, chosen, itertools.islice(arrays, len(names)))
+    if len(shards) > 1:
+        total = sum(map(nbytes, tensors.values()))
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The special ids as transformers writes them."""
+    ends = list(tokenizer.eos_ids)
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": tokenizer.pad_id,
+    }
+
+
+def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int | None]]:
+    """(tensor, entry, layer), all of layer 0 before layer 1: a loader reads files front to back."""
+    table = hf_names.entries(config)
+    ordered = []
+    for stacked, group in itertools.groupby(table, lambda entry: entry.stacked):
+        entries = list(group)
+        layers = range(len(entries[0].names)) if stacked else [None]
+        ordered += [
+            (name, e, layer)
+            for layer in layers
+            for e in entries
+            for name in (e.names[layer or 0], *e.aliases[layer or 0])
+        ]
+    return ordered
+
+
+def _stored(entry: hf_names.Entry, dtype: str) -> str:
+    return "float32" if entry.path.startswith("rope/") else dtype
+
+
+def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
+    """File name -> tensors, in order; a single tensor above the limit gets its own file."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, info in tensors.items():
+        if groups[-1] and size + nbytes(info) > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += nbytes(info)
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    count = len(groups)
+    return {f"model-{i + 1:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups)}
+
+
+def _check_space(folder: Path, wanted: int) -> None:
+    parent = folder.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if free < wanted:
+        raise InputError(
+            f"{folder}: the model takes {wanted / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB"
+            " free; make room, choose another disk, or save in bfloat16"
+        )
+
+
+def _arrays(
+    params: dict,
+    config: ModelConfig,
+    table: list[tuple[str, hf_names.Entry, int | None]],
+    tensors: dict[str, TensorInfo],
+    progress: Callable[[int], Any] | None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, entry, layer in table:
+        leaf = _leaf(params, config, entry, layer)
+        dtype = DTYPES[tensors[name].dtype]
+        array = entry.to_tensor(distributed.gather(leaf)).astype(dtype, copy=False)
+        yield name, array
+        if progress:
+            progress(array.nbytes)
+
+
+def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int | None) -> jax.Array:
+    """One layer of a leaf, with its adapter merged in."""
+    path, stacked = entry.path, "layers" in params or not entry.path.startswith("layers/")
+    if layer is not None and not stacked:
+        path = path.replace("layers/", f"layers_{layer}/", 1)
+    parent, _, last = path.rpartition("/")
+    try:
+        siblings = lookup(params, parent)
+        found = {k: v for k, v in siblings.items() if k == last or k.startswith("lora_")}
+        if layer is not None and stacked:
+            found = {k: _row(v, layer) for k, v in found.items()}
+        found = fetched(found)
+        leaf = found[last]
+    except KeyError as error:
+        raise InputError(
+            f"params lack {path}, which the config asks for; save the config of this model"
+        ) from error
+    if leaf.shape != entry.shape[int(entry.stacked) :]:
+        raise InputError(
+            f"params.{path} is {list(leaf.shape)} but the config says "
+            f"{list(entry.shape[int(entry.stacked) :])}; save the config of this model"
+        )
+    if last == "kernel" and "lora_a" in found:
+        if config.lora is None:
+            raise InputError(f"params have an adapter at {parent} but model.lora is not set")
+        return lcjax.models.lora.merge(found, config.lora)[last]
+    return leaf
+
+
+def _row(stack: jax.Array, layer: int) -> jax.Array:
+    """One layer of a stack on the device; no other layer leaves the host if it waits there."""
+    return _fetched_row(stack, layer) if is_offloaded(stack) else stack[layer]
+
+
+@jax.jit
+def _fetched_row(stack: jax.Array, layer: int) -> jax.Array:
+    return fetched(jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False))

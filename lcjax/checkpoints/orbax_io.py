@@ -1,0 +1,268 @@
+"""Checkpoints of a run: written beside the training, found again after any accident.
+
+The only module that knows orbax (API v1). A checkpoint is a folder `<run>/checkpoints/<step>` with
+the train state and the position in the data. orbax writes it under a temporary name and renames
+it when it is complete, so a killed process or a full disk leaves the earlier ones as they were.
+Several processes write one checkpoint together, and take up the same one or none.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from lcjax.errors import InputError
+from lcjax.parallel import distributed
+
+FOLDER = "checkpoints"
+# What orbax and tensorstore raise for files that are cut short, missing or not theirs.
+_DAMAGE = (OSError, ValueError, LookupError)
+_WRITE_FAILURE = (OSError, ValueError)
+# Of the errors that begin with a status, those about what a file holds; others are about storage.
+_STATUS = re.compile(r"([A-Z]+(?:_[A-Z]+)*): ")
+_OF_CONTENT = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_PAUSE = 1.0  # seconds before what could not be read is tried once more
+
+
+class CheckpointError(InputError):
+    """A checkpoint could not be written or read; the message says what is left and what to do."""
+
+
+class _Position:
+    """The data position as one JSON file; the same on every process, written by the first."""
+
+    _file = "position.json"
+
+    def __init__(self, value: dict | None = None):
+        self.value = value
+
+    async def save(self, directory):
+        text = json.dumps(self.value)
+
+        async def write():
+            folder = await directory.await_creation()
+            if jax.process_index() == 0:
+                await asyncio.to_thread((folder / self._file).write_text, text)
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            self.value = json.loads(await asyncio.to_thread((directory / self._file).read_text))
+
+        return read()
+
+
+class Checkpoints:
+    """The checkpoints of one run folder; use it as a context manager."""
+
+    def __init__(self, folder: str | Path, *, keep: int = 2):
+        _quiet_orbax()
+        self._folder = Path(folder).absolute() / FOLDER
+        self._orbax = ocp.training.Checkpointer(
+            self._folder,
+            # When to save is the training loop's decision.
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+        _check_shared(self._folder, self.steps)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        try:
+            self._orbax.close()
+        except _WRITE_FAILURE as error:
+            if kind is None:  # else the first error is the one to see
+                raise self._failure(error) from error
+
+    @property
+    def steps(self) -> list[int]:
+        return [found.step for found in self._orbax.checkpoints]
+
+    def save(self, step: int, state: Any, position: dict) -> None:
+        """Copies `state` to the host and returns; files are written in the background.
+
+        Raises what went wrong with the save before, if anything did.
+        """
+        if step in self.steps:
+            return
+        try:
+            self._orbax.save_checkpointables_async(
+                step, {"state": state, "data": _Position(position)}, force=True
+            )
+        except _WRITE_FAILURE as error:
+            raise self._failure(error) from error
+
+    def wait(self) -> None:
+        """Returns when the last save is complete on disk; raises if it could not be."""
+        try:
+            self._orbax.wait()
+        except _WRITE_FAILURE as error:
+            raise self._failure(error) from error
+
+    def restore(self, abstract_state: Any) -> tuple[int, Any, dict] | None:
+        """(step, state, data position) of the newest checkpoint that can be read, or None.
+
+        Arrays are laid out as `abstract_state` says, whatever mesh they were saved from. A damaged
+        checkpoint is renamed, so that its step can be written again, and the one before is taken.
+        All processes take the same one: what one of them cannot read, none does. Where storage
+        does not answer, nothing is renamed and no older step taken.
+        """
+        found, damaged = self.steps, {}
+        for step in reversed(found):
+            path = self._folder / str(step)
+            loaded, error = _load_together(path, abstract_state, with_data=True)
+            if loaded is None:
+                damaged[step] = error
+                continue
+            for bad, error in damaged.items():
+                self._set_aside(bad, error)
+            return step, *loaded
+        if found:
+            # Nothing is moved: when all of them fail, the cause may lie elsewhere.
+            raise CheckpointError(
+                f"none of the checkpoints {found} in {self._folder} can be read"
+                f" ({_brief(damaged[found[0]])}); start again with run.existing=overwrite or"
+                " another run.folder"
+            )
+        return None
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        damaged = self._folder / str(step)
+        aside = damaged.with_name(f"{step}.damaged")
+        warnings.warn(_damaged(damaged, error) + f"; moved to {aside.name}", stacklevel=3)
+        if distributed.first():
+            for number in range(2, 1000):
+                if not aside.exists():
+                    break
+                aside = damaged.with_name(f"{step}.damaged{number}")
+            damaged.rename(aside)
+        distributed.wait("damaged checkpoint moved")
+        self._orbax.reload()
+
+    def _failure(self, error: Exception) -> CheckpointError:
+        complete = sorted(int(p.name) for p in self._folder.glob("*") if p.name.isdigit())
+        kept = f"step {complete[-1]} is complete and will be resumed" if complete else "none before"
+        return CheckpointError(
+            f"a checkpoint could not be written to {self._folder}: {_brief(error)}; {kept}; "
+            "make room (or lower train.keep) and start the same command again"
+        )
+
+
+def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = None) -> Any:
+    """The train state of `<folder>/checkpoints`, read only: of `step`, else the newest readable.
+
+    Leaves that `abstract_state` does not name are not read.
+    """
+    _quiet_orbax()
+    root = Path(folder).absolute() / FOLDER
+    steps = sorted(int(path.name) for path in root.glob("*") if path.name.isdigit())
+    _check_shared(root, steps)
+    if not steps or (step is not None and step not in steps):
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointError(f"{root} holds {wanted}; there are: {steps or 'none'}")
+    for candidate in reversed(steps if step is None else [step]):
+        path = root / str(candidate)
+        loaded, error = _load_together(path, abstract_state, with_data=False)
+        if loaded is not None:
+            return loaded[0]
+        warnings.warn(_damaged(path, error), stacklevel=2)
+    unread = f"checkpoint {step}" if step is not None else f"any of the checkpoints {steps}"
+    raise CheckpointError(f"cannot read {unread} in {root}; files are missing or cut short")
+
+
+def _check_shared(folder: Path, steps: list[int]) -> None:
+    """Refuses a folder that is another one for every process: a disk of its own machine."""
+    if not distributed.same(str(steps)):
+        raise CheckpointError(
+            f"{folder} holds other checkpoints for this process ({steps or 'none'}) than for others"
+            " of the job; run.folder must lie on storage that all machines share"
+        )
+
+
+def _load_together(
+    path: Path, abstract_state: Any, *, with_data: bool
+) -> tuple[tuple[Any, dict | None] | None, Exception | None]:
+    """((state, position), None) if every process could read its part, else (None, the error).
+
+    What fails is tried once more. Raises where it is storage that fails, and not the files.
+    """
+    for attempt in (1, 2):
+        loaded, error = None, None
+        try:
+            loaded = _load(path, abstract_state, with_data=with_data)
+        except _DAMAGE as failure:
+            error = failure
+        worst = distributed.worst(0 if error is None else 1 + _may_be_whole(error))
+        if worst == 0:
+            return loaded, None
+        if attempt == 1:
+            loaded = None  # a second state would not fit beside it
+            time.sleep(_PAUSE)
+    error = error or CheckpointError("another process of the job cannot read its part")
+    if worst == 2:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read now ({_brief(error)}), although it may be whole;"
+            " nothing was changed: start the same command again when its storage answers"
+        ) from error
+    return None, error
+
+
+def _may_be_whole(error: Exception) -> bool:
+    """Whether storage failed (no answer, no permission) rather than what the files hold."""
+    error = _root(error)
+    if isinstance(error, OSError):
+        return not isinstance(error, _MISSING)
+    status = _STATUS.match(str(error))
+    return status is not None and status[1] not in _OF_CONTENT
+
+
+def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
+    position = _Position()
+    wanted = {"state": abstract_state} | ({"data": position} if with_data else {})
+    # Each process reads its parts alone: one that fails would leave the others waiting for it.
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    context = ocp.Context(multiprocessing_options=alone if jax.process_count() > 1 else None)
+    context.pytree.loading.partial_load = not with_data
+    with context:
+        loaded = ocp.load_checkpointables(path, wanted)
+    return loaded["state"], position.value
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    return f"checkpoint {path} is damaged ({_brief(error)}), looking at the one before"
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(_root(error)).split())[:200]
+
+
+def _root(error: Exception) -> Exception:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+class _OrbaxFilter(logging.Filter):
+    """orbax logs every failed thread with its stack; the error that it then raises is enough."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname or record.levelno >= logging.CRITICAL
+
+
+def _quiet_orbax() -> None:
+    logger = logging.getLogger("absl")
+    if not any(isinstance(known, _OrbaxFilter) for known in logger.filters):
+        logger.addFilter(_OrbaxFilter())

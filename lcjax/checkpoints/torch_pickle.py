@@ -1,0 +1,203 @@
+"""`pytorch_model.bin` without torch and without running a stranger's code.
+
+A torch checkpoint is a zip of raw storages and a pickle that says how tensors lie in them. A pickle
+can name any function to call; this reader knows four names, which only describe tensors, and
+refuses the file when it meets any other.
+"""
+
+import collections
+import json
+import math
+import pickle
+import struct
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from lcjax.checkpoints.weights import TensorInfo
+from lcjax.errors import InputError
+
+INDEX = "pytorch_model.bin.index.json"
+SINGLE = "pytorch_model.bin"
+_STORAGES = {
+    "FloatStorage": np.dtype(np.float32),
+    "HalfStorage": np.dtype(np.float16),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "DoubleStorage": np.dtype(np.float64),
+    "LongStorage": np.dtype(np.int64),
+    "IntStorage": np.dtype(np.int32),
+    "ShortStorage": np.dtype(np.int16),
+    "CharStorage": np.dtype(np.int8),
+    "ByteStorage": np.dtype(np.uint8),
+    "BoolStorage": np.dtype(np.bool_),
+}
+
+
+class _StorageType(NamedTuple):
+    name: str
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: np.dtype
+    size: int
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+# The stand-ins are immutable objects: a pickle may also set attributes of what it is given.
+class _RebuildTensor:
+    """Stands for torch._utils._rebuild_tensor_v2."""
+
+    __slots__ = ()
+
+    def __call__(self, storage, offset, shape, stride, *_unused: Any) -> _Tensor:
+        if not isinstance(storage, _Storage):
+            raise pickle.UnpicklingError("it has a tensor without a storage")
+        return _Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
+
+
+class _RebuildParameter:
+    """Stands for torch._utils._rebuild_parameter."""
+
+    __slots__ = ()
+
+    def __call__(self, data: Any, *_unused: Any) -> Any:
+        return data
+
+
+_ALLOWED = {
+    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(),
+    ("torch._utils", "_rebuild_parameter"): _RebuildParameter(),
+    ("collections", "OrderedDict"): collections.OrderedDict,
+} | {("torch", name): _StorageType(name) for name in _STORAGES}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it calls {module}.{name}, which no tensor needs")
+        return _ALLOWED[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, storage, key, _device, size = pid
+        if kind != "storage" or not isinstance(storage, _StorageType):
+            raise pickle.UnpicklingError(f"it refers to {kind!r}")
+        return _Storage(str(key), _STORAGES[storage.name], int(size))
+
+
+class TorchFolder:
+    """The `pytorch_model*.bin` of a Hugging Face folder, or `files`, as one source of tensors."""
+
+    def __init__(self, folder: str | Path, files: Sequence[Path] | None = None):
+        self.path = str(folder)
+        self._arrays: dict[str, np.ndarray] = {}
+        for file in bin_files(Path(folder)) if files is None else files:
+            self._arrays |= _read(file)
+        self.tensors = {n: TensorInfo(a.shape, a.dtype.name) for n, a in self._arrays.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._arrays[name][start:stop]
+
+
+def bin_files(folder: Path) -> list[Path]:
+    """The pickled weights of a folder; empty when there are none."""
+    index, single = folder / INDEX, folder / SINGLE
+    if single.is_file():  # before an index that may lie beside it, as in transformers
+        return [single]
+    if not index.is_file():
+        return sorted(folder.glob("pytorch_model*.bin"))
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted({Path(name).name for name in found})
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise InputError(f"{index}: not an index of shards ({error}); download it again") from error
+    files = [folder / name for name in names]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise InputError(f"{folder}: shards are missing: {', '.join(missing[:10])}; download them")
+    return files
+
+
+def refuse(folder: Path) -> InputError:
+    """Why pickles are not opened by default, and what to do."""
+    return pickles(str(folder), [file.name for file in bin_files(folder)])
+
+
+def pickles(where: str, names: list[str]) -> InputError:
+    """The same for a place whose files are known by name only."""
+    return InputError(
+        f"{where}: its weights are pickles ({', '.join(names[:3])}), which can run any code when "
+        "opened; convert them where you trust them (transformers: AutoModelForCausalLM"
+        ".from_pretrained(X).save_pretrained(Y) writes safetensors), or run python -m "
+        "lcjax.convert SRC DST --allow-pickle, whose reader refuses everything but tensors, and "
+        "use DST"
+    )
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    """Tensors by name, as views of the mapped file."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            (root,) = {n.rpartition("/")[0] for n in members if n.endswith("/data.pkl")}
+            order = (
+                archive.read(f"{root}/byteorder") if f"{root}/byteorder" in members else b"little"
+            )
+            with archive.open(f"{root}/data.pkl") as stream:
+                state = _Unpickler(stream).load()
+    except (zipfile.BadZipFile, ValueError, EOFError, OSError) as error:
+        raise InputError(
+            f"{file}: not a torch checkpoint of version 1.6 or later, or truncated ({error}); "
+            "download it again, or convert it to safetensors"
+        ) from error
+    except (pickle.UnpicklingError, TypeError, AttributeError, LookupError) as error:
+        raise InputError(f"{file}: refused: {error}; do not open this file") from error
+    if order.strip() != b"little" or not isinstance(state, dict):
+        raise InputError(f"{file}: not a little-endian dictionary of tensors; use safetensors")
+    data = np.asarray(np.memmap(file, np.uint8, "r"))
+    return {
+        str(name): _view(file, data, members, root, name, tensor)
+        for name, tensor in state.items()
+        if isinstance(tensor, _Tensor)
+    }
+
+
+def _view(
+    file: Path, data: np.ndarray, members: dict, root: str, name: str, tensor: _Tensor
+) -> np.ndarray:
+    storage = tensor.storage
+    member = members.get(f"{root}/data/{storage.key}")
+    last = tensor.offset + sum(
+        (n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True)
+    )
+    sound = (
+        member is not None
+        and member.compress_type == zipfile.ZIP_STORED
+        and member.file_size >= storage.size * storage.dtype.itemsize
+        and min((tensor.offset, *tensor.shape, *tensor.stride), default=0) >= 0
+        and (math.prod(tensor.shape) == 0 or last < storage.size)
+    )
+    if not sound:
+        raise InputError(f"{file}: {name} does not lie inside its storage; download it again")
+    start = _data_start(data, member.header_offset)
+    size = storage.size * storage.dtype.itemsize
+    flat = data[start : start + size].view(storage.dtype)
+    steps = tuple(s * storage.dtype.itemsize for s in tensor.stride)
+    return np.lib.stride_tricks.as_strided(
+        flat[tensor.offset :], tensor.shape, steps, writeable=False
+    )
+
+
+def _data_start(data: np.ndarray, header: int) -> int:
+    """Where a zip member's bytes begin: its local header has names of its own length."""
+    name, extra = struct.unpack("<HH", bytes(data[header + 26 : header + 30]))
+    return header + 30 + name + extra

@@ -1,0 +1,1 @@
+"""Language models ready for use: prompts and contexts in, scores and written text out."""

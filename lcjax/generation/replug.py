@@ -1,0 +1,172 @@
+"""REPLUG: one retrieved passage at a time in front of the text, their probabilities mixed.
+
+replug = Replug(lm)
+replug.generate(["Question: ...\\nAnswer:"], context=[[passage, passage]], scores=[[1.4, 0.9]])
+
+Shi et al. 2023 (arXiv 2301.12652, sec. 3): p(y | x) = sum_i w_i p(y | d_i x) for every next token
+y, with w = softmax(scores / temperature). Each passage costs a pass over the text, but none reads
+more than one passage and the text: any decoder can read any number of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lcjax.errors import InputError, whole_number
+from lcjax.generation.contexts import Row, passages
+from lcjax.generation.continuations import Continuation, by_rows, check
+from lcjax.generation.generate import Piece
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.mixture import Mixture, log_weights
+from lcjax.generation.sampling import Sampling, Written, written
+from lcjax.generation.texts import rows_of_tokens
+
+Scores = Sequence[Sequence[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replug:
+    """A language model that reads passages by turns.
+
+    `context` holds the passages of each text (texts or token ids), [] where there are none: such a
+    text is read alone. `scores` holds a number for each passage, such as a retriever's inner
+    products with the text; None: all count alike.
+    """
+
+    lm: LanguageModel
+    temperature: float = 1.0  # scores are divided by it: towards 0 only the best passage counts
+    batch: int = 8  # passes that run at once, when texts are scored
+
+    def __post_init__(self):
+        log_weights(np.zeros(1), self.temperature)
+        whole_number("batch", self.batch, 1)
+
+    def nll(
+        self,
+        tokens: np.ndarray,
+        *,
+        context: Sequence[Row],
+        scores: Scores | None = None,
+        first: int = 1,
+        lengths: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """-log sum_i w_i p(tokens[t] | d_i tokens[:t]), float32 [B, T].
+
+        Arguments as in `LanguageModel.nll`. Passages stand right before the text, whatever their
+        length.
+        """
+        tokens, lengths = rows_of_tokens(tokens, lengths, self.lm.config.vocab_size)
+        rows, length = tokens.shape
+        documents, weights = self._weighted(context, scores, rows)
+        log_p = np.full((*weights.shape, length), -np.inf)
+        for some in self._batches(documents, lengths):
+            texts = [np.concatenate([documents[b][i], tokens[b, : lengths[b]]]) for b, i in some]
+            ends = np.array([len(text) for text in texts])
+            filled = np.zeros((len(some), ends.max()), np.int32)
+            for row, text in enumerate(texts):
+                filled[row, : len(text)] = text
+            begins = np.array([len(documents[b][i]) for b, i in some])
+            nll = self.lm.nll(filled, first=int(begins.min()) + first, lengths=ends)
+            for (b, i), row, begin in zip(some, nll, begins, strict=True):
+                log_p[b, i, : lengths[b]] = -row[begin : begin + lengths[b]]
+        mixed = -np.logaddexp.reduce(weights[..., None] + log_p, axis=1)
+        scored = np.arange(length)
+        scored = (scored >= first) & (scored < lengths[:, None])
+        return np.where(scored, mixed, 0).astype(np.float32)
+
+    def continuations(
+        self,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[Sequence[int]]],
+        *,
+        context: Sequence[Row],
+        scores: Scores | None = None,
+    ) -> list[list[Continuation]]:
+        """What the mixture says of each continuation of each prompt; as `LanguageModel`'s."""
+        more = {"context": context, "scores": scores}
+        nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
+        check(prompts, continuations, self.lm.config.vocab_size)
+        options = {"follows_length": self.lm.follows_length}
+        return by_rows(nll, stream, prompts, continuations, **options)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling = Sampling(),
+        *,
+        context: Sequence[Row],
+        scores: Scores | None = None,
+        exact: bool = False,
+        prefill_chunk: int | None = None,
+    ) -> list[Written]:
+        """New text for every prompt, each token picked from the mixture; as `LanguageModel`'s."""
+        options = {"exact": exact, "prefill_chunk": prefill_chunk}
+        pieces = self.stream(prompts, sampling, context=context, scores=scores, **options)
+        return written(pieces, len(prompts))
+
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling = Sampling(),
+        *,
+        context: Sequence[Row],
+        scores: Scores | None = None,
+        **options,
+    ) -> Iterator[Piece]:
+        """`generate` piece by piece, all passages of all prompts in one batch.
+
+        A prompt that is a text gets BOS before the passage, if the model expects one; one that is a
+        list of ids is what follows the passage exactly.
+        """
+        if isinstance(prompts, str) or not len(prompts):
+            raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
+        documents, weights = self._weighted(context, scores, len(prompts))
+        read = []
+        for prompt, row in zip(prompts, documents, strict=True):
+            ids = [self._follow(prompt, document) for document in row]
+            # All texts have as many prompts; those that are lacking count nothing.
+            read += ids + [min(ids, key=len)] * (weights.shape[1] - len(ids))
+        mixture = Mixture(len(prompts), weights)
+        return self.lm.stream(read, sampling, mixture=mixture, **options)
+
+    def _follow(self, prompt: str | Sequence[int], document: np.ndarray) -> list[int]:
+        if not isinstance(prompt, str):
+            return [*document.tolist(), *prompt]
+        ids, bos = self.lm.encode(prompt), int(self.lm.tokenizer.add_bos)
+        return [*ids[:bos], *document.tolist(), *ids[bos:]]
+
+    def _weighted(self, context, scores, rows: int) -> tuple[list[list[np.ndarray]], np.ndarray]:
+        """Passages of every text, at least an empty one, and their log weights [B, n]."""
+        if isinstance(context, str) or len(context) != rows:
+            raise InputError(
+                f"context has {len(context)} rows for {rows} texts; give a list of passages for"
+                " each text, [] where there are none"
+            )
+        encode, vocab = self.lm.tokenizer.encode, self.lm.config.vocab_size
+        read = [passages(row, encode, vocab) for row in context]
+        found = [[0.0] * len(row) for row in read] if scores is None else scores
+        if [len(row) for row in found] != [len(row) for row in read]:
+            raise InputError(
+                f"scores={[len(row) for row in found]} numbers for"
+                f" {[len(row) for row in read]} passages; give one number for each passage"
+            )
+        most = max(1, *map(len, read))
+        table = np.full((rows, most), -np.inf)
+        for row, values in enumerate(found):
+            table[row, : len(values) or 1] = values if len(values) else 0.0
+        return [row or [np.zeros(0, np.int32)] for row in read], log_weights(
+            table, self.temperature
+        )
+
+    def _batches(self, documents, lengths) -> Iterator[list[tuple[int, int]]]:
+        """(text, passage) of the passes that run together, long ones and short ones apart."""
+        sizes = {
+            (b, i): len(document) + int(lengths[b])
+            for b, row in enumerate(documents)
+            for i, document in enumerate(row)
+        }
+        order = sorted(sizes, key=sizes.get)
+        for start in range(0, len(order), self.batch):
+            yield order[start : start + self.batch]

@@ -1,1 +1,0 @@
-"""The engine behind `lcjax.lm`: prompts and contexts are read, texts are written and scored."""

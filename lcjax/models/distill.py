@@ -1,0 +1,156 @@
+"""Learning from a teacher's probabilities of the next token: CEPED (arXiv 2402.16617, sec. 4).
+
+A teacher's distribution p is stored as its largest entries and the mass of all others. The student
+q, of which all logits are there, has in addition to its cross-entropy
+
+    drop         sum over the stored j of p_j (log p_j - log q_j)
+    renormalise  the same of p and q divided by their sums over the stored j
+    rest         drop, and the same term of the two remaining masses
+    smooth       rest, with every one of the n masses x replaced by (x + d) / (1 + n d), d = 1e-6
+
+`drop` is what CEPED trains with. It is a part of a Kullback-Leibler divergence and may be negative,
+but its gradient draws q_j towards p_j. `rest` is not defined where the student has no mass left.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lcjax.errors import InputError, whole_number
+from lcjax.models.loss import Projection, negative_log_likelihood, over_chunks, weighted_loss
+
+MODES = ("drop", "renormalise", "rest", "smooth")
+_SMOOTH = 1e-6  # of the released code's default, smooth_1e-6
+_TINY = jnp.finfo(jnp.float32).tiny
+
+
+@dataclass(frozen=True)
+class Distill:
+    """`train.distill`: what is learned from the teacher's probabilities in the rows."""
+
+    ce: float = 1.0  # weight of the cross-entropy with the text
+    kl: float = 2.0  # weight of the divergence from the teacher
+    mode: str = "drop"  # which divergence: drop, renormalise, rest or smooth
+    top: int = 50  # probabilities of the teacher that count: as many as its rows have, or fewer
+
+    def __post_init__(self):
+        for name in ("ce", "kl"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise InputError(f"train.distill.{name}={value} must be a number of at least 0")
+        if self.ce == self.kl == 0:
+            raise InputError("train.distill.ce=0 and kl=0 leave nothing to learn; raise one")
+        if self.mode not in MODES:
+            raise InputError(f"train.distill.mode={self.mode} is not one of {', '.join(MODES)}")
+        whole_number("train.distill.top", self.top, 1)
+
+
+class Teacher(NamedTuple):
+    """What is stored of a teacher's distribution at every place, the largest first."""
+
+    ids: jax.Array  # int [B, T, K], the tokens
+    probabilities: jax.Array  # [B, T, K] of the whole vocabulary, not of the K alone
+    rest: jax.Array  # [B, T], of all other tokens together
+
+    def largest(self, count: int) -> "Teacher":
+        """As if only `count` had been stored, in float32."""
+        kept, others = jnp.split(self.probabilities.astype(jnp.float32), [count], axis=-1)
+        rest = self.rest.astype(jnp.float32) + others.sum(-1)
+        return Teacher(self.ids[..., :count].astype(jnp.int32), kept, rest)
+
+
+def divergence(log_q: jax.Array, teacher: Teacher, mode: str) -> jax.Array:
+    """What `mode` says (see above), [B, T], of the student's log q [B, T, K] at `teacher.ids`."""
+    p, others = teacher.probabilities, teacher.rest
+    if mode == "renormalise":
+        p = p / jnp.maximum(p.sum(-1, keepdims=True), _TINY)
+        log_q = jax.nn.log_softmax(log_q, axis=-1)
+    elif mode != "drop":
+        q = jnp.exp(log_q)
+        p, q = (
+            jnp.append(x, rest[..., None], axis=-1) for x, rest in ((p, others), (q, 1 - q.sum(-1)))
+        )
+        if mode == "smooth":
+            p, q = ((x + _SMOOTH) / (1 + x.shape[-1] * _SMOOTH) for x in (p, q))
+        log_q = jnp.log(jnp.maximum(q, _TINY))
+    # 0 log 0 is 0; half precision stores what is below 6e-8 as 0.
+    return jnp.where(p > 0, p * (jnp.log(jnp.maximum(p, _TINY)) - log_q), 0.0).sum(-1)
+
+
+@dataclass(frozen=True)
+class _WithTeacher:
+    """The criterion: both losses of a token by their weights, and the sum's derivative."""
+
+    config: Distill
+
+    def __call__(self, logits, lse, known):
+        targets, teacher = known
+        teacher, config = Teacher(*teacher).largest(self.config.top), self.config
+        nll, _, slope = negative_log_likelihood(logits, lse, targets)
+        log_q = jnp.take_along_axis(logits, teacher.ids, -1, mode="clip") - lse
+        kl, pull = jax.vjp(lambda log_q: divergence(log_q, teacher, config.mode), log_q)
+        (by_log_q,) = pull(jnp.ones_like(kl))
+        rows, places = jnp.ogrid[: kl.shape[0], : kl.shape[1]]
+        at = rows[..., None], places[..., None], teacher.ids
+        share = by_log_q.sum(-1, keepdims=True) * jnp.exp(logits - lse)
+        slope = config.ce * slope - config.kl * share
+        slope = slope.at[at].add(config.kl * by_log_q, mode="drop")
+        return config.ce * nll + config.kl * kl, {"ce": nll, "kl": kl}, slope
+
+
+def distillation(
+    hidden: jax.Array,
+    projection: Projection,
+    targets: jax.Array,
+    weights: jax.Array,
+    teacher: Teacher,
+    config: Distill = Distill(),
+    *,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(sum of ce x cross-entropy + kl x divergence, sum of weights, {"ce": sum, "kl": sum}).
+
+    As `lcjax.models.loss.cross_entropy`, whose arguments these are: logits are computed once for
+    both, a chunk of positions at a time. Teacher and student tell the same token at a place.
+    """
+    check_top(config, teacher.ids.shape[-1])
+    return weighted_loss(
+        hidden, projection, (targets, tuple(teacher)), weights,
+        criterion=_WithTeacher(config), chunk=chunk, mesh=mesh,
+    )  # fmt: skip
+
+
+def check_top(config: Distill, stored: int, where: str = "the teacher") -> None:
+    """Refuses to learn from more probabilities than are stored."""
+    if config.top > stored:
+        raise InputError(
+            f"train.distill.top={config.top} is more than the {stored} probabilities that {where}"
+            f" stored; set it to {stored} or less"
+        )
+
+
+def largest_probabilities(
+    hidden: jax.Array,
+    projection: Projection,
+    count: int,
+    *,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Teacher:
+    """The `count` largest probabilities of the next token at every place of hidden [B, T, D].
+
+    float16, as they are stored; logits of a whole text never exist.
+    """
+
+    def one(hidden, projection):
+        logits = projection(hidden)
+        lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        top, ids = jax.lax.top_k(logits, count)
+        p = jnp.exp(top - lse)
+        rest = jnp.maximum(1 - p.sum(-1), 0)
+        return ids, p.astype(jnp.float16), rest.astype(jnp.float16)
+
+    return Teacher(*over_chunks(one, hidden, projection, chunk=chunk, mesh=mesh))

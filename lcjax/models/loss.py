@@ -1,0 +1,294 @@
+"""Next-token cross-entropy without the logits of a whole sequence.
+
+Hidden states are projected a chunk of positions at a time, so memory is chunk x V instead of
+T x V. The gradients of a chunk are taken while its logits are there: one projection forward and
+two backward, none repeated (the idea of fused linear cross-entropy, Hsu et al. 2024).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from lcjax.parallel.reduce_scatter import gradient_reduce_scatter
+from lcjax.parallel.sharding import spread_over, tokens_spec
+
+# The float32 logits of one chunk on one device stay below this many bytes: what a CPU's caches
+# still help with, and what keeps an accelerator's matrix unit busy.
+_CHUNK_BYTES = {"cpu": 64 * 2**20}
+_CHUNK_BYTES_DEFAULT = 2**30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """From hidden states to the vocabulary.
+
+    A tied kernel stays as the embedding lies in memory: turning it over would cost a copy of it,
+    and of its gradient, for every use.
+    """
+
+    kernel: jax.Array  # [D, V], or [V, D] if tied
+    bias: jax.Array | None = None  # [V]
+    tied: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def vocabulary(self) -> int:
+        return self.kernel.shape[0 if self.tied else 1]
+
+    @property
+    def axes(self) -> str:
+        return "VD" if self.tied else "DV"
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """float32 logits [..., V] of hidden states [..., D]: never rounded to 16 bits."""
+        logits = _einsum(f"...D,{self.axes}->...V", hidden, self.kernel)
+        return logits if self.bias is None else logits + self.bias.astype(jnp.float32)
+
+
+# (float32 logits [B, c, V], their log-sum-exp [B, c, 1], what is known of each token) -> (loss
+# [B, c] of every token, what it is made of by name, its derivative by the logits)
+Criterion = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict, jax.Array]]
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    projection: Projection,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(sum of weighted negative log-likelihoods, sum of weights), both float32 scalars.
+
+    Args:
+      hidden: [B, T, D], after the final norm.
+      projection: to the vocabulary of V tokens.
+      targets: int32 [B, T].
+      weights: float32 [B, T]; 0 where nothing is predicted.
+      chunk: positions of T projected at once; chosen from the rows of a device and V if None.
+      mesh: whose devices share rows and tokens: each goes through its own, and the kernel's
+        gradient crosses the machine once instead of once per chunk.
+    """
+    options = {"chunk": chunk, "mesh": mesh}
+    total, count, _ = weighted_loss(
+        hidden, projection, targets, weights, criterion=negative_log_likelihood, **options
+    )
+    return total, count
+
+
+def weighted_loss(
+    hidden: jax.Array,
+    projection: Projection,
+    known: Any,
+    weights: jax.Array,
+    *,
+    criterion: Criterion,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(sum of weighted losses, sum of weights, weighted sums of the losses' parts), float32.
+
+    As `cross_entropy` with any function of a token's logits: `criterion` (hashable) is given what
+    is `known` of the tokens, a tree of arrays [B, T, ...]. The parts have no gradient.
+    """
+    weights = weights.astype(jnp.float32)
+    chunk = _chunk_size(hidden, projection, chunk, mesh)
+    total, parts = _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh)
+    return total, weights.sum(), parts
+
+
+def token_nll(
+    hidden: jax.Array,
+    projection: Projection,
+    targets: jax.Array,
+    *,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> jax.Array:
+    """-log p(target) of every position, float32 [B, T]. For evaluation: no gradient is stored."""
+
+    def one(hidden, projection, targets):
+        return negative_log_likelihood(*_logits(hidden, projection), targets)[0]
+
+    return over_chunks(one, hidden, projection, targets, chunk=chunk, mesh=mesh)
+
+
+def over_chunks(
+    function: Callable[..., Any],
+    hidden: jax.Array,
+    projection: Projection,
+    *more: jax.Array,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Any:
+    """`function(hidden, projection, *more)`, a tree of [B, T, ...], a chunk of positions at a time.
+
+    For what needs logits and is not trained. Arrays are [B, T, ...]; `chunk` and `mesh` as in
+    `cross_entropy`.
+    """
+    chunk = _chunk_size(hidden, projection, chunk, mesh)
+
+    def run(hidden, projection, more):
+        def one(_, xs):
+            return None, function(xs[0], projection, *xs[1])
+
+        chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, more))
+        return jax.tree.map(
+            lambda x: _joined(x, hidden.shape[1]), jax.lax.scan(one, None, chunks)[1]
+        )
+
+    tokens, everywhere = tokens_spec(mesh, *hidden.shape[:2]), PartitionSpec()
+    by_device = _on_mesh(run, mesh, tokens, (tokens, everywhere, tokens), tokens)
+    return by_device(hidden, projection, more)
+
+
+def _on_mesh(run, mesh, tokens: PartitionSpec, inputs, outputs):
+    """`run` on the tokens of each device; how the kernel is split is left to the compiler."""
+    axes = spread_over(tokens)
+    if not axes:
+        return run
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(axes), check_vma=False
+    )
+
+
+def _chunk_size(hidden, projection, chunk: int | None, mesh) -> int:
+    spec = tokens_spec(mesh, *hidden.shape[:2])
+    batch, length = (
+        size // math.prod(mesh.shape[axis] for axis in spread_over(PartitionSpec(over)))
+        for size, over in zip(hidden.shape, spec)
+    )
+    if chunk is None:
+        # Of the mesh: a program may be compiled for devices that are not here.
+        platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
+        limit = _CHUNK_BYTES.get(platform, _CHUNK_BYTES_DEFAULT)
+        chunk = max(1, limit // (4 * batch * projection.vocabulary))
+    # Equal chunks: 1,000 positions in chunks of at most 600 become 2 x 500, not 600 + 400.
+    return -(-length // -(-length // chunk))
+
+
+def _chunked(x: jax.Array, chunk: int) -> jax.Array:
+    """[B, T, ...] -> [T / chunk, B, chunk, ...], padded with zeros."""
+    batch, length = x.shape[:2]
+    count = -(-length // chunk)
+    x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(batch, count, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _joined(x: jax.Array, length: int) -> jax.Array:
+    """The inverse of `_chunked`."""
+    x = x.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Summed in float32; 32-bit operands are never rounded first, as accelerators would do."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _logits(hidden, projection):
+    """Logits [B, c, V] and their log-sum-exp [B, c, 1], float32."""
+    logits = projection(hidden)
+    return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def negative_log_likelihood(
+    logits: jax.Array, lse: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, dict, jax.Array]:
+    """The criterion of `cross_entropy`: -log p(target)."""
+    nll = (lse - jnp.take_along_axis(logits, targets[..., None], -1, mode="clip"))[..., 0]
+    is_target = targets[..., None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)
+    return nll, {}, jnp.exp(logits - lse) - is_target
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh):
+    tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
+    axes = spread_over(tokens)
+
+    def run(hidden, projection, known, weights):
+        def one(_, xs):
+            hidden, known, weights = xs
+            loss, parts, _ = criterion(*_logits(hidden, projection), known)
+            return None, jax.tree.map(lambda x: (weights * x).sum(), (loss, parts))
+
+        chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, known, weights))
+        sums = jax.tree.map(jnp.sum, jax.lax.scan(one, None, chunks)[1])
+        return jax.lax.psum(sums, axes) if axes else sums
+
+    run = _on_mesh(run, mesh, tokens, (tokens, everywhere, tokens, tokens), everywhere)
+    return run(hidden, projection, known, weights)
+
+
+def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
+    """The loss and, chunk by chunk, the gradients for a cotangent of one."""
+    tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
+    path = "embed/embedding" if projection.tied else "head/kernel"
+    reduce = gradient_reduce_scatter(mesh, path, projection.kernel.shape, *weights.shape)
+    run = functools.partial(
+        _with_gradients, criterion=criterion, chunk=chunk, axes=spread_over(tokens), reduce=reduce
+    )
+    kernel = everywhere if reduce is None else reduce.kept
+    bias = None if projection.bias is None else everywhere
+    inputs = tokens, everywhere, tokens, tokens
+    found = everywhere, Projection(kernel, bias, projection.tied)
+    run = _on_mesh(run, mesh, tokens, inputs, (found, (tokens, tokens)))
+    (sums, d_projection), by_token = run(hidden, projection, known, weights)
+    d_projection = jax.tree.map(lambda d, x: d.astype(x.dtype), d_projection, projection)
+    return sums, (d_projection, *by_token)
+
+
+def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axes=(), reduce=None):
+    """((loss, its parts) and the gradient for the projection, of all tokens), (d_hidden, loss).
+
+    On the tokens of one device; `reduce` says which part it keeps of the kernel's gradient.
+    """
+
+    def one(sums, xs):
+        hidden, known, weights = xs
+        loss, parts, slope = criterion(*_logits(hidden, projection), known)
+        d_logits = weights[..., None] * slope
+        low = d_logits.astype(hidden.dtype)
+        d_hidden = _einsum(f"BTV,{projection.axes}->BTD", low, projection.kernel)
+        # Also of a tied kernel [D, V], turned over once at the end: [V, D] would turn over the
+        # chunk's large d_logits instead.
+        d_kernel = _einsum("BTD,BTV->DV", hidden, low)
+        d_bias = None if projection.bias is None else d_logits.sum((0, 1))
+        losses = jax.tree.map(lambda x: (weights * x).sum(), (loss, parts))
+        sums = jax.tree.map(jnp.add, sums, (d_kernel, d_bias))
+        return sums, (losses, d_hidden.astype(hidden.dtype), loss)
+
+    shapes = (hidden.shape[-1], projection.vocabulary), (projection.vocabulary,)
+    start = [jnp.zeros(shape, jnp.float32) for shape in shapes]
+    if projection.bias is None:
+        start[1] = None
+    chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, known, weights))
+    sums, (losses, *by_token) = jax.lax.scan(one, tuple(start), chunks)
+    losses, (d_kernel, d_bias) = jax.tree.map(jnp.sum, losses), sums
+    d_kernel = d_kernel.T if projection.tied else d_kernel
+    if axes:
+        losses, d_bias = jax.lax.psum((losses, d_bias), axes)
+        d_kernel = jax.lax.psum(d_kernel, axes) if reduce is None else reduce.of(d_kernel)
+    by_token = tuple(_joined(x, hidden.shape[1]) for x in by_token)
+    return (losses, Projection(d_kernel, d_bias, projection.tied)), by_token
+
+
+def _backward(criterion, chunk, mesh, residuals, cotangents):
+    d_projection, d_hidden, loss = residuals
+    cotangent, _ = cotangents
+
+    def scaled(x):
+        return (x.astype(jnp.float32) * cotangent).astype(x.dtype)
+
+    return scaled(d_hidden), jax.tree.map(scaled, d_projection), None, loss * cotangent
+
+
+_weighted_sum.defvjp(_forward, _backward)

@@ -1,0 +1,1 @@
+"""Devices and processes: meshes and sharding rules, offloading, collective communication."""

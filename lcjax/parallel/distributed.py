@@ -1,0 +1,247 @@
+"""Many processes as one program: how they find each other, agree, and end together.
+
+Every process runs the same script on the same config and holds a part of the devices (of a TPU pod,
+of a cluster with GPUs). What one of them alone may do, such as writing a log, process 0 does.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed as runtime  # no public way to a barrier with a time limit
+from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize asks
+from jax.experimental import multihost_utils
+
+from lcjax import config as config_lib
+from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.parallel.rendezvous import Place, meet
+from pallas_kernels import measured
+
+_GRACE = 10  # seconds that a process which fails waits for the others to fail as well
+
+
+@dataclasses.dataclass(frozen=True)
+class Distributed:
+    """The processes of a job; null: what the cluster says, and one process where there is none."""
+
+    coordinator: str | None = None  # host:port of process 0, reachable by all
+    processes: int | None = None  # in all; 1: this one alone, whatever the cluster says
+    process: int | None = None  # the number of this one, from 0
+    timeout: int = 300  # seconds that processes wait for each other at the start
+    heartbeat: int = 100  # seconds without a sign of life after which a process counts as dead
+
+    def __post_init__(self):
+        whole_numbers("distributed", self, 1, "processes", "timeout", "heartbeat")
+        if self.process is not None:
+            whole_number("distributed.process", self.process, 0)
+            if self.processes is not None and self.process >= self.processes:
+                raise InputError(
+                    f"distributed.process={self.process} must be below distributed.processes="
+                    f"{self.processes}; processes are counted from 0"
+                )
+        if self.coordinator is not None and not re.fullmatch(r"\S+:\d+", self.coordinator):
+            raise InputError(
+                f"distributed.coordinator={self.coordinator!r} must be host:port, such as"
+                " 10.0.0.1:1234"
+            )
+
+
+def main(
+    cls: type,
+    run: Callable[[Any], object],
+    argv: Sequence[str] | None = None,
+    *,
+    agreed_stop: bool = False,
+) -> int:
+    """`lcjax.config.main` for a script that may be one of many processes; ends them cleanly.
+
+    `cls` has a field `distributed`; for `agreed_stop` see `start`.
+    """
+
+    def together(config: Any) -> None:
+        start(config.distributed, agreed_stop=agreed_stop)
+        _check_same_config(config)
+        run(config)
+
+    try:
+        code = config_lib.main(cls, together, argv)
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        print(
+            f"error: process {jax.process_index()} of {jax.process_count()} failed as shown above;"
+            " if another one ended first, its log says why. The same command goes on from what is"
+            " saved",
+            file=sys.stderr,
+        )
+        code = 1
+    _leave(code)
+    return code
+
+
+def start(section: Distributed, *, agreed_stop: bool = False) -> None:
+    """Connects the processes of the job; does nothing where there is only one.
+
+    Before anything asks JAX for devices. With `agreed_stop` SIGTERM to any process only makes
+    `multihost_utils.reached_preemption_sync_point` true in all, at a common step; without, it ends
+    the process at once, as usual.
+    """
+    place = _place(section)
+    if place is None or jax.distributed.is_initialized():
+        return
+    meet(place, section.timeout)
+    jax.config.update("jax_enable_preemption_service", agreed_stop)
+    jax.distributed.initialize(
+        *place, initialization_timeout=section.timeout, heartbeat_timeout_seconds=section.heartbeat
+    )
+
+
+def _place(section: Distributed) -> Place | None:
+    """Where this process stands, by the section and then by the cluster; None: alone."""
+    given = section.coordinator, section.processes, section.process
+    if section.processes == 1 or (given == (None, None, None) and not _signs_of_a_cluster()):
+        return None
+    if None in given:
+        try:
+            given = ClusterEnv.auto_detect_unset_distributed_params(
+                *given, None, None, section.timeout
+            )[:3]
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise InputError(
+                f"distributed: the cluster does not say which processes there are ({error}); give"
+                " coordinator, processes and process, or processes=1 to run alone"
+            ) from error
+    names = ("coordinator", "processes", "process")
+    lacking = [name for name, value in zip(names, given, strict=True) if value is None]
+    if lacking:
+        raise InputError(
+            f"distributed.{lacking[0]}=null, and no cluster says it; give coordinator, processes"
+            " and process, or none of them to run alone"
+        )
+    place = Place(*given)
+    return place if place.processes > 1 else None
+
+
+def _signs_of_a_cluster() -> bool:
+    """Whether the environment tells of other processes: only then JAX is asked for them.
+
+    JAX itself takes every pod of Kubernetes for a part of a job.
+    """
+    env = os.environ
+    several = any(
+        own in env and int(env.get(count, "1")) > 1
+        for own, count in (
+            ("SLURM_STEP_NODELIST", "SLURM_NTASKS"),
+            ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
+        )
+    )
+    indexed = "JOB_COMPLETION_INDEX" in env and "KUBERNETES_SERVICE_HOST" in env
+    # JAX notes this when it is imported on a machine with TPU chips.
+    on_tpu = "TPU_ML_PLATFORM" in env and not env.get("JAX_PLATFORMS", "tpu").startswith("cpu")
+    return bool(
+        several
+        or on_tpu
+        or env.get("JAX_COORDINATOR_ADDRESS")
+        or (indexed and find_spec("kubernetes") is not None)
+    )
+
+
+def _check_same_config(config: Any) -> None:
+    """Every process must have the same settings but its own number, and the same kernels."""
+    plain = dataclasses.replace(config, distributed=Distributed())
+    if not same(repr(plain)):
+        raise InputError(
+            "the processes of this job have different settings; start all with the same config and"
+            " the same overrides, distributed.process apart"
+        )
+    if not same(repr(measured.figures())):  # processes have to run the same kernels
+        raise InputError(
+            "the processes of this job have measured different times of GPU kernels, or some none;"
+            f" copy {measured.folder()} to all, or point {measured.VARIABLE} at a shared folder"
+        )
+
+
+def first() -> bool:
+    """Whether this is the process that writes what all have in common."""
+    return jax.process_index() == 0
+
+
+def wait(name: str) -> None:
+    """Returns when all processes have come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"lcjax: {name}")
+
+
+def worst(code: int) -> int:
+    """The largest `code` of all processes."""
+    if jax.process_count() == 1:
+        return code
+    return int(multihost_utils.process_allgather(np.int32(code)).max())
+
+
+def same(value: str) -> bool:
+    """Whether all processes have the same `value`."""
+    if jax.process_count() == 1:
+        return True
+    digests = multihost_utils.process_allgather(np.uint32(zlib.crc32(value.encode())))
+    return bool((digests == digests[0]).all())
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What `make` gives the first process (values of JSON), in all; its InputError likewise.
+
+    For what depends on a network, or on chance: only the first process makes it.
+    """
+    if jax.process_count() == 1:
+        return make()
+    found = {"value": None, "fault": None}
+    if first():
+        try:
+            found["value"] = make()
+        except InputError as error:
+            found["fault"] = str(error)
+    data = np.frombuffer(json.dumps(found).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    data = data if first() else np.zeros(size, np.uint8)
+    found = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
+    if found["fault"] is not None:
+        raise InputError(found["fault"])
+    return found["value"]
+
+
+def gather(x: Any) -> np.ndarray:
+    """The whole array on this host, also where its parts lie with several processes.
+
+    All of them have to ask.
+    """
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _leave(code: int) -> None:
+    """Ends the connection: all together, or at once where this process has failed."""
+    if not jax.distributed.is_initialized():
+        return
+    if code == 0:
+        jax.distributed.shutdown()
+        return
+    # What one process meets, the others often meet at the same moment: a wrong path. Each gets the
+    # time to say it. But where they wait for this one, they must learn that it has ended.
+    try:
+        runtime.global_state.client.wait_at_barrier("lcjax: failed", _GRACE * 1000)
+    except jax.errors.JaxRuntimeError:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # Python's own way out would wait for them again
+    jax.distributed.shutdown()

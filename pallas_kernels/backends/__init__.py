@@ -1,0 +1,1 @@
+"""Implementations of attention, one folder per compiler; `pallas_kernels.dispatch` picks one."""

@@ -1,0 +1,281 @@
+"""Few queries over many keys on TPU: decoding, whose time is that of reading the cache once.
+
+Keys are read as a cache [B, K, S, H] lies in memory, without a copy that pads or turns them. XLA
+keeps heads that do not fill the 128 lanes turned, as [B, K, H, S], because that needs no padding;
+then a step's block is [H, keys], and the products contract its other side. A last block that
+reaches beyond the keys is cut off by the test of its elements.
+
+The queries of the heads that share a key head are rows of one product, padded to whole sublanes
+only: with 128 rows a step would take longer to compute than to read. The visited blocks can be
+dealt out to `splits` parts, which run side by side on a chip with several cores (v4, v5p) and are
+merged by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.backends import online_softmax as online
+from pallas_kernels.backends.tpu import kernels
+from pallas_kernels.backends.tpu.kernels import Block, Body, dot
+from pallas_kernels.backends.tpu.layout import LANES, Layout
+from pallas_kernels.backends.tpu.tables import FULL, NOTHING, PARTIAL, SCALAR_BYTES, Step
+from pallas_kernels.block_table import BlockTable
+from pallas_kernels.dispatch import given_table
+from pallas_kernels.merging import merge
+from pallas_kernels.tables import from_mask, restrict
+
+F32 = jnp.float32
+KEY_BYTES = 2**19  # keys of a step: long enough to hide what a step costs (0.3 us)
+SCORES = 2**18  # of a step: a few float32 arrays of this size fit into VMEM beside its operands
+SUBLANES = {"float32": 8, "bfloat16": 16}
+
+
+def fits(q, k, v, operands, spec) -> bool:
+    """Whether these kernels run the inputs: few rows, and lists that scalar memory holds."""
+    if q.shape[1] * q.shape[2] // k.shape[2] > LANES:
+        return False
+    given, keys, heads = given_table(operands, spec), k.shape[1], k.shape[2]
+    if given is None:
+        blocks, lists = -(-keys // _key_block(q, k, v)), 1
+    else:
+        blocks, lists = given.capacity, given.seen.shape[1]
+        whole = keys <= given.k_block or given.k_block % LANES == 0
+        if lists > heads or given.seen.shape[2] > 1 or not whole:
+            return False
+    return 4 * q.shape[0] * lists * blocks <= SCALAR_BYTES
+
+
+def forward(q, k, v, operands, spec, *, interpret=False):
+    """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
+    table = _table(q, k, v, operands, spec)
+    cut, lists = _layout(q, k, table), _Lists(table, _parts(q, k, spec))
+    body, x = _prepare(q, k, v, operands, spec, cut)
+    outs, lses = _launch(body, cut, lists, x, q.dtype, v.shape[-1], interpret)
+    parts = [(cut.from_rows(out), cut.from_rows(lse[..., 0])) for out, lse in zip(outs, lses)]
+    out, lse = parts[0] if len(parts) == 1 else merge(parts)
+    return out.astype(q.dtype), lse
+
+
+def _parts(q, k, spec) -> int:
+    """A chip has at most two cores: batch rows and heads keep them busy, unless there is one."""
+    if spec.splits is not None:
+        return spec.splits
+    return 1 if q.shape[0] * k.shape[2] > 1 else 2
+
+
+def _rows(q, k) -> int:
+    """Queries of a key head, in whole sublanes."""
+    tile = SUBLANES[str(q.dtype)]
+    return -(-q.shape[1] * q.shape[2] // k.shape[2] // tile) * tile
+
+
+def _key_block(q, k, v) -> int:
+    """All keys, or as many as make a transfer of KEY_BYTES, in whole lanes."""
+    size = max(k.shape[-1], v.shape[-1]) * k.dtype.itemsize
+    most = min(KEY_BYTES // size, SCORES // _rows(q, k))
+    return min(k.shape[1], most // LANES * LANES)
+
+
+def _table(q, k, v, operands, spec) -> BlockTable:
+    places = dict(queries=q.shape[1], keys=k.shape[1])
+    places |= dict(q_index=operands.q_index, k_index=operands.k_index)
+    places |= dict(q_segments=operands.q_segments, k_segments=operands.k_segments)
+    given = given_table(operands, spec)
+    if given is not None:
+        return restrict(given, spec.mask, **places)
+    return from_mask(spec.mask, **places, q_block=q.shape[1], k_block=_key_block(q, k, v))
+
+
+def _layout(q, k, table: BlockTable) -> Layout:
+    (batch, queries, n), (keys, heads) = q.shape[:3], k.shape[1:3]
+    key_block = min(table.k_block, keys)
+    return Layout(
+        batch=batch,
+        heads=heads,
+        group=n // heads,
+        queries=queries,
+        keys=keys,
+        by_head=False,
+        rows=_rows(q, k),
+        split=1,
+        count=1,
+        key_block=key_block,
+        key_count=-(-keys // key_block),
+    )
+
+
+class _Lists:
+    """The visited blocks as scalars of the kernel, dealt out to `splits` parts.
+
+    Of a table with the same list for all batch rows or heads there is one list.
+    """
+
+    def __init__(self, table: BlockTable, splits: int):
+        self.shape, self.capacity, self.splits = table.seen.shape[:2], table.capacity, splits
+        self.scalars = tuple(
+            jnp.asarray(x, jnp.int32).reshape(-1) for x in (table.index, table.full, table.seen)
+        )
+        steps = (table.seen.max() + splits - 1) // splits
+        self.steps = max(1, int(steps)) if table.static else jnp.maximum(steps, 1)
+
+    def visit(self, part, b, h, n, index, full, seen):
+        """(block, kind) of step n of a part; after its last one it stays where it is."""
+        number = (b if self.shape[0] > 1 else 0) * self.shape[1] + (h if self.shape[1] > 1 else 0)
+        size = jax.lax.div(seen[number] + self.splits - 1, jnp.int32(self.splits))
+        slot = part * size + n
+        live = (n < size) & (slot < seen[number])
+        last = jnp.minimum((part + 1) * size, seen[number]) - 1
+        block = index[number * self.capacity + jnp.maximum(jnp.minimum(slot, last), 0)]
+        kind = jnp.where(slot < full[number], FULL, PARTIAL)
+        return block, jnp.where(live, kind, NOTHING)
+
+
+@dataclass(frozen=True)
+class _Body(Body):
+    """`k_axis`, `v_axis`: which axis of a block of keys, and of values, counts the keys."""
+
+    k_axis: int = 0
+    v_axis: int = 0
+
+
+class _Keys(Block):
+    def products(self):
+        return dot(self.x["q"][...], self.x["k"][...], 1 - self.body.k_axis)
+
+    def values(self, masked: bool):
+        value, axis = self.x["v"][...], self.body.v_axis
+        if not (masked and self.body.ragged):
+            return value
+        # Nothing is known of what lies behind the keys: it may be no number, and 0 times that is.
+        place = self.step.col * self.body.key_block
+        place = place + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
+        return jnp.where(place < self.body.keys, value, jnp.zeros_like(value))
+
+
+def _kernel(body: _Body, lists: _Lists, index, full, seen, x, out, lse, top, total, acc):
+    part, b, h, n = (pl.program_id(axis) for axis in range(4))
+    col, kind = lists.visit(part, b, h, n, index, full, seen)
+    block = _Keys(body, Step(0, col, kind, None, None), x, {}, turned=False)
+    pl.when(n == 0)(lambda: kernels.start_softmax(top, total, acc))
+
+    def visit(masked: bool):
+        logits, _ = block.logits()
+        if masked:
+            logits = jnp.where(block.seen(), logits, -jnp.inf)
+        values = block.values(masked)
+        kernels.add_to_softmax(logits, values, body.v_axis, top, total, acc)
+
+    kernels.visit_as(kind, visit)
+
+    @pl.when(n == pl.num_programs(3) - 1)
+    def _():
+        wide, sums = kernels.end_softmax(top, total, acc)
+        out[...], lse[...] = wide.astype(out.dtype), sums[:, :1]
+
+
+def _prepare(q, k, v, operands, spec, cut: Layout):
+    """The kernel's static part, and its operands: rows as columns, keys as they lie in memory."""
+    before, factor = online.scales(spec.scale, q.dtype)
+    k_axis, v_axis = (int(x.shape[-1] % LANES != 0) for x in (k, v))
+    body = _Body(
+        mask=spec.mask,
+        soft_cap=spec.soft_cap,
+        factor=factor,
+        scale=spec.scale,
+        rows=cut.rows,
+        key_block=cut.key_block,
+        keys=cut.keys,
+        group=cut.group,
+        period=1,
+        k_axis=k_axis,
+        v_axis=v_axis,
+    )
+    x = {
+        "q": cut.to_rows(q * jnp.asarray(before, q.dtype)),
+        "k": k.transpose((0, 2, 3, 1) if k_axis else (0, 2, 1, 3)),
+        "v": v.transpose((0, 2, 3, 1) if v_axis else (0, 2, 1, 3)),
+    }
+    return body, x | _vectors(operands, cut)
+
+
+def _vectors(operands, cut: Layout):
+    """Places, segments and slopes: of rows [.., rows, 1], of keys [.., 1, S]."""
+
+    def rows(x):
+        return None if x is None else cut.query_vector(x).swapaxes(1, 2)
+
+    def keys(x):
+        return None if x is None else x[:, None]
+
+    slopes = None
+    if operands.bias is not None:
+        slopes = cut.head_vector(operands.bias.slopes.astype(F32)).swapaxes(1, 2)
+    return {
+        "q_index": rows(operands.q_index),
+        "k_index": keys(operands.k_index),
+        "q_segments": rows(operands.q_segments),
+        "k_segments": keys(operands.k_segments),
+        "slopes": slopes,
+    }
+
+
+def _launch(body: _Body, cut: Layout, lists: _Lists, x, dtype, v_size: int, interpret):
+    """out [splits, B, K, rows, Hv] and lse [splits, B, K, rows, 1]."""
+    grid = (lists.splits, cut.batch, cut.heads, lists.steps)
+    # Parts are merged in float32.
+    dtype = dtype if lists.splits == 1 else F32
+
+    def output(width):
+        return pl.BlockSpec(
+            (None, None, None, cut.rows, width), lambda part, b, h, n, *_: (part, b, h, 0, 0)
+        )
+
+    run = pl.pallas_call(
+        functools.partial(_kernel, body, lists),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((*grid[:3], cut.rows, width), kind)
+            for width, kind in ((v_size, dtype), (1, F32))
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=grid,
+            in_specs=[{name: _operand(name, v, body, lists) for name, v in x.items()}],
+            out_specs=(output(v_size), output(1)),
+            scratch_shapes=[pltpu.VMEM((cut.rows, width), F32) for width in (LANES, LANES, v_size)],
+        ),
+        interpret=interpret,
+        name="lcjax_decode",
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+    )
+    return run(*lists.scalars, x)
+
+
+def _operand(name: str, value, body: _Body, lists: _Lists):
+    """The block of an operand that a step reads."""
+    if value is None:
+        return None
+    passing = {"k": body.k_axis, "v": body.v_axis, "k_index": 1, "k_segments": 1}.get(name)
+    # Places and segments are the same for all heads, slopes for all batch rows.
+    along = {"slopes": (1,)}.get(name, (0,) if value.ndim == 3 else (0, 1))
+    sizes = list(value.shape[-2:])
+    if passing is not None:
+        sizes[passing] = body.key_block
+
+    def index(part, b, h, n, *scalars):
+        lead, place = [(b, h)[axis] for axis in along], [0, 0]
+        if value.shape[0] == 1:
+            lead[0] = 0
+        if passing is not None:
+            place[passing], _ = lists.visit(part, b, h, n, *scalars)
+        return (*lead, *place)
+
+    return pl.BlockSpec((*(None,) * len(along), *sizes), index)

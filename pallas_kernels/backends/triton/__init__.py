@@ -1,0 +1,1 @@
+"""Pallas kernels for NVIDIA GPUs from Ampere on, compiled by Triton."""

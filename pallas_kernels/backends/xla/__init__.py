@@ -1,0 +1,1 @@
+"""Blockwise attention in plain JAX: runs everywhere."""

@@ -1,0 +1,238 @@
+"""How arrays are cut into the blocks and chunks that the blockwise XLA implementation loops over.
+
+Keys and values are held as [B, K, S, H], so that a block of them is one slice, already in the
+order of the product. A cache that is stored in this order is never copied (XLA drops the swap of
+axes), and a decoding step touches only the part of it that it sees. The G queries that share a key
+head are rows of one matrix: keys are never repeated and every product is one batched matrix product
+[rows, H] x [H, keys] over B and K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.backends.online_softmax import row_cotangent
+from pallas_kernels.dispatch import Operands
+
+CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities share the L3 cache
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How many queries and keys are handled at a time, and at most how many scores.
+
+    `scores` bounds batch * heads * queries * keys of one step by looping over batch rows and key
+    heads: on a CPU a step's scores must stay in the cache. None: all of them at once, which also
+    keeps those axes free to be sharded.
+    """
+
+    q: int
+    k: int
+    scores: int | None = None
+
+
+def forward_blocks(queries: int, keys: int, platform: str) -> Blocks:
+    """Block sizes: large enough to keep the matrix units busy, small enough to skip and to cache.
+
+    A CPU keeps the scores of one step in its cache; the limits are measured
+    (benchmarks/attention.py). Few queries (decoding) make few scores, so their key blocks are
+    longer: fewer steps, and still only the part of a cache that is visible is read.
+    """
+    if platform != "cpu":
+        return Blocks(q=512, k=1024)
+    if queries <= 64:
+        return Blocks(q=64, k=1024, scores=CPU_SCORES)
+    size = 256 if keys <= 2048 else 512  # the diagonal's masked half weighs less when longer
+    return Blocks(q=size, k=size, scores=CPU_SCORES)
+
+
+def backward_blocks(queries: int, keys: int, platform: str) -> Blocks:
+    """As forward; the backward pass holds twice the scores, so its blocks are smaller."""
+    if platform != "cpu":
+        return Blocks(q=512, k=512)
+    return Blocks(q=256, k=256, scores=CPU_SCORES)
+
+
+class Cut(NamedTuple):
+    """The loop structure: `chunks` of [batch, heads], in each `nq` x `nk` blocks of bq x bk."""
+
+    batch: int
+    heads: int
+    batch_chunks: int
+    head_chunks: int
+    nq: int
+    bq: int
+    nk: int
+    bk: int
+    group: int
+
+    @property
+    def chunks(self) -> int:
+        return self.batch_chunks * self.head_chunks
+
+
+def plan(q, k, blocks: Blocks, table=None) -> Cut:
+    """The cut of q [B, T, N, H] and k [B, S, K, H]; a caller's table brings its own blocks.
+
+    Rows or heads whose tables differ are chunks of their own.
+    """
+    (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
+    group, batch, some = n // heads, b, heads
+    if table is None:
+        (nq, bq), (nk, bk) = _even(t, blocks.q), _even(s, blocks.k)
+    else:
+        bq, bk = table.q_block, table.k_block
+        nq, nk = -(-t // bq), -(-s // bk)
+    if blocks.scores is not None:
+        fit = blocks.scores // (bq * group * bk)
+        some = _largest_divisor(heads, fit)
+        batch = _largest_divisor(b, fit // heads)
+    if table is not None:
+        rows, table_heads = table.seen.shape[:2]
+        batch, some = batch if rows == 1 else 1, some if table_heads == 1 else 1
+    return Cut(batch, some, b // batch, heads // some, nq, bq, nk, bk, group)
+
+
+def _even(length: int, block: int) -> tuple[int, int]:
+    """Number and size of equal blocks of about `block`: without padding where nearly as good."""
+    least = max(1, -(-length // block))
+    exact = (n for n in range(least, least + least // 2 + 1) if length % n == 0)
+    count = next(exact, least)
+    return count, -(-length // count)
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, most))
+
+
+class Places(NamedTuple):
+    """Order indices and segments of queries and keys, [blocks, 1 or batch, rows of a block]."""
+
+    q_index: jax.Array
+    k_index: jax.Array
+    q_segments: jax.Array | None
+    k_segments: jax.Array | None
+
+
+def places(operands: Operands, t: int, s: int, cut: Cut) -> Places:
+    """Cut as the queries and keys are; NumPy arrays stay constants of the program."""
+    q_index, k_index, q_segments, k_segments = operands[:4]
+    q_index = np.arange(t, dtype=np.int32)[None] if q_index is None else q_index
+    k_index = np.arange(s, dtype=np.int32)[None] if k_index is None else k_index
+    if q_segments is None and cut.nk * cut.bk != s:
+        # Padded keys are hidden as keys of segment 0.
+        q_segments, k_segments = np.ones((1, t), np.int32), np.ones((1, s), np.int32)
+    # Repeating the last place keeps block bounds tight; padded queries have zero cotangents and
+    # are cut off again, so what they see does not matter.
+    return Places(
+        _blocks(q_index, cut.nq, cut.bq, mode="edge"),
+        _blocks(k_index, cut.nk, cut.bk, mode="edge"),
+        _blocks(q_segments, cut.nq, cut.bq, mode="edge"),
+        _blocks(k_segments, cut.nk, cut.bk, mode="constant"),
+    )
+
+
+def _blocks(x, count: int, size: int, mode: str):
+    if x is None:
+        return None
+    xp = np if isinstance(x, np.ndarray) else jnp
+    x = xp.pad(x, [(0, 0), (0, count * size - x.shape[1])], mode)
+    return xp.moveaxis(x.reshape(x.shape[0], count, size), 1, 0)
+
+
+def chunk_start(cut: Cut, chunk):
+    """First batch row and first key head of a chunk."""
+    return chunk // cut.head_chunks * cut.batch, chunk % cut.head_chunks * cut.heads
+
+
+def take(x, i):
+    return lax.dynamic_index_in_dim(jnp.asarray(x), i, 0, keepdims=False)
+
+
+def rows_of(x, cut: Cut, chunk):
+    """The chunk's rows [batch or 1, ...] of x [1 or B, ...]."""
+    if x.shape[0] <= cut.batch:
+        return x
+    return lax.dynamic_slice_in_dim(x, chunk_start(cut, chunk)[0], cut.batch)
+
+
+def pad(x, length: int, value=0):
+    rest = [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, [(0, 0), (0, length - x.shape[1]), *rest], constant_values=value)
+
+
+def heads_first(x, cut: Cut):
+    """[B, S, K, H] -> [B, K, S, H], padded to whole blocks."""
+    return pad(x, cut.nk * cut.bk).swapaxes(1, 2)
+
+
+def queries(x, cut: Cut, chunk, i):
+    """Block i [batch, heads, bq * G, ...] of x [B, T, N, ...]."""
+    heads, rest = cut.heads * cut.group, x.shape[3:]
+    row, head = chunk_start(cut, chunk)
+    first = (row, i * cut.bq, head * cut.group, *(0,) * len(rest))
+    x = lax.dynamic_slice(_wide(x), first, (cut.batch, cut.bq, heads, *rest))
+    x = jnp.moveaxis(x.reshape(cut.batch, cut.bq, cut.heads, cut.group, *rest), 2, 1)
+    return x.reshape(cut.batch, cut.heads, cut.bq * cut.group, *rest)
+
+
+def keys(x, cut: Cut, chunk, j):
+    """Block j [batch, heads, bk, H] of x [B, K, S, H]."""
+    first = (*chunk_start(cut, chunk), j * cut.bk, 0)
+    return lax.dynamic_slice(_wide(x), first, (cut.batch, cut.heads, cut.bk, x.shape[3]))
+
+
+def _wide(x):
+    # Probabilities' cotangents may exceed float16's range.
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def join(x, cut: Cut, length: int, group: int):
+    """[chunks, blocks, batch, heads, rows * group, ...] -> [B, length, heads * group, ...]."""
+    blocks, rows, rest = x.shape[1], x.shape[4] // group, x.shape[5:]
+    x = x.reshape(
+        cut.batch_chunks, cut.head_chunks, blocks, cut.batch, cut.heads, rows, group, *rest
+    )
+    x = jnp.moveaxis(x, (0, 3, 2, 5, 1, 4, 6), range(7))
+    heads = cut.head_chunks * cut.heads * group
+    return x.reshape(cut.batch_chunks * cut.batch, blocks * rows, heads, *rest)[:, :length]
+
+
+def by_query(x, cut: Cut):
+    """[..., N, bq, bk] by query head -> [..., heads, bq * G, bk] as scores are held."""
+    x = x.reshape(*x.shape[:-3], cut.heads, cut.group, cut.bq, cut.bk)
+    return x.swapaxes(-2, -3).reshape(*x.shape[:-3], cut.bq * cut.group, cut.bk)
+
+
+def by_head(x, cut: Cut):
+    """The inverse of `by_query`."""
+    x = x.reshape(*x.shape[:-2], cut.bq, cut.group, cut.bk).swapaxes(-2, -3)
+    return x.reshape(*x.shape[:-4], cut.heads * cut.group, cut.bq, cut.bk)
+
+
+def backward_rows(q, out, lse, d_out, d_lse, cut: Cut):
+    """[q, d_out, di, lse] in whole blocks, as a backward pass reads its rows.
+
+    The probabilities of empty and of padded rows are exp(-inf) = 0.
+    """
+    rows = cut.nq * cut.bq
+    padded = [pad(x, rows) for x in (q, d_out, row_cotangent(out, d_out, d_lse))]
+    return [*padded, pad(jnp.where(lse == -jnp.inf, jnp.inf, lse), rows, jnp.inf)]
+
+
+def dot(x, y, axis_x: int, axis_y: int):
+    """Products of the matrices x and y [batch, heads, .., ..] over an axis of each, in float32."""
+    dims = (((axis_x + 2,), (axis_y + 2,)), ((0, 1), (0, 1)))
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def add(sums, j, update):
+    """`sums` [blocks, ...] with `update` added to block j."""
+    return lax.dynamic_update_index_in_dim(sums, take(sums, j) + update, j, 0)

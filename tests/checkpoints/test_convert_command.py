@@ -1,0 +1,92 @@
+"""`python -m lcjax.convert SRC DST`."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from convert_support import assert_same, saved
+
+from lcjax.checkpoints import load
+from lcjax.convert.__main__ import main
+
+
+def test_a_model_is_converted_and_cast(tmp_path, capsys):
+    params, config = saved(tmp_path / "src")
+    assert main([str(tmp_path / "src"), str(tmp_path / "dst"), "--dtype", "bfloat16"]) == 0
+    loaded, loaded_config, _ = load(tmp_path / "dst")
+    assert loaded_config == config.replace(param_dtype="bfloat16")
+    assert_same(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    assert "3 layers, bfloat16" in capsys.readouterr().out
+
+
+def test_a_destination_with_files_needs_force(tmp_path, capsys):
+    saved(tmp_path / "src")
+    saved(tmp_path / "dst", "phi")
+    command = [str(tmp_path / "src"), str(tmp_path / "dst")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "dst exists and is not empty" in said and "replace it with --force\n" in said
+    assert load(tmp_path / "dst")[1].norm == "layer"
+    assert main([*command, "--force"]) == 0
+    assert load(tmp_path / "dst")[1].norm == "rms"
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ("a/b", "a/b"),
+        ("a/b", "a"),
+        ("a/b", "a/b/c"),
+        ("a/b", "link"),
+        ("link", "a/b"),
+        ("link", "a"),
+    ],
+)
+def test_a_destination_that_is_holds_or_lies_in_the_source_is_refused(
+    tmp_path, capsys, force, src, dst
+):
+    params, _ = saved(tmp_path / "a" / "b")
+    saved(tmp_path / "a" / "b" / "c")
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    assert main([str(tmp_path / src), str(tmp_path / dst), *force]) == 2
+    assert main(["absent", str(tmp_path / dst), "--base", str(tmp_path / src), *force]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert "is, holds or lies in SRC=" in said[0] and "is, holds or lies in --base=" in said[1]
+    assert_same(load(tmp_path / "a" / "b")[0], params)
+
+
+def test_a_new_folder_inside_the_source_may_be_written(tmp_path):
+    params, _ = saved(tmp_path / "src")
+    assert main([str(tmp_path / "src"), str(tmp_path / "src" / "copy")]) == 0
+    assert_same(load(tmp_path / "src" / "copy")[0], params)
+
+
+def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    command = [sys.executable, "-m", "lcjax.convert", str(tmp_path / "m.gguf"), str(tmp_path / "d")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "m.gguf: truncated" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: src, dst; write python -m lcjax.convert SRC DST"),
+        (["a", "b", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["a", "b", "--context", "-5"], "argument --context: -5 must be a number of tokens"),
+        (["a", "b", "c"], "unrecognized arguments: c"),
+        (["absent", "b"], "absent: no such file or folder"),
+    ],
+)
+def test_a_mistake_is_one_line_without_usage_or_bar(words, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1

@@ -1,0 +1,177 @@
+"""Configs of the four families, in both spellings, and what is refused."""
+
+import json
+
+import pytest
+from convert_support import FAMILIES, tiny_config
+
+from lcjax.attention import Causal, Sliding
+from lcjax.checkpoints import config_from_hf, config_to_hf
+from lcjax.errors import InputError
+from lcjax.rope import (
+    E2LLM,
+    NTK,
+    Clex,
+    Default,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    Rope,
+    Yarn,
+)
+
+LLAMA2 = {  # as Llama-2-7B ships it: no rope_theta, no head_dim
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+MISTRAL = LLAMA2 | {"model_type": "mistral", "num_key_value_heads": 8}
+QWEN2 = LLAMA2 | {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": False}
+QWEN2_OPEN = LLAMA2 | {"model_type": "qwen2"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_survives_the_way_out_and_back(family):
+    config = tiny_config(family)
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+ROPES = (
+    Default(theta=1e4),
+    Linear(theta=1e4, factor=4.0),
+    NTK(theta=1e4, alpha=29.0),
+    DynamicNTK(theta=1e4, factor=2.0, original_length=64),
+    DynamicNTK(theta=1e4, factor=2.0, original_length=32),
+    DynamicNTK(theta=1e4, factor=4.0, original_length=64, min_length=512),
+    Yarn(theta=1e4, factor=8.0, original_length=64),
+    Yarn(theta=1e4, factor=8.0, original_length=64, ramp="frequency"),
+    LongRope(theta=1e4, short_factor=(1,) * 4, long_factor=(4,) * 4, original_length=32, factor=2),
+    Llama3(theta=1e4, factor=8.0, original_length=32),
+    Clex(theta=1e4, original_length=64, max_factor=4),
+    E2LLM(theta=1e4, original_length=64),
+    E2LLM(theta=1e4, original_length=64, factor=8.0),
+)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.type)
+def test_the_whole_config_survives_with_every_position_method(rope):
+    assert {rope.type for rope in ROPES} == set(Rope.get_known_choices())
+    config = tiny_config(rope=rope)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+@pytest.mark.parametrize("rope", [Linear(theta=1e4, factor=4.0), Yarn(theta=1e4, factor=8.0)])
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_the_position_method_is_in_the_exported_config(family, rope):
+    config = tiny_config(family, rope=rope.resolve(length=64))
+    hf = config_to_hf(config)
+    assert hf["rope_parameters"]["factor"] == hf["rope_scaling"]["factor"] == rope.factor
+    old = {k: v for k, v in hf.items() if k != "rope_parameters"}
+    new = {k: v for k, v in hf.items() if k not in ("rope_scaling", "rope_theta")}
+    assert config_from_hf(hf) == config_from_hf(old) == config_from_hf(new) == config
+
+
+def test_the_old_llama_2_config_is_read_with_the_defaults_of_transformers():
+    config = config_from_hf(LLAMA2)
+    assert config.rope == Default(theta=10_000.0)
+    assert (config.head_dim, config.param_dtype, config.pattern) == (128, "float16", Causal())
+
+
+@pytest.mark.parametrize(
+    ("hf", "pattern"),
+    [
+        (MISTRAL | {"sliding_window": 128}, Sliding(128)),
+        (MISTRAL | {"sliding_window": None}, Causal()),
+        (MISTRAL, Sliding(4096)),  # transformers' default for a key that is absent
+        (LLAMA2 | {"sliding_window": 128}, Causal()),
+        (QWEN2, Causal()),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 32}, Causal()),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, Sliding(512)),
+        (QWEN2_OPEN | {"use_sliding_window": True, "max_window_layers": 0}, Sliding(4096)),
+        (QWEN2 | {"use_sliding_window": None}, Causal()),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, Causal()),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, Sliding(512)),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": None}, None),
+    ],
+)
+def test_the_window_holds_where_transformers_applies_it(hf, pattern):
+    if pattern is None:
+        with pytest.raises(InputError, match="max_window_layers=28 of 32"):
+            config_from_hf(hf)
+        return
+    assert config_from_hf(hf).pattern == pattern
+
+
+@pytest.mark.parametrize(
+    "nulls",
+    [
+        {"rope_parameters": None, "rope_scaling": None},
+        {"rope_parameters": None, "rope_theta": None},
+        {"head_dim": None, "num_key_value_heads": None, "partial_rotary_factor": None},
+        {"attention_bias": None, "mlp_bias": None, "tie_word_embeddings": None},
+        {"quantization_config": None, "sliding_window": None},
+    ],
+    ids=lambda nulls: ",".join(nulls),
+)
+def test_null_is_read_as_absent(nulls):
+    absent = {k: v for k, v in LLAMA2.items() if k not in nulls}
+    config = config_from_hf(LLAMA2 | nulls)
+    assert config == config_from_hf(absent)
+    for value in (config.qkv_bias, config.mlp_bias, config.tie_embeddings):
+        assert value is False
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_window_survives_the_way_out_and_back(family):
+    config = tiny_config(family, pattern=Sliding(7))
+    hf = config_to_hf(config)
+    assert hf["model_type"] == {"llama": "mistral", "qwen2": "qwen2"}[family]
+    assert config_from_hf(hf) == config
+
+
+@pytest.mark.parametrize(
+    ("hf", "words"),
+    [
+        (LLAMA2 | {"model_type": "mixtral"}, "model_type='mixtral'.*llama, mistral, qwen2, phi"),
+        ({}, "model_type=None"),
+        ({k: v for k, v in LLAMA2.items() if k != "hidden_size"}, "'hidden_size' is missing"),
+        (LLAMA2 | {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
+        (LLAMA2 | {"model_type": "phi", "hidden_act": "gelu_new", "qk_layernorm": True}, "qk_lay"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 5}, "max_window_layers=5 of 32"),
+        (LLAMA2 | {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*unquan"),
+        (LLAMA2 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 .*'llama'"),
+        (LLAMA2 | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "factor=0.5 .*'llama'"),
+        (LLAMA2 | {"hidden_size": "4096"}, "hidden_size='4096' must be a whole number"),
+        (LLAMA2 | {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number"),
+        (LLAMA2 | {"vocab_size": 32000.5}, "vocab_size=32000.5 must be a whole number"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_in_one_line(hf, words):
+    with pytest.raises(InputError, match=words) as error:
+        config_from_hf(hf)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"rotary_fraction": 0.5}, "rotary_fraction=0.5"),
+        ("llama", {"norm": "layer"}, "norm='layer'"),
+        ("phi", {"head_bias": False}, "head_bias=False"),
+        ("phi", {"pattern": Sliding(4)}, "pattern=Sliding"),
+    ],
+)
+def test_what_transformers_cannot_compute_is_not_exported(family, changes, words):
+    with pytest.raises(InputError, match=words):
+        config_to_hf(tiny_config(family, **changes))

@@ -1,0 +1,378 @@
+"""Hugging Face folders: what is written is what is read, on any mesh, and faults are named."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from convert_support import FAMILIES, assert_same, edit_json, random_params, saved, tiny_config
+
+import lcjax.checkpoints.hf_save
+import lcjax.config
+import lcjax.models.lora
+from lcjax.attention import Bidirectional
+from lcjax.checkpoints import ByteTokenizer, hf_names, load, load_config, load_tokenizer, save_hf
+from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, SafetensorsFolder, write_file
+from lcjax.checkpoints.weights import TensorInfo
+from lcjax.errors import InputError
+from lcjax.models import Decoder, unstack_layers
+from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+from lcjax.rope.clex import Clex
+from lcjax.tree import nest
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_of_names_makes_the_tree_that_the_model_makes(family):
+    config = tiny_config(family)
+    init = jax.eval_shape(
+        lambda key: Decoder(config).init(key, jnp.zeros((1, 4), jnp.int32))["params"],
+        jax.random.key(0),
+    )
+    table = nest({e.path: e.shape for e in hf_names.entries(config)})
+    assert jax.tree.map(lambda leaf: leaf.shape, init) == table
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_export_and_import_is_the_identity(tmp_path, family, dtype):
+    params, config = saved(tmp_path, family, param_dtype=dtype)
+    loaded, loaded_config, tokenizer = load(tmp_path)
+    assert loaded_config == config == load_config(tmp_path)
+    assert_same(loaded, params)
+    assert tokenizer.fingerprint == ByteTokenizer().fingerprint
+    assert load_tokenizer(tmp_path).eos_ids == (257,)
+
+
+def test_weights_are_cast_on_the_way(tmp_path):
+    params, _ = saved(tmp_path / "full")
+    loaded, config, _ = load(tmp_path / "full", param_dtype="bfloat16")
+    assert config.param_dtype == "bfloat16"
+    assert_same(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    save_hf(tmp_path / "half", params, config.replace(param_dtype="float32"), dtype="float16")
+    info = SafetensorsFolder(tmp_path / "half").tensors["model.norm.weight"]
+    assert info == TensorInfo((48,), "float16")
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+@pytest.mark.parametrize("shape", [Mesh(1, 8, 1), Mesh(2, 2, 2), Mesh(1, 2, 4)])
+def test_every_mesh_reads_the_same_weights_into_the_sharding_of_the_table(tmp_path, family, shape):
+    params, _ = saved(tmp_path, family)
+    mesh = make_mesh(shape)
+    loaded = load(tmp_path, mesh=mesh)[0]
+    assert_same(jax.device_get(loaded), jax.device_get(params))
+    wanted = param_shardings(mesh, params)
+    assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, loaded, wanted))
+
+
+def test_a_shard_is_read_by_its_own_rows_and_nothing_else(tmp_path, monkeypatch):
+    saved(tmp_path)
+    read = {}
+    rows = SafetensorsFolder.rows
+
+    def record(self, name, start, stop):
+        read.setdefault(name, set()).add((start, stop))
+        return rows(self, name, start, stop)
+
+    monkeypatch.setattr(SafetensorsFolder, "rows", record)
+    load(tmp_path, mesh=make_mesh(Mesh(1, 4, 2)))
+    # 6 query heads of 8 over 2 tensor shards: 24 rows each; columns are cut in memory.
+    assert read["model.layers.1.self_attn.q_proj.weight"] == {(0, 24), (24, 48)}
+    assert read["model.layers.1.mlp.gate_proj.weight"] == {(0, 40), (40, 80)}
+    assert read["model.layers.1.mlp.down_proj.weight"] == {(i, i + 12) for i in (0, 12, 24, 36)}
+
+
+def test_several_files_and_an_index_hold_the_same_model(tmp_path):
+    config = tiny_config()
+    params = random_params(config)
+    save_hf(tmp_path / "m", params, config, ByteTokenizer(), max_shard_bytes=60_000)
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "m").glob("model-*.safetensors"))
+    assert len(files) == len(set(index["weight_map"].values())) > 3
+    assert max(f.stat().st_size for f in files) < 70_000
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert_same(load(tmp_path / "m")[0], params)
+    files[1].unlink()
+    with pytest.raises(InputError, match=rf"shards are missing: {files[1].name}"):
+        load(tmp_path / "m")
+
+
+def test_separate_layers_are_written_like_stacked_ones(tmp_path):
+    config = tiny_config()
+    params = random_params(config)
+    save_hf(tmp_path / "m", unstack_layers(params, config), config.replace(scan_layers=False))
+    ByteTokenizer().save(tmp_path / "m")
+    assert_same(load(tmp_path / "m")[0], params)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_adapters_are_merged_layer_by_layer(tmp_path, stacked):
+    config = tiny_config(lora=LoRA(rank=2, alpha=6.0, targets=("query", "out", "down")))
+    rng = np.random.default_rng(0)
+    params = random_params(config)
+    attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
+    for branch, a, b in (
+        (attention["query"], (3, 48, 2), (3, 2, 6, 8)),
+        (attention["out"], (3, 6, 8, 2), (3, 2, 48)),
+        (mlp["down"], (3, 80, 2), (3, 2, 48)),
+    ):
+        branch |= {
+            "lora_a": jnp.asarray(rng.normal(size=a)),
+            "lora_b": jnp.asarray(rng.normal(size=b)),
+        }
+    tree = params if stacked else unstack_layers(params, config)
+    save_hf(tmp_path / "m", tree, config, ByteTokenizer())
+    loaded = load(tmp_path / "m")[0]
+    merged = lcjax.models.lora.merge(params, config.lora)
+    assert jax.tree.structure(loaded) == jax.tree.structure(merged)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), loaded, merged
+    )
+
+
+def test_learned_frequencies_travel_in_float32_under_their_published_names(tmp_path):
+    rope = Clex(theta=1e4, original_length=64, max_factor=4, param_factor=2)
+    config = tiny_config(rope=rope, param_dtype="bfloat16")
+    params = random_params(config.replace(param_dtype="float32"))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params) | {"rope": params["rope"]}
+    with pytest.warns(UserWarning, match=r"rope clex as plain rope .* up to 64 tokens"):
+        save_hf(tmp_path / "m", params, config, ByteTokenizer())
+    source = SafetensorsFolder(tmp_path / "m")
+    name = "model.clex_layer.proj_func.ode_up_proj"
+    assert source.tensors[name] == TensorInfo((4, 16), "float32")
+    loaded, loaded_config, _ = load(tmp_path / "m")
+    assert loaded_config == config
+    assert_same(loaded, params)
+
+
+def test_faults_of_all_tensors_are_listed_in_one_error(tmp_path):
+    saved(tmp_path)
+    edit_json(tmp_path / "config.json", num_hidden_layers=5, intermediate_size=72, vocab_size=300)
+    with pytest.raises(InputError) as error:
+        load(tmp_path)
+    text = str(error.value)
+    assert "missing: model.layers.3.input_layernorm.weight" in text
+    assert "and 8 more" in text  # 2 layers of 9 tensors are missing
+    assert "model.embed_tokens.weight is [264, 48], not [300, 48]" in text
+    assert "\n" not in text
+
+
+def test_unexpected_tensors_are_listed_but_rotary_tables_and_tied_copies_are_not(tmp_path):
+    saved(tmp_path)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=True, num_hidden_layers=2)
+    with pytest.raises(InputError, match=r"unexpected: model.layers.2.input_lay") as error:
+        load(tmp_path)
+    assert "lm_head" not in str(error.value)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_with_both_sizes(tmp_path):
+    saved(tmp_path)
+    edit_json(tmp_path / "config.json", vocab_size=100)
+    with pytest.raises(InputError, match="259 ids but the model only 100"):
+        load(tmp_path)
+    with pytest.raises(InputError, match="259 ids but the model only 100"):
+        config = tiny_config(vocab_size=100)
+        save_hf(tmp_path / "x", random_params(config), config, ByteTokenizer())
+
+
+def test_params_of_another_config_are_not_saved_under_it(tmp_path):
+    config = tiny_config()
+    with pytest.raises(InputError, match=r"params.layers/mlp/gate/kernel is .48, 80. but .* 72"):
+        save_hf(tmp_path / "m", random_params(config), config.replace(mlp_width=72))
+    with pytest.raises(InputError, match="lack layers/attention/query/bias"):
+        save_hf(tmp_path / "m", random_params(config), config.replace(qkv_bias=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_interrupted_save_leaves_the_old_model_and_no_half_one(tmp_path, monkeypatch, failure):
+    params, config = saved(tmp_path / "m")
+    write, calls = lcjax.checkpoints.hf_save.write_file, []
+
+    def fail_on_the_second_file(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise failure
+        write(*args)
+
+    monkeypatch.setattr(lcjax.checkpoints.hf_save, "write_file", fail_on_the_second_file)
+    other = random_params(config, seed=1)
+    for target in ("m", "new"):
+        calls.clear()
+        with pytest.raises((InputError, KeyboardInterrupt)):
+            save_hf(tmp_path / target, other, config, max_shard_bytes=60_000, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+    assert_same(load(tmp_path / "m")[0], params)
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
+    usage = lcjax.checkpoints.hf_save.shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(lcjax.checkpoints.hf_save.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(InputError, match=r"the disk has 0.00 GB free"):
+        saved(tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_files_is_only_replaced_when_asked(tmp_path):
+    saved(tmp_path / "m")
+    with pytest.raises(InputError, match="exists and is not empty"):
+        saved(tmp_path / "m")
+    config = tiny_config("phi")
+    save_hf(tmp_path / "m", random_params(config), config, ByteTokenizer(), overwrite=True)
+    assert load_config(tmp_path / "m") == config
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+def test_a_config_without_a_dtype_leaves_it_to_the_tensors(tmp_path, stored):
+    params, config = saved(tmp_path, param_dtype=stored)
+    edit_json(tmp_path / "config.json", dtype=None, torch_dtype=None)
+    loaded, loaded_config, _ = load(tmp_path)
+    assert loaded_config == config
+    assert_same(loaded, params)
+    assert load(tmp_path, param_dtype="float32")[1].param_dtype == "float32"
+
+
+def test_tensors_of_several_dtypes_are_read_in_float32_unless_the_config_says_more(tmp_path):
+    params, _ = saved(tmp_path, param_dtype="bfloat16")
+    write_with_one_wide_matrix(tmp_path)
+    assert load(tmp_path)[1].param_dtype == "bfloat16"
+    edit_json(tmp_path / "config.json", dtype=None, torch_dtype=None)
+    loaded, config, _ = load(tmp_path)
+    assert config.param_dtype == "float32"
+    assert_same(loaded, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+def write_with_one_wide_matrix(folder):
+    source = SafetensorsFolder(folder)
+    arrays = {n: source.rows(n, 0, info.shape[0]) for n, info in source.tensors.items()}
+    arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.float32)
+    infos = {n: TensorInfo(a.shape, a.dtype.name) for n, a in arrays.items()}
+    write_file(folder / SINGLE, infos, arrays.items())
+
+
+def test_tied_embeddings_that_are_saved_twice_are_read_once(tmp_path):
+    params, _ = saved(tmp_path, "tied")
+    source = SafetensorsFolder(tmp_path)
+    arrays = {n: source.rows(n, 0, info.shape[0]) for n, info in source.tensors.items()}
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    infos = {n: TensorInfo(a.shape, a.dtype.name) for n, a in arrays.items()}
+    write_file(tmp_path / SINGLE, infos, arrays.items())
+    assert_same(load(tmp_path)[0], params)
+
+
+def saved_encoder(folder):
+    """CEPE's encoder, whose class holds one bias as `lm_head.bias` and `lm_bias`."""
+    return saved(folder, "tied", pattern=Bidirectional(), mlm_head=True)[0]
+
+
+def write_biases(folder, layout, **biases):
+    """Writes the weights of `folder` again in `layout`, with these as the only biases of the head.
+
+    `__` in a name stands for its dot.
+    """
+    source = SafetensorsFolder(folder)
+    arrays = {n: source.rows(n, 0, info.shape[0]) for n, info in source.tensors.items()}
+    rest = {n: a for n, a in arrays.items() if n not in ("lm_head.bias", "lm_bias")}
+    biases = {name.replace("__", "."): array for name, array in biases.items()}
+    (folder / SINGLE).unlink()
+    if layout == "torch":
+        torch = pytest.importorskip("torch")
+        state = {n: torch.tensor(a) for n, a in (rest | biases).items()}
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    files = {SINGLE: rest | biases}
+    if layout == "sharded":  # each bias in a file of its own
+        parts = [rest, *({name: array} for name, array in biases.items())]
+        files = {f"model-{i + 1:05}-of-{len(parts):05}.safetensors": p for i, p in enumerate(parts)}
+        weight_map = {name: file for file, part in files.items() for name in part}
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    for file, part in files.items():
+        infos = {n: TensorInfo(a.shape, a.dtype.name) for n, a in part.items()}
+        write_file(folder / file, infos, part.items())
+
+
+LAYOUTS = pytest.mark.parametrize("layout", ["single", "sharded", "torch"])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("names", [("lm_head__bias",), ("lm_bias",), ("lm_bias", "lm_head__bias")])
+def test_a_tensor_of_two_names_is_read_under_either_and_under_both(tmp_path, layout, names):
+    params = saved_encoder(tmp_path)
+    bias = np.asarray(params["mlm"]["bias"])
+    write_biases(tmp_path, layout, **dict.fromkeys(names, bias))
+    assert_same(load(tmp_path, allow_pickle=True)[0], params)
+    on_mesh = load(tmp_path, allow_pickle=True, mesh=make_mesh(Mesh(1, 8, 1)))[0]
+    assert_same(jax.device_get(on_mesh), jax.device_get(params))
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bias: np.concatenate([bias[:-1], np.nextafter(bias[-1:], np.float32(9))]),
+        lambda bias: bias.astype(np.float16),
+        lambda bias: bias[:-1],
+    ],
+)
+def test_two_names_with_different_values_are_refused(tmp_path, layout, change):
+    bias = np.asarray(saved_encoder(tmp_path)["mlm"]["bias"])
+    write_biases(tmp_path, layout, lm_head__bias=bias, lm_bias=change(bias))
+    with pytest.raises(InputError, match=r"lm_head\.bias and lm_bias are two names") as error:
+        load(tmp_path, allow_pickle=True)
+    assert "remove the wrong one" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tensor_without_any_of_its_names_is_missing_under_the_first(tmp_path):
+    saved_encoder(tmp_path)
+    write_biases(tmp_path, "single")
+    with pytest.raises(InputError, match=r"missing: lm_head\.bias;"):
+        load(tmp_path)
+
+
+def test_a_name_of_another_model_is_unexpected(tmp_path):
+    saved(tmp_path, "phi")
+    write_biases(tmp_path, "single", lm_bias=np.zeros(264, np.float32))
+    with pytest.raises(InputError, match=r"missing: lm_head\.bias; unexpected: lm_bias;"):
+        load(tmp_path)
+
+
+def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_path, monkeypatch):
+    config = tiny_config(lora=LoRA(rank=2))
+    lcjax.config.dump(config, tmp_path / "model.yaml")
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    ByteTokenizer().save(tmp_path / "tokenizer")
+    assert load_config(tmp_path) == config.replace(lora=None)
+    assert load_tokenizer(tmp_path).fingerprint == ByteTokenizer().fingerprint
+
+    def load_run(folder, *, mesh, param_dtype):
+        return folder, mesh, param_dtype
+
+    monkeypatch.setattr("lcjax.checkpoints.run_folder.load_run", load_run)
+    mesh = make_mesh(Mesh(fsdp=8))
+    assert load(tmp_path, mesh=mesh, param_dtype="bfloat16") == (tmp_path, mesh, "bfloat16")
+
+
+def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path):
+    with pytest.raises(InputError, match=r"no such file or folder; give .*smollm2-135m-instruct"):
+        load(tmp_path / "absent")
+    with pytest.raises(InputError, match="no such local path, and the hub did not give it"):
+        load("nobody/never-downloaded-this")  # tests run with HF_HUB_OFFLINE=1
+    with pytest.raises(InputError, match=r"config\.json: no such file; is this a Hugging Face"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("small-q8_0.gguf", r"give the file itself, small-q8_0\.gguf"),
+        ("consolidated.00.pth", "format of the model's authors"),
+    ],
+)
+def test_folders_of_other_kinds_get_an_answer_that_fits(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=rf"config\.json: no such file; .*{words}"):
+        load(tmp_path)

@@ -1,0 +1,210 @@
+"""Checkpoints survive kills, full disks, damage and a change of mesh."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lcjax.checkpoints.orbax_io import CheckpointError, Checkpoints, load_state
+from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+
+ROOT = Path(__file__).parents[1]
+# orbax drops its other readers unfinished when one of them meets a damaged file.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def make_state(value, mesh=None):
+    mesh = mesh or make_mesh(Mesh(fsdp=1), jax.devices()[:1])
+    kernel = jnp.full((64, 2048), value) + jnp.arange(2048.0)
+    state = {"params": {"up": {"kernel": kernel}}, "rng": jax.random.key(value), "step": value}
+    state["step"] = jnp.int32(value)
+    return jax.device_put(state, param_shardings(mesh, state))
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+
+
+def save(folder, *steps, keep=3):
+    with Checkpoints(folder, keep=keep) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, make_state(step), {"next": step, "file": "a"})
+
+
+def assert_is(state, value):
+    np.testing.assert_array_equal(state["params"]["up"]["kernel"][3], value + np.arange(2048.0))
+    assert int(state["step"]) == value
+    assert (jax.random.key_data(state["rng"]) == jax.random.key_data(jax.random.key(value))).all()
+
+
+def test_a_new_folder_has_no_checkpoint(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(abstract(make_state(0))) is None
+
+
+def test_state_key_and_data_position_come_back_and_old_ones_go(tmp_path):
+    save(tmp_path, 1, 2, 3, keep=2)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.steps == [2, 3]
+        step, state, position = checkpoints.restore(abstract(make_state(0)))
+    assert step == 3 and position == {"next": 3, "file": "a"}
+    assert_is(state, 3)
+
+
+def test_a_state_saved_on_one_mesh_is_restored_onto_another(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, make_state(5, make_mesh(Mesh(1, 4, 2))), {})
+    other = make_state(0, make_mesh(Mesh(2, 2, 2)))
+    with Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.restore(abstract(other))[1]
+    kernel = state["params"]["up"]["kernel"]
+    assert kernel.sharding == other["params"]["up"]["kernel"].sharding
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 1024)}
+    assert_is(state, 5)
+
+
+def test_loading_reads_only_the_named_leaves(tmp_path):
+    save(tmp_path, 1, 2)
+    wanted = {"params": abstract(make_state(0))["params"]}
+    assert load_state(tmp_path, wanted).keys() == {"params"}
+    found = load_state(tmp_path, wanted, step=1)["params"]["up"]["kernel"]
+    assert found[0, 0] == 1
+
+
+def test_leaves_saved_in_16_bits_are_restored_as_wide_as_is_asked(tmp_path):
+    state = make_state(1)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state["params"])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state | {"params": half}, {})
+    found = load_state(tmp_path, abstract(state))["params"]["up"]["kernel"]
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, half["up"]["kernel"].astype(jnp.float32))
+
+
+def biggest_file(folder):
+    return max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+
+
+DAMAGE = {
+    "cut_array": lambda f: os.truncate(biggest_file(f / "state"), 1000),
+    "cut_manifest": lambda f: os.truncate(f / "state" / "manifest.ocdbt", 5),
+    "no_manifest": lambda f: (f / "state" / "manifest.ocdbt").unlink(),
+    "empty_files": lambda f: [os.truncate(p, 0) for p in f.rglob("*") if p.is_file()],
+    "no_files": lambda f: [shutil.rmtree(p) for p in f.iterdir() if p.is_dir()],
+    "cut_position": lambda f: os.truncate(f / "data" / "position.json", 4),
+}
+MORE_DAMAGE = "cut_manifest", "empty_files", "no_manifest"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(name, marks=pytest.mark.slow if name in MORE_DAMAGE else ()) for name in DAMAGE],
+)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, damage):
+    save(tmp_path, 1, 2)
+    DAMAGE[damage](tmp_path / "checkpoints" / "2")
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(UserWarning, match=r"checkpoints/2 is damaged .*moved to 2.damaged"):
+            step, state, position = checkpoints.restore(abstract(make_state(0)))
+        assert step == 1 and position["next"] == 1
+        assert_is(state, 1)
+        checkpoints.save(2, make_state(2), {"next": 2})  # its place is free again
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(abstract(make_state(0)))[0] == 2
+
+
+def test_loading_for_inference_falls_back_too_and_moves_nothing(tmp_path):
+    save(tmp_path, 1, 2)
+    DAMAGE["cut_array"](tmp_path / "checkpoints" / "2")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert_is(load_state(tmp_path, abstract(make_state(0))), 1)
+    assert (tmp_path / "checkpoints" / "2").exists()
+
+
+def test_no_readable_checkpoint_is_an_error_that_lists_them(tmp_path):
+    save(tmp_path, 1, 2)
+    for step in (1, 2):
+        DAMAGE["no_files"](tmp_path / "checkpoints" / str(step))
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(CheckpointError, match=r"none of the checkpoints \[1, 2\]"),
+    ):
+        checkpoints.restore(abstract(make_state(0)))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]  # still there to look at
+
+
+KILLED = """
+import asyncio, os, signal, sys
+import conftest
+from lcjax import checkpoint
+from test_checkpoint import make_state, save
+
+save(sys.argv[1], 1)
+
+class Killing(checkpoint._Position):
+    async def save(self, directory):
+        async def write():
+            folder = await directory.await_creation()
+            (folder / self._file).write_text('{"ne')
+            await asyncio.sleep(float(sys.argv[2]))  # while the arrays are being written
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write()
+
+checkpoint._Position = Killing
+save(sys.argv[1], 2)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_kill_9_in_the_middle_of_a_save_leaves_the_last_good_checkpoint(tmp_path, seconds):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(seconds)]
+    killed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert left[0] == "1" and len(left) == 2 and left[1].startswith("2.")  # an unfinished one
+    with Checkpoints(tmp_path) as checkpoints:
+        step, state, _ = checkpoints.restore(abstract(make_state(0)))
+    assert step == 1
+    assert_is(state, 1)
+    deadline = time.monotonic() + 30  # what is unfinished is deleted beside the work
+    while (left := os.listdir(tmp_path / "checkpoints")) != ["1"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == ["1"]
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_says_what_to_do(tmp_path, caplog):
+    """A limit on file sizes fails writes as a full disk does."""
+    save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    random = np.random.default_rng(0).random((64, 2048), np.float32)  # zstd cannot shrink it
+    big = make_state(2) | {"params": {"up": {"kernel": jnp.asarray(random)}}}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with (
+            pytest.raises(CheckpointError, match=r"could not be written.*step 1 is complete"),
+            Checkpoints(tmp_path) as checkpoints,
+        ):
+            checkpoints.save(2, big, {"next": 2})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not caplog.records  # one line, no stacks of background threads
+    with Checkpoints(tmp_path) as checkpoints:
+        step, state, _ = checkpoints.restore(abstract(make_state(0)))
+    assert step == 1
+    assert_is(state, 1)

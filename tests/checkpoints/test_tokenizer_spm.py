@@ -1,0 +1,143 @@
+"""sentencepiece tokenizers, from `tokenizer.model` and from the pieces of a GGUF file."""
+
+import io
+import json
+import pickle
+
+import pytest
+import sentencepiece
+from convert_support import TEXTS
+
+from lcjax.checkpoints import TextStream, load_tokenizer
+from lcjax.checkpoints.tokenizer import Specials
+from lcjax.checkpoints.tokenizer_spm import SentencePieceTokenizer, model_from_pieces
+from lcjax.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A byte-fallback BPE model with Llama-2's settings."""
+    lines = (argument for argument in [*TEXTS, *io.open.__doc__.splitlines()] * 3)
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=out,
+        vocab_size=420,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+    return out.getvalue()
+
+
+def test_ids_are_those_of_sentencepiece_and_decode_to_the_text(model):
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    tokenizer = SentencePieceTokenizer(model)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (1, (2,), True)
+    assert tokenizer.vocab_size == 420
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == processor.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not {1, 2} & set(ids)
+        assert "".join(TextStream(tokenizer).stream(ids)) == text
+
+
+def test_control_tokens_are_read_only_when_asked(model):
+    tokenizer = SentencePieceTokenizer(model)
+    ids = tokenizer.encode("<s>[INST] hi </s><s>", allow_special=True)
+    assert ids[0] == 1 and ids[-2:] == [2, 1]
+    assert ids[1:-2] == tokenizer.encode("[INST] hi ")
+    assert tokenizer.decode(ids) == "<s>[INST] hi </s><s>"
+    assert tokenizer.decode(ids, skip_special=True) == "[INST] hi "
+
+
+def test_transformers_opens_what_is_saved_and_agrees(tmp_path, model):
+    from transformers import AutoTokenizer
+
+    ours = SentencePieceTokenizer(model, added={"<pad>": 420})
+    assert ours.vocab_size == 421
+    ours.save(tmp_path)
+    again, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert again.fingerprint == ours.fingerprint
+    assert again.encode("a<pad>", allow_special=True)[-1] == 420
+    assert again.decode([420]) == "<pad>"
+    for text in TEXTS:
+        # transformers' fast class reads special strings from any text, and adds no space before
+        # a text that starts with one; sentencepiece, hence Meta's reference and this, does.
+        if not text.startswith(" ") and "<" not in text:
+            assert theirs(text, add_special_tokens=False)["input_ids"] == again.encode(text)
+    chat = "<s>[INST] hi [/INST] yes </s><s>[INST] more [/INST]"
+    theirs_ids = theirs(chat, add_special_tokens=False)["input_ids"]
+    assert theirs_ids == again.encode(chat, allow_special=True)
+    assert theirs("hi")["input_ids"] == [1, *again.encode("hi")]
+
+
+def test_tokens_added_by_older_files_are_read(tmp_path, model):
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "added_tokens.json").write_text('{"[PAD]": 420}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"pad_token": "[PAD]", "add_bos_token": False, "eos_token": "</s>"})
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.pad_id, tokenizer.vocab_size, tokenizer.add_bos) == (420, 421, False)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
+
+
+def test_an_added_token_without_a_row_is_left_out_with_a_warning(tmp_path, model):
+    """Copies of Llama-2 have <pad> = 32000 beside 32,000 rows."""
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": 420}')
+    settings = {"pad_token": "<pad>", "add_bos_token": None, "added_tokens_decoder": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"vocab_size": 420, "pad_token_id": -1}')
+    with pytest.warns(UserWarning, match=r"left out 1 added tokens \(<pad> = 420\).* 420 rows"):
+        tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.pad_id, tokenizer.vocab_size, tokenizer.add_bos) == (None, 420, True)
+    tokenizer.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
+
+
+def test_rows_that_only_pad_the_embedding_have_no_text(model):
+    tokenizer = SentencePieceTokenizer(model)
+    ids = tokenizer.encode("hello")
+    assert tokenizer.decode([*ids, 500, 31_999]) == "hello"
+
+
+def test_the_model_is_rebuilt_from_its_pieces(model):
+    """GGUF stores pieces, scores and types, not the model file."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    size = range(processor.get_piece_size())
+    kinds = {"is_unknown": 2, "is_control": 3, "is_byte": 6}
+    types = [next((k for f, k in kinds.items() if getattr(processor, f)(i)), 1) for i in size]
+    rebuilt = SentencePieceTokenizer(
+        model_from_pieces(
+            [processor.id_to_piece(i) for i in size],
+            [processor.get_score(i) for i in size],
+            types,
+            add_prefix=True,
+        ),
+        Specials(bos_id=1, eos_ids=(2,)),
+    )
+    original = SentencePieceTokenizer(model)
+    assert rebuilt.fingerprint == original.fingerprint
+    for text in TEXTS:
+        assert rebuilt.encode(text) == original.encode(text)
+        assert rebuilt.decode(rebuilt.encode(text)) == text
+
+
+def test_a_worker_process_gets_a_working_copy(model):
+    tokenizer = SentencePieceTokenizer(model)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode(TEXTS[2]) == tokenizer.encode(TEXTS[2])
+
+
+def test_a_truncated_model_is_named(tmp_path, model):
+    (tmp_path / "tokenizer.model").write_bytes(model[:-7])
+    with pytest.raises(InputError, match=r"tokenizer\.model: not a sentencepiece model"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,219 @@
+"""The tokenizer protocol: special strings, streaming, chat templates, identity."""
+
+import json
+import pickle
+
+import pytest
+from convert_support import TEXTS
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+import lcjax.checkpoints.tokenizer as protocol
+from lcjax.checkpoints import ByteTokenizer, TextStream, load_tokenizer
+from lcjax.checkpoints.chat import render
+from lcjax.checkpoints.tokenizer import JsonTokenizer, Specials
+from lcjax.errors import InputError
+
+SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def backend(merges=(("h", "e"),)):
+    vocab = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(m) for m in merges]
+    made = Tokenizer(models.BPE({t: i for i, t in enumerate(vocab)}, list(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    return made
+
+
+def tokenizer(**changes):
+    ids = backend().get_vocab()
+    fields = {
+        "bos_id": ids["<s>"],
+        "eos_ids": (ids["<|im_end|>"],),
+        "pad_id": ids["<|pad|>"],
+        "chat_template": TEMPLATE,
+    }
+    return JsonTokenizer(backend(), Specials(**fields | changes))
+
+
+@pytest.fixture(params=["bytes", "json"])
+def any_tokenizer(request):
+    return ByteTokenizer() if request.param == "bytes" else tokenizer()
+
+
+def test_every_tokenizer_follows_the_protocol(any_tokenizer):
+    assert isinstance(any_tokenizer, protocol.Tokenizer)
+    for text in TEXTS:
+        ids = any_tokenizer.encode(text)
+        assert any_tokenizer.decode(ids) == text
+        assert all(0 <= i < any_tokenizer.vocab_size for i in ids)
+        assert any_tokenizer.bos_id not in ids and any_tokenizer.eos_ids[0] not in ids
+
+
+def test_special_strings_in_a_text_are_text_unless_asked_otherwise():
+    t = tokenizer()
+    ids = t.encode("a<|im_end|>b")
+    assert t.eos_ids[0] not in ids and t.decode(ids, skip_special=True) == "a<|im_end|>b"
+    special = t.encode("a<|im_end|>b", allow_special=True)
+    assert special[1:-1] == list(t.eos_ids)
+    assert t.encode("a<|im_end|>b") == ids  # the other mode left nothing behind
+    assert t.decode(special) == "a<|im_end|>b" and t.decode(special, skip_special=True) == "ab"
+    assert ByteTokenizer().encode("a</s>", allow_special=True) == [97, 257]
+    assert ByteTokenizer().decode([97, 257]) == "a</s>"
+    assert ByteTokenizer().decode([97, 257], skip_special=True) == "a"
+
+
+def test_a_worker_process_keeps_special_strings_text():
+    t = tokenizer()
+    t.encode("warm")
+    copy = pickle.loads(pickle.dumps(t))
+    assert copy.encode("<|im_end|>") == t.encode("<|im_end|>") != [t.eos_ids[0]]
+    assert copy.fingerprint == t.fingerprint
+
+
+def test_an_id_that_no_token_has_is_named():
+    with pytest.raises(InputError, match="id=259 must be below 259"):
+        ByteTokenizer().decode([65, 259])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streamed_pieces_are_whole_characters_and_make_the_text(any_tokenizer, text):
+    pieces = list(TextStream(any_tokenizer).stream(any_tokenizer.encode(text)))
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_stream_shows_a_character_only_when_it_is_complete():
+    stream = TextStream(ByteTokenizer())
+    assert [stream.push(b) for b in "é🙂".encode()] == ["", "é", "", "", "", "🙂"]
+    assert [stream.push(0xF0), stream.finish()] == ["", "\ufffd"]
+    assert [stream.push(0xF0), stream.push(97)] == ["", "\ufffda"]  # never became one
+    assert TextStream(ByteTokenizer()).push(257) == ""
+    assert TextStream(ByteTokenizer(), skip_special=False).push(257) == "</s>"
+
+
+def test_a_saved_tokenizer_comes_back_the_same(tmp_path):
+    t = tokenizer(add_bos=True, max_length=77)
+    t.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.fingerprint == t.fingerprint
+    for name in ("bos_id", "eos_ids", "pad_id", "add_bos", "vocab_size"):
+        assert getattr(again, name) == getattr(t, name)
+    messages = [{"role": "user", "content": "hi"}]
+    assert again.render_chat(messages) == t.render_chat(messages)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == 77
+
+
+def test_settings_of_the_folder_are_kept_and_other_files_may_name_ids(tmp_path):
+    t = tokenizer()
+    t.save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "Qwen2Tokenizer", "other": 1}
+    settings["eos_token"] = {"content": "<|im_end|>", "lstrip": False}
+    del settings["chat_template"], settings["add_bos_token"]
+    file.write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    again = load_tokenizer(tmp_path)
+    assert again.eos_ids == (*t.eos_ids, 5, 6)
+    assert again.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+    again.save(tmp_path)
+    kept = json.loads(file.read_text())
+    assert (kept["tokenizer_class"], kept["other"]) == ("Qwen2Tokenizer", 1)
+
+
+def test_an_added_token_without_a_row_is_left_out_with_a_warning(tmp_path):
+    made = backend()
+    rows = made.get_vocab_size()
+    made.add_special_tokens([AddedToken("<new>", special=True, normalized=False)])
+    JsonTokenizer(made, Specials(pad_id=rows)).save(tmp_path)
+    assert load_tokenizer(tmp_path).pad_id == rows
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows, "eos_token_id": rows}))
+    with pytest.warns(UserWarning, match=rf"left out 1 added tokens \(<new> = {rows}\)"):
+        tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.pad_id, tokenizer.eos_ids, tokenizer.vocab_size) == (None, (), rows)
+    tokenizer.save(tmp_path / "again")
+    assert "<new>" not in (tmp_path / "again" / "tokenizer_config.json").read_text()
+    assert load_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
+
+
+def test_tokens_that_only_the_older_file_names_are_found(tmp_path):
+    t = tokenizer()
+    t.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>"}, "bos_token": "<s>"})
+    )
+    again = load_tokenizer(tmp_path)
+    assert (again.bos_id, again.eos_ids) == (t.bos_id, t.eos_ids)
+
+
+def test_whether_texts_start_with_bos_is_read_from_the_post_processor(tmp_path):
+    made = backend()
+    bos = made.token_to_id("<s>")
+    tokenizer().save(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["add_bos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path).add_bos is False
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+    (tmp_path / "tokenizer.json").write_text(made.to_str())
+    again = load_tokenizer(tmp_path)
+    assert again.add_bos is True and bos not in again.encode("text")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_truncated_tokenizer_file_is_named(tmp_path, name):
+    tokenizer().save(tmp_path)
+    (tmp_path / name).write_text((tmp_path / name).read_text()[:-20])
+    with pytest.raises(InputError, match=f"{name}: not .*truncated"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_copy(tmp_path):
+    with pytest.raises(InputError, match=r"no tokenizer\.json and no tokenizer\.model"):
+        load_tokenizer(tmp_path)
+
+
+def test_fingerprints_differ_when_ids_differ():
+    other = JsonTokenizer(backend(merges=(("h", "e"), ("l", "l"))), Specials())
+    cut = backend()
+    cut.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+    )
+    prints = [t.fingerprint for t in (tokenizer(), other, JsonTokenizer(cut, Specials()))]
+    assert len({*prints, ByteTokenizer().fingerprint}) == 4
+
+
+def test_templates_are_rendered_as_transformers_does():
+    text = tokenizer().render_chat([{"role": "user", "content": "hi"}])
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    source = "{{ bos_token }}{% for m in messages %}\n  {{ m | tojson }}\n{% endfor %}"
+    assert render(source, [{"content": "<é>"}], bos_token="<s>") == '<s>  {"content": "<é>"}\n'
+    assert render("{{ strftime_now('%Y') | length }}", []) == "4"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has no chat_template"),
+        ("{{ raise_exception('roles must alternate') }}", "chat_template: roles must alternate"),
+        ("{% for %}", "chat_template: "),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_an_input_error(template, words):
+    with pytest.raises(InputError, match=words):
+        render(template, [{"role": "user", "content": "x"}])
+
+
+def test_byte_chat_is_plain_text():
+    chat = ByteTokenizer().render_chat([{"role": "user", "content": "hi"}])
+    assert chat == "user: hi\nassistant: "

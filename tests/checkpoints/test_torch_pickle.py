@@ -1,0 +1,134 @@
+"""Pickled weights: refused by default, tensors only when allowed, nothing is ever run."""
+
+import io
+import os
+import pickle
+import zipfile
+
+import pytest
+from convert_support import assert_same, edit_json, saved
+
+from lcjax.checkpoints import load
+from lcjax.checkpoints.safetensors_io import SINGLE, SafetensorsFolder
+from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files
+from lcjax.errors import InputError
+
+
+class Call:
+    """Pickles as a call of `function` with `arguments`."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def write_zip(path, pickled, storages=()):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("model/data.pkl", pickled)
+        for key, data in storages:
+            archive.writestr(f"model/data/{key}", data)
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+def test_pickles_are_refused_with_an_explanation_and_a_way_out(tmp_path):
+    saved(tmp_path)
+    (tmp_path / SINGLE).unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin.*can run any code.*--allow-pickle"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_in_a_torch_file_are_read_when_allowed(tmp_path, torch, dtype):
+    params, _ = saved(tmp_path, param_dtype=dtype)
+    from safetensors.torch import load_file
+
+    state = load_file(tmp_path / SINGLE)
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = state[name].T.contiguous().T  # a view with other strides
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    (tmp_path / SINGLE).unlink()
+    loaded, config, _ = load(tmp_path, allow_pickle=True)
+    assert config.param_dtype == dtype
+    assert_same(loaded, params)
+
+
+def test_parameters_and_shared_storages_are_read(tmp_path, torch):
+    base = torch.arange(12.0)
+    state = {"p": torch.nn.Parameter(base[2:6].reshape(2, 2)), "q": base[6:], "step": 3}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    folder = TorchFolder(tmp_path)
+    assert set(folder.tensors) == {"p", "q"}
+    assert folder.rows("p", 1, 2).tolist() == [[4.0, 5.0]]
+    assert folder.rows("q", 0, 6).tolist() == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("function", [os.system, eval, exec, getattr, os.mkdir, print])
+def test_a_pickle_that_calls_anything_is_refused_and_not_run(tmp_path, function):
+    trap = tmp_path / "trap"
+    write_zip(tmp_path / "pytorch_model.bin", pickle.dumps({"x": Call(function, str(trap))}))
+    with pytest.raises(InputError, match=r"refused: it calls .*do not open"):
+        TorchFolder(tmp_path)
+    assert not trap.exists()
+
+
+def test_a_pickle_cannot_change_the_reader(tmp_path):
+    # BUILD sets attributes on the allowed function itself.
+    out = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x08\x00\x00\x00__call__K\x01sb."
+    write_zip(tmp_path / "pytorch_model.bin", out)
+    with pytest.raises(InputError, match="refused"):
+        TorchFolder(tmp_path)
+
+
+def test_a_tensor_outside_its_storage_is_refused(tmp_path, torch):
+    torch.save({"x": torch.zeros(4)}, tmp_path / "m.bin")
+    with zipfile.ZipFile(tmp_path / "m.bin") as archive:
+        root = archive.namelist()[0].split("/")[0]
+        pickled = archive.read(f"{root}/data.pkl")
+    longer = pickled.replace(b"K\x04\x85", b"K\x09\x85")
+    later = pickled.replace(b"K\x00K", b"K\x02K")
+    for wrong in (longer, later):
+        assert wrong != pickled
+        write_zip(tmp_path / "pytorch_model.bin", wrong, [("0", bytes(16))])
+        with pytest.raises(InputError, match="x does not lie inside its storage"):
+            TorchFolder(tmp_path)
+
+
+def test_files_that_are_no_torch_checkpoint_are_refused(tmp_path):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    for data in (b"", b"\x80\x02}q\x00.", stream.getvalue(), stream.getvalue()[:40]):
+        (tmp_path / "pytorch_model.bin").write_bytes(data)
+        with pytest.raises(InputError, match="not a torch checkpoint"):
+            TorchFolder(tmp_path)
+
+
+def test_shards_are_those_of_the_index_unless_there_is_one_whole_file(tmp_path):
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"x": "pytorch_model-00001-of-00001.bin"}}')
+    with pytest.raises(InputError, match=r"shards are missing: pytorch_model-00001-of-00001\.bin"):
+        bin_files(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert bin_files(tmp_path) == [tmp_path / "pytorch_model.bin"]
+    (tmp_path / "pytorch_model.bin").unlink()
+    for damaged in ('{"weight_map": {"x": 3}}', "[" * 100_000):
+        index.write_text(damaged)
+        with pytest.raises(InputError, match="not an index of shards"):
+            bin_files(tmp_path)
+
+
+def test_safetensors_win_over_pickles_beside_them(tmp_path):
+    params, _ = saved(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
+    assert_same(load(tmp_path, allow_pickle=True)[0], params)
+    assert SafetensorsFolder(tmp_path).tensors
+    edit_json(tmp_path / "config.json", model_type="gpt2")
+    with pytest.raises(InputError, match="gpt2"):
+        load(tmp_path)

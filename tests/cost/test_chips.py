@@ -1,0 +1,189 @@
+"""Chips and topologies by name, and collectives counted in a compiler's text."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lcjax.cost.chips import CHIPS, Topology
+from lcjax.cost.collectives import Traffic, collectives
+from lcjax.cost.verdict import verdict
+from lcjax.errors import InputError
+from lcjax.parallel.sharding import Mesh, make_mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "tpu"),
+    [("v5e:4x4", 16, True), ("v5p:2x2x2", 8, True), ("h200:8", 8, False), ("a100-80:1", 1, False)],
+)
+def test_a_topology_names_a_chip_and_how_many(text, devices, tpu):
+    found = Topology.parse(text)
+    assert (str(found), found.devices, found.tpu) == (text, devices, tpu)
+
+
+@pytest.mark.parametrize(
+    "text", ["v5e", "v5e:", "v5e:16", "v5p:2x2", "h200:2x4", "v5e:0x4", "v5e:4x"]
+)
+def test_a_shape_that_a_chip_does_not_come_in_is_refused_with_one_that_it_does(text):
+    chip = text.partition(":")[0]
+    with pytest.raises(InputError, match=rf"write the devices, as {chip}:\d"):
+        Topology.parse(text)
+
+
+def test_an_unknown_chip_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match="v7x.*v4, v5e"):
+        Topology.parse("v7x:4x4")
+
+
+def test_no_program_may_use_more_than_a_chip_has():
+    assert all(0.9 * chip.memory < chip.usable < chip.memory for chip in CHIPS.values())
+
+
+def loop(mesh, trips):
+    """Sums over all devices, `trips` times, a square of float32 that nothing lets XLA hoist."""
+
+    def f(x):
+        def body(x, _):
+            return jax.lax.with_sharding_constraint(jnp.sin(x) @ x, rows), None
+
+        return jax.lax.scan(body, x, None, length=trips)[0]
+
+    rows = NamedSharding(mesh, PartitionSpec("fsdp", None))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows)
+    return jax.jit(f).lower(x)
+
+
+def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
+    mesh = make_mesh(Mesh(fsdp=8))
+    found = collectives(loop(mesh, 5).compile().as_text())
+    assert found == {"all-gather": Traffic(5, 5 * 64 * 64 * 4 * 7 // 8)}
+
+
+def test_a_verdict_compares_what_a_program_needs_with_what_a_chip_has():
+    found = verdict(loop(make_mesh(Mesh(fsdp=8)), 3), CHIPS["v5e"])
+    assert found.fits and "FITS" in str(found) and found.traffic["all-gather"].count == 3
+    assert found.arguments == 64 * 64 * 4 / 8
+    tight = type(found)(**{**vars(found), "needed": found.chip.usable + 1})
+    assert not tight.fits and "DOES NOT FIT" in str(tight)
+
+
+HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8\n"
+
+
+def test_a_part_of_a_fusion_repeats_no_collective():
+    text = """
+%part.1 (p: bf16[8]) -> bf16[64] {
+  %a.1 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}
+}
+
+%part.2 (p: bf16[8]) -> bf16[64] {
+  %a.2 = bf16[64]{0} all-gather(%p), channel_id=7, dimensions={0}
+}
+
+ENTRY %main (p: bf16[8]) -> bf16[64] {
+  %f.1 = bf16[64]{0} fusion(%p), kind=kCustom, calls=%part.1
+  %f.2 = bf16[64]{0} fusion(%p), kind=kCustom, calls=%part.2
+  %r = (f32[4]{0}, s32[2]{0}) all-reduce(%x, %y), channel_id=8, to_apply=%sum
+}
+"""
+    found = collectives(HEADER + text)
+    assert found == {"all-gather": Traffic(1, 112), "all-reduce": Traffic(1, 2 * 21)}
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "received"),
+    [
+        ("f32[64]{0} all-gather(%x), replica_groups={{0,1},{2,3}}", "all-gather", 128),
+        ("f32[64]{0} all-reduce(%x), replica_groups=[2,4]<=[8]", "all-reduce", 2 * 192),
+        ("f32[8]{0} reduce-scatter(%x), replica_groups={}", "reduce-scatter", 8 * 4 * 7),
+        (
+            "f32[64]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add",
+            "all-reduce",
+            2 * 192,
+        ),
+        ("f32[64]{0} all-to-all(%x), replica_groups=mesh['a'=8] {'a':(1)4}", "all-to-all", 192),
+        (
+            "(f32[8]{0}, f32[64]{0}) all-gather-start(%x), replica_groups={{0,1,2,3,4,5,6,7}}",
+            "all-gather",
+            224,
+        ),
+        (
+            "(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), pairs={{0,1}}",
+            "collective-permute",
+            32,
+        ),
+    ],
+)
+def test_bytes_are_what_a_device_receives(operation, kind, received):
+    text = f"{HEADER}\nENTRY %main (x: f32[8]) -> f32[8] {{\n  %r = {operation}\n}}\n"
+    assert collectives(text) == {kind: Traffic(1, received)}
+
+
+def test_a_sum_of_which_each_device_keeps_its_part_is_told_from_one_that_all_keep():
+    text = """
+%all-reduce-scatter.3 (x: f32[64]) -> f32[8] {
+  %r = f32[64]{0} all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %s = f32[8]{0} dynamic-slice(%r, %at), dynamic_slice_sizes={8}
+}
+
+ENTRY %main (x: f32[64]) -> f32[8] {
+  %f = f32[8]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+    assert collectives(HEADER + text) == {"reduce-scatter": Traffic(1, 224)}
+
+
+def test_the_compiler_knows_the_trips_of_a_loop_whose_condition_is_a_fusion():
+    text = """
+%body (x: f32[8]) -> f32[8] {
+  %r = f32[64]{0} all-gather(%x), dimensions={0}
+}
+
+%condition (x: f32[8]) -> pred[] {
+  %r = pred[] fusion(%x), kind=kLoop, calls=%compare
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %w = f32[8]{0} while(%x), condition=%condition, body=%body, TRIPS
+}
+"""
+    for trips in (1, 5):
+        known = f'backend_config={{"known_trip_count":{{"n":"{trips}"}},"dynamic_variables":[]}}'
+        found = collectives(HEADER + text.replace("TRIPS", known))
+        assert found == {"all-gather": Traffic(trips, trips * 224)}
+
+
+def test_a_group_of_one_device_receives_nothing():
+    text = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %r = f32[8]{0} all-reduce(%x), replica_groups={{0},{1}}
+}
+"""
+    assert collectives(HEADER + text) == {}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Ran out of memory in memory space hbm. Used 47.50G of 15.75G hbm. Exceeded by 31.75G.",
+        "Ran out of memory on HBM, the total memory required for HLO temporaries (47.50G) exceeds"
+        " available HBM (15.75G).",
+    ],
+)
+def test_a_compiler_that_runs_out_of_memory_has_spoken(message):
+    found = verdict(Refusing(f"RESOURCE_EXHAUSTED: {message}"), CHIPS["v5e"])
+    assert found.needed == 47.5 * 2**30 and not found.fits
+    assert "51.00 GB of 16.91 GB" in str(found) and "DOES NOT FIT" in str(found)
+
+
+def test_other_failures_of_a_compiler_are_errors():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="VMEM"):
+        verdict(Refusing("INTERNAL: VMEM"), CHIPS["v5e"])
+
+
+class Refusing:
+    def __init__(self, message):
+        self.message = message
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.message)

@@ -1,0 +1,249 @@
+"""Costs against counts made by hand, and against the model itself."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lcjax import cost
+from lcjax.attention import Bidirectional, Sliding
+from lcjax.errors import InputError
+from lcjax.memory.cepe import Cepe
+from lcjax.models import Decoder, ModelConfig, head, preset
+from lcjax.models import cache as cache_lib
+from lcjax.models.initial import random_params
+from lcjax.models.lora import LoRA
+from lcjax.models.loss import cross_entropy
+from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.training.partition import NAMED_RULES, matcher
+
+
+def test_llama2_7b_has_its_published_size_and_cache():
+    found = cost.estimate(preset("llama2-7b"), 4096)
+    assert found.parameters == 6_738_415_616
+    assert found.kv_cache_bytes == 2 * 32 * 4096 * 4096 * 4  # keys and values, layers, T, width
+
+
+def test_parameters_equal_those_of_an_initialised_model():
+    config = preset("tiny")
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    init = jax.jit(Decoder(config).init, compiler_options=quick)
+    params = init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    found = cost.estimate(config, 64)
+    assert found.parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert found.parameter_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def test_forward_flops_are_two_per_weight_and_four_per_visible_pair():
+    config = ModelConfig(100, 16, 32, 3, 4, 2, 8, 64)
+    found = cost.estimate(config, 64)
+    layer = 16 * 4 * 8 + 2 * 16 * 2 * 8 + 4 * 8 * 16 + 3 * 16 * 32
+    assert found.matmul_flops == 2 * (3 * layer + 16 * 100)
+    assert found.attention_flops == pytest.approx(3 * 4 * 4 * 8 * (64 + 1) / 2)
+
+
+def test_training_every_weight_costs_three_times_forward():
+    found = cost.estimate(preset("tiny"), 128)
+    assert found.training_flops == pytest.approx(3 * found.forward_flops)
+
+
+def test_training_adapters_costs_about_two_thirds_of_training_everything():
+    config = preset("llama2-7b").replace(lora=LoRA())
+    adapters = cost.estimate(config, 16, trained=matcher(("lora",), ""))
+    everything = cost.estimate(config, 16)
+    assert 0.66 < adapters.training_flops / everything.training_flops < 0.68
+    assert adapters.trained_parameters == 32 * 4 * 2 * 8 * 4096
+    assert "lora" in NAMED_RULES
+
+
+@pytest.mark.parametrize("length", [7, 256, 1000])
+def test_causal_queries_see_half_of_the_keys(length):
+    seen = cost.visible_keys(preset("tiny"), length)
+    assert seen == pytest.approx((length + 1) / 2, rel=2e-3)
+
+
+def test_a_window_bounds_what_is_seen():
+    config = preset("tiny").replace(pattern=Sliding(window=10))
+    exact = (sum(range(1, 10)) + 10 * 191) / 200
+    assert cost.visible_keys(config, 200) == exact
+
+
+def test_tied_embeddings_are_counted_once_and_used_twice():
+    config = ModelConfig(100, 16, 32, 1, 2, 2, 8, 64)
+    tied = cost.estimate(config.replace(tie_embeddings=True), 8)
+    free = cost.estimate(config, 8)
+    assert free.parameters - tied.parameters == 1600
+    assert free.forward_flops == tied.forward_flops
+
+
+ENCODER = ModelConfig(100, 8, 24, 2, 2, 2, 4, 64, pattern=Bidirectional())
+READER = ModelConfig(100, 16, 32, 3, 4, 2, 8, 64, memory=Cepe(ENCODER, 3))
+CONTEXT = 4, 8  # for 16 tokens of text: two of context for each
+
+
+def test_a_context_costs_its_encoder_its_projections_and_attention_to_all_of_it():
+    alone, plain = cost.estimate(READER, 16), cost.estimate(READER.replace(memory=None), 16)
+    assert alone.forward_flops == plain.forward_flops
+    found = cost.estimate(READER, 16, context=CONTEXT)
+    encoder = 2 * (4 * 8 * 2 * 4 + 3 * 8 * 24)
+    keys, around = 3 * 2 * 8 * 2 * 8, 3 * 2 * 16 * 4 * 8
+    assert found.matmul_flops - plain.matmul_flops == 2 * (2 * (encoder + keys) + around)
+    within, across = 2 * 2 * 4 * 2 * 4 * 8, 3 * 4 * 4 * 8 * 32
+    assert found.attention_flops - plain.attention_flops == within + across
+    assert found.training_flops == pytest.approx(3 * found.forward_flops)
+
+
+def test_a_frozen_encoder_has_no_backward_pass():
+    whole = matcher(("/memory/", "encoder/"), "")
+    found, frozen = (
+        cost.estimate(READER, 16, trained=rule, context=CONTEXT)
+        for rule in (whole, lambda path: "/memory/" in path)
+    )
+    assert frozen.forward_flops == found.forward_flops and found.idle_flops == 0
+    encoder = 2 * 2 * (4 * 8 * 2 * 4 + 3 * 8 * 24)
+    within, keys = 2 * 2 * 4 * 2 * 4 * 8, 3 * 2 * 8 * 2 * 8
+    assert frozen.idle_flops == 2 * (2 * encoder / 2 + 2 * keys) + 2 * within
+    less = found.weight_gradient_flops - frozen.weight_gradient_flops
+    assert less == 2 * encoder
+    assert found.training_flops - frozen.training_flops == less + frozen.idle_flops
+
+
+class Device:
+    def __init__(self, kind):
+        self.device_kind = kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("Tesla T4", 65),
+        ("NVIDIA T400 4GB", None),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+        ("cpu", None),
+    ],
+)
+def test_peaks_are_found_by_device_kind(kind, tera):
+    assert cost.peak_flops(Device(kind)) == (tera and tera * 1e12)
+
+
+def test_a_cpu_is_measured_as_one_machine():
+    peak, source = cost.machine_peak("float32")
+    assert 1e8 < peak < 1e14 and "measured float32" in source
+
+
+LLAMA = preset("llama2-7b").replace(dtype="bfloat16", remat="full")
+
+
+@pytest.mark.slow
+def test_training_state_takes_sixteen_bytes_a_weight_split_over_the_mesh():
+    found = cost.training_memory(LLAMA, 512, 8, Mesh(data=1, fsdp=4, tensor=2))
+    share = 6_738_415_616 / 8
+    assert found.weights == pytest.approx(4 * share, rel=1e-3)  # norms are whole on every device
+    assert found.gradients == pytest.approx(4 * share, rel=1e-3)
+    assert found.optimizer == pytest.approx(8 * share, rel=1e-3)
+    averaged = cost.training_memory(LLAMA, 512, 8, Mesh(1, 4, 2), average=True)
+    assert averaged.optimizer == pytest.approx(12 * share, rel=1e-3)
+    assert "per device (weights 3.4 + gradients 3.4 + optimizer 6.7" in str(found)
+
+
+def test_frozen_weights_have_no_gradient_and_no_moments():
+    config = LLAMA.replace(lora=LoRA())
+    found = cost.training_memory(config, 512, 1, Mesh(fsdp=1), trained=matcher(("lora",), ""))
+    assert (
+        found.gradients
+        == 4 * cost.estimate(config, 16, trained=matcher(("lora",), "")).trained_parameters
+    )
+    assert found.optimizer == 2 * found.gradients < found.weights / 100
+
+
+@pytest.mark.slow
+def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing():
+    config = preset("tiny").replace(num_layers=8)
+
+    def activations(remat, rows, mesh, length=1024):
+        own = config.replace(remat=remat)
+        return cost.training_memory(own, length, rows, mesh).activations
+
+    one = Mesh(fsdp=1)
+    full, dots, none = (activations(remat, 1, one) for remat in ("full", "dots", "none"))
+    assert 3 * full < none and full < dots < none
+    assert activations("none", 4, one) == 4 * none == activations("none", 1, one, length=4096)
+    spread = Mesh(data=4, fsdp=1)
+    assert activations("none", 4, spread) == none
+    assert activations("none", 5, spread) == 2 * none  # a row more is one more on every device
+
+
+@pytest.mark.slow
+def test_a_context_takes_memory_with_its_own_tokens_and_with_those_that_read_it():
+    def activations(context):
+        return cost.training_memory(READER, 16, 1, Mesh(fsdp=1), context=context).activations
+
+    once, twice = activations(CONTEXT), activations((8, 8))
+    # A layer keeps at least keys and values of the context, float32, and its states are kept once.
+    assert twice - once > 32 * 4 * (3 * 2 * 2 * 8 + 8)
+    assert once - activations(None) > twice - once  # the text keeps its queries of the context
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_activations_are_about_what_the_compiler_reserves(remat):
+    config = preset("tiny").replace(num_layers=4, remat=remat)
+    model = Decoder(config)
+
+    def loss(params, tokens):
+        hidden, _ = model.apply({"params": params}, tokens)
+        return cross_entropy(hidden, head(params, config), tokens, jnp.ones(tokens.shape))[0]
+
+    tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    compiled = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+    found = cost.training_memory(config, 512, 2, Mesh(fsdp=1)).activations
+    assert 0.7 < found / compiled.memory_analysis().temp_size_in_bytes < 1.4
+
+
+def test_weights_and_cache_are_those_that_lie_on_a_device():
+    shape = Mesh(data=2, fsdp=2, tensor=2)
+    mesh, config = make_mesh(shape), preset("tiny")
+    params = random_params(config, 0, mesh)
+    cache = cache_lib.create(config, 8, 256, mesh=mesh)
+
+    def on_one(tree):
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+    found = cost.generation_memory(config, 256, 6, shape)  # filled up to 8 rows
+    assert found.weights == on_one(params)
+    assert found.cache == on_one(cache.layers)
+    assert found == cost.generation_memory(config, 256, 8, mesh)
+    assert found.total == found.weights + found.cache + found.activations
+
+
+def test_a_llama_needs_its_weights_and_half_a_megabyte_of_cache_for_every_token():
+    config = LLAMA.replace(param_dtype="bfloat16")
+    found = cost.generation_memory(config, 32_768, 1, Mesh(fsdp=1))
+    assert found.weights == 2 * 6_738_415_616
+    assert found.cache == 32_768 * 2 * 32 * 4096 * 2
+    assert found.activations < 2**30
+
+
+def test_a_context_that_was_read_is_kept_beside_the_cache():
+    plain = cost.generation_memory(READER, 64, 3, Mesh(fsdp=1))
+    found = cost.generation_memory(READER, 64, 3, Mesh(fsdp=1), context=(5, 8))
+    one_layer = 2 * READER.num_kv_heads * READER.head_dim * 4
+    assert found.context == 3 * 5 * 8 * (ENCODER.width * 4 + 1 + one_layer)
+    assert plain.context == 0 and found.total == plain.total + found.context
+
+
+def test_memory_wants_to_know_how_many_devices_there_are():
+    with pytest.raises(InputError, match="write how many devices lie along each axis"):
+        cost.generation_memory(preset("tiny"), 16, 1, Mesh())

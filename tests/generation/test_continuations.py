@@ -1,0 +1,148 @@
+"""Continuations of a prompt that is read once, beside the scores of whole texts."""
+
+import types
+
+import numpy as np
+import pytest
+from tiny_lm import ids, sharper
+
+from lcjax.attention import Causal, Landmark, SelfExtend, Sliding, Streaming
+from lcjax.checkpoints.build import ModelSection
+from lcjax.errors import InputError
+from lcjax.generation import continuations as module
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.replug import Replug
+from lcjax.generation.sampling import Sampling
+from lcjax.parallel.sharding import Mesh
+from lcjax.rope import DynamicNTK
+
+PROMPTS = [ids(1, 70), ids(2, 9), ids(3, 130)]
+OPTIONS = [[ids(4, 1), ids(5, 12)], [ids(6, 30)], [ids(7, 3), ids(8, 1), ids(9, 17)]]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return sharper(LanguageModel.load(ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))))
+
+
+def by_whole_texts(lm, prompts, options):
+    """The same by `nll` of all texts at once."""
+    texts = [(prompt, option) for prompt, row in zip(prompts, options) for option in row]
+    tokens = np.zeros((len(texts), 288), np.int32)
+    for row, (prompt, option) in enumerate(texts):
+        tokens[row, : len(prompt) + len(option)] = prompt + option
+    scored = zip(texts, lm.nll(tokens), strict=True)
+    losses = [row[len(a) : len(a) + len(b)] for (a, b), row in scored]
+    return [[losses.pop(0) for _ in row] for row in options]
+
+
+def assert_same(found, wanted, atol=2e-4):
+    assert [len(row) for row in found] == [len(row) for row in wanted]
+    for row, losses in zip(found, wanted, strict=True):
+        for one, loss in zip(row, losses, strict=True):
+            np.testing.assert_allclose(one.nll, loss, atol=atol)
+
+
+def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
+    lm = lm.with_method(length=512)
+    assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [Causal(), pytest.param(Sliding(window=40), marks=pytest.mark.slow)],
+    ids=["causal", "sliding"],
+)
+def test_one_continuation_of_each_prompt_is_read_with_it_as_by_a_cache(pattern, monkeypatch):
+    lm = sharper(LanguageModel.load(ModelSection(preset="tiny", pattern=pattern)))
+    options = [row[:1] for row in OPTIONS]
+    own = next(lm.stream(PROMPTS[1:2], Sampling(max_new_tokens=1))).ids
+    options[1] = [[*own]]
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "at_once", None)  # not called
+        patched.setattr(module, "prefill_chunk_size", lambda wanted: 64)
+        wanted = lm.continuations(PROMPTS, options)
+    monkeypatch.setattr(module, "by_cache", None)
+    found = lm.continuations(PROMPTS, options)
+    assert_same(found, by_whole_texts(lm, PROMPTS, options))
+    assert_same(found, [[one.nll for one in row] for row in wanted])
+    assert [[one.greedy for one in row] for row in found] == [[False], [True], [False]]
+
+
+def test_long_prompts_and_continuations_are_read_in_chunks(lm, monkeypatch):
+    monkeypatch.setattr("lcjax.generation.continuations.prefill_chunk_size", lambda wanted: 64)
+    lm = lm.with_method(length=512)
+    options = [[ids(5, 150)], [ids(6, 70)], [ids(7, 2)]]
+    assert_same(lm.continuations(PROMPTS, options), by_whole_texts(lm, PROMPTS, options))
+
+
+def test_what_the_model_itself_writes_is_greedy_and_nothing_else_is(lm):
+    lm = lm.with_method(length=512)
+    written = [[] for _ in PROMPTS]
+    for piece in lm.stream(PROMPTS, Sampling(max_new_tokens=6, min_new_tokens=6)):
+        written[piece.row] += piece.ids
+    options = [[own, own[:1], [*own[:5], own[5] ^ 1], [own[0] ^ 1]] for own in written]
+    for row in lm.continuations(PROMPTS, options):
+        assert [one.greedy for one in row] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Streaming(sinks=4, recent=40),
+        pytest.param(SelfExtend(group=4, window=32), marks=pytest.mark.slow),
+        pytest.param(
+            Landmark(block=8, top_k=62, train_length=512, token=258), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["ring", "group", "landmarks"],
+)
+def test_patterns_score_continuations_as_they_read_prompts(lm, pattern):
+    lm = lm.with_method(pattern=pattern, length=512)
+    assert_same(lm.continuations(PROMPTS, OPTIONS), by_whole_texts(lm, PROMPTS, OPTIONS))
+
+
+def test_on_a_mesh_every_device_has_rows_and_nothing_changes(lm):
+    section = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
+    spread = sharper(LanguageModel.load(section, mesh=Mesh(data=2, fsdp=2, tensor=2)))
+    found, wanted = (
+        one.with_method(length=512).continuations(PROMPTS, OPTIONS) for one in (spread, lm)
+    )
+    assert_same(found, [[one.nll for one in row] for row in wanted])
+
+
+@pytest.mark.slow
+def test_replug_mixes_what_each_passage_says_of_a_continuation(lm):
+    lm = lm.with_method(length=512)
+    passages = [[ids(11, 20), ids(12, 7)], [ids(13, 5)], []]
+    found = Replug(lm).continuations(PROMPTS, OPTIONS, context=passages)
+    for prompt, row, own, scored in zip(PROMPTS, OPTIONS, passages, found, strict=True):
+        for option, one in zip(row, scored, strict=True):
+            text = np.array([prompt + option])
+            wanted = Replug(lm).nll(text, context=[own], first=len(prompt))[0, len(prompt) :]
+            np.testing.assert_allclose(one.nll, wanted, atol=2e-4)
+
+
+def test_the_longest_row_is_what_a_table_of_positions_must_hold():
+    def lengths(prompts, options):
+        asked = []
+        config = types.SimpleNamespace(
+            check_length=lambda n: (asked.append(n), 1 / 0), vocab_size=9
+        )
+        model = types.SimpleNamespace(config=config, mesh=None)
+        with pytest.raises(ZeroDivisionError):
+            module.scored(model, {}, prompts, options, rotations=None)
+        return asked
+
+    # The last token is only predicted.
+    assert lengths([[1] * 9, [1] * 2], [[[1]], [[1] * 3, [1] * 5]]) == [9]
+
+
+def test_a_prompt_or_a_continuation_without_a_token_is_refused(lm):
+    for prompts, options, said in (
+        ([[]], [[[1]]], "begin it with BOS"),
+        ([[1]], [[[]]], "each a token"),
+        ([[1], [2]], [[[1]]], "1 lists for 2 prompts"),
+    ):
+        with pytest.raises(InputError, match=said):
+            lm.continuations(prompts, options)

@@ -1,0 +1,255 @@
+"""What a text gets does not depend on the batch, on padding, or on what else is in its row.
+
+For every pattern, RoPE method and memory: scores, continuations and written text of rows alone
+equal those in a batch, padded with any tokens, and packed; so do the decoder's hidden states.
+"""
+
+import dataclasses
+import functools
+
+import draccus
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_lm import ids, sharper
+
+from lcjax.attention import InfLLM, Landmark, LMInfinite, Pattern
+from lcjax.checkpoints.build import ModelSection
+from lcjax.generation import packed_prompts, texts
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
+from lcjax.memory import AutoCompressorSection, BeaconSection, CepeSection, SharedLlmSection
+from lcjax.models import Decoder, preset
+from lcjax.rope import (
+    E2LLM,
+    NTK,
+    Clex,
+    Default,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    Rope,
+    Yarn,
+)
+
+LENGTHS = [61, 23, 23, 61]
+TOLERANCE = 5e-5
+MARK = 258
+PAIRS = preset("tiny").rotary_dim // 2
+TRAINED = 32  # between the lengths, so that a rope that follows the length differs among the rows
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# Those that choose blocks for several tokens at once, or between equal landmarks.
+HARD = {
+    "landmark-retrieves": Landmark(block=8, top_k=1, train_length=32, token=MARK),
+    "landmark-per-chunk": Landmark(
+        block=8, top_k=1, train_length=32, token=MARK, select="per_head_and_chunk"
+    ),
+    "inf_llm-chunks": InfLLM(window=6, sinks=2, block=3, top_k=2, representatives=2, chunk=8),
+}
+PATTERNS = HARD | {
+    "inf_llm-heads": InfLLM(
+        window=6, sinks=2, block=3, top_k=2, representatives=2, chunk=16, per_head=True
+    ),
+    "lm_infinite-chooses": LMInfinite(window=6, sinks=2, top_k=3),
+}
+for name, choice in Pattern.get_known_choices().items():
+    for number, fields in enumerate(choice.examples):
+        if not choice.prefill_only:
+            mark = {"token": MARK} if name == "landmark" else {}
+            PATTERNS[f"{name}-{number}"] = draccus.decode(Pattern, {"type": name, **fields, **mark})
+
+ROPES = {
+    "default": Default(),
+    "linear": Linear(factor=2.0),
+    "ntk": NTK(alpha=4.0),
+    "dynamic_ntk": DynamicNTK(factor=2.0, original_length=TRAINED),
+    "yarn": Yarn(factor=2.0, original_length=TRAINED),
+    "longrope": LongRope(
+        short_factor=(1.0,) * PAIRS,
+        long_factor=(4.0,) * PAIRS,
+        factor=2.0,
+        original_length=TRAINED,
+    ),
+    "llama3": Llama3(original_length=TRAINED),
+    "clex": Clex(original_length=16, max_factor=8, time_dt=0.1),
+    "e2_llm": E2LLM(original_length=TRAINED),
+}
+FOLLOW = ["dynamic_ntk", "longrope", "clex", "e2_llm"]
+MEMORIES = {
+    "cepe": CepeSection(encoder="tiny-encoder", out=1.0),
+    "shared_llm": SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out=1.0),
+    "beacon": BeaconSection(chunk=16, ratio=4, ratios=(2, 4)),
+    "auto_compressor": AutoCompressorSection(chunk=16, summary=3),
+}
+CONTEXT = [[ids(20, 39)], [], [ids(21, 16), ids(22, 7)], [ids(23, 5)]]
+
+# (pattern, rope, memory): each pattern and each memory with a rope that is the same for all rows
+# and with one that is not (which memories that stand before the text refuse), each rope with plain
+# attention.
+CASES = [
+    *((name, "default", None) for name in HARD),
+    *(("causal-0", rope, None) for rope in FOLLOW),
+]
+CASES += [
+    case
+    for case in [
+        *((name, rope, None) for name in PATTERNS for rope in ("default", "dynamic_ntk")),
+        *(("causal-0", rope, None) for rope in ROPES),
+        *(("causal-0", "default", memory) for memory in MEMORIES),
+        *(("causal-0", "longrope", memory) for memory in ("cepe", "shared_llm")),
+        *(("inf_llm-chunks", "default", memory) for memory in ("cepe", "shared_llm")),
+        ("landmark-per-chunk", "default", "cepe"),
+    ]
+    if case not in CASES
+]
+QUICK = 7
+EVERY = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if number < QUICK else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
+    ],
+    ids=lambda case: "-".join(filter(None, case)),
+)
+
+
+@functools.cache
+def model(memory, rope):
+    section = ModelSection(
+        preset="tiny", memory=MEMORIES.get(memory), rope=ROPES[rope] if rope == "clex" else None
+    )
+    return sharper(LanguageModel.load(section))
+
+
+@functools.cache
+def loaded(case):
+    pattern, rope, memory = case
+    return model(memory, rope).with_method(pattern=PATTERNS[pattern], rope=ROPES[rope])
+
+
+@pytest.fixture(params=[False, slow(True)], ids=["quick", "optimised"], autouse=True)
+def compiled(request, compiled_quickly):
+    """As tests compile programs, and as users do."""
+    if request.param:
+        request.getfixturevalue("optimised")
+    yield
+    if request.node.get_closest_marker("slow"):
+        jax.clear_caches()  # hundreds of cases have more programs than a process may map
+
+
+def beside(case, rows):
+    return {} if case[2] is None else {"context": [CONTEXT[row] for row in rows]}
+
+
+def padded(rows, width, seed):
+    """Rows of tokens [B, width] that end in random ones, and their lengths."""
+    tokens = np.random.default_rng(seed).integers(3, 250, (len(rows), width))
+    for number, row in enumerate(rows):
+        tokens[number, : LENGTHS[row]] = ids(row, LENGTHS[row])
+    return tokens, np.array([LENGTHS[row] for row in rows])
+
+
+BATCHES = (([0, 1, 2, 3], 61), ([3, 1], 77), ([1], 64))
+
+
+@EVERY
+def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
+    lm = loaded(case)
+    alone = {}
+    for row, length in enumerate(LENGTHS):
+        tokens = np.array([ids(row, length)])
+        alone[row] = lm.nll(tokens, first=5, **beside(case, [row]))[0]
+    for pack in (True, False) if lm.config.pattern.any_order else (True,):
+        with monkeypatch.context() as patched:
+            patched.setattr(texts, "packing_saves", lambda *sizes, pack=pack: pack)
+            for seed, (rows, width) in enumerate(BATCHES):
+                tokens, lengths = padded(rows, width, seed)
+                scores = lm.nll(tokens, first=5, lengths=lengths, **beside(case, rows))
+                for row, own in zip(rows, scores, strict=True):
+                    end = LENGTHS[row]
+                    np.testing.assert_allclose(own[:end], alone[row], atol=TOLERANCE, rtol=0)
+                    assert not own[end:].any()
+
+
+@EVERY
+def test_continuations_of_a_prompt_are_scored_as_alone(case):
+    lm = loaded(case)
+    prompts = [ids(row, length) for row, length in enumerate(LENGTHS)]
+    for options in (
+        [[ids(30 + row, 2 + 3 * row)] for row in range(4)],
+        [[ids(40, 3), ids(41, 9)], [ids(42, 1)], [ids(43, 4)], [ids(44, 5), ids(45, 2)]],
+    ):
+        batch = lm.continuations(prompts, options, **beside(case, range(4)))
+        for row, scored in enumerate(batch):
+            alone = lm.continuations([prompts[row]], [options[row]], **beside(case, [row]))[0]
+            for one, wanted in zip(scored, alone, strict=True):
+                np.testing.assert_allclose(one.nll, wanted.nll, atol=TOLERANCE, rtol=0)
+                assert one.greedy == wanted.greedy
+
+
+@EVERY
+def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
+    lm, sampling = loaded(case), Sampling(max_new_tokens=5, min_new_tokens=5)
+    prompts = [ids(row, length) for row, length in enumerate(LENGTHS)]
+
+    def written(rows):
+        return [
+            text.ids
+            for text in lm.generate([prompts[row] for row in rows], sampling, **beside(case, rows))
+        ]
+
+    alone = [written([row])[0] for row in range(4)]
+    for pack in (True, False) if lm.config.pattern.any_order else (True,):
+        with monkeypatch.context() as patched:
+            patched.setattr(packed_prompts, "packing_saves", lambda *sizes, pack=pack: pack)
+            assert written([0, 1, 2, 3]) == alone
+            assert written([3, 1]) == [alone[3], alone[1]]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def hidden_states(model, params, tokens, segments, rotation):
+    return model.apply({"params": params}, tokens, segments=segments, rotation=rotation)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in HARD else slow(name) for name in PATTERNS if "causal" not in name]
+)
+def test_documents_of_a_row_have_the_hidden_states_that_they_have_alone(name):
+    """Without positions: they count in each document."""
+    lm = loaded((name, "default", None))
+    rotation = lm.rotation(1)
+    config = lm.config.replace(rope=Default(theta=10_000.0), scan_layers=False)
+    decoder, sizes = Decoder(config), (37, 24, 12)
+    parts = [np.array(ids(50 + n, size), np.int32) for n, size in enumerate(sizes)]
+    width = sum(sizes) + 7
+    rows, segments = np.random.default_rng(1).integers(3, 250, (4, width)), np.zeros((4, width))
+    places = [(0, 0), (0, 37), (0, 61), (1, 0), (2, 0), (3, width - 12)]  # each also by itself
+    for number, (row, start) in enumerate(places):
+        own = slice(start, start + sizes[number % 3])
+        rows[row, own], segments[row, own] = parts[number % 3], 1 + number % 3
+    states = np.asarray(
+        hidden_states(
+            decoder, lm.params, jnp.asarray(rows, jnp.int32), jnp.asarray(segments, jnp.int32),
+            rotation,
+        )
+    )  # fmt: skip
+    for number, (row, start) in enumerate(places[3:]):
+        size, at = sizes[number], places[number][1]
+        own = states[row, start : start + size]
+        np.testing.assert_allclose(states[0, at : at + size], own, atol=TOLERANCE, rtol=1e-5)
+
+
+def test_every_registered_method_has_a_case():
+    assert {type(rope) for rope in ROPES.values()} == set(Rope.get_known_choices().values())
+    kinds = {type(pattern) for pattern in PATTERNS.values()}
+    known = Pattern.get_known_choices().values()
+    assert kinds == {choice for choice in known if not choice.prefill_only}
+    assert all(ROPES[name].depends_on_length for name in FOLLOW)
+    assert dataclasses.replace(HARD["landmark-retrieves"]) in PATTERNS.values()

@@ -1,0 +1,231 @@
+"""A language model on several devices, its layers, and what it computes only once."""
+
+import dataclasses
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_lm import sharper
+
+from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints.build import ModelSection, Settings
+from lcjax.errors import InputError
+from lcjax.generation import language_model as lm_lib
+from lcjax.generation import texts
+from lcjax.generation.conversation import Conversation
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.replug import Replug
+from lcjax.generation.sampling import Sampling
+from lcjax.memory import CepeSection
+from lcjax.models import Decoder, preset
+from lcjax.models import cache as cache_lib
+from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.rope import Clex, DynamicNTK, Yarn
+
+SECTION = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
+
+
+def _ids(seed, length):
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return sharper(LanguageModel.load(SECTION))
+
+
+@pytest.fixture(scope="module")
+def spread():
+    return sharper(LanguageModel.load(SECTION, mesh=Mesh(data=2, fsdp=2, tensor=2)))
+
+
+def test_weights_and_caches_are_split_over_the_mesh(spread):
+    kernel = spread.params["layers_0"]["mlp"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 4
+    config, mesh = spread.model.config, spread.model.mesh
+    cache = cache_lib.create(config, 4, 64, mesh=mesh)
+    keys, _ = cache.layers[1]
+    assert keys.addressable_shards[0].data.shape == (1, config.num_kv_heads // 2, 64, 16)
+    after = jax.jit(lambda cache: cache_lib.keep_layout(cache, mesh))(cache)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), cache, after)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_scores_on_a_mesh_equal_those_of_one_device_for_any_number_of_rows(alone, spread, rows):
+    tokens = np.array([_ids(row, 150) for row in range(rows)])
+    lengths = np.arange(150, 150 - 20 * rows, -20)
+    want = alone.nll(tokens, first=4, lengths=lengths)
+    got = spread.nll(tokens, first=4, lengths=lengths)
+    assert got.shape == want.shape == (rows, 150)
+    np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_text_on_a_mesh_equals_that_of_one_device(alone, spread, temperature):
+    prompts = [_ids(1, 70), _ids(2, 9), _ids(3, 130)]
+    sampling = Sampling(
+        max_new_tokens=8, min_new_tokens=8, temperature=temperature, top_p=0.9, seed=3
+    )
+    got, want = ([[], [], []] for _ in range(2))
+    for lm, rows in ((spread, got), (alone, want)):
+        for piece in lm.stream(prompts, sampling, prefill_chunk=64):
+            rows[piece.row] += piece.ids
+    assert got == want and all(len(row) == 8 for row in got)
+
+
+def test_a_mesh_of_jax_and_the_shape_of_one_are_the_same(spread):
+    own = LanguageModel.load(SECTION, mesh=make_mesh(Mesh(data=2, fsdp=2, tensor=2)))
+    assert own.model == spread.model
+    assert own.with_method(rope=Yarn(factor=2.0)).model.mesh == own.model.mesh
+    with pytest.raises(InputError, match="must divide"):
+        LanguageModel.load(SECTION, mesh=Mesh(data=3))
+
+
+def test_loading_leaves_one_copy_of_the_weights_in_memory(monkeypatch):
+    copied = pytest.fail
+    monkeypatch.setattr(lm_lib, "unstack_layers", lambda *_: copied("all layers were copied"))
+    gc.collect()
+    before = sum(leaf.nbytes for leaf in jax.live_arrays())
+    lm = LanguageModel.load(ModelSection(preset="tiny"))
+    held = sum(leaf.nbytes for leaf in jax.live_arrays()) - before
+    assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_layers_are_separate_on_every_backend(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    lm = LanguageModel.load(ModelSection(preset="tiny", dtype="float32"))
+    assert not lm.model.config.scan_layers and "layers_1" in lm.params
+    model = Decoder(preset("tiny"))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    lm = LanguageModel(model, params, ByteTokenizer())
+    assert not lm.model.config.scan_layers and "layers_1" in lm.params
+    assert "layers" in params  # the caller's own tree
+
+
+def test_a_rotation_is_computed_once_for_a_method_and_length(monkeypatch):
+    lm, calls = LanguageModel.load(ModelSection(preset="tiny", rope=Clex(max_factor=4))), []
+    compute = Clex.rotation
+
+    def counted(self, head_dim, length, params=None):
+        calls.append((self.max_factor, length))
+        return compute(self, head_dim, length, params)
+
+    monkeypatch.setattr(Clex, "rotation", counted)
+    tokens = np.array([_ids(1, 60)])
+    first = lm.nll(tokens)
+    np.testing.assert_array_equal(lm.nll(tokens), first)
+    assert calls == [(4, 60)]
+    lm.nll(tokens[:, :50])
+    assert calls == [(4, 60), (4, 50)]
+    other = lm.with_method(rope=Clex(max_factor=3))
+    other.nll(tokens), other.nll(tokens), lm.nll(tokens)
+    assert calls == [(4, 60), (4, 50), (3, 60)]
+    lm.with_method(length=300).nll(tokens)
+    assert calls[3:] == [(4, 300)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dtype", "fp8"), ("param_dtype", "int8"), ("remat", "half"), ("remat", None)],
+)
+def test_numerics_that_do_not_exist_are_refused_before_anything_is_read(key, value):
+    for make in (ModelSection, lambda **kw: LanguageModel.load("absent", **kw)):
+        with pytest.raises(InputError, match=rf"model\.{key}={value!r} is not one of") as error:
+            make(**{key: value})
+        assert "\n" not in str(error.value)
+
+
+def test_settings_change_a_section_that_is_loaded():
+    lm = LanguageModel.load(SECTION, rope=Yarn(factor=4.0))
+    assert lm.config.rope == Yarn(theta=1e4, factor=4.0, original_length=128)
+
+
+def _exact_scores(lm, tokens, first):
+    """Scores by the logits of the text alone, at its own length."""
+    log_p = np.asarray(_log_p(lm.model, lm.params, tokens, lm.rotation(tokens.shape[1])))
+    return -np.take_along_axis(log_p[:, first - 1 : -1], tokens[:, first:, None], -1)[..., 0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_p(model, params, tokens, rotation):
+    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation)
+    return jax.nn.log_softmax(model.apply({"params": params}, hidden, method="logits"))
+
+
+@pytest.mark.parametrize(("length", "first"), [(150, 1), (150, 149), (147, 20), (2, 1)])
+def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, length, first):
+    # The rope follows the length: its frequencies are those of 150 tokens, not of what fills it.
+    tokens = np.array([_ids(1, length), _ids(2, length)])
+    got = alone.nll(tokens, first=first)
+    np.testing.assert_allclose(got[:, first:], _exact_scores(alone, tokens, first), atol=1e-4)
+    assert not got[:, :first].any()
+
+
+def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
+    alone.nll(np.array([_ids(1, 160)]), first=40)
+    before = texts._score._cache_size()
+    for length, first in ((160, 42), (155, 38), (146, 30)):
+        alone.nll(np.array([_ids(1, length)]), first=first)
+    assert texts._score._cache_size() == before
+
+
+def test_a_text_as_long_as_a_table_of_positions_is_scored():
+    lm = LanguageModel.load(ModelSection(preset="tiny", position="learned"))
+    tokens = np.array([_ids(1, lm.config.max_length - 1)])
+    np.testing.assert_allclose(lm.nll(tokens)[:, 1:], _exact_scores(lm, tokens, 1), atol=1e-4)
+
+
+def test_editors_are_shown_the_fields_of_a_section_as_settings():
+    fields = {field.name: field.type for field in dataclasses.fields(ModelSection)}
+    assert Settings.__annotations__ == fields
+
+
+@pytest.mark.parametrize("token", [259, -1, 100_000, 2**40, 1.5])
+def test_what_is_no_token_is_refused_wherever_text_comes_in(alone, token):
+    beside = LanguageModel.load(ModelSection(preset="tiny", memory=CepeSection("tiny-encoder")))
+    number = rf"token={token!r} must|whole numbers"
+    for call in (
+        lambda: alone.nll([[1, 2, token]]),
+        lambda: alone.generate([[1, token]]),
+        lambda: alone.continuations([[1, token]], [[[2]]]),
+        lambda: alone.continuations([[1]], [[[2], [3, token]]]),
+        lambda: Replug(alone).nll([[1, 2, token]], context=[[]]),
+        lambda: Replug(alone).nll([[1, 2]], context=[[[token]]]),
+        lambda: Replug(alone).continuations([[1, 2]], [[[token]]], context=[[]]),
+        lambda: beside.encode_contexts([[[1, token]]]),
+        lambda: Conversation(alone).read([1, token]),
+    ):
+        with pytest.raises(InputError, match=number) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_tokens_and_lengths_that_do_not_fit_are_refused_in_one_line(alone):
+    tokens = np.ones((2, 8), np.int32)
+    for changes, message in (
+        ({"tokens": tokens.astype(float)}, "must be token ids, whole numbers in rows"),
+        ({"tokens": tokens[0]}, "in rows of one length"),
+        ({"tokens": [[1, 2], [3]]}, "in rows of one length"),
+        ({"tokens": "some text"}, "in rows of one length"),
+        ({"lengths": [8, 9]}, "whole numbers from 0 to the 8 tokens"),
+        ({"lengths": [8, -1]}, "whole numbers from 0 to the 8 tokens"),
+        ({"lengths": [8.0, 2.0]}, "whole numbers from 0"),
+        ({"lengths": [8]}, "must be 2 whole numbers"),
+        ({"first": 8}, "first=8 must lie between"),
+        ({"first": 1.5}, "first=1.5 must be a whole number"),
+    ):
+        for nll in (alone.nll, functools.partial(Replug(alone).nll, context=[[], []])):
+            with pytest.raises(InputError, match=message) as error:
+                nll(**{"tokens": tokens, **changes})
+            assert "\n" not in str(error.value)
+    # What stands behind a text may be anything: it is not read.
+    tokens[1, 5:] = -100
+    scores = alone.nll(tokens, lengths=np.array([8, 5]))
+    assert np.isfinite(scores).all() and not scores[1, 5:].any()
+    assert not alone.nll(tokens, lengths=np.array([8, 0]))[1].any()

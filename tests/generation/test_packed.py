@@ -1,0 +1,105 @@
+"""Texts and prompts of different lengths, read one behind the other as they would be alone."""
+
+import numpy as np
+import pytest
+from tiny_lm import ids, sharper
+
+from lcjax.attention import Causal, SelfExtend
+from lcjax.checkpoints.build import ModelSection
+from lcjax.generation import packed_prompts, texts
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.sampling import Sampling
+from lcjax.parallel.sharding import Mesh
+from lcjax.rope import DynamicNTK
+
+LENGTHS = [130, 20, 75, 41]
+
+
+def spied(monkeypatch, module, name):
+    """What the function of that name returns, call by call."""
+    seen, function = [], getattr(module, name)
+
+    def spy(*args, **options):
+        seen.append(function(*args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(module, name, spy)
+    return seen
+
+
+MESH = pytest.param(Mesh(data=2, fsdp=1, tensor=4), marks=pytest.mark.slow, id="mesh")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(None, id="alone"), MESH])
+def lm(request):
+    return sharper(LanguageModel.load(ModelSection(preset="tiny"), mesh=request.param))
+
+
+def test_texts_share_a_row_of_each_device_and_have_the_scores_they_have_alone(lm, monkeypatch):
+    lm, laid = lm.with_method(length=256), spied(monkeypatch, texts, "_laid_out")
+    tokens = np.zeros((4, max(LENGTHS)), np.int32)
+    for row, length in enumerate(LENGTHS):
+        tokens[row, :length] = ids(row, length)
+    found = lm.nll(tokens, first=30, lengths=np.array(LENGTHS))
+    rows = laid[0][0]
+    devices = 1 if lm.mesh is None else 2
+    assert rows.tokens.shape[0] == devices and rows.tokens.size < 300  # not 4 x 144
+    monkeypatch.setattr(texts, "packing_saves", lambda *sizes: False)
+    wanted = lm.nll(tokens, first=30)
+    assert laid[1][0].segments is None
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(found[row, :length], wanted[row, :length], atol=2e-5)
+        assert not found[row, length:].any() and not found[row, :30].any()
+
+
+def test_rows_of_packed_texts_are_no_longer_than_one_may_be(monkeypatch):
+    lm = sharper(LanguageModel.load(ModelSection(preset="tiny"))).with_method(length=256)
+    laid = spied(monkeypatch, texts, "_laid_out")
+    monkeypatch.setattr(texts, "LONGEST_ROW", 150)
+    tokens = np.zeros((4, max(LENGTHS)), np.int32)
+    for row, length in enumerate(LENGTHS):
+        tokens[row, :length] = ids(row, length)
+    found = lm.nll(tokens, lengths=np.array(LENGTHS))
+    assert laid[0][0].tokens.shape == (2, 144) and laid[0][0].segments is not None
+    for row, length in enumerate(LENGTHS):
+        alone = lm.nll(tokens[row : row + 1, :length])
+        np.testing.assert_allclose(found[row, :length], alone[0], atol=2e-5)
+
+
+def test_texts_of_one_length_keep_rows_of_their_own(lm, monkeypatch):
+    laid = spied(monkeypatch, texts, "_laid_out")
+    lm.with_method(length=256).nll(np.array([ids(n, 64) for n in range(4)]))
+    assert laid[0][0].tokens.shape == (4, 64) and laid[0][0].segments is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "exact"),
+    [
+        (Causal(), False),
+        pytest.param(SelfExtend(group=4, window=32), False, marks=pytest.mark.slow),
+        pytest.param(Causal(), True, marks=pytest.mark.slow),
+    ],
+    ids=["causal", "group", "exact"],
+)
+def test_prompts_are_gone_on_from_as_from_rows_of_their_own(pattern, exact, monkeypatch):
+    section = ModelSection(preset="tiny", pattern=pattern, rope=DynamicNTK(factor=2.0))
+    lm = sharper(LanguageModel.load(section)).with_method(length=512)
+    prompts, sampling = [ids(n, length) for n, length in enumerate(LENGTHS)], Sampling(8, 8)
+
+    def written():
+        return [text.ids for text in lm.generate(prompts, sampling, exact=exact)]
+
+    with monkeypatch.context() as patched:
+        packed = spied(patched, packed_prompts, "read")
+        found = written()
+    assert len(packed) == 1
+    monkeypatch.setattr(packed_prompts, "better", lambda *args: False)
+    assert found == written()
+
+
+def test_a_prompt_alone_and_rows_that_are_turned_differently_are_read_as_they_lie(monkeypatch):
+    section = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0, original_length=32))
+    lm, packed = LanguageModel.load(section), spied(monkeypatch, packed_prompts, "read")
+    lm.generate([ids(1, 70)], Sampling(1))
+    lm.generate([ids(1, 70), ids(2, 9)], Sampling(1))
+    assert not packed

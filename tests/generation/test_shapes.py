@@ -1,0 +1,37 @@
+"""Texts of all lengths are read in few shapes, with little padding or with none."""
+
+import pytest
+
+from lcjax.generation.shapes import bucketed, chunk_spans, prompt_bucket, unpadded_chunks
+
+
+@pytest.mark.parametrize(("per_octave", "least"), [(8, 64), (2, 64), (1, 32), (1, 1)])
+def test_sizes_are_few_and_near_the_length(per_octave, least):
+    sizes = set()
+    for length in range(1, 9000):
+        size = bucketed(length, per_octave, least)
+        sizes.add(size)
+        assert length <= size and (size == least or size < length * (1 + 1 / per_octave))
+    assert len(sizes) <= 1 + per_octave * ((2**14 // least).bit_length() - 1)
+    assert {2**n for n in range(14) if 2**n >= least} <= sizes
+
+
+@pytest.mark.parametrize("chunk", [40, 1024, 4096, 10**9])
+def test_prompts_of_all_lengths_are_read_in_a_few_compiled_shapes(chunk):
+    sizes = set()
+    for length in range(1, 9000):
+        padded = prompt_bucket(length, chunk)
+        spans = chunk_spans(padded, chunk)
+        assert spans[0][0] == 0 and spans[-1][1] == padded >= length
+        sizes |= {stop - start for start, stop in spans}
+        # What is read for nothing: a third of the odd chunk, or a few dozen tokens.
+        assert padded - length <= max(64, (spans[0][1] - spans[0][0]) / 3)
+    assert max(sizes) <= chunk
+    assert len(sizes) <= 16
+
+
+def test_chunks_without_padding_are_few_and_of_few_sizes():
+    for count in range(1, 300):
+        sizes = unpadded_chunks(count, 100)
+        assert sum(sizes) == count and set(sizes) <= {100, 64, 16, 4, 1}
+        assert all(sizes.count(size) <= 3 for size in (64, 16, 4, 1))

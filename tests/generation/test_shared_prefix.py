@@ -1,0 +1,267 @@
+"""What prompts begin with is read once, and no answer shows it."""
+
+import numpy as np
+import pytest
+from tiny_lm import ids, sharper
+
+from lcjax.attention import (
+    Causal,
+    DualChunk,
+    InfLLM,
+    Landmark,
+    SelfExtend,
+    Streaming,
+    VerticalSlash,
+)  # fmt: skip
+from lcjax.checkpoints.build import ModelSection
+from lcjax.errors import InputError
+from lcjax.generation import shared_prefix
+from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.prefix import Prefix
+from lcjax.generation.sampling import Sampling
+from lcjax.generation.shared_prefix import PrefixReader, alike
+from lcjax.parallel.sharding import Mesh
+from lcjax.rope import DynamicNTK
+
+TEXT = ids(1, 300)
+PROMPTS = [TEXT[:200] + ids(2, 9), TEXT[:200] + ids(3, 90), TEXT[:200] + ids(4, 1)]
+OPTIONS = [[ids(5, 1)], [ids(7, 8)], [ids(8, 3)]]
+WRITE = Sampling(max_new_tokens=6, min_new_tokens=6)
+LEAST = 16
+PATTERNS = [
+    Streaming(sinks=4, recent=40),
+    Landmark(block=8, top_k=62, train_length=512, token=258),
+    InfLLM(window=64, sinks=4, block=8, chunk=16),
+    VerticalSlash(),
+]
+SECTION = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return sharper(LanguageModel.load(SECTION)).with_method(length=512)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Rows and tokens of every call that reads."""
+    calls, prefill = [], shared_prefix.prefill
+
+    def counted(model, params, cache, tokens, *rest, **options):
+        calls.append(tokens.shape)
+        return prefill(model, params, cache, tokens, *rest, **options)
+
+    for module in ("shared_prefix", "inference.generate"):
+        monkeypatch.setattr(f"lcjax.{module}.prefill", counted)
+    return calls
+
+
+def assert_same(reader, lm, prompts):
+    """Texts and scores, with the beginning read or not."""
+    found = reader.generate(prompts, WRITE)
+    assert found == lm.generate(prompts, WRITE) and len(set(found)) == 3
+    scored, wanted = (one.continuations(prompts, OPTIONS) for one in (reader, lm))
+    for (one,), (other,) in zip(scored, wanted, strict=True):
+        np.testing.assert_allclose(one.nll, other.nll, atol=1e-5)
+        assert one.greedy == other.greedy
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Causal(),
+        # A cache of unrotated keys, and a rotation that is that of the length.
+        pytest.param(SelfExtend(group=4, window=32, scale_base=64), marks=pytest.mark.slow),
+        pytest.param(DualChunk(chunk=48, local=16, train_length=64), marks=pytest.mark.slow),
+    ],
+    ids=["causal", "group", "chunks"],
+)
+def test_batches_read_what_they_begin_with_once_and_answer_the_same(lm, pattern, read):
+    lm = lm.with_method(pattern=pattern, length=512)
+    reader = PrefixReader(lm, least=LEAST)
+    reader.generate(PROMPTS, WRITE)
+    # 192 of 200 tokens, and up to 98 behind them.
+    assert read == [(1, 64)] * 3 + [(3, 128)]
+    # The row of 290 tokens reads 128 of them, so every row does.
+    fewer = 209 + 290 + 201 - 3 * 128
+    assert reader.saved == fewer - 192
+    read.clear()
+    reader.continuations(PROMPTS, OPTIONS)
+    assert read == [(3, 128)] and reader.saved == 2 * fewer - 192
+    assert_same(reader, lm, PROMPTS)
+    # Others leave the text earlier, and the next ones later.
+    assert_same(reader, lm, [TEXT[:176] + ids(seed, 114) for seed in (5, 6, 7)])
+    read.clear()
+    reader.generate([TEXT[:224] + ids(seed, 100) for seed in (5, 6, 7)], WRITE)
+    assert read == [(1, 16)] * 2 + [(3, 128)]
+    assert_same(reader, lm, [TEXT[:224] + ids(seed, 100) for seed in (5, 6, 7)])
+
+
+@pytest.mark.slow
+def test_single_prompts_that_go_on_from_each_other_are_answered_the_same(lm):
+    prompts = [TEXT[:cut] + ids(cut, 20) + TEXT[cut:] for cut in (64, 192, 128)]
+    reader = PrefixReader(lm, prompts, least=LEAST)
+    found = {row: reader.generate([prompts[row]], WRITE)[0] for row in alike(prompts, LEAST)[0]}
+    wanted = [lm.generate([prompt], WRITE)[0] for prompt in prompts]
+    assert [found[row] for row in range(3)] == wanted and len(set(wanted)) == 3
+    assert reader.saved == 64 + 128 and reader._stem is None
+
+
+def test_single_prompts_leave_what_the_next_one_begins_with(lm, read):
+    # As needles in one text, at several places.
+    prompts = [TEXT[:cut] + ids(cut, 20) + TEXT[cut:] for cut in (64, 192, 128)]
+    (order,) = alike(prompts, LEAST)
+    reader = PrefixReader(lm, prompts, least=LEAST)
+    for row in order:
+        reader._prefix([prompts[row]], [6])
+    assert sum(tokens for _, tokens in read) == 128 and reader.saved == 64 + 128
+
+
+def test_a_stem_is_as_long_as_prompts_to_come_share(lm, read):
+    prompts = [TEXT[:100] + ids(50, 380), TEXT[:100] + ids(51, 379), ids(52, 480), ids(53, 480)]
+    reader = PrefixReader(lm, prompts, least=LEAST)
+    for row in (0, 1):
+        assert reader._prefix([prompts[row]], [6]).tokens == 96
+        assert reader._stem.capacity == 128
+        reader._give_back()
+        assert (reader._stem is None) == (row == 1)
+
+
+def test_equal_prompts_one_at_a_time_are_read_once(lm, read):
+    reader = PrefixReader(lm, [TEXT[:200]] * 3, least=LEAST)
+    for left in (2, 1, 0):
+        assert reader._prefix([TEXT[:200]], [6]).tokens == 192
+        reader._give_back()
+        assert (reader._stem is None) == (not left)
+    assert read == [(1, 64)] * 3
+    assert reader.saved == 3 * (200 - 64) - 192
+
+
+def test_a_prompt_that_others_go_on_from_leaves_its_last_token_to_ask(lm, read):
+    reader = PrefixReader(lm, least=LEAST)
+    assert_same(reader, lm, [TEXT[:192], *PROMPTS[:2]])
+    assert len(reader._ids) == 176
+
+
+def test_a_beginning_that_is_read_again_anyway_is_not_read_apart(lm, read):
+    prompts = [TEXT[:50] + ids(seed, 200) for seed in (60, 61, 62)]
+    reader = PrefixReader(lm, prompts, least=LEAST)
+    # Of 250 tokens the last 202 are read by a program for 256.
+    assert reader._prefix(prompts, [6] * 3) is None and not read and reader.saved == 0
+
+
+@pytest.mark.slow
+def test_a_prefix_shorter_than_what_is_read_again_changes_nothing(lm, read):
+    reader = PrefixReader(lm, least=LEAST)
+    prompts = [TEXT[:50] + ids(seed, 200) for seed in (60, 61, 62)]
+    prefix = Prefix(reader._prefix(PROMPTS, [6] * 3).cache, np.array(TEXT[:48]))
+    scored, wanted = (lm.continuations(prompts, OPTIONS, prefix=p) for p in (prefix, None))
+    for (one,), (other,) in zip(scored, wanted, strict=True):
+        np.testing.assert_array_equal(one.nll, other.nll)
+
+
+def test_a_stem_that_could_not_be_read_is_dropped(lm, monkeypatch):
+    reader = PrefixReader(lm, least=LEAST)
+    kept = reader._prefix(PROMPTS, [6] * 3)
+    assert kept.tokens == 192
+    calls, prefill = [], shared_prefix.prefill
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return prefill(*arguments)
+
+    monkeypatch.setattr(shared_prefix, "prefill", failing)
+    others = [TEXT[:64] + ids(70, 150) + ids(seed, 30) for seed in (71, 72, 73)]
+    with pytest.raises(MemoryError):
+        reader._prefix(others, [6] * 3)
+    assert reader._stem is None
+    assert reader._prefix(PROMPTS, [6] * 3).tokens == 192
+    assert len(calls) == 2 + 3, "all of it is read anew"
+
+
+REFUSED = [
+    ({"prompts": [TEXT[:9]]}, r"prompts\[0\] must begin with the 9 tokens of prefix and go on"),
+    ({"prompts": [TEXT[:20], ids(80, 20)]}, r"prompts\[1\] must begin with the 9 tokens"),
+    ({"context": [[]]}, "prefix was read without context; leave one of the two out"),
+    ({"exact": True}, "prefix was read without exact=True"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_a_prefix_that_does_not_fit_is_refused(lm, options, words):
+    prefix, options = Prefix(None, np.array(TEXT[:9])), {"prompts": [TEXT[:20]]} | options
+    if "context" in options:
+        options["context"] = lm.encode_contexts([[]])
+    with pytest.raises(InputError, match=words):
+        lm.stream(prefix=prefix, **options)
+    if "exact" not in options:
+        options["continuations"] = [[[5]]] * len(options["prompts"])
+        with pytest.raises(InputError, match=words):
+            lm.continuations(prefix=prefix, **options)
+
+
+def test_a_prefix_is_refused_where_what_a_token_sees_depends_on_the_rest(lm):
+    prefix = Prefix(None, np.array(TEXT[:9]))
+    for pattern in PATTERNS:
+        with pytest.raises(InputError, match=f"prefix: what {type(pattern).__name__} lets"):
+            lm.with_method(pattern=pattern).stream([TEXT[:20]], prefix=prefix)
+
+
+def test_what_cannot_be_asked_is_refused_as_without_a_prefix(lm):
+    reader = PrefixReader(lm, PROMPTS, least=LEAST)
+    for prompts in ([], [[]], [TEXT, []]):
+        for one in (reader, lm):
+            with pytest.raises(InputError, match="prompts must be a non-empty list of non-empty"):
+                one.generate(prompts, WRITE)
+    with pytest.raises(InputError, match="continuations=0 lists for 0 prompts"):
+        reader.continuations([], [])
+    for call in (PrefixReader, alike):
+        with pytest.raises(InputError, match="least=0 must be a whole number of at least 1"):
+            call(*[lm] * (call is PrefixReader), PROMPTS, least=0)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: type(pattern).__name__)
+def test_patterns_that_cannot_go_on_read_every_prompt(lm, pattern, read):
+    reader = PrefixReader(lm.with_method(pattern=pattern, length=512), PROMPTS, least=LEAST)
+    assert reader._prefix(PROMPTS, [6] * 3) is None and not read
+
+
+def test_a_rotation_that_differs_between_rows_shares_nothing(lm, read):
+    free = lm.with_method()
+    reader = PrefixReader(free, PROMPTS, least=LEAST)
+    assert reader._prefix(PROMPTS, [6] * 3) is None and not read
+    # Rows of one length have one rotation, and those of another length begin anew.
+    for length in (90, 91, 90):
+        prompts = [TEXT[:200] + ids(seed, length) for seed in (30, 31, 32)]
+        assert reader.generate(prompts, WRITE) == free.generate(prompts, WRITE)
+    assert reader.saved == sum(3 * (200 + length - 128) - 192 for length in (90, 91, 90))
+
+
+def test_what_has_no_others_is_read_in_full(lm, read):
+    reader = PrefixReader(lm, PROMPTS, least=LEAST)
+    assert reader._prefix([ids(20, 100)], [6]) is None
+    assert reader._prefix([ids(21, 100), ids(22, 100)], [6] * 2) is None
+    assert not read
+
+
+@pytest.mark.slow
+def test_on_a_mesh_the_row_is_everywhere_and_nothing_changes(lm):
+    spread = sharper(LanguageModel.load(SECTION, mesh=Mesh(data=2, fsdp=2, tensor=2)))
+    reader = PrefixReader(spread.with_method(length=512), least=LEAST)
+    found = reader.generate(PROMPTS * 2, WRITE)  # two rows on a device
+    assert found == lm.generate(PROMPTS, WRITE) * 2
+    assert reader.saved == 209 + 290 + 201 - 3 * 128 - 192
+
+
+def test_prompts_that_begin_alike_stand_together_in_the_order_of_their_first():
+    first, second = ids(40, 60), ids(41, 60)
+    prompts = [
+        ids(42, 50), [*first, 1], [*second, 1], ids(43, 50), first + [2] * 30, second, [*first, 0],
+    ]  # fmt: skip
+    assert alike(prompts, LEAST) == [[0, 3], [6, 1, 4], [5, 2]]
+    assert alike(prompts, 61) == [list(range(7))]
+    # Of a long prompt a small part is not worth a stem.
+    assert alike([first + ids(44, 600), first + ids(45, 600)], LEAST) == [[0, 1]]
+    assert alike([], LEAST) == []
