@@ -14,7 +14,7 @@ from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, 
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Task, Unit, filled
-from lcjax.generation.sampling import Sampling, Written
+from lcjax.generation.sampling import GeneratedText, Sampling
 
 OWN_WORDING = "lcjax-1"  # of prompts in this library's words, for records
 
@@ -131,7 +131,7 @@ class GenerationTask(PromptTask):
 
     def _record(self, answer: str, unit: Unit, tokenizer) -> Record:
         made = {}
-        if isinstance(answer, Written):
+        if isinstance(answer, GeneratedText):
             made = {"ids": list(answer.ids), "finish": answer.finish}
             unit = dataclasses.replace(unit, facts={**unit.facts, **made})
         scores = {k: float(v) for k, v in self.judge(answer, unit, tokenizer).items()}

@@ -18,9 +18,9 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.task import Unit
 from lcjax.generation.contexts import context_chunk_size
-from lcjax.generation.contexts import cut as chunks_of
-from lcjax.generation.continuations import Continuation
+from lcjax.generation.contexts import split_into_chunks as chunks_of
 from lcjax.generation.replug import Replug
+from lcjax.generation.scoring import Continuation
 from lcjax.memory import Beacon, Cepe, Policy, SharedLlm
 from lcjax.models.memory import Memory, check_memory
 

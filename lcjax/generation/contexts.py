@@ -4,67 +4,91 @@ contexts = lm.encode_contexts([[passage, passage], [document], []])
 contexts = lm.encode_contexts([[], [], [later_passage]], after=contexts)
 lm.generate(prompts, context=contexts)
 
-Chunks of all rows are encoded together, a few at a time, so memory is bounded however long a
-context is; their states lie without gaps in one array with room for M tokens in each row.
+Chunks of all rows are encoded together, some at a time, so memory is bounded however long a context
+is. Chunks of similar length make a batch, so a few compiled shapes serve every context. The states
+of a row lie without gaps in one array with room for M tokens in each row.
 
-Where what is kept depends on a question, contexts remember their tokens, and `search` finds it for
-another question: only nodes that were not there before are encoded.
+Where the encoding depends on a question, contexts keep their tokens, and `search_contexts` encodes
+for another question: only tree nodes that were not encoded before.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lcjax.errors import InputError, whole_number
-from lcjax.generation.context_store import Chunk, chosen, written
-from lcjax.generation.shapes import bucketed
-from lcjax.generation.texts import token_ids
+from lcjax.generation.session import bucketed, check_token_ids
 from lcjax.memory import Tree
 from lcjax.models import Decoder
-from lcjax.models.memory import Encoded, Memory
-from lcjax.parallel.sharding import keep_rows, padding_rows
+from lcjax.models import cache as cache_lib
+from lcjax.models.memory import Encoded, Memory, token_axis
+from lcjax.parallel import distributed
+from lcjax.parallel.sharding import keep_rows, keep_tokens, padding_rows
 from lcjax.rope import Rope, Rotation
 
-# The context of one row: a document or passages, each a text or token ids.
-Row = str | Sequence[int] | Sequence[str | Sequence[int]]
+_MIN_WIDTH = 32  # tokens of the narrowest batch of chunks that is compiled
+
+# The context of one row: a document, or passages, each a text or token ids.
+ContextRow = str | Sequence[int] | Sequence[str | Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A piece of a context that is encoded at once, and where its states go."""
+
+    tokens: np.ndarray  # int32 [up to P]
+    row: int
+    number: int  # in its row
+    start: int  # its first slot in the row
+    num_slots: int  # slots that it may fill
+    # bool [h - 1], the halves that were chosen, where the encoding depends on a question
+    path: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Contexts:
-    """The encoded contexts of B rows, made by `encode`; nothing in it ever changes."""
+    """The encoded contexts of B rows, made by `encode`; immutable."""
 
-    encoded: Encoded | None  # [B, M, ..]; None as long as nothing is encoded
-    tokens: tuple[int, ...]  # of each row
-    chunks: tuple[int, ...]  # of each row
-    weights: dict = dataclasses.field(repr=False, compare=False)  # that they were encoded with
-    filled: tuple[int, ...] | None = None  # places taken in each row; None: one for each token
-    # Of a memory that asks: all text, and what is asked for, float32 [B, D], unless it is open.
+    encoded: Encoded | None  # [B, M, ..]; None if there is no text, or no query yet
+    tokens: tuple[int, ...]  # number of tokens of each row
+    chunks: tuple[int, ...]  # number of chunks of each row
+    weights: dict = dataclasses.field(repr=False, compare=False)  # parameters of the encoding model
+    slots: tuple[int, ...] | None = None  # slots used in each row; None: one for each token
+    # Where the encoding depends on a question: all chunks, and the queries, float32 [B, D].
     source: tuple[Chunk, ...] = dataclasses.field(default=(), repr=False, compare=False)
     query: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
-    rope: Rope | None = None  # that the decoder read them with, where they stand before the text
-    memory: Memory | None = dataclasses.field(default=None, repr=False)  # that they were encoded by
+    rope: Rope | None = None  # position method of the decoder, if it read the contexts itself
+    memory: Memory | None = dataclasses.field(default=None, repr=False)
 
     @property
-    def waits(self) -> bool:
-        """Whether there is text for which nothing has been asked, so that it is not encoded."""
+    def needs_query(self) -> bool:
+        """Whether there is text that is not encoded because it needs a question first."""
         return bool(self.source) and self.query is None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and places that each of them needs."""
-        return len(self.tokens), bucketed(max(self.filled or self.tokens))
+        """Number of rows, and slots that each of them needs."""
+        return len(self.tokens), bucketed(max(self.slots or self.tokens))
 
     @property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.encoded))
 
     def check(self, weights: dict, memory: Memory | None, rope: Rope | None) -> None:
-        """Refuses a model with other `weights`, or one that would have encoded them differently."""
+        """Raises an InputError for a model that would have encoded the contexts differently.
+
+        Args:
+          weights: the parameters of the model that reads the contexts.
+          memory: its memory.
+          rope: its position method, if contexts stand before the text.
+        """
         if weights is not self.weights:
             raise InputError(
                 "context was encoded by another model; use encode_contexts of the one that reads it"
@@ -82,21 +106,21 @@ class Contexts:
                 f" {rope}; use encode_contexts of the model, as with_method gives it, that reads it"
             )
 
-    def begins(self, count: int) -> list[bool]:
-        """Which of `count` texts begin here: those before which a context stands."""
+    def precede(self, count: int) -> list[bool]:
+        """Which of `count` texts have a context before them, in the same sequence of positions."""
         if self.rope is None:
             return [False] * count
         tokens = self.tokens * count if len(self.tokens) == 1 else self.tokens
         return [row < len(tokens) and tokens[row] > 0 for row in range(count)]
 
-    def follow(self, ids: list[int], bos: int | None) -> list[int]:
-        """`ids` of one text without the BOS they begin with, where the text begins here."""
-        if not self.begins(1)[0] or bos not in ids[:2]:
+    def without_bos(self, ids: list[int], bos: int | None) -> list[int]:
+        """Drops the BOS at the start of one text if a context precedes it: it has the BOS."""
+        if not self.precede(1)[0] or bos not in ids[:2]:
             return ids
-        return ids[ids.index(bos) + 1 :]  # perhaps behind sentencepiece's blank
+        return ids[ids.index(bos) + 1 :]  # sentencepiece may put a blank before BOS
 
     def repeated(self, count: int) -> "Contexts":
-        """One row of contexts as `count` of them; as many stay as they are."""
+        """Repeats a single row `count` times; other contexts are returned as they are."""
         if len(self.tokens) != 1 or count == 1:
             return self
         source = tuple(
@@ -104,29 +128,32 @@ class Contexts:
         )
         index = np.zeros(count, np.int32)
         encoded, query = jax.tree.map(lambda x: x[index], (self.encoded, self.query))
-        counts = {name: getattr(self, name) * count for name in ("tokens", "chunks", "filled")}
+        counts = {name: getattr(self, name) * count for name in ("tokens", "chunks", "slots")}
         return dataclasses.replace(self, encoded=encoded, source=source, query=query, **counts)
 
     def rows(self, count: int, filler: int) -> Encoded | None:
-        """What `count` texts read, and `filler` rows like the first; one row serves all texts."""
+        """The encoded contexts of `count` texts, and `filler` copies of the first for the mesh.
+
+        A single row serves all texts.
+        """
         if len(self.tokens) not in (1, count):
             raise InputError(
                 f"context has {len(self.tokens)} rows for {count} texts; give a list of passages"
                 " for each text, [] where there are none, or one row for all"
             )
-        wanted = [0] * (count + filler) if len(self.tokens) == 1 else [*range(count)] + [0] * filler
-        if self.waits:
+        index = [0] * (count + filler) if len(self.tokens) == 1 else [*range(count)] + [0] * filler
+        if self.needs_query:
             raise InputError(
-                "context: nothing has been asked of it yet, and model.memory.policy keeps what a"
-                " question needs; give encode_contexts or search_contexts a query"
+                "context: model.memory.policy encodes what a question needs, and there is no"
+                " question yet; give encode_contexts or search_contexts a query"
             )
-        if self.encoded is None or wanted == [*range(len(self.tokens))]:
+        if self.encoded is None or index == [*range(len(self.tokens))]:
             return self.encoded
-        return jax.tree.map(lambda x: x[np.array(wanted)], self.encoded)
+        return jax.tree.map(lambda x: x[np.array(index)], self.encoded)
 
 
 def _difference(encoded: Memory, reads: Memory | None) -> str:
-    """In which settings two memories differ, for a message."""
+    """Describes the settings in which two memories differ, for a message."""
     if type(encoded) is not type(reads):
         kind = "none" if reads is None else type(reads).__name__
         return f"the memory {type(encoded).__name__}, and the model that reads it has {kind}"
@@ -140,33 +167,36 @@ def _difference(encoded: Memory, reads: Memory | None) -> str:
 
 
 def passages(
-    row: Row, encode: Callable[[str], Sequence[int]], vocab_size: int, begin: Sequence[int] = ()
+    row: ContextRow,
+    encode: Callable[[str], Sequence[int]],
+    vocab_size: int,
+    begin: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """Token ids int32 of every passage of a row; before the first one, if a text, stands `begin`.
+    """Encodes the passages of a row: a list of int32 [n].
 
-    Token ids are taken as they are.
+    `begin` (BOS) goes before the first passage if that is a text; token ids stay as they are.
     """
     if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and np.isscalar(row[0])):
         row = [row]  # one document
     name = "context: a passage"
-    found = [token_ids(name, encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
-    first = next((i for i, ids in enumerate(found) if len(ids)), None)
+    ids = [check_token_ids(name, encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
+    first = next((i for i, passage in enumerate(ids) if len(passage)), None)
     if first is not None and isinstance(row[first], str):
-        found[first] = np.concatenate([np.array(begin, np.int32), found[first]])
-    return found
+        ids[first] = np.concatenate([np.array(begin, np.int32), ids[first]])
+    return ids
 
 
-def context_chunk_size(memory: Memory, wanted: int | None) -> int:
-    """Tokens of the chunks that long texts are cut into; None: what `memory` was trained with."""
-    if wanted is None:
+def context_chunk_size(memory: Memory, chunk: int | None) -> int:
+    """Returns `chunk` if `memory` can encode that many tokens at once; by default its own size."""
+    if chunk is None:
         return memory.usual
-    whole_number("chunk", wanted, 1, f"leave it out for {memory.usual}")
-    memory.check_chunk(wanted, "chunk")
-    return wanted
+    whole_number("chunk", chunk, 1, f"leave it out for {memory.usual}")
+    memory.check_chunk(chunk, "chunk")
+    return chunk
 
 
-def cut(ids: np.ndarray, size: int) -> list[np.ndarray]:
-    """A passage in chunks of `size` tokens; the odd one is first."""
+def split_into_chunks(ids: np.ndarray, size: int) -> list[np.ndarray]:
+    """Splits a passage int32 [n] into chunks of `size` tokens; the odd chunk is first."""
     edges = [*range(len(ids), 0, -size), 0][::-1]
     return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
@@ -183,15 +213,20 @@ def encode(
     rotation: Rotation | None = None,
     rope: Rope | None = None,
 ) -> Contexts:
-    """The contexts of rows of chunks (`cut`), or `after` with these chunks added.
+    """Encodes rows of chunks, or adds them to the contexts `after`.
 
     Args:
-      batch_tokens: tokens that are encoded at once; None: what suits the platform.
-      projected: keep the keys and values of every reading layer instead of the encoder's states:
-        faster to read, many times larger. `after` says it for chunks that are added.
-      query: of a memory that asks, what `Decoder.asked` says of each row, float32 [B, D], for
-        which `after` is searched too; None: as `after` was asked, or left open.
-      rotation: that of the text, for memories that lead it; it is noted by the `rope` it is of.
+      model: a decoder with a memory.
+      params: its parameters.
+      rows: for each row its chunks, int32 [up to P] each (`split_into_chunks`).
+      batch_tokens: tokens that are encoded at once; None: a size that suits the platform.
+      projected: keep the keys and values of every reader layer instead of the encoder's states:
+        faster to read, many times larger. Chunks that are added follow `after`.
+      after: contexts of the same model.
+      query: float32 [B, D] of `embed_queries`, where the encoding depends on a question; `after` is
+        searched with it too. None: the query of `after`, or none yet.
+      rotation: of the text, for memories that stand before it.
+      rope: the position method that `rotation` is of.
     """
     if after is None:
         none = (0,) * len(rows)
@@ -206,37 +241,42 @@ def encode(
         )
     if memory.asks and query is not None and after.query is not None:
         after = search(model, params, after, query, batch_tokens=batch_tokens)
-    added, whole = _placed(memory, rows, after)
+    added, whole = _add_chunks(memory, rows, after)
     if memory.asks:
         query = after.query if query is None else query
         if query is None:
             return dataclasses.replace(whole, source=(*after.source, *added))
-        kept, added = ((), (*after.source, *added)) if after.waits else (after.source, added)
-        added = chosen(model, params, added, query, batch_tokens)
-        whole = dataclasses.replace(whole, source=(*kept, *added), query=query)
+        source, added = (
+            ((), (*after.source, *added)) if after.needs_query else (after.source, added)
+        )
+        added = _choose_paths(model, params, added, query, batch_tokens)
+        whole = dataclasses.replace(whole, source=(*source, *added), query=query)
     if not added:
         return whole
     if after.encoded is not None:
         projected = after.encoded.layers is not None
     options = {"batch_tokens": batch_tokens, "projected": projected, "rotation": rotation}
-    return _counted(
-        model, whole, written(model, params, after.encoded, added, whole.shape, **options)
-    )
+    encoded = _encode_into(model, params, after.encoded, added, whole.shape, **options)
+    return _with_encoded(model, whole, encoded)
 
 
-def ask(
+def embed_queries(
     model: Decoder,
     params: dict,
     texts: Sequence[Sequence[int]],
     rotations: Callable[[np.ndarray], Rotation],
 ) -> jax.Array:
-    """What the last token of each text asks contexts for: float32 [B, D].
+    """Embeds questions for `search`: the first layer's states of their last tokens, float32 [B, D].
 
-    `rotations(lengths)` is the rotation of texts of these lengths, shared or stacked.
+    Args:
+      model: a decoder.
+      params: its parameters.
+      texts: token ids of the questions.
+      rotations: the rotation of a batch of texts of these lengths, shared or stacked.
     """
     for number, ids in enumerate(texts):
-        token_ids(f"query[{number}]", ids, model.config.vocab_size)
-    lengths = [len(own) for own in texts]
+        check_token_ids(f"query[{number}]", ids, model.config.vocab_size)
+    lengths = [len(text) for text in texts]
     if not all(lengths):
         raise InputError(
             f"query[{lengths.index(0)}] is empty: a context is searched for the last token of a"
@@ -244,16 +284,16 @@ def ask(
         )
     rows = len(texts) + padding_rows(model.mesh, len(texts))
     tokens, ends = np.zeros((rows, bucketed(max(lengths))), np.int32), np.zeros(rows, np.int32)
-    for row, own in zip(tokens, texts, strict=False):
-        row[: len(own)] = own
+    for row, text in zip(tokens, texts, strict=False):
+        row[: len(text)] = text
     ends[: len(texts)] = np.array(lengths) - 1
     rotation = rotations(np.pad(lengths, (0, rows - len(texts)), "wrap"))
-    return _ask(model, params, tokens, ends, rotation)[: len(texts)]
+    return _embed(model, params, tokens, ends, rotation)[: len(texts)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _ask(model: Decoder, params: dict, tokens, ends, rotation: Rotation) -> jax.Array:
-    """Of texts [B, T] at their tokens `ends` [B]."""
+def _embed(model: Decoder, params: dict, tokens, ends, rotation: Rotation) -> jax.Array:
+    """float32 [B, D] of texts [B, T] at their tokens `ends` [B]."""
     tokens = keep_rows(tokens, model.mesh)
     return model.apply({"params": params}, tokens, ends, rotation=rotation, method="asked")
 
@@ -266,66 +306,286 @@ def search(
     *,
     batch_tokens: int | None = None,
 ) -> Contexts:
-    """`contexts` with what they keep for another `query`, float32 [B, D].
+    """Encodes `contexts` for another `query` float32 [B, D].
 
-    Every chunk is searched again, by one layer. Of a chunk whose halves are chosen as before down
-    to some level, what is kept of the nodes above it stays; the rest of it is encoded anew (all of
-    a chunk that is no multiple of its leaves, since halves of it are not equally long).
+    Every chunk is searched again, by one layer. A chunk whose halves are chosen as before down to
+    some level keeps the states of the nodes above it; the rest of it is encoded again (all of a
+    chunk whose length is no multiple of its leaves, since its halves have unequal lengths).
     """
-    found = chosen(model, params, contexts.source, query, batch_tokens)
-    whole = dataclasses.replace(contexts, source=tuple(found), query=query)
-    kept, tree = contexts.encoded, model.config.memory.tree
-    levels: dict[int, list[Chunk]] = {}
-    for old, new in zip(contexts.source, found, strict=True):
-        level = 1 if kept is None else _first_change(old, new, tree.depth)
+    chunks = _choose_paths(model, params, contexts.source, query, batch_tokens)
+    whole = dataclasses.replace(contexts, source=tuple(chunks), query=query)
+    encoded, tree = contexts.encoded, model.config.memory.tree
+    changed: dict[int, list[Chunk]] = {}  # by the first level that changed
+    for old, new in zip(contexts.source, chunks, strict=True):
+        level = 1 if encoded is None else _first_change(old, new, tree.depth)
         if level is not None:
-            levels.setdefault(level, []).append(_rest(new, level, tree))
-    for level, chunks in sorted(levels.items()):
-        kept = written(
-            *(model, params, kept, chunks, whole.shape),
+            changed.setdefault(level, []).append(_below_level(new, level, tree))
+    for level, rest in sorted(changed.items()):
+        encoded = _encode_into(
+            *(model, params, encoded, rest, whole.shape),
             batch_tokens=batch_tokens,
             tree=tree.below(level) if level > 1 else None,
-            owned=kept is not contexts.encoded,
+            in_place=encoded is not contexts.encoded,
         )
-    return _counted(model, whole, kept)
+    return _with_encoded(model, whole, encoded)
 
 
-def _counted(model: Decoder, whole: Contexts, kept: Encoded) -> Contexts:
-    """`whole` with what is kept of its text, and how many chunks that is where it matters."""
+def _with_encoded(model: Decoder, contexts: Contexts, encoded: Encoded) -> Contexts:
+    """`contexts` with these states, and the number of chunks where the decoder counts them."""
     if model.config.memory.ordered:
-        kept = dataclasses.replace(kept, chunks=jnp.array(whole.chunks, jnp.int32))
-    return dataclasses.replace(whole, encoded=kept)
+        encoded = dataclasses.replace(encoded, chunks=jnp.array(contexts.chunks, jnp.int32))
+    return dataclasses.replace(contexts, encoded=encoded)
 
 
 def _first_change(old: Chunk, new: Chunk, depth: int) -> int | None:
-    """The level from 1 at which another half is chosen; None: at none."""
+    """The first level, from 1, at which another half is chosen; None: the paths are equal."""
     changed = np.flatnonzero(old.path != new.path)
     if not changed.size:
         return None
     return int(changed[0]) + 1 if len(new.tokens) % 2**depth == 0 else 1
 
 
-def _rest(chunk: Chunk, level: int, tree: Tree) -> Chunk:
-    """What remains of a chunk where nodes have been preserved at all levels before `level`."""
+def _below_level(chunk: Chunk, level: int, tree: Tree) -> Chunk:
+    """The part of a chunk that is left without the nodes of all levels before `level`."""
     tokens = chunk.tokens
     for right in chunk.path[: level - 1]:
         middle = len(tokens) - len(tokens) // 2
         tokens = tokens[middle:] if right else tokens[:middle]
-    # What is kept of the nodes above stands behind its own, and must stay.
-    room = tree.below(level).kept(len(tokens))
-    return dataclasses.replace(chunk, tokens=tokens, room=room, path=chunk.path[level - 1 :])
+    # The states of the nodes above come after its own, and must stay.
+    num_slots = tree.below(level).kept(len(tokens))
+    path = chunk.path[level - 1 :]
+    return dataclasses.replace(chunk, tokens=tokens, num_slots=num_slots, path=path)
 
 
-def _placed(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Contexts]:
-    """The chunks of `rows` with their places behind `after`, which is counted on."""
+def _add_chunks(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Contexts]:
+    """The chunks of `rows` with their slots after those of `after`, and the new counts."""
     tokens, chunks = list(after.tokens), list(after.chunks)
-    filled, added = list(after.filled or after.tokens), []
-    for row, own in enumerate(rows):
-        for ids in filter(len, own):
-            room = memory.room(len(ids))
-            added.append(Chunk(ids, row, chunks[row], filled[row], room))
+    slots, added = list(after.slots or after.tokens), []
+    for row, row_chunks in enumerate(rows):
+        for ids in filter(len, row_chunks):
+            num_slots = memory.room(len(ids))
+            added.append(Chunk(ids, row, chunks[row], slots[row], num_slots))
             tokens[row] += len(ids)
             chunks[row] += 1
-            filled[row] += room
-    counts = {"tokens": tuple(tokens), "chunks": tuple(chunks), "filled": tuple(filled)}
+            slots[row] += num_slots
+    counts = {"tokens": tuple(tokens), "chunks": tuple(chunks), "slots": tuple(slots)}
     return added, dataclasses.replace(after, **counts)
+
+
+# Batches of chunks
+
+
+def _choose_paths(
+    model: Decoder,
+    params: dict,
+    chunks: Sequence[Chunk],
+    query: jax.Array,
+    batch_tokens: int | None,
+) -> list[Chunk]:
+    """`chunks` with the paths that fit the `query` [B, D] of their rows."""
+    paths: list[np.ndarray | None] = [None] * len(chunks)
+    results = [  # all are dispatched before the first is waited for
+        (
+            batch.indices,
+            _choose(model, params, batch.tokens, batch.mask, query, batch.rows, batch.tags),
+        )
+        for batch in _batches(chunks, _tokens_at_once(batch_tokens), model.mesh)
+    ]
+    for indices, batch_paths in results:
+        for index, path in zip(indices, distributed.gather(batch_paths), strict=False):
+            paths[index] = path
+    return [dataclasses.replace(c, path=p) for c, p in zip(chunks, paths, strict=True)]
+
+
+def _encode_into(
+    model: Decoder,
+    params: dict,
+    encoded: Encoded | None,
+    chunks: Sequence[Chunk],
+    shape: tuple[int, int],
+    *,
+    batch_tokens: int | None = None,
+    projected: bool = False,
+    tree: Any = None,
+    in_place: bool = False,
+    rotation: Rotation | None = None,
+) -> Encoded:
+    """Encodes `chunks` and writes their states into `encoded` [B, M, ..], or into a new one.
+
+    Args:
+      encoded: states of earlier chunks, or None.
+      shape: (B, M) at least.
+      tree: replaces the memory's tree.
+      in_place: `encoded` may be written to; otherwise a copy is.
+      rotation: of the text, for memories that stand before it.
+    """
+    num_rows, num_slots = shape
+    encoded = encoded and dataclasses.replace(encoded, chunks=None)
+    memory, at_once = model.config.memory, _tokens_at_once(batch_tokens)
+    for batch in _ordered_batches(memory, chunks, at_once, model.mesh):
+        options = {}
+        if memory.leads:
+            after = None if encoded is None else _take_rows(encoded, batch.rows)
+            options = {"after": after, "rotation": rotation}
+        if memory.ordered:
+            options = {"numbers": batch.numbers[:, None], "tags": batch.tags[:, None]}
+            if batch.path is not None:
+                options["path"] = batch.path[:, None]
+        new = _encode(model, params, batch.tokens, batch.mask, projected, tree, options)
+        new = dataclasses.replace(new, chunks=None)
+        if not in_place:
+            num_slots = max(num_slots, _num_slots(encoded))
+            encoded, in_place = _resize(model.mesh, encoded, new, num_rows, num_slots), True
+        encoded = _write(model.mesh, encoded, new, batch.rows, batch.starts, batch.num_slots)
+    return encoded
+
+
+def _tokens_at_once(batch_tokens: int | None) -> int:
+    """Returns `batch_tokens`, or by default a size that fills a matrix unit or fits CPU caches."""
+    if batch_tokens is None:
+        return 4096 if jax.default_backend() == "cpu" else 65_536
+    whole_number("batch_tokens", batch_tokens, 1, "leave it out for the default")
+    return int(batch_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """R chunks of P tokens, and where their states go; filler rows are masked."""
+
+    indices: list[int]  # in the list of all chunks, without filler
+    tokens: np.ndarray  # int32 [R, P]
+    mask: np.ndarray  # bool [R, P]
+    rows: np.ndarray  # int32 [R]
+    starts: np.ndarray  # int32 [R], the first slot in the row
+    num_slots: np.ndarray  # int32 [R], slots that the chunk may fill
+    numbers: np.ndarray  # int32 [R]
+    path: np.ndarray | None  # bool [R, h - 1]
+
+    @property
+    def tags(self) -> np.ndarray:
+        """uint32 [R], a hash of each chunk's number and tokens: the same in any row."""
+        rows = zip(self.tokens, self.mask, self.numbers)
+        tags = [zlib.crc32(ids[mask].tobytes(), int(number)) for ids, mask, number in rows]
+        return np.array(tags, np.uint32)
+
+
+def _batches(chunks: Sequence[Chunk], at_once: int, mesh) -> Iterator[_Batch]:
+    """Batches of all chunks, those of similar length together: few shapes are compiled."""
+    groups: dict[int, list[int]] = {}
+    longest = max((len(chunk.tokens) for chunk in chunks), default=0)
+    for index, chunk in enumerate(chunks):
+        width = min(bucketed(len(chunk.tokens), 1, _MIN_WIDTH), longest)
+        groups.setdefault(width, []).append(index)
+    for width, group in sorted(groups.items()):
+        max_rows = max(at_once // width, 1)
+        for start in range(0, len(group), max_rows):
+            yield _make_batch(chunks, group[start : start + max_rows], width, max_rows, mesh)
+
+
+def _ordered_batches(
+    memory: Memory, chunks: Sequence[Chunk], at_once: int, mesh
+) -> Iterator[_Batch]:
+    """Batches of all chunks; a memory that stands before the text reads those of a row in order."""
+    if not memory.leads:
+        yield from _batches(chunks, at_once, mesh)
+        return
+    for number in sorted({chunk.number for chunk in chunks}):
+        yield from _batches([c for c in chunks if c.number == number], at_once, mesh)
+
+
+def _make_batch(
+    chunks: Sequence[Chunk], indices: list[int], width: int, max_rows: int, mesh
+) -> _Batch:
+    # Powers of two, and equally many on all devices that share rows.
+    num_rows = min(bucketed(len(indices), 1, 1), max_rows)
+    num_rows += padding_rows(mesh, num_rows)
+    batch = [chunks[index] for index in indices]
+    tokens, mask = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), bool)
+    places = np.zeros((4, num_rows), np.int32)
+    for i, chunk in enumerate(batch):
+        size = len(chunk.tokens)
+        tokens[i, :size], mask[i, :size] = chunk.tokens, True
+        places[:, i] = chunk.row, chunk.start, chunk.num_slots, chunk.number
+    path = None
+    if batch[0].path is not None:
+        path = np.zeros((num_rows, len(batch[0].path)), bool)
+        path[: len(batch)] = [chunk.path for chunk in batch]
+    return _Batch(indices, tokens, mask, *places, path)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def _encode(
+    model: Decoder, params: dict, tokens, mask, projected: bool, tree=None, options=None
+) -> Encoded:
+    """R rows of one chunk each."""
+    tokens, mask = (keep_rows(x, model.mesh)[:, None] for x in (tokens, mask))
+    options = {**(options or {}), **({} if tree is None else {"tree": tree})}
+    encoded = model.apply({"params": params}, tokens, mask, method="encode", **options)
+    if projected:
+        encoded = model.config.memory.projected(params, model.config, encoded)
+    return encoded
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _choose(model: Decoder, params: dict, tokens, mask, query, rows, tags) -> jax.Array:
+    """The paths bool [R, h - 1] of R rows of one chunk each, for `query` [B, D]."""
+    tokens, mask, query = (keep_rows(x, model.mesh) for x in (tokens, mask, query[rows]))
+
+    def choose(model):
+        places = {"query": query, "tags": tags[:, None]}
+        return model.encoder.choose(tokens[:, None], mask[:, None], **places)
+
+    return model.apply({"params": params}, method=choose)[:, 0]
+
+
+@jax.jit
+def _take_rows(encoded: Encoded, rows) -> Encoded:
+    return jax.tree.map(lambda x: x[rows], encoded)
+
+
+def _num_slots(encoded: Encoded | None) -> int:
+    return 0 if encoded is None else encoded.mask.shape[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _resize(mesh, encoded: Encoded | None, like: Encoded, num_rows: int, num_slots: int) -> Encoded:
+    """A copy of `encoded` with `num_slots`, or an empty one with arrays such as those of `like`."""
+
+    def resize(kind, old=None):
+        shape = list(kind.shape)
+        shape[0], shape[token_axis(kind)] = num_rows, num_slots
+        zeros = jnp.zeros(shape, kind.dtype)
+        if old is not None:
+            zeros = jax.lax.dynamic_update_slice(zeros, old, (0,) * old.ndim)
+        return _with_layout(zeros, mesh)
+
+    return jax.tree.map(resize, like) if encoded is None else jax.tree.map(resize, like, encoded)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _write(mesh, encoded: Encoded, new: Encoded, rows, starts, num_slots) -> Encoded:
+    """`encoded` with the R chunks of `new` in these rows, from slot `starts` on, without padding.
+
+    The rest of the `num_slots` [R] that each may fill is masked.
+    """
+    capacity, order = _num_slots(encoded), jnp.cumsum(new.mask, axis=1) - 1
+    slots = jnp.where(new.mask, starts[:, None] + order, capacity)  # padding is dropped
+    rows = rows[:, None]
+    window = jnp.arange(new.mask.shape[1])
+    window = jnp.where(window < num_slots[:, None], starts[:, None] + window, capacity)
+    mask = encoded.mask.at[rows, window].set(False, mode="drop")
+    encoded = dataclasses.replace(encoded, mask=mask)
+
+    def write(old, part):
+        if token_axis(old) == 1:
+            array = old.at[rows, slots].set(part, mode="drop")
+        else:  # heads stand before tokens
+            array = old.at[rows, :, slots].set(part.swapaxes(1, 2), mode="drop")
+        return _with_layout(array, mesh)
+
+    return jax.tree.map(write, encoded, new)
+
+
+def _with_layout(x: jax.Array, mesh) -> jax.Array:
+    """Under jit: rows split as those of texts, heads over `tensor`, where these divide."""
+    return keep_tokens(x, mesh) if token_axis(x) == 1 else cache_lib.keep_layout(x, mesh)

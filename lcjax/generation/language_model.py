@@ -1,4 +1,4 @@
-"""A model ready for use: `LanguageModel.load(...)` reads, scores and writes text.
+"""A model ready for use: `LanguageModel.load(...)` reads, scores and generates text.
 
 lm = LanguageModel.load("smollm2-135m-instruct", rope=Yarn(factor=4))
 print(lm.chat("What is a dog?"))
@@ -18,15 +18,26 @@ from lcjax.checkpoints import Tokenizer
 from lcjax.checkpoints.build import ModelSection, Settings, build, resolve_rope
 from lcjax.errors import InputError, whole_number
 from lcjax.generation import generate as generation
-from lcjax.generation.contexts import Contexts, Row, ask, context_chunk_size, cut, passages, search
-from lcjax.generation.contexts import encode as encode_chunks
-from lcjax.generation.continuations import Continuation, by_rows, check, scored
+from lcjax.generation.contexts import (
+    ContextRow,
+    Contexts,
+    context_chunk_size,
+    embed_queries,
+    encode,
+    passages,
+    search,
+    split_into_chunks,
+)
 from lcjax.generation.generate import Piece
-from lcjax.generation.landmark_nll import landmark_nll
-from lcjax.generation.mixture import Mixture
-from lcjax.generation.prefix import Prefix
-from lcjax.generation.sampling import Sampling, Written, written
-from lcjax.generation.texts import rows_of_tokens, text_nll
+from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
+from lcjax.generation.scoring import (
+    Continuation,
+    check_continuations,
+    score_continuations,
+    score_continuations_as_texts,
+    text_nll,
+)
+from lcjax.generation.session import Prefix, check_token_rows
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.memory import Encoded, Memory, check_memory
 from lcjax.parallel.sharding import Mesh, make_mesh, padding_rows
@@ -43,11 +54,14 @@ class LanguageModel:
     def __init__(
         self, model: Decoder, params: dict, tokenizer: Tokenizer, *, length: int | None = None
     ):
-        """`length` fixes the tokens that rotations are made for; each call's own if None.
+        """Wraps a decoder and its parameters.
 
-        Stacked layers are copied apart, since `params` are the caller's; `load` makes no copy. On
-        the mesh of `model` the parameters must lie as `lcjax.parallel.sharding.param_shardings`
-        says.
+        Args:
+          model: the decoder. Its parameters must be laid out on its mesh as
+            `lcjax.parallel.sharding.param_shardings` says.
+          params: the parameters. Stacked layers are copied apart; `load` makes no copy.
+          tokenizer: encodes and decodes text.
+          length: the least number of tokens that rotations are made for; None: that of each call.
         """
         config = model.config.for_inference()
         self.config, self.tokenizer, self.length = config, tokenizer, length
@@ -86,7 +100,7 @@ class LanguageModel:
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """Whose devices share weights, rows and caches; None: all is on one device."""
+        """The devices that share weights, rows and caches; None: one device has all."""
         return self.model.mesh
 
     @property
@@ -123,12 +137,12 @@ class LanguageModel:
                 " weights for it; train it first, or load a checkpoint that has them"
             )
         model = self.model
-        kept = {name: getattr(other.config, name) for name in ("pattern", "memory")}
-        other.model = Decoder(model.config.replace(**kept), model.mesh)
+        method = {name: getattr(other.config, name) for name in ("pattern", "memory")}
+        other.model = Decoder(model.config.replace(**method), model.mesh)
         return other
 
     def rotation(self, length: int) -> Rotation:
-        """What queries and keys are rotated with in a request of `length` tokens."""
+        """The rotation of queries and keys in a request of `length` tokens."""
         length, rope = max(length, self.length or 0), self.config.rope
         if length not in self._rotations:
             # A learned rope solves a differential equation for it.
@@ -138,7 +152,7 @@ class LanguageModel:
         return self._rotations[length]
 
     def rotations(self, lengths: Sequence[int]) -> Rotation:
-        """That of a batch of requests of so many tokens: one for all, or stacked where they differ.
+        """The rotation of a batch of requests: one for all, or stacked where they differ.
 
         A row is rotated for its own length, so its results do not depend on the other rows.
         """
@@ -149,7 +163,7 @@ class LanguageModel:
 
     def encode_contexts(
         self,
-        contexts: Sequence[Row],
+        contexts: Sequence[ContextRow],
         *,
         chunk: int | None = None,
         batch_tokens: int | None = None,
@@ -157,23 +171,23 @@ class LanguageModel:
         after: Contexts | None = None,
         query: Sequence[str | Sequence[int]] | None = None,
     ) -> Contexts:
-        """What lies beside the window of every row, encoded once, for any number of calls.
+        """Encodes what lies beside the window of every row, once for any number of calls.
 
         Args:
-          contexts: for each row a document, or a list of passages (each a text, or token ids);
-            every passage begins a chunk, and long ones are cut into several. Where the memory
+          contexts: for each row a document, or a list of passages (each a text, or token ids).
+            Every passage begins a chunk, and long ones are split into several. Where the memory
             stands before the text (Activation Beacon, AutoCompressor), the first text of a row gets
-            BOS if the model expects one, and the text behind it none; token ids stay as they are.
-          chunk: tokens of the chunks that long texts are cut into; None: what the model's memory
-            was trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter chunks.
-          batch_tokens: tokens that are encoded at once, which bounds the memory; None: what suits
-            the platform.
-          projected: keep the keys and values of every layer that reads contexts: faster to read,
-            many times larger.
-          after: contexts to which these chunks are added; what it holds is not encoded again.
-          query: what is asked of each row (text or token ids), of its last token, for a memory that
-            keeps what a question needs; None: as `after` was asked, or else every call asks for
-            itself. `search_contexts` asks again.
+            BOS if the model expects one, and the text after it none; token ids stay as they are.
+          chunk: tokens of the chunks that long texts are split into; None: what the memory was
+            trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter chunks.
+          batch_tokens: tokens that are encoded at once, which bounds the memory; None: a size that
+            suits the platform.
+          projected: keep the keys and values of every reader layer: faster to read, many times
+            larger.
+          after: contexts to which these chunks are added; its own chunks are not encoded again.
+          query: a question for each row (text or token ids), where the encoding depends on one. Its
+            last token is compared with the context. None: the question of `after`, or else every
+            call searches with its own text. `search_contexts` searches with another question.
         """
         if isinstance(contexts, str):
             raise InputError(f"context={contexts[:20]!r} must be a list with one entry per row")
@@ -181,20 +195,21 @@ class LanguageModel:
         if memory is None and not any(len(row) for row in contexts):
             return Contexts(None, *[(0,) * len(contexts)] * 2, self.params)
         check_memory(memory)
-        size = context_chunk_size(memory, chunk)
-        encode, vocab, count = self.tokenizer.encode, self.config.vocab_size, len(contexts)
-        begin = [self.tokenizer.bos_id] if memory.leads and self.tokenizer.add_bos else []
-        begun = [False] * count if after is None else after.begins(count)
+        size, num_rows = context_chunk_size(memory, chunk), len(contexts)
+        encode_text, vocab_size = self.tokenizer.encode, self.config.vocab_size
+        bos = [self.tokenizer.bos_id] if memory.leads and self.tokenizer.add_bos else []
+        has_bos = [False] * num_rows if after is None else after.precede(num_rows)
         texts = [
-            passages(row, encode, vocab, () if there else begin)
-            for row, there in zip(contexts, begun, strict=True)
+            passages(row, encode_text, vocab_size, () if is_begun else bos)
+            for row, is_begun in zip(contexts, has_bos, strict=True)
         ]
-        rows = [[chunk for text in row for chunk in cut(text, size)] for row in texts]
-        asked = None if query is None or not memory.asks else self._asked(query, len(rows))
-        return encode_chunks(
-            self.model, self.params, rows,
-            batch_tokens=batch_tokens, projected=projected, after=after, query=asked,
-            rotation=self.rotation(size) if memory.leads else None, rope=self._leading_rope,
+        chunks = [[part for text in row for part in split_into_chunks(text, size)] for row in texts]
+        if query is not None:
+            query = self._embed_queries(query, num_rows) if memory.asks else None
+        return encode(
+            self.model, self.params, chunks,
+            batch_tokens=batch_tokens, projected=projected, after=after, query=query,
+            rotation=self.rotation(size) if memory.leads else None, rope=self._prefix_rope,
         )  # fmt: skip
 
     def search_contexts(
@@ -204,47 +219,48 @@ class LanguageModel:
         *,
         batch_tokens: int | None = None,
     ) -> Contexts:
-        """`contexts` with what they keep for another question, one for each row.
+        """Encodes `contexts` for another question, one for each row.
 
-        Only nodes that were not there before are encoded; a memory that does not ask keeps all as
-        it is. One row of contexts serves many questions.
+        Only nodes that were not encoded before are encoded. A memory whose encoding does not depend
+        on a question returns `contexts` as they are. One row of contexts serves many questions.
         """
-        contexts.check(self.params, self.config.memory, self._leading_rope)
+        contexts.check(self.params, self.config.memory, self._prefix_rope)
         if not contexts.source:
             return contexts
         contexts = contexts.repeated(len(query))
-        asked = self._asked(query, len(contexts.tokens))
-        return search(self.model, self.params, contexts, asked, batch_tokens=batch_tokens)
+        embedded = self._embed_queries(query, len(contexts.tokens))
+        return search(self.model, self.params, contexts, embedded, batch_tokens=batch_tokens)
 
-    def _asked(self, texts: Sequence[str | Sequence[int]], rows: int) -> jax.Array:
-        """What texts ask contexts for: float32 [B, D]."""
-        if isinstance(texts, str) or len(texts) != rows:
+    def _embed_queries(self, texts: Sequence[str | Sequence[int]], num_rows: int) -> jax.Array:
+        """Embeddings float32 [B, D] of questions."""
+        if isinstance(texts, str) or len(texts) != num_rows:
             raise InputError(
-                f"query={texts!r:.40} must be a list with one entry for each of the {rows} rows"
+                f"query={texts!r:.40} must be a list with one entry for each of the {num_rows} rows"
             )
         ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
-        return ask(self.model, self.params, ids, self.rotations)
+        return embed_queries(self.model, self.params, ids, self.rotations)
 
     @property
-    def _leading_rope(self) -> Rope | None:
-        """What turns the windows before a text; None where no memory stands there."""
+    def _prefix_rope(self) -> Rope | None:
+        """The position method of windows before a text; None without a memory that reads them."""
         memory = self.config.memory
         return self.config.rope if memory is not None and memory.leads else None
 
-    def _encoded(self, context: Contexts | Sequence[Row] | None) -> Contexts | None:
-        """`context`, encoded if it is not yet; None if there is none."""
+    def _encode_if_needed(self, context: Contexts | Sequence[ContextRow] | None) -> Contexts | None:
         if context is None or (isinstance(context, list | tuple) and not context):
             return None
         return context if isinstance(context, Contexts) else self.encode_contexts(context)
 
     def _memory(
-        self, context: Contexts | Sequence[Row] | None, texts: Sequence[Sequence[int]]
+        self,
+        context: Contexts | Sequence[ContextRow] | None,
+        texts: Sequence[Sequence[int]],
     ) -> Encoded | None:
-        """What `texts` read, those that fill up the mesh included; None without a context."""
-        if (context := self._encoded(context)) is None:
+        """The encoded context of `texts`, rows that fill up the mesh included."""
+        if (context := self._encode_if_needed(context)) is None:
             return None
-        context.check(self.params, self.config.memory, self._leading_rope)
-        if context.waits:
+        context.check(self.params, self.config.memory, self._prefix_rope)
+        if context.needs_query:
             context = self.search_contexts(context, texts)
         return context.rows(len(texts), padding_rows(self.mesh, len(texts)))
 
@@ -254,46 +270,44 @@ class LanguageModel:
         *,
         first: int = 1,
         lengths: np.ndarray | None = None,
-        context: Contexts | Sequence[Row] | None = None,
+        context: Contexts | Sequence[ContextRow] | None = None,
     ) -> np.ndarray:
-        """-log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first and past `lengths`.
+        """Computes -log p(tokens[t] | tokens[:t]), float32 [B, T]; 0 for t < first or t >= lengths.
 
-        A model with landmarks reads them among the tokens, in chunks, and retrieves what was before
-        (`lcjax.generation.landmark_nll`).
+        A model with landmarks reads them among the tokens, in chunks, and retrieves earlier blocks.
 
         Args:
           tokens: int [B, T], padded on the right.
           first: the first scored position, at least 1; only from there logits are computed.
-          lengths: int [B], tokens of each row that count; all if None. What stands behind them is
-            not read: a row has the scores that it has alone.
-          context: what every row reads beside its tokens, as `encode_contexts` takes or gives it.
-            Where nothing has been asked of it, it is searched for the token before `first`.
+          lengths: int [B], number of tokens of each row; None: T. What stands after them is not
+            read: a row has the scores that it has alone.
+          context: what every row reads beside its tokens, as `encode_contexts` takes or returns it.
+            Where the encoding depends on a question and has none, it is searched for the token
+            before `first`.
 
         Raises:
           InputError: `tokens` are not ids of the vocabulary, or `lengths` or `first` do not fit.
         """
         self.config.pattern.check_scores()
-        tokens, lengths = rows_of_tokens(tokens, lengths, self.config.vocab_size)
-        length = tokens.shape[1]
+        tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
+        width = tokens.shape[1]
         whole_number("first", first, 1)
-        if first >= length:
-            raise InputError(f"first={first} must lie between 1 and the length {length} - 1")
-        memory = self._memory(
-            context, [row[: max(min(first, n), 1)] for row, n in zip(tokens, lengths)]
-        )
-        score = landmark_nll if isinstance(self.config.pattern, Landmark) else text_nll
-        scored = score(self.model, self.params, tokens, lengths, self.rotations, first, memory)
-        return np.pad(scored, [(0, 0), (first, 0)])
+        if first >= width:
+            raise InputError(f"first={first} must lie between 1 and the length {width} - 1")
+        starts = [row[: max(min(first, length), 1)] for row, length in zip(tokens, lengths)]
+        memory = self._memory(context, starts)
+        nll = text_nll(self.model, self.params, tokens, lengths, self.rotations, first, memory)
+        return np.pad(nll, [(0, 0), (first, 0)])
 
     def continuations(
         self,
         prompts: Sequence[Sequence[int]],
         continuations: Sequence[Sequence[Sequence[int]]],
         *,
-        context: Contexts | Sequence[Row] | None = None,
+        context: Contexts | Sequence[ContextRow] | None = None,
         prefix: Prefix | None = None,
     ) -> list[list[Continuation]]:
-        """What it says of each continuation of each prompt (token ids), the prompt read once.
+        """Scores the continuations of each prompt (token ids), reading the prompt once.
 
         `context` is what every prompt reads beside it, as in `generate`; `prefix` as in `stream`.
         """
@@ -301,13 +315,13 @@ class LanguageModel:
         if prefix is not None:
             prefix.check(self.config.pattern, prompts, context=context, exact=False)
         if isinstance(self.config.pattern, Landmark):
-            more = {"context": context}
-            nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
-            options = {"follows_length": self.follows_length}
-            check(prompts, continuations, self.config.vocab_size)
-            return by_rows(nll, stream, prompts, continuations, **options)
+            check_continuations(prompts, continuations, self.config.vocab_size)
+            nll, stream = (functools.partial(f, context=context) for f in (self.nll, self.stream))
+            return score_continuations_as_texts(
+                nll, stream, prompts, continuations, follows_length=self.follows_length
+            )
         memory = self._memory(context, prompts)
-        return scored(
+        return score_continuations(
             self.model, self.params, prompts, continuations, rotations=self.rotations,
             memory=memory, prefix=prefix,
         )  # fmt: skip
@@ -317,58 +331,58 @@ class LanguageModel:
         prompts: Sequence[str | Sequence[int]],
         sampling: Sampling = Sampling(),
         *,
-        context: Contexts | Sequence[Row] | None = None,
+        context: Contexts | Sequence[ContextRow] | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
-    ) -> list[Written]:
-        """New text for every prompt (text or token ids), each a string with its token ids.
+    ) -> list[GeneratedText]:
+        """Generates text for every prompt: a string each, which has its token ids as `ids`.
 
         Args:
-          prompts: a list, also for a single prompt.
+          prompts: texts or token ids; a list also for a single prompt.
           sampling: how tokens are picked and when to stop.
-          context: what every row reads beside its prompt, as `encode_contexts` takes or gives it.
-            Where nothing has been asked of it, it is searched for the prompt.
+          context: what every row reads beside its prompt, as `encode_contexts` takes or returns it.
+            Where the encoding depends on a question and has none, it is searched for the prompt.
           exact: a rotation that depends on the length follows it while the text grows: all keys are
-            rotated anew for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
-          prefill_chunk: tokens of a prompt that are read at a time, which bounds the memory; None:
-            what suits the platform.
+            rotated again for every token. Otherwise a row's own prompt and `max_new_tokens` fix it.
+          prefill_chunk: tokens of a prompt that are read at once, which bounds the memory; None: a
+            size that suits the platform.
         """
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )
-        return written(pieces, len(prompts))
+        return join_pieces(pieces, len(prompts))
 
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],
         sampling: Sampling = Sampling(),
         *,
-        context: Contexts | Sequence[Row] | None = None,
+        context: Contexts | Sequence[ContextRow] | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
         mixture: Mixture | None = None,
         prefix: Prefix | None = None,
     ) -> Iterator[Piece]:
-        """`generate` piece by piece as the text appears; the arguments are checked at once.
+        """Yields the text of `generate` piece by piece; the arguments are checked at once.
 
-        Under a `mixture` several prompts are one text (`lcjax.generation.replug`). What all begin
-        with may have been read as `prefix` (`lcjax.generation.shared_prefix`).
+        With a `mixture` several prompts are one text (`lcjax.generation.replug`). A `prefix` is
+        what all prompts begin with, read before (`lcjax.generation.shared_prefix`).
         """
         if isinstance(prompts, str):
             raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
-        context, count = self._encoded(context), len(prompts)
-        begun = [False] * count if context is None else context.begins(count)
+        context, num_rows = self._encode_if_needed(context), len(prompts)
+        has_context = [False] * num_rows if context is None else context.precede(num_rows)
         ids = [
-            self.encode(prompt, begins=not there) if isinstance(prompt, str) else prompt
-            for prompt, there in zip(prompts, begun, strict=True)
+            self.encode(prompt, begins=not is_begun) if isinstance(prompt, str) else prompt
+            for prompt, is_begun in zip(prompts, has_context, strict=True)
         ]
+        exact = exact and self.follows_length
         if prefix is not None:
-            changes = exact and self.follows_length
-            prefix.check(self.config.pattern, ids, context=context, exact=changes)
+            prefix.check(self.config.pattern, ids, context=context, exact=exact)
         return generation.stream(
             self.model, self.params, self.tokenizer, ids, sampling, rotations=self.rotations,
-            exact=exact and self.follows_length, prefill_chunk=prefill_chunk,
-            memory=self._memory(context, ids), mixture=mixture, prefix=prefix,
+            exact=exact, prefill_chunk=prefill_chunk, memory=self._memory(context, ids),
+            mixture=mixture, prefix=prefix,
         )  # fmt: skip
 
     def chat(
@@ -376,11 +390,11 @@ class LanguageModel:
         messages: str | list[dict[str, str]],
         sampling: Sampling = Sampling(),
         *,
-        context: Contexts | Row | None = None,
+        context: Contexts | ContextRow | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
     ) -> str:
-        """The model's answer to a conversation (or one question) in its own chat format.
+        """Generates the answer to a conversation, or one question, in the model's chat format.
 
         `context` is a document or a list of passages that it reads beside; options as in
         `generate`.
@@ -396,12 +410,12 @@ class LanguageModel:
         ids = self.tokenizer.encode(text, allow_special=True)
         if context is not None:
             context = context if isinstance(context, Contexts) else self.encode_contexts([context])
-            ids = context.follow(list(ids), self.tokenizer.bos_id)
+            ids = context.without_bos(list(ids), self.tokenizer.bos_id)
         return self.generate(
             [ids], sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )[0]
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
-        """Token ids of a text, after BOS if the model expects one and nothing stands before it."""
+        """Encodes a text, after BOS if the model expects one and the text `begins` a sequence."""
         ids = self.tokenizer.encode(text)
         return [self.tokenizer.bos_id, *ids] if begins and self.tokenizer.add_bos else ids

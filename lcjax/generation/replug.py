@@ -15,13 +15,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lcjax.errors import InputError, whole_number
-from lcjax.generation.contexts import Row, passages
-from lcjax.generation.continuations import Continuation, by_rows, check
+from lcjax.generation.contexts import ContextRow, passages
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.mixture import Mixture, log_weights
-from lcjax.generation.sampling import Sampling, Written, written
-from lcjax.generation.texts import rows_of_tokens
+from lcjax.generation.sampling import (
+    GeneratedText,
+    Mixture,
+    Sampling,
+    join_pieces,
+    log_weights,
+)
+from lcjax.generation.scoring import (
+    Continuation,
+    check_continuations,
+    score_continuations_as_texts,
+)
+from lcjax.generation.session import check_token_rows
 
 Scores = Sequence[Sequence[float]]
 
@@ -47,7 +56,7 @@ class Replug:
         self,
         tokens: np.ndarray,
         *,
-        context: Sequence[Row],
+        context: Sequence[ContextRow],
         scores: Scores | None = None,
         first: int = 1,
         lengths: np.ndarray | None = None,
@@ -57,7 +66,7 @@ class Replug:
         Arguments as in `LanguageModel.nll`. Passages stand right before the text, whatever their
         length.
         """
-        tokens, lengths = rows_of_tokens(tokens, lengths, self.lm.config.vocab_size)
+        tokens, lengths = check_token_rows(tokens, lengths, self.lm.config.vocab_size)
         rows, length = tokens.shape
         documents, weights = self._weighted(context, scores, rows)
         log_p = np.full((*weights.shape, length), -np.inf)
@@ -81,41 +90,42 @@ class Replug:
         prompts: Sequence[Sequence[int]],
         continuations: Sequence[Sequence[Sequence[int]]],
         *,
-        context: Sequence[Row],
+        context: Sequence[ContextRow],
         scores: Scores | None = None,
     ) -> list[list[Continuation]]:
-        """What the mixture says of each continuation of each prompt; as `LanguageModel`'s."""
+        """Scores the continuations of each prompt by the mixture; as `LanguageModel`'s."""
         more = {"context": context, "scores": scores}
         nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
-        check(prompts, continuations, self.lm.config.vocab_size)
-        options = {"follows_length": self.lm.follows_length}
-        return by_rows(nll, stream, prompts, continuations, **options)
+        check_continuations(prompts, continuations, self.lm.config.vocab_size)
+        return score_continuations_as_texts(
+            nll, stream, prompts, continuations, follows_length=self.lm.follows_length
+        )
 
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
         sampling: Sampling = Sampling(),
         *,
-        context: Sequence[Row],
+        context: Sequence[ContextRow],
         scores: Scores | None = None,
         exact: bool = False,
         prefill_chunk: int | None = None,
-    ) -> list[Written]:
-        """New text for every prompt, each token picked from the mixture; as `LanguageModel`'s."""
+    ) -> list[GeneratedText]:
+        """Generates text for every prompt, each token from the mixture; as `LanguageModel`'s."""
         options = {"exact": exact, "prefill_chunk": prefill_chunk}
         pieces = self.stream(prompts, sampling, context=context, scores=scores, **options)
-        return written(pieces, len(prompts))
+        return join_pieces(pieces, len(prompts))
 
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],
         sampling: Sampling = Sampling(),
         *,
-        context: Sequence[Row],
+        context: Sequence[ContextRow],
         scores: Scores | None = None,
         **options,
     ) -> Iterator[Piece]:
-        """`generate` piece by piece, all passages of all prompts in one batch.
+        """Yields the text of `generate` piece by piece, all passages of all prompts in one batch.
 
         A prompt that is a text gets BOS before the passage, if the model expects one; one that is a
         list of ids is what follows the passage exactly.
@@ -123,45 +133,44 @@ class Replug:
         if isinstance(prompts, str) or not len(prompts):
             raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
         documents, weights = self._weighted(context, scores, len(prompts))
-        read = []
+        inputs = []
         for prompt, row in zip(prompts, documents, strict=True):
-            ids = [self._follow(prompt, document) for document in row]
-            # All texts have as many prompts; those that are lacking count nothing.
-            read += ids + [min(ids, key=len)] * (weights.shape[1] - len(ids))
+            ids = [self._join(document, prompt) for document in row]
+            # All texts have equally many inputs; the ones that fill up have weight 0.
+            inputs += ids + [min(ids, key=len)] * (weights.shape[1] - len(ids))
         mixture = Mixture(len(prompts), weights)
-        return self.lm.stream(read, sampling, mixture=mixture, **options)
+        return self.lm.stream(inputs, sampling, mixture=mixture, **options)
 
-    def _follow(self, prompt: str | Sequence[int], document: np.ndarray) -> list[int]:
+    def _join(self, document: np.ndarray, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return [*document.tolist(), *prompt]
         ids, bos = self.lm.encode(prompt), int(self.lm.tokenizer.add_bos)
         return [*ids[:bos], *document.tolist(), *ids[bos:]]
 
     def _weighted(self, context, scores, rows: int) -> tuple[list[list[np.ndarray]], np.ndarray]:
-        """Passages of every text, at least an empty one, and their log weights [B, n]."""
+        """The passages of every text, or one empty one, and their log weights [B, n]."""
         if isinstance(context, str) or len(context) != rows:
             raise InputError(
                 f"context has {len(context)} rows for {rows} texts; give a list of passages for"
                 " each text, [] where there are none"
             )
         encode, vocab = self.lm.tokenizer.encode, self.lm.config.vocab_size
-        read = [passages(row, encode, vocab) for row in context]
-        found = [[0.0] * len(row) for row in read] if scores is None else scores
-        if [len(row) for row in found] != [len(row) for row in read]:
+        documents = [passages(row, encode, vocab) for row in context]
+        scores = [[0.0] * len(row) for row in documents] if scores is None else scores
+        num_scores, num_documents = ([len(row) for row in x] for x in (scores, documents))
+        if num_scores != num_documents:
             raise InputError(
-                f"scores={[len(row) for row in found]} numbers for"
-                f" {[len(row) for row in read]} passages; give one number for each passage"
+                f"scores={num_scores} numbers for {num_documents} passages; give one number for"
+                " each passage"
             )
-        most = max(1, *map(len, read))
-        table = np.full((rows, most), -np.inf)
-        for row, values in enumerate(found):
+        table = np.full((rows, max(1, *num_documents)), -np.inf)
+        for row, values in enumerate(scores):
             table[row, : len(values) or 1] = values if len(values) else 0.0
-        return [row or [np.zeros(0, np.int32)] for row in read], log_weights(
-            table, self.temperature
-        )
+        weights = log_weights(table, self.temperature)
+        return [row or [np.zeros(0, np.int32)] for row in documents], weights
 
     def _batches(self, documents, lengths) -> Iterator[list[tuple[int, int]]]:
-        """(text, passage) of the passes that run together, long ones and short ones apart."""
+        """Yields batches of (text, passage), sorted by length."""
         sizes = {
             (b, i): len(document) + int(lengths[b])
             for b, row in enumerate(documents)

@@ -1,7 +1,4 @@
-"""How the next token is picked: greedily, or drawn after temperature, top-k and top-p.
-
-And what was picked, as a text.
-"""
+"""From logits to tokens: greedy choice, temperature, top-k, top-p, and mixtures of prompts."""
 
 import dataclasses
 import functools
@@ -17,7 +14,7 @@ from lcjax.errors import InputError, whole_number
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is picked and when to stop."""
+    """How the next token is picked, and when generation stops."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0  # the end-of-text token is not picked before
@@ -25,7 +22,7 @@ class Sampling:
     top_k: int | None = None  # so many of the most probable tokens are kept; null: all
     top_p: float = 1.0  # of these, the smallest set with this much probability is kept
     stop: tuple[str, ...] = ()  # text before the first of these is the answer
-    # Of all draws; or one for each text, which then does not depend on those beside it.
+    # Of all draws; or one for each text, whose draws then do not depend on the rest of the batch.
     seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
@@ -55,7 +52,7 @@ class Sampling:
             raise InputError(f"stop={self.stop!r} must be a tuple of stop strings, none empty")
 
     def check_texts(self, count: int) -> None:
-        """Refuses seeds of texts that are not as many as the texts."""
+        """Raises an InputError where there are seeds of texts, but not one for each text."""
         if isinstance(self.seed, tuple) and len(self.seed) != count:
             raise InputError(
                 f"seed={self.seed} has {len(self.seed)} numbers for {count} prompts; give one for"
@@ -63,9 +60,9 @@ class Sampling:
             )
 
     def key(self, rows: int) -> jax.Array:
-        """What `pick` draws `rows` tokens with: a key, or a key [rows] of each.
+        """The key for `pick`, or keys [rows] where each text has a seed.
 
-        Rows that fill up a mesh come last, and draw as the first.
+        Rows that fill up a mesh come last and have the key of the first row.
         """
         if not isinstance(self.seed, tuple):
             return jax.random.key(self.seed)
@@ -74,34 +71,42 @@ class Sampling:
 
 
 def pick(logits: jax.Array, key: jax.Array, step: int, eos: jax.Array, sampling: Sampling):
-    """The token [B] of step `step` from float32 logits [B, V]; `eos` lists what ends a text."""
-    early, drawn = step < sampling.min_new_tokens, sampling.temperature > 0
+    """Picks token number `step` of every text, int32 [B], from float32 logits [B, V].
+
+    Args:
+      logits: of the next token.
+      key: from `Sampling.key`.
+      step: counts the new tokens from 0.
+      eos: int32 [n], tokens that end a text; not picked before `min_new_tokens`.
+      sampling: how.
+    """
+    is_early, is_random = step < sampling.min_new_tokens, sampling.temperature > 0
     return _draw(
-        logits, key, step, eos, early, float(sampling.temperature), float(sampling.top_p),
-        greedy=not drawn,
-        top_k=int(sampling.top_k) if drawn and sampling.top_k is not None else None,
-        nucleus=drawn and sampling.top_p < 1,
+        logits, key, step, eos, is_early, float(sampling.temperature), float(sampling.top_p),
+        greedy=not is_random,
+        top_k=int(sampling.top_k) if is_random and sampling.top_k is not None else None,
+        nucleus=is_random and sampling.top_p < 1,
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("greedy", "top_k", "nucleus"))
-def _draw(logits, key, step, eos, early, temperature, top_p, *, greedy, top_k, nucleus):
+def _draw(logits, key, step, eos, is_early, temperature, top_p, *, greedy, top_k, nucleus):
     """`pick` with only what changes the program as static arguments."""
-    logits = logits.at[:, eos].add(jnp.where(early, -jnp.inf, 0.0))
+    logits = logits.at[:, eos].add(jnp.where(is_early, -jnp.inf, 0.0))
     if greedy:
         return logits.argmax(-1).astype(jnp.int32)
     logits = logits / temperature
     if top_k is not None:
-        logits = _best(logits, top_k)
+        logits = _keep_top_k(logits, top_k)
     if nucleus:
-        logits = _nucleus(logits, top_p)
+        logits = _keep_top_p(logits, top_p)
     if key.ndim:
         keys = jax.vmap(jax.random.fold_in, (0, None))(key, step)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
     return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
 
 
-def _best(logits: jax.Array, count: int) -> jax.Array:
+def _keep_top_k(logits: jax.Array, count: int) -> jax.Array:
     """Keeps the `count` most probable tokens, and those as probable as the last of them.
 
     Top-k sampling, Fan et al. 2018.
@@ -110,7 +115,7 @@ def _best(logits: jax.Array, count: int) -> jax.Array:
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def _nucleus(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
+def _keep_top_p(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
     """Keeps the most probable tokens up to and including the one that reaches `top_p`.
 
     Nucleus sampling, Holtzman et al. 2020.
@@ -118,25 +123,82 @@ def _nucleus(logits: jax.Array, top_p: float | jax.Array) -> jax.Array:
     order = jnp.argsort(-logits, axis=-1)
     ranked = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     before = jnp.cumsum(ranked, axis=-1) - ranked
-    kept = jnp.put_along_axis(
+    is_kept = jnp.put_along_axis(
         jnp.zeros(logits.shape, bool), order, before < top_p, axis=-1, inplace=False
     )
-    return jnp.where(kept, logits, -jnp.inf)
+    return jnp.where(is_kept, logits, -jnp.inf)
 
 
-class Written(str):
-    """A text that a model wrote: `ids` are all tokens that it picked, `finish` is why it ended."""
+class GeneratedText(str):
+    """A generated text: `ids` are the tokens that were picked, `finish` is "stop" or "length"."""
 
     def __new__(cls, text: str, ids: tuple[int, ...] = (), finish: str | None = None):
-        made = super().__new__(cls, text)
-        made.ids, made.finish = ids, finish
-        return made
+        generated = super().__new__(cls, text)
+        generated.ids, generated.finish = ids, finish
+        return generated
 
 
-def written(pieces: Iterable, rows: int) -> list[Written]:
-    """The whole text of each row, from the pieces of `stream`."""
-    found = [Written("")] * rows
+def join_pieces(pieces: Iterable, rows: int) -> list[GeneratedText]:
+    """Joins the pieces of `stream` to the whole text of each row."""
+    texts = [GeneratedText("")] * rows
     for piece in pieces:
-        old = found[piece.row]
-        found[piece.row] = Written(old + piece.text, old.ids + piece.ids, piece.finish)
-    return found
+        text = texts[piece.row]
+        ids = text.ids + piece.ids
+        texts[piece.row] = GeneratedText(text + piece.text, ids, piece.finish)
+    return texts
+
+
+# Mixtures of prompts
+
+
+def mixed(log_probs: jax.Array, log_weights: jax.Array) -> jax.Array:
+    """Computes log sum_i w_i p_i over the first axis of both: [n, ...] and [n] or [n, 1, ...]."""
+    extra = log_probs.ndim - log_weights.ndim
+    return jax.nn.logsumexp(log_probs + log_weights[(..., *[None] * extra)], axis=0)
+
+
+def log_weights(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Computes log softmax(scores / temperature), float64 [..., n]; a score may be -inf."""
+    if not 0 < temperature < float("inf"):
+        raise InputError(
+            f"temperature={temperature} must be above 0 and finite: scores are divided by it"
+        )
+    scores = np.asarray(scores, np.float64) / temperature
+    top = scores.max(-1, keepdims=True)
+    if not np.isfinite(top).all():
+        raise InputError("scores must be numbers, at least one of a text above -inf")
+    return scores - top - np.log(np.exp(scores - top).sum(-1, keepdims=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """B texts, each a mixture of n prompts: rows b n ... b n + n - 1 of a batch are text b."""
+
+    texts: int
+    weights: np.ndarray | None = None  # log weights [B, n]; None: every text is one prompt
+
+    def logits(self, logits: jax.Array) -> jax.Array:
+        """Computes log p [B, V] of the next token of every text from its prompts' logits [B n, V].
+
+        Rows that fill up a mesh come last and are dropped.
+        """
+        if self.weights is None:
+            return logits
+        return _mixed_rows(logits, jnp.asarray(self.weights, jnp.float32))
+
+    def read_by(self, token: jax.Array, rows: int) -> jax.Array:
+        """The tokens [rows] that the prompts read after `token` [B] was picked for the texts.
+
+        Rows that fill up a mesh read what the first text reads.
+        """
+        if self.weights is None:
+            return token
+        tokens = jnp.repeat(token, self.weights.shape[1])
+        return jnp.concatenate([tokens, jnp.repeat(token[:1], rows - len(tokens))])
+
+
+@jax.jit
+def _mixed_rows(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    num_texts, num_prompts = weights.shape
+    rows = logits[: num_texts * num_prompts].reshape(num_texts, num_prompts, -1)
+    return mixed(jax.nn.log_softmax(rows, -1).swapaxes(0, 1), weights.T)

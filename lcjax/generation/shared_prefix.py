@@ -1,13 +1,13 @@
-"""Prompts that begin alike: what they have in common is read once, by one row of a cache.
+"""Prompts with a common beginning: it is read once, into a cache of one row.
 
 reader = PrefixReader(lm, prompts)                    # lists of token ids
 for rows in alike(prompts):
     answers = reader.generate([prompts[row] for row in rows])
 
-The row is a stem: it is cut back to what the next prompts begin with, and read on from there. The
-cache of a batch begins with copies of it, so answers are those of prompts that are read in full, up
-to rounding. A stem and a batch are all that is kept, however many prompts there are, and the stem
-only while prompts to come begin with it.
+The cache of a batch begins with copies of that row, so answers equal those of prompts that are read
+in full, up to rounding. Before the next batch the prefix is truncated to what its prompts begin
+with, and read on from there. One prefix and one batch are in memory, however many prompts there
+are, and the prefix only while remaining prompts begin with it.
 """
 
 import bisect
@@ -22,37 +22,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.errors import whole_number
-from lcjax.generation.continuations import Continuation
-from lcjax.generation.generate import prefill, taken_over
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.prefix import Prefix, goes_on
-from lcjax.generation.sampling import Sampling, Written, written
-from lcjax.generation.shapes import prefill_chunk_size, unpadded_chunks
+from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
+from lcjax.generation.scoring import Continuation
+from lcjax.generation.session import (
+    Prefix,
+    Session,
+    can_share_prefix,
+    prefill_chunk_size,
+    prefix_tokens_reused,
+)
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import padding_rows, rows_over
 
 Ids = Sequence[int] | np.ndarray
 
-# Tokens in common below which a stem is more trouble than use, and a step of its length: so it is
-# read by few programs, and short prompts need none of them.
+# Tokens of the shortest prefix that is shared, and the step of its length: few programs are
+# compiled, and none for short prompts.
 LEAST = 1024
-_SHARE = 8  # they must be at least this part of a prompt
+_MIN_SHARE = 8  # a prefix is at least this part (1 / 8) of a prompt
 
 
 def shareable(lm: LanguageModel) -> bool:
-    """Whether `lm` may go on from what was read apart.
+    """Whether prompts of `lm` may go on from a prefix that was read alone.
 
-    What a token sees must follow from its place alone, not from what is read with it (Landmark,
-    InfLLM, vertical_slash); and a pattern that keeps few keys has little to share.
+    What a token sees must depend on its position alone, not on what is read with it (Landmark,
+    InfLLM, vertical_slash); and a pattern whose cache has few keys has little to share.
     """
-    return goes_on(lm.config.pattern)
+    return can_share_prefix(lm.config.pattern)
 
 
 def alike(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int]]:
-    """Numbers of prompts in the order to ask them, those that begin alike in a list of their own.
+    """Groups the indices of prompts that begin with at least `least` common tokens.
 
-    `least` tokens in common are worth it, at least 1.
-    Lists come in the order of their first prompt; those that begin like no other share one.
+    Groups come in the order of their first prompt; prompts that share nothing are one group.
     """
     whole_number("least", least, 1)
     rows = [np.asarray(prompt, np.int32) for prompt in prompts]
@@ -70,7 +73,7 @@ def alike(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int]]:
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
-    """Tokens that both begin with."""
+    """The number of tokens that both begin with."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]
     return int(differ.argmax()) if differ.any() else size
@@ -78,131 +81,132 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
 
 @functools.cmp_to_key
 def _key(a: np.ndarray, b: np.ndarray) -> int:
-    """Sorts token ids as words in a dictionary."""
+    """Sorts token ids in lexicographic order."""
     same = common(a, b)
     return len(a) - len(b) if same == min(len(a), len(b)) else int(a[same]) - int(b[same])
 
 
 def _worth(tokens: int, length: int, least: int) -> bool:
-    return tokens >= least and tokens * _SHARE >= length
+    return tokens >= least and tokens * _MIN_SHARE >= length
 
 
 class PrefixReader:
-    """`lm` where prompts that begin alike are asked one batch after another.
+    """A language model that reads the common beginning of prompts once for many batches.
 
-    `generate` and `continuations` are those of `lm`, of prompts as token ids. Rows whose rotations
-    differ, as one that follows the length may, are read in full; so is all where `shareable` says.
+    `generate` and `continuations` are those of the model, for prompts as token ids. Prompts whose
+    rotations differ are read in full, and so is everything where `shareable` is False.
+
+    Attributes:
+      saved: tokens of prompts that were not read because the prefix was, less those of the prefix
+        (equal prompts of a batch count once). Below 0 while a prefix has not paid off yet.
     """
 
     def __init__(self, lm: LanguageModel, prompts: Sequence[Ids] = (), *, least: int = LEAST):
-        """`prompts` are those to come, each to be asked once, best in the order of `alike`.
+        """Prepares to read `prompts`, each once, best in the order of `alike`.
 
-        What others share must be at least `least` tokens, 1 or more.
+        Only prefixes of at least `least` tokens (1 or more) are shared.
         """
         whole_number("least", least, 1)
         self.lm, self.tokenizer, self.config = lm, lm.tokenizer, lm.config
-        # Tokens of prompts that no batch has read, less those that the stem has. Equal prompts of
-        # a batch are one: they fill it up. Below 0 where a stem is not of use yet.
         self.saved = 0
-        self._to_come = sorted((np.asarray(ids, np.int32) for ids in prompts), key=_key)
-        self._least, self._told = least, bool(self._to_come)
-        neighbours = itertools.pairwise(self._to_come)
-        self._room = max(itertools.starmap(common, neighbours), default=0)  # of the longest stem
-        self._stem: cache_lib.Cache | None = None
-        self._ids = np.zeros(0, np.int32)  # that the stem has read
+        self._remaining = sorted((np.asarray(ids, np.int32) for ids in prompts), key=_key)
+        self._least, self._knows_prompts = least, bool(self._remaining)
+        neighbours = itertools.pairwise(self._remaining)
+        self._max_prefix = max(itertools.starmap(common, neighbours), default=0)
+        self._cache: cache_lib.Cache | None = None  # of the prefix
+        self._ids = np.zeros(0, np.int32)  # of the prefix
         self._length = 0  # of the requests for which its keys are rotated
 
-    def generate(self, prompts: Sequence[Ids], sampling: Sampling = Sampling()) -> list[Written]:
-        """New text for every prompt."""
+    def generate(
+        self, prompts: Sequence[Ids], sampling: Sampling = Sampling()
+    ) -> list[GeneratedText]:
+        """Generates text for every prompt."""
         prefix = self._prefix(prompts, [sampling.max_new_tokens] * len(prompts))
-        texts = written(self.lm.stream(prompts, sampling, prefix=prefix), len(prompts))
-        self._give_back()
+        texts = join_pieces(self.lm.stream(prompts, sampling, prefix=prefix), len(prompts))
+        self._release_if_unused()
         return texts
 
     def continuations(
         self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
     ) -> list[list[Continuation]]:
-        """What the model says of each continuation of each prompt."""
+        """Scores the continuations of each prompt."""
         longest = [max(map(len, row), default=0) for row in continuations]
         prefix = self._prefix(prompts, longest)
-        found = self.lm.continuations(prompts, continuations, prefix=prefix)
-        self._give_back()
-        return found
+        scores = self.lm.continuations(prompts, continuations, prefix=prefix)
+        self._release_if_unused()
+        return scores
 
-    def _prefix(self, prompts: Sequence[Ids], new: Sequence[int]) -> Prefix | None:
-        """What `prompts`, which `new` tokens follow, begin with; None where it is not worth it."""
+    def _prefix(self, prompts: Sequence[Ids], num_new: Sequence[int]) -> Prefix | None:
+        """The prefix of `prompts`, before `num_new` tokens; None where it does not pay off."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
-        self._ask(rows)
+        self._remove_from_remaining(rows)
         if not all(map(len, rows)) or not rows:
-            return None  # it is refused
-        lengths = {max(len(row) + n, self.lm.length or 0) for row, n in zip(rows, new)}
+            return None  # the model refuses them
+        lengths = {max(len(row) + n, self.lm.length or 0) for row, n in zip(rows, num_new)}
         if not shareable(self.lm) or (self.lm.follows_length and len(lengths) > 1):
             return None
         if self.lm.follows_length and lengths != {self._length}:
             self._ids = self._ids[:0]
-        # The last token is left to ask what follows it.
+        # The logits after a prompt come from its last token, which is never part of the prefix.
         shared = min(common(rows[0], row[:-1]) for row in rows)
-        kept = common(self._ids, rows[0][:shared])
-        more = max(self._wanted(rows, shared) - kept, 0) // self._least * self._least
-        fewer = taken_over([*map(len, rows)], kept + more, prefill_chunk_size(None))
-        if not _worth(kept + more, max(map(len, rows)), self._least) or not fewer.any():
+        reused = common(self._ids, rows[0][:shared])
+        added = max(self._num_worth_reading(rows, shared) - reused, 0) // self._least * self._least
+        size = reused + added
+        num_saved = prefix_tokens_reused([*map(len, rows)], size, prefill_chunk_size(None))
+        if not _worth(size, max(map(len, rows)), self._least) or not num_saved.any():
             return None
-        if more:
+        if added:
             self._length = max(lengths)
-            self._read_on(rows[0][: kept + more], kept)
-        self.saved += sum({row.tobytes(): int(n) for row, n in zip(rows, fewer)}.values()) - more
-        return Prefix(self._stem, rows[0][: kept + more])
+            self._read_prefix(rows[0][:size], reused)
+        distinct = {row.tobytes(): int(n) for row, n in zip(rows, num_saved)}
+        self.saved += sum(distinct.values()) - added
+        return Prefix(self._cache, rows[0][:size])
 
-    def _ask(self, rows: Sequence[np.ndarray]) -> None:
-        """Takes `rows` out of what is to come."""
+    def _remove_from_remaining(self, rows: Sequence[np.ndarray]) -> None:
         for row in rows:
-            place = bisect.bisect_left(self._to_come, _key(row), key=_key)
-            if any(np.array_equal(row, one) for one in self._to_come[place : place + 1]):
-                del self._to_come[place]
+            place = bisect.bisect_left(self._remaining, _key(row), key=_key)
+            if any(np.array_equal(row, other) for other in self._remaining[place : place + 1]):
+                del self._remaining[place]
 
-    def _shared(self, row: np.ndarray) -> int:
-        """Tokens of `row` that a prompt to come begins with: one of its two neighbours."""
-        place = bisect.bisect_left(self._to_come, _key(row), key=_key)
-        near = self._to_come[max(place - 1, 0) : place + 1]
-        return max((common(row, one) for one in near), default=0)
+    def _num_shared_with_remaining(self, row: np.ndarray) -> int:
+        """Most tokens of `row` that a remaining prompt begins with: one of its two neighbours."""
+        place = bisect.bisect_left(self._remaining, _key(row), key=_key)
+        neighbours = self._remaining[max(place - 1, 0) : place + 1]
+        return max((common(row, other) for other in neighbours), default=0)
 
-    def _give_back(self) -> None:
-        """Drops the stem where no prompt to come, if they are known, goes on from it."""
-        if self._told and self._shared(self._ids) < self._least:
-            self._stem, self._ids = None, self._ids[:0]
+    def _release_if_unused(self) -> None:
+        """Frees the prefix if the remaining prompts are known and none begins with it."""
+        if self._knows_prompts and self._num_shared_with_remaining(self._ids) < self._least:
+            self._cache, self._ids = None, self._ids[:0]
 
-    def _wanted(self, rows: Sequence[np.ndarray], shared: int) -> int:
-        """How many of the `shared` tokens others read as well: other rows, or prompts to come."""
+    def _num_worth_reading(self, rows: Sequence[np.ndarray], shared: int) -> int:
+        """How many of the `shared` tokens other rows or remaining prompts read as well."""
         mesh = self.lm.mesh
         if len(rows) > rows_over(mesh, len(rows) + padding_rows(mesh, len(rows))):
             return shared
-        return min(shared, max(map(self._shared, rows)))
+        return min(shared, max(map(self._num_shared_with_remaining, rows)))
 
-    def _read_on(self, ids: np.ndarray, kept: int) -> None:
-        """Makes `ids` what the stem has read, of which it has the first `kept`."""
-        lm, chunk, size = self.lm, prefill_chunk_size(None), np.int32(kept)
-        model, rotation = lm.model, lm.rotation(self._length)
-        self._room = max(self._room, len(ids))
-        # Each step gives up the stem before it: what fails on the way leaves none.
-        stem, self._stem, self._ids = self._stem, None, ids[:0]
-        if stem is None:
-            slots = cache_lib.whole_blocks(self._room)
-            stem = cache_lib.create(model.config, 1, slots, mesh=lm.mesh)
-        elif stem.capacity < len(ids):
-            slots = cache_lib.whole_blocks(self._room)
-            stem = cache_lib.branch(stem, size, np.zeros(1, np.int32), slots, lm.mesh)
+    def _read_prefix(self, ids: np.ndarray, reused: int) -> None:
+        """Makes `ids` the prefix, of which the first `reused` tokens are in the cache already."""
+        lm, size = self.lm, np.int32(reused)
+        self._max_prefix = max(self._max_prefix, len(ids))
+        # Each step gives up the cache before it: an error on the way leaves no prefix.
+        cache, self._cache, self._ids = self._cache, None, ids[:0]
+        if cache is None:
+            slots = cache_lib.whole_blocks(self._max_prefix)
+            cache = cache_lib.create(lm.model.config, 1, slots, mesh=lm.mesh)
+        elif cache.capacity < len(ids):
+            slots = cache_lib.whole_blocks(self._max_prefix)
+            cache = cache_lib.branch(cache, size, np.zeros(1, np.int32), slots, lm.mesh)
         else:
-            stem = _cut_back(stem, size)
-        for count in unpadded_chunks(len(ids) - kept, chunk):
-            places = np.arange(kept, kept + count)
-            text = ids[places][None], None, places[None]
-            _, stem = prefill(model, lm.params, stem, *text, rotation)
-            kept += count
-        self._stem, self._ids = stem, ids
+            cache = _truncate(cache, size)
+        session = Session(lm.model, lm.params, cache, lm.rotation(self._length))
+        session.read_ids(ids[reused:], reused, prefill_chunk_size(None))
+        self._cache, self._ids = session.cache, ids
 
 
 def reader_of(model, prompts: Sequence[Ids]):
-    """`model` as a `PrefixReader` of `prompts`, if it is one that may share; else as it is."""
+    """Returns a `PrefixReader` of `model` for `prompts` if it is `shareable`, else `model`."""
     if prompts and isinstance(model, LanguageModel) and shareable(model):
         return PrefixReader(model, prompts)
     return model
@@ -211,9 +215,9 @@ def reader_of(model, prompts: Sequence[Ids]):
 def batches(
     model, items: Sequence[Any], size: int, prompt: Callable[[Any], Ids]
 ) -> Iterator[list[Any]]:
-    """At most `size` of `items` at a time, in their order.
+    """Yields lists of at most `size` `items`, in their order.
 
-    For a `PrefixReader` those whose `prompt(item)` begin alike are together, as `alike` says.
+    For a `PrefixReader`, items whose `prompt(item)` begin alike are together (`alike`).
     """
     lists = [range(len(items))]
     if isinstance(model, PrefixReader):
@@ -224,7 +228,7 @@ def batches(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _cut_back(cache: cache_lib.Cache, tokens: jax.Array) -> cache_lib.Cache:
-    """A full cache of one row with its first `tokens`; what follows is written over."""
+def _truncate(cache: cache_lib.Cache, tokens: jax.Array) -> cache_lib.Cache:
+    """A full cache of one row with its first `tokens`; later slots may be overwritten."""
     segments = jnp.where(jnp.arange(cache.capacity) < tokens, cache.segments, 0)
     return dataclasses.replace(cache, segments=segments, filled=tokens, tokens=tokens[None])

@@ -17,7 +17,7 @@ import pytest
 from lcjax.checkpoints.orbax_io import CheckpointError, Checkpoints, load_state
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # orbax drops its other readers unfinished when one of them meets a damaged file.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
@@ -150,8 +150,8 @@ def test_no_readable_checkpoint_is_an_error_that_lists_them(tmp_path):
 KILLED = """
 import asyncio, os, signal, sys
 import conftest
-from lcjax import checkpoint
-from test_checkpoint import make_state, save
+from lcjax.checkpoints import orbax_io as checkpoint
+from test_orbax_io import make_state, save
 
 save(sys.argv[1], 1)
 
@@ -171,7 +171,8 @@ save(sys.argv[1], 2)
 
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_kill_9_in_the_middle_of_a_save_leaves_the_last_good_checkpoint(tmp_path, seconds):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    paths = ROOT, ROOT / "tests", ROOT / "tests/checkpoints"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(seconds)]
     killed = subprocess.run(command, env=env, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
 from lcjax.evaluation.corpus import Corpus
-from lcjax.generation.continuations import Continuation
-from lcjax.generation.sampling import Written
+from lcjax.generation.sampling import GeneratedText
+from lcjax.generation.scoring import Continuation
 from lcjax.rope import Linear
 
 VOCAB = 257  # BOS and 256 bytes
@@ -133,7 +133,7 @@ class BigramModel:
             text = self.tokenizer.decode(prompt[-self.config.max_length :])
             digits = "".join(c if c.isdigit() else " " for c in text).split()
             answer = f" {digits[-1]}." if digits else " unknown"
-            answers.append(Written(answer, tuple(self.tokenizer.encode(answer)), "length"))
+            answers.append(GeneratedText(answer, tuple(self.tokenizer.encode(answer)), "length"))
         return answers
 
 

@@ -9,7 +9,7 @@ from tiny_lm import ids, sharper
 from lcjax.attention import Causal, Landmark, SelfExtend, Sliding, Streaming
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.generation import continuations as module
+from lcjax.generation import scoring as module
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.sampling import Sampling
@@ -59,10 +59,10 @@ def test_one_continuation_of_each_prompt_is_read_with_it_as_by_a_cache(pattern, 
     own = next(lm.stream(PROMPTS[1:2], Sampling(max_new_tokens=1))).ids
     options[1] = [[*own]]
     with monkeypatch.context() as patched:
-        patched.setattr(module, "at_once", None)  # not called
+        patched.setattr(module, "score_at_once", None)  # not called
         patched.setattr(module, "prefill_chunk_size", lambda wanted: 64)
         wanted = lm.continuations(PROMPTS, options)
-    monkeypatch.setattr(module, "by_cache", None)
+    monkeypatch.setattr(module, "score_by_cache", None)
     found = lm.continuations(PROMPTS, options)
     assert_same(found, by_whole_texts(lm, PROMPTS, options))
     assert_same(found, [[one.nll for one in row] for row in wanted])
@@ -70,7 +70,7 @@ def test_one_continuation_of_each_prompt_is_read_with_it_as_by_a_cache(pattern, 
 
 
 def test_long_prompts_and_continuations_are_read_in_chunks(lm, monkeypatch):
-    monkeypatch.setattr("lcjax.generation.continuations.prefill_chunk_size", lambda wanted: 64)
+    monkeypatch.setattr("lcjax.generation.scoring.prefill_chunk_size", lambda wanted: 64)
     lm = lm.with_method(length=512)
     options = [[ids(5, 150)], [ids(6, 70)], [ids(7, 2)]]
     assert_same(lm.continuations(PROMPTS, options), by_whole_texts(lm, PROMPTS, options))
@@ -131,7 +131,7 @@ def test_the_longest_row_is_what_a_table_of_positions_must_hold():
         )
         model = types.SimpleNamespace(config=config, mesh=None)
         with pytest.raises(ZeroDivisionError):
-            module.scored(model, {}, prompts, options, rotations=None)
+            module.score_continuations(model, {}, prompts, options, rotations=None)
         return asked
 
     # The last token is only predicted.

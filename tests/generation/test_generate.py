@@ -13,7 +13,7 @@ from lcjax.checkpoints import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.sampling import Sampling, pick, written
+from lcjax.generation.sampling import Sampling, join_pieces, pick
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.rope import E2LLM, NTK, Clex, Default, DynamicNTK, Linear, Llama3, LongRope, Yarn
@@ -186,11 +186,11 @@ def test_a_text_with_its_own_seed_draws_the_same_whatever_is_beside_it():
         drawn.check_texts(2)
 
 
-def test_top_k_keeps_the_most_probable_tokens_and_the_nucleus_counts_only_these():
-    from lcjax.generation.sampling import _best, pick
+def test_top_k_keeps_the_most_probable_tokens_and_the_keep_top_p_counts_only_these():
+    from lcjax.generation.sampling import _keep_top_k, pick
 
     logits = jnp.array([[0.0, 3.0, 1.0, 2.0], [5.0, 5.0, 5.0, 1.0]])
-    kept = np.isfinite(np.asarray(_best(logits, 2)))
+    kept = np.isfinite(np.asarray(_keep_top_k(logits, 2)))
     # What is as probable as the last one stays.
     np.testing.assert_array_equal(kept, [[False, True, False, True], [True, True, True, False]])
     logits, eos = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]])), jnp.array([], jnp.int32)
@@ -205,11 +205,11 @@ def test_top_k_keeps_the_most_probable_tokens_and_the_nucleus_counts_only_these(
     assert drawn(top_k=2) == {0}
 
 
-def test_nucleus_keeps_the_smallest_set_that_reaches_top_p():
-    from lcjax.generation.sampling import _nucleus
+def test_keep_top_p_keeps_the_smallest_set_that_reaches_top_p():
+    from lcjax.generation.sampling import _keep_top_p
 
     probability = np.array([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]])
-    kept = np.isfinite(np.asarray(_nucleus(jnp.log(probability), 0.8)))
+    kept = np.isfinite(np.asarray(_keep_top_p(jnp.log(probability), 0.8)))
     np.testing.assert_array_equal(kept, [[False, True, True, True], [True, False, False, False]])
 
 
@@ -223,9 +223,9 @@ class _Scripted:
 
 
 def _row(text, **sampling):
-    from lcjax.generation.generate import Row
+    from lcjax.generation.generate import RowText
 
-    row = Row(0, _Scripted(), Sampling(**sampling))
+    row = RowText(0, _Scripted(), Sampling(**sampling))
     pieces = []
     for letter in text:
         pieces.append(row.add(0 if letter == "." else ord(letter) - 96))
@@ -251,7 +251,7 @@ def test_the_end_of_text_token_and_the_limit_finish_a_row():
 
 def test_a_whole_text_has_the_tokens_that_were_picked_and_says_why_it_ended():
     other = [Piece(1, "x", (24,)), Piece(1, "", (25,), "length")]
-    first, second = written([other[0], *_row("ab.cd")[2], other[1]], 2)
+    first, second = join_pieces([other[0], *_row("ab.cd")[2], other[1]], 2)
     assert (first, first.ids, first.finish) == ("ab", (1, 2, 0), "stop")
     assert (second, second.ids, second.finish) == ("x", (24, 25), "length")
 
@@ -302,14 +302,14 @@ def test_bad_requests_are_refused_in_one_line(params):
 
 
 def test_prompts_of_near_lengths_share_one_compiled_prefill(params):
-    from lcjax.generation.generate import prefill
+    from lcjax.generation.session import _read
 
     lm = _model(params)
     _generated(lm, [_ids(11, 270)], Sampling(max_new_tokens=1))
-    before = prefill._cache_size()
+    before = _read._cache_size()
     for length in (330, 384):
         _generated(lm, [_ids(11, length)], Sampling(max_new_tokens=1))
-    assert prefill._cache_size() == before
+    assert _read._cache_size() == before
 
 
 def test_a_chunk_longer_than_the_prompt_and_its_cache_reads_it_at_once(params):

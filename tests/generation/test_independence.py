@@ -16,7 +16,7 @@ from tiny_lm import ids, sharper
 
 from lcjax.attention import InfLLM, Landmark, LMInfinite, Pattern
 from lcjax.checkpoints.build import ModelSection
-from lcjax.generation import packed_prompts, texts
+from lcjax.generation import session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import AutoCompressorSection, BeaconSection, CepeSection, SharedLlmSection
@@ -168,7 +168,7 @@ def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
         alone[row] = lm.nll(tokens, first=5, **beside(case, [row]))[0]
     for pack in (True, False) if lm.config.pattern.any_order else (True,):
         with monkeypatch.context() as patched:
-            patched.setattr(texts, "packing_saves", lambda *sizes, pack=pack: pack)
+            patched.setattr(session, "packing_saves", lambda *sizes, pack=pack: pack)
             for seed, (rows, width) in enumerate(BATCHES):
                 tokens, lengths = padded(rows, width, seed)
                 scores = lm.nll(tokens, first=5, lengths=lengths, **beside(case, rows))
@@ -208,7 +208,7 @@ def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
     alone = [written([row])[0] for row in range(4)]
     for pack in (True, False) if lm.config.pattern.any_order else (True,):
         with monkeypatch.context() as patched:
-            patched.setattr(packed_prompts, "packing_saves", lambda *sizes, pack=pack: pack)
+            patched.setattr(session, "packing_saves", lambda *sizes, pack=pack: pack)
             assert written([0, 1, 2, 3]) == alone
             assert written([3, 1]) == [alone[3], alone[1]]
 

@@ -14,7 +14,7 @@ from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection, Settings
 from lcjax.errors import InputError
 from lcjax.generation import language_model as lm_lib
-from lcjax.generation import texts
+from lcjax.generation import scoring
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
@@ -169,10 +169,10 @@ def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, 
 
 def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
     alone.nll(np.array([_ids(1, 160)]), first=40)
-    before = texts._score._cache_size()
+    before = scoring._score_rows._cache_size()
     for length, first in ((160, 42), (155, 38), (146, 30)):
         alone.nll(np.array([_ids(1, length)]), first=first)
-    assert texts._score._cache_size() == before
+    assert scoring._score_rows._cache_size() == before
 
 
 def test_a_text_as_long_as_a_table_of_positions_is_scored():

@@ -6,7 +6,7 @@ from tiny_lm import ids, sharper
 
 from lcjax.attention import Causal, SelfExtend
 from lcjax.checkpoints.build import ModelSection
-from lcjax.generation import packed_prompts, texts
+from lcjax.generation import scoring, session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.parallel.sharding import Mesh
@@ -36,7 +36,7 @@ def lm(request):
 
 
 def test_texts_share_a_row_of_each_device_and_have_the_scores_they_have_alone(lm, monkeypatch):
-    lm, laid = lm.with_method(length=256), spied(monkeypatch, texts, "_laid_out")
+    lm, laid = lm.with_method(length=256), spied(monkeypatch, scoring, "_lay_out")
     tokens = np.zeros((4, max(LENGTHS)), np.int32)
     for row, length in enumerate(LENGTHS):
         tokens[row, :length] = ids(row, length)
@@ -44,7 +44,7 @@ def test_texts_share_a_row_of_each_device_and_have_the_scores_they_have_alone(lm
     rows = laid[0][0]
     devices = 1 if lm.mesh is None else 2
     assert rows.tokens.shape[0] == devices and rows.tokens.size < 300  # not 4 x 144
-    monkeypatch.setattr(texts, "packing_saves", lambda *sizes: False)
+    monkeypatch.setattr(session, "packing_saves", lambda *sizes: False)
     wanted = lm.nll(tokens, first=30)
     assert laid[1][0].segments is None
     for row, length in enumerate(LENGTHS):
@@ -54,8 +54,8 @@ def test_texts_share_a_row_of_each_device_and_have_the_scores_they_have_alone(lm
 
 def test_rows_of_packed_texts_are_no_longer_than_one_may_be(monkeypatch):
     lm = sharper(LanguageModel.load(ModelSection(preset="tiny"))).with_method(length=256)
-    laid = spied(monkeypatch, texts, "_laid_out")
-    monkeypatch.setattr(texts, "LONGEST_ROW", 150)
+    laid = spied(monkeypatch, scoring, "_lay_out")
+    monkeypatch.setattr(session, "MAX_PACKED_ROW", 150)
     tokens = np.zeros((4, max(LENGTHS)), np.int32)
     for row, length in enumerate(LENGTHS):
         tokens[row, :length] = ids(row, length)
@@ -67,7 +67,7 @@ def test_rows_of_packed_texts_are_no_longer_than_one_may_be(monkeypatch):
 
 
 def test_texts_of_one_length_keep_rows_of_their_own(lm, monkeypatch):
-    laid = spied(monkeypatch, texts, "_laid_out")
+    laid = spied(monkeypatch, scoring, "_lay_out")
     lm.with_method(length=256).nll(np.array([ids(n, 64) for n in range(4)]))
     assert laid[0][0].tokens.shape == (4, 64) and laid[0][0].segments is None
 
@@ -90,16 +90,16 @@ def test_prompts_are_gone_on_from_as_from_rows_of_their_own(pattern, exact, monk
         return [text.ids for text in lm.generate(prompts, sampling, exact=exact)]
 
     with monkeypatch.context() as patched:
-        packed = spied(patched, packed_prompts, "read")
+        packed = spied(patched, session, "read_packed")
         found = written()
     assert len(packed) == 1
-    monkeypatch.setattr(packed_prompts, "better", lambda *args: False)
+    monkeypatch.setattr(session, "can_pack", lambda *args: False)
     assert found == written()
 
 
 def test_a_prompt_alone_and_rows_that_are_turned_differently_are_read_as_they_lie(monkeypatch):
     section = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0, original_length=32))
-    lm, packed = LanguageModel.load(section), spied(monkeypatch, packed_prompts, "read")
+    lm, packed = LanguageModel.load(section), spied(monkeypatch, session, "read_packed")
     lm.generate([ids(1, 70)], Sampling(1))
     lm.generate([ids(1, 70), ids(2, 9)], Sampling(1))
     assert not packed

@@ -12,9 +12,8 @@ from tiny_lm import ids, sharper
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.mixture import Mixture, log_weights, mixed
 from lcjax.generation.replug import Replug
-from lcjax.generation.sampling import Sampling
+from lcjax.generation.sampling import Mixture, Sampling, log_weights, mixed
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import DynamicNTK
 
@@ -33,7 +32,7 @@ def lm():
 
 
 def test_the_mixture_equals_the_released_code():
-    with np.load(Path(__file__).parent / "golden" / "attention.npz") as data:
+    with np.load(Path(__file__).parent.parent / "golden" / "attention.npz") as data:
         case = {k.removeprefix(CASE): data[k] for k in data.files if k.startswith(CASE)}
     weights = jnp.asarray(log_weights(case["scores"]), jnp.float32)
     found = mixed(jax.nn.log_softmax(case["logits"], -1), weights)

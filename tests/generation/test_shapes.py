@@ -2,7 +2,7 @@
 
 import pytest
 
-from lcjax.generation.shapes import bucketed, chunk_spans, prompt_bucket, unpadded_chunks
+from lcjax.generation.session import bucketed, chunk_spans, prompt_bucket, unpadded_chunks
 
 
 @pytest.mark.parametrize(("per_octave", "least"), [(8, 64), (2, 64), (1, 32), (1, 1)])

@@ -15,10 +15,10 @@ from lcjax.attention import (
 )  # fmt: skip
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.generation import shared_prefix
+from lcjax.generation import session
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.prefix import Prefix
 from lcjax.generation.sampling import Sampling
+from lcjax.generation.session import Prefix
 from lcjax.generation.shared_prefix import PrefixReader, alike
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import DynamicNTK
@@ -45,14 +45,13 @@ def lm():
 @pytest.fixture
 def read(monkeypatch):
     """Rows and tokens of every call that reads."""
-    calls, prefill = [], shared_prefix.prefill
+    calls, prefill = [], session._read
 
     def counted(model, params, cache, tokens, *rest, **options):
         calls.append(tokens.shape)
         return prefill(model, params, cache, tokens, *rest, **options)
 
-    for module in ("shared_prefix", "inference.generate"):
-        monkeypatch.setattr(f"lcjax.{module}.prefill", counted)
+    monkeypatch.setattr(session, "_read", counted)
     return calls
 
 
@@ -104,7 +103,7 @@ def test_single_prompts_that_go_on_from_each_other_are_answered_the_same(lm):
     found = {row: reader.generate([prompts[row]], WRITE)[0] for row in alike(prompts, LEAST)[0]}
     wanted = [lm.generate([prompt], WRITE)[0] for prompt in prompts]
     assert [found[row] for row in range(3)] == wanted and len(set(wanted)) == 3
-    assert reader.saved == 64 + 128 and reader._stem is None
+    assert reader.saved == 64 + 128 and reader._cache is None
 
 
 def test_single_prompts_leave_what_the_next_one_begins_with(lm, read):
@@ -117,22 +116,22 @@ def test_single_prompts_leave_what_the_next_one_begins_with(lm, read):
     assert sum(tokens for _, tokens in read) == 128 and reader.saved == 64 + 128
 
 
-def test_a_stem_is_as_long_as_prompts_to_come_share(lm, read):
+def test_a_prefix_is_as_long_as_prompts_to_come_share(lm, read):
     prompts = [TEXT[:100] + ids(50, 380), TEXT[:100] + ids(51, 379), ids(52, 480), ids(53, 480)]
     reader = PrefixReader(lm, prompts, least=LEAST)
     for row in (0, 1):
         assert reader._prefix([prompts[row]], [6]).tokens == 96
-        assert reader._stem.capacity == 128
-        reader._give_back()
-        assert (reader._stem is None) == (row == 1)
+        assert reader._cache.capacity == 128
+        reader._release_if_unused()
+        assert (reader._cache is None) == (row == 1)
 
 
 def test_equal_prompts_one_at_a_time_are_read_once(lm, read):
     reader = PrefixReader(lm, [TEXT[:200]] * 3, least=LEAST)
     for left in (2, 1, 0):
         assert reader._prefix([TEXT[:200]], [6]).tokens == 192
-        reader._give_back()
-        assert (reader._stem is None) == (not left)
+        reader._release_if_unused()
+        assert (reader._cache is None) == (not left)
     assert read == [(1, 64)] * 3
     assert reader.saved == 3 * (200 - 64) - 192
 
@@ -160,11 +159,11 @@ def test_a_prefix_shorter_than_what_is_read_again_changes_nothing(lm, read):
         np.testing.assert_array_equal(one.nll, other.nll)
 
 
-def test_a_stem_that_could_not_be_read_is_dropped(lm, monkeypatch):
+def test_a_prefix_that_could_not_be_read_is_dropped(lm, monkeypatch):
     reader = PrefixReader(lm, least=LEAST)
     kept = reader._prefix(PROMPTS, [6] * 3)
     assert kept.tokens == 192
-    calls, prefill = [], shared_prefix.prefill
+    calls, prefill = [], session._read
 
     def failing(*arguments):
         calls.append(1)
@@ -172,11 +171,11 @@ def test_a_stem_that_could_not_be_read_is_dropped(lm, monkeypatch):
             raise MemoryError
         return prefill(*arguments)
 
-    monkeypatch.setattr(shared_prefix, "prefill", failing)
+    monkeypatch.setattr(session, "_read", failing)
     others = [TEXT[:64] + ids(70, 150) + ids(seed, 30) for seed in (71, 72, 73)]
     with pytest.raises(MemoryError):
         reader._prefix(others, [6] * 3)
-    assert reader._stem is None
+    assert reader._cache is None
     assert reader._prefix(PROMPTS, [6] * 3).tokens == 192
     assert len(calls) == 2 + 3, "all of it is read anew"
 

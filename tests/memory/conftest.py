@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from lcjax.generation import context_store
+from lcjax.generation import contexts
 
 
 @pytest.fixture
@@ -15,11 +15,11 @@ def exact_products():
 @pytest.fixture
 def encoded(monkeypatch):
     """What is encoded from here on: for each batch the mask, and the options behind it."""
-    calls, encode = [], context_store._encode
+    calls, encode = [], contexts._encode
 
     def noted(model, params, tokens, mask, *rest):
         calls.append((mask, *rest))
         return encode(model, params, tokens, mask, *rest)
 
-    monkeypatch.setattr(context_store, "_encode", noted)
+    monkeypatch.setattr(contexts, "_encode", noted)
     return calls

@@ -12,7 +12,7 @@ from tiny_lm import ids, sharper
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
-from lcjax.generation import context_store, contexts
+from lcjax.generation import contexts
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
@@ -141,7 +141,7 @@ def test_another_question_encodes_only_what_was_not_there(asking, encoded):
 
 @pytest.mark.slow
 def test_new_questions_need_few_programs_and_then_none(asking):
-    programs = context_store._encode, context_store._choose, contexts._ask
+    programs = contexts._encode, contexts._choose, contexts._embed
     found = asking.encode_contexts([ids(8, 32 * 8)], query=[ids(1, 9)])
 
     def counted(questions):
@@ -226,7 +226,7 @@ def test_a_random_policy_chooses_the_same_however_chunks_are_put_together():
 @pytest.mark.slow
 def test_a_conversation_searches_its_context_for_every_turn(asking):
     talk = Conversation(asking, context=[ids(4, 75)], length=128)
-    assert talk.context.waits
+    assert talk.context.needs_query
     for turn, seed in enumerate((1, 2)):
         talk.read(ids(seed, 9))
         said = talk.tokens

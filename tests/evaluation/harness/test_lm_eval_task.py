@@ -17,7 +17,7 @@ from lcjax.evaluation.lm_eval import answers, harness, numbers
 from lcjax.evaluation.lm_eval.requests import Encoder
 from lcjax.evaluation.split import ReplugSplit, SplitModel
 from lcjax.evaluation.task import Limits
-from lcjax.generation.continuations import Continuation
+from lcjax.generation.scoring import Continuation
 from lcjax.rope import Linear
 
 LENGTH = 40

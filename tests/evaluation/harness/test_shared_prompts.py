@@ -13,10 +13,10 @@ from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.answers import prompts_of, respond
 from lcjax.evaluation.lm_eval.requests import Choice, Rolling, Writing
 from lcjax.generation import shared_prefix
-from lcjax.generation.continuations import Continuation
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
+from lcjax.generation.scoring import Continuation
 from lcjax.generation.shared_prefix import PrefixReader
 
 LENGTH = 1300
@@ -87,7 +87,7 @@ def test_examples_before_several_questions_are_read_once_and_answers_stay(lm, al
     # All but the end is read once; rows read that again, in programs for 128 and 96 tokens.
     scored, written = (len(question(n, size)) for n, size in ((2, 20), (5, 30))), len(question(4))
     assert reader.saved == sum(scored) - 2 * 128 + 2 * (written - 96) - 1024
-    assert reader._stem is None, "nobody goes on from it"
+    assert reader._cache is None, "nobody goes on from it"
     wanted = alone(respond, lm, ASKED, 2)
     for one, other in zip(found, wanted, strict=True):
         if isinstance(one, str):

@@ -12,7 +12,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation import Passkey
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.passkey import judge
-from lcjax.generation.sampling import Written
+from lcjax.generation.sampling import GeneratedText
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_of_tokens_those_count_that_the_model_picked():
         assert judge(text, "71432", TOKENIZER, ids)["token_ids"] is right
     task, (unit, *_) = Passkey(match="token_ids"), plan(Passkey(), 1200)
     key = unit.facts["key"]  # decoding may lose the blank before it
-    answer = Written(key, tuple(TOKENIZER.encode(" " + key)), "length")
+    answer = GeneratedText(key, tuple(TOKENIZER.encode(" " + key)), "length")
     record = {**unit.facts, "window": 0, **task._record(answer, unit, TOKENIZER)}
     assert record["correct"] == 1.0 and type(record["answer"]) is str
     assert (record["ids"], record["finish"]) == (list(answer.ids), "length")

@@ -1,0 +1,441 @@
+"""Scores of given text: -log p of every token of a text, and of continuations of a prompt.
+
+Texts of different lengths fill rows of one length with padding, which costs as much as text. Where
+that is an eighth of all or more, they are read as documents of fewer, longer rows. Padding never
+changes a score: its tokens are not read, and segments mask it for patterns that weigh keys or
+queries before they mask them.
+
+The continuations of a prompt, such as the answers to a multiple-choice question, are read after
+the prompt's KV cache, so the prompt is read once. A prompt with only one continuation is read with
+it as one text. Single tokens need nothing but the prompt's own logits.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax.attention.landmark.tokens import Landmarks
+from lcjax.errors import InputError
+from lcjax.generation import session as session_lib
+from lcjax.generation.generate import Piece
+from lcjax.generation.sampling import Sampling
+from lcjax.generation.session import (
+    Prefix,
+    Session,
+    bucketed,
+    check_token_ids,
+    fill_rows,
+    nll_and_match,
+    nll_and_match_of_logits,
+    prefill_chunk_size,
+    read_prompts,
+)
+from lcjax.models import Decoder, head
+from lcjax.models import cache as cache_lib
+from lcjax.models.loss import token_nll
+from lcjax.models.memory import Encoded
+from lcjax.parallel import distributed
+from lcjax.parallel.sharding import keep_rows, padding_rows
+from lcjax.rope import Rotation
+
+Ids = Sequence[int]
+Rotations = Callable[[np.ndarray], Rotation]  # of a batch of texts of these lengths
+
+_MIN_ROOM = 32  # slots for continuations: prompts of one size are then read by one program
+_CONTINUATION_SIZES = [0, *(8 * 4**n for n in range(12))]  # tokens that are read, compiled sizes
+
+
+# Whole texts
+
+
+class Text(NamedTuple):
+    """A text that is read, and the targets that its tokens from `first` on are scored with."""
+
+    tokens: Sequence[int]
+    first: int
+    targets: Sequence[int]  # the tokens after these
+
+
+class TextRows(NamedTuple):
+    """Texts in R rows of W places with at most m targets each, all int32."""
+
+    tokens: np.ndarray  # [R, W]
+    places: np.ndarray  # [R, m], of the tokens before the targets
+    targets: np.ndarray  # [R, m]
+    # [R, W], texts numbered from 1 and 0 for padding; None: each row is one text
+    segments: np.ndarray | None
+    positions: np.ndarray | None  # [R, W], in each text; None: the places in the row
+
+
+def text_nll(
+    model: Decoder,
+    params: dict,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    rotations: Rotations,
+    first: int,
+    memory: Encoded | None = None,
+) -> np.ndarray:
+    """Computes -log p(tokens[t] | tokens[:t]) for first <= t < lengths, float32 [B, T - first].
+
+    Other entries are 0. A model with landmarks reads them among the tokens (`_landmark_nll`).
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      tokens: int32 [B, T], padded on the right.
+      lengths: int [B], tokens of each row.
+      rotations: the rotation of a batch of texts of these lengths, shared or stacked.
+      first: the first position that is scored, at least 1.
+      memory: the encoded context of the rows, rows that fill up the mesh included.
+    """
+    if (landmarks := Landmarks.read_by(model.config.pattern)) is not None:
+        arguments = (tokens, lengths, rotations, first, memory)
+        return _landmark_nll(model, params, landmarks, *arguments)
+    texts = [
+        Text(row[:length], first - 1, row[first:length])
+        for row, length in zip(tokens, lengths, strict=True)
+    ]
+    rotation = rotations(np.maximum(lengths, 1))
+    scores = score_texts(model, params, token_nll, texts, rotation=rotation, memory=memory)
+    nll = np.zeros((len(tokens), tokens.shape[1] - first), np.float32)
+    for row, row_nll in zip(nll, scores, strict=True):
+        row[: len(row_nll)] = row_nll
+    return nll
+
+
+def score_texts(
+    model: Decoder,
+    params: dict,
+    score: Callable[..., Any],
+    texts: Sequence[Text],
+    *,
+    rotation: Rotation,
+    memory: Encoded | None = None,
+) -> list[Any]:
+    """Scores the targets of each text: a tree of arrays [m] for each.
+
+    Texts and targets of about these lengths share one compiled program.
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      score: `score(hidden, projection, targets)` gives a tree of [R, m] for hidden states
+        [R, m, D] and targets int32 [R, m].
+      texts: in any lengths.
+      rotation: one for all texts, or stacked.
+      memory: the encoded context of the texts, rows that fill up the mesh included.
+    """
+    is_stacked = rotation.inv_freq.ndim > 1
+    rows, spans = _lay_out(model, texts, one_per_row=memory is not None or is_stacked)
+    if is_stacked:
+        rotation = rotation.rows(np.arange(len(rows.tokens)) % len(texts))
+    scores = _score_rows(model, score, params, rows, rotation, memory)
+    scores = jax.tree.map(distributed.gather, scores)
+    return [jax.tree.map(operator.itemgetter(span), scores) for span in spans]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score_rows(model: Decoder, score, params, rows: TextRows, rotation: Rotation, memory):
+    """`score` of the hidden states before the targets; only these are projected to logits."""
+    tokens, targets = (keep_rows(x, model.mesh) for x in (rows.tokens, rows.targets))
+    options = {"positions": rows.positions, "segments": rows.segments}
+    hidden, _ = model.apply({"params": params}, tokens, rotation=rotation, memory=memory, **options)
+    hidden = jnp.take_along_axis(hidden, rows.places[..., None], 1)
+    return score(hidden, head(params, model.config), targets)
+
+
+def _lay_out(
+    model: Decoder, texts: Sequence[Text], one_per_row: bool
+) -> tuple[TextRows, list[tuple[int, slice]]]:
+    """The rows of texts, and the row and the columns of the targets of each text."""
+    starts, shape, is_packed = _choose_rows(model, [len(t.tokens) for t in texts], one_per_row)
+    num_targets = np.zeros(shape[0], int)
+    spans = []
+    for (row, _), text in zip(starts, texts, strict=True):
+        spans.append((row, slice(num_targets[row], num_targets[row] + len(text.targets))))
+        num_targets[row] += len(text.targets)
+    width = bucketed(int(num_targets.max()), least=8)
+    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    places, targets = (np.zeros((shape[0], width), np.int32) for _ in range(2))
+    for number, ((row, start), (_, span), text) in enumerate(zip(starts, spans, texts), 1):
+        columns = slice(start, start + len(text.tokens))
+        tokens[row, columns], segments[row, columns] = text.tokens, number
+        positions[row, columns] = np.arange(len(text.tokens))
+        places[row, span] = start + text.first + np.arange(len(text.targets))
+        targets[row, span] = text.targets
+    if not is_packed and (model.config.pattern.any_order or segments.all()):
+        segments = None  # causal masks hide the padding after a text
+    return TextRows(tokens, places, targets, segments, positions if is_packed else None), spans
+
+
+def _choose_rows(
+    model: Decoder, lengths: Sequence[int], one_per_row: bool
+) -> tuple[list[tuple[int, int]], tuple[int, int], bool]:
+    """Row and first place of each text, the shape of the rows, and whether texts share rows."""
+    config, longest, num_rows = model.config, max(lengths), len(lengths)
+    num_packed = -(-sum(lengths) // session_lib.MAX_PACKED_ROW)
+    num_rows, num_packed = (n + padding_rows(model.mesh, n) for n in (num_rows, num_packed))
+    width = bucketed(longest) if config.pattern.any_order else longest
+    if config.position == "learned":
+        width = min(width, max(config.max_length, longest))
+    elif config.pattern.any_order and not one_per_row:
+        starts, filled = _pack(lengths, num_packed)
+        packed_width = bucketed(filled)
+        if session_lib.packing_saves(num_packed * packed_width, num_rows * width):
+            return starts, (num_packed, packed_width), True
+    return [(row, 0) for row in range(len(lengths))], (num_rows, width), False
+
+
+def _pack(lengths: Sequence[int], num_rows: int) -> tuple[list[tuple[int, int]], int]:
+    """Row and first place of each text in rows of about equal length, and the longest of these.
+
+    The longest text first, each into the row that has least: the result is at most a third longer
+    than the best (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
+    """
+    starts, filled = [(0, 0)] * len(lengths), [0] * num_rows
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        row = filled.index(min(filled))
+        starts[number] = row, filled[row]
+        filled[row] += lengths[number]
+    return starts, max(filled)
+
+
+def _landmark_nll(model, params, landmarks, tokens, lengths, rotations, first, memory):
+    """`text_nll` of a model that reads landmarks.
+
+    The tokens are read with a landmark after every full block, `pattern.chunk` at a time; earlier
+    blocks are retrieved from the cache. Each token is predicted where the model learned to: from
+    the landmark before it if landmarks are predicted, else from the last ordinary token.
+    `rotations` is given lengths that count landmarks.
+    """
+    pattern = model.config.pattern
+    is_scored = np.arange(first, tokens.shape[1]) < lengths[:, None]
+    tokens, lengths = (np.array(fill_rows(model, x)) for x in (tokens, lengths))
+    num_rows, num_tokens = tokens.shape
+    place = np.arange(num_tokens) + np.arange(num_tokens) // landmarks.every
+    width = place[-1]  # the last token is not read
+    source = place[first:] - 1 if landmarks.loss == "predict" else place[first - 1 : -1]
+    chunk = min(pattern.chunk or width, -(-width // pattern.block) * pattern.block)
+    padded = -(-width // chunk) * chunk
+    text = np.full((num_rows, padded), landmarks.token, np.int32)
+    text[:, place[:-1]] = tokens[:, :-1]
+    targets = np.zeros((num_rows, padded), np.int32)
+    targets[:, source] = tokens[:, first:]
+    num_read = place[np.maximum(lengths, 1) - 1]  # the last token of a row is not read either
+    # All queries of a chunk may choose blocks together, so padding must not take part.
+    segments = (np.arange(padded) < num_read[:, None]).astype(np.int32)
+    positions = np.broadcast_to(np.arange(padded, dtype=np.int32), text.shape)
+    slots = cache_lib.whole_blocks(padded)
+    cache = cache_lib.create(model.config, num_rows, slots, chunk=chunk, mesh=model.mesh)
+    session = Session(model, params, cache, rotations(np.maximum(num_read, 1)), memory)
+    nll = []
+    for start in range(0, padded, chunk):
+        columns = (x[:, start : start + chunk] for x in (text, targets, segments, positions))
+        nll.append(session.score(*columns)[0])
+    scores = np.concatenate([distributed.gather(x) for x in nll], 1)[:, source]
+    return np.where(is_scored, scores[: len(is_scored)], 0)
+
+
+# Continuations of prompts
+
+
+class Continuation(NamedTuple):
+    """The scores of a continuation."""
+
+    nll: np.ndarray  # float32 [m], -log p of every token given all before it
+    greedy: bool  # whether every token is the most probable one
+
+
+def check_continuations(
+    prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], vocab_size: int
+) -> None:
+    """Raises an InputError for empty prompts or continuations, and for tokens out of range."""
+    if len(prompts) != len(continuations) or not len(prompts):
+        raise InputError(
+            f"continuations={len(continuations)} lists for {len(prompts)} prompts; give a list of"
+            " continuations for each prompt, and at least one prompt"
+        )
+    if not all(len(prompt) for prompt in prompts):
+        raise InputError("prompts: one has no token to predict from; begin it with BOS")
+    if not all(len(row) and all(len(ids) for ids in row) for row in continuations):
+        raise InputError("continuations: each prompt needs at least one, and each a token")
+    for number, (prompt, row) in enumerate(zip(prompts, continuations)):
+        check_token_ids(f"prompts[{number}]", prompt, vocab_size)
+        for place, ids in enumerate(row):
+            check_token_ids(f"continuations[{number}][{place}]", ids, vocab_size)
+
+
+def score_continuations(
+    model: Decoder,
+    params: dict,
+    prompts: Sequence[Ids],
+    continuations: Sequence[Sequence[Ids]],
+    *,
+    rotations: Rotations,
+    memory: Encoded | None = None,
+    prefix: Prefix | None = None,
+) -> list[list[Continuation]]:
+    """Scores the continuations of each prompt, with the prompt read once or as one text.
+
+    Args:
+      model: the decoder; it reads no landmarks (`score_continuations_as_texts`).
+      params: its parameters.
+      prompts: token ids.
+      continuations: token ids, a list of continuations for each prompt.
+      rotations: the rotation of a batch of texts of these lengths. The length of a prompt counts
+        the longest of its continuations.
+      memory: the encoded context of the prompts, rows that fill up the mesh included.
+      prefix: what all prompts begin with, read before.
+    """
+    check_continuations(prompts, continuations, model.config.vocab_size)
+    lengths = np.array(
+        [len(prompt) + max(map(len, row)) for prompt, row in zip(prompts, continuations)]
+    )
+    longest = int(lengths.max()) - 1  # the last token is predicted, not read
+    model.config.check_length(longest)
+    texts = {"prompts": prompts, "continuations": continuations, "memory": memory}
+    is_single = prefix is None and all(len(row) == 1 for row in continuations)
+    if is_single and model.config.pattern.any_order and longest <= prefill_chunk_size(None):
+        return score_at_once(model, params, **texts, rotation=rotations(lengths))
+    rotation = rotations(np.array(fill_rows(model, lengths)))
+    return score_by_cache(model, params, **texts, rotation=rotation, prefix=prefix)
+
+
+def score_at_once(
+    model: Decoder,
+    params: dict,
+    prompts: Sequence[Ids],
+    continuations: Sequence[Sequence[Ids]],
+    *,
+    rotation: Rotation,
+    memory: Encoded | None = None,
+) -> list[list[Continuation]]:
+    """Scores one continuation for each prompt, which is read with it as one text.
+
+    For patterns under which no token depends on what follows it.
+    """
+    pairs = [(prompt, row[0]) for prompt, row in zip(prompts, continuations, strict=True)]
+    texts = [Text([*prompt, *ids[:-1]], len(prompt) - 1, ids) for prompt, ids in pairs]
+    scores = score_texts(model, params, nll_and_match, texts, rotation=rotation, memory=memory)
+    return [[Continuation(nll, bool(match.all()))] for nll, match in scores]
+
+
+def score_by_cache(
+    model: Decoder,
+    params: dict,
+    prompts: Sequence[Ids],
+    continuations: Sequence[Sequence[Ids]],
+    *,
+    rotation: Rotation,
+    memory: Encoded | None = None,
+    prefix: Prefix | None = None,
+) -> list[list[Continuation]]:
+    """Scores continuations after the KV cache of their prompts.
+
+    A few sizes of prompts and of continuations are compiled. Arguments as of
+    `score_continuations`, with the `rotation` of all rows.
+    """
+    num_prompts, prompts = len(prompts), fill_rows(model, prompts)
+    rounds = _rounds(fill_rows(model, continuations))
+    room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, prefill_chunk_size(None)
+    logits, session = read_prompts(
+        model, params, prompts, rotation, room=max(room, _MIN_ROOM), chunk=chunk, memory=memory,
+        prefix=prefix,
+    )  # fmt: skip
+    lengths = np.array([len(prompt) for prompt in prompts])
+    scores = [_score_round(session, logits, lengths, ids, sizes, chunk) for ids, sizes in rounds]
+    return [
+        [
+            Continuation(nll[row, : len(ids)], bool(match[row, : len(ids)].all()))
+            for ids, (nll, match) in zip(continuations[row], scores)
+        ]
+        for row in range(num_prompts)
+    ]
+
+
+def _rounds(continuations: Sequence[Sequence[Ids]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The first continuation of every prompt, then the second, ...: ids int32 [B, m], sizes [B].
+
+    A prompt with fewer continuations repeats its first one; those scores are not used.
+    """
+    rounds = []
+    for number in range(max(map(len, continuations))):
+        rows = [row[number] if number < len(row) else row[0] for row in continuations]
+        sizes = np.array([len(ids) for ids in rows])
+        # The last token is only predicted.
+        num_read = next(size for size in _CONTINUATION_SIZES if size >= sizes.max() - 1)
+        ids = np.zeros((len(rows), 1 + num_read), np.int32)
+        for row, row_ids in enumerate(rows):
+            ids[row, : len(row_ids)] = row_ids
+        rounds.append((ids, sizes))
+    return rounds
+
+
+def _score_round(
+    session: Session, logits: jax.Array, lengths, ids, sizes, chunk: int
+) -> list[np.ndarray]:
+    """-log p and whether it is the most probable, [B, m] each, of one continuation per prompt.
+
+    `logits` [B, V] follow the prompts that `session` has read.
+    """
+    branch = Session(session.model, session.params, session.cache, session.rotation, session.memory)
+    parts = [tuple(x[:, None] for x in _score_first(logits, ids[:, 0]))]
+    for start in range(0, ids.shape[1] - 1, chunk):
+        tokens, targets = (x[:, start : start + chunk] for x in (ids[:, :-1], ids[:, 1:]))
+        places = start + np.arange(tokens.shape[1])[None]
+        segments = (places < sizes[:, None] - 1).astype(np.int32)
+        positions = lengths[:, None] + places
+        parts.append(branch.score(tokens, targets, segments, positions, in_place=False))
+    return [
+        np.concatenate([distributed.gather(x) for x in arrays], 1)
+        for arrays in zip(*parts, strict=True)
+    ]
+
+
+_score_first = jax.jit(nll_and_match_of_logits)
+
+
+def score_continuations_as_texts(
+    nll: Callable[..., np.ndarray],
+    stream: Callable[[Sequence[Ids], Sampling], Iterable[Piece]],
+    prompts: Sequence[Ids],
+    continuations: Sequence[Sequence[Ids]],
+    *,
+    follows_length: bool,
+) -> list[list[Continuation]]:
+    """Scores continuations with a function of whole texts: each is read with its prompt.
+
+    Args:
+      nll: is called with tokens, first and lengths, as `LanguageModel.nll`.
+      stream: generates the greedy text that continuations are compared with.
+      prompts: token ids.
+      continuations: token ids, a list of continuations for each prompt.
+      follows_length: whether rotations depend on the length. Then the greedy text of a prompt is
+        generated for its own longest continuation, not for that of the batch.
+    """
+    greedy: list[list[int]] = [[] for _ in prompts]
+    longest = [max(map(len, row)) for row in continuations]
+    for max_new_tokens in sorted(set(longest)) if follows_length else [max(longest)]:
+        for piece in stream(prompts, Sampling(max_new_tokens=max_new_tokens)):
+            if longest[piece.row] == max_new_tokens or not follows_length:
+                greedy[piece.row] += piece.ids
+    scores: list[list[Continuation]] = [[] for _ in prompts]
+    starts = [len(prompt) for prompt in prompts]
+    for ids, sizes in _rounds(continuations):
+        ends = starts + sizes
+        tokens = np.zeros((len(prompts), ends.max()), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : ends[row]] = [*prompt, *ids[row, : sizes[row]]]
+        losses = np.asarray(nll(tokens, first=min(starts), lengths=ends))
+        for row, row_continuations in enumerate(continuations):
+            if len(scores[row]) < len(row_continuations):
+                size = sizes[row]
+                is_greedy = greedy[row][:size] == ids[row, :size].tolist()
+                scores[row].append(Continuation(losses[row, starts[row] : ends[row]], is_greedy))
+    return scores

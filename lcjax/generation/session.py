@@ -1,0 +1,515 @@
+"""Sessions: a model, a KV cache, and chunks of tokens that are read into it.
+
+Generation, scoring, conversations and shared prefixes all read text through `Session`. Lengths are
+rounded up to a few sizes, because each size compiles a program.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax.attention import Pattern
+from lcjax.attention.landmark.tokens import Landmarks, aligned
+from lcjax.errors import InputError, whole_number
+from lcjax.models import Decoder, head
+from lcjax.models import cache as cache_lib
+from lcjax.models.cache import Cache
+from lcjax.models.layers import Keep
+from lcjax.models.loss import Projection, over_chunks
+from lcjax.models.memory import Encoded
+from lcjax.parallel.sharding import keep_rows, padding_rows
+from lcjax.rope import Rotation
+
+# Most tokens of a row of packed texts, unless one text is longer: the table of visible blocks of a
+# packed row is computed by the program, and grows with the square of the row.
+MAX_PACKED_ROW = 8192
+
+
+# Input checks
+
+
+def check_token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
+    """Returns `ids` as int32 [n].
+
+    Raises:
+      InputError: `ids` is not a list of token ids of the vocabulary; the message calls it `name`.
+    """
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of unequal lengths
+        array = np.zeros((1, 1))
+    if array.ndim != 1:
+        raise InputError(f"{name}={_shorten(ids)} must be a list of token ids, whole numbers")
+    if array.dtype.kind not in "iu" or (isinstance(ids, list | tuple) and bool in map(type, ids)):
+        for token in ids:
+            whole_number(f"{name}: token", token, 0)
+    outside = array[(array < 0) | (array >= vocab_size)]
+    if outside.size:
+        raise InputError(f"{name}: token={outside[0]} must lie between 0 and {vocab_size - 1}")
+    return array.astype(np.int32)
+
+
+def check_token_rows(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `tokens` as int32 [B, T] with 0 after `lengths`, and `lengths` as int [B].
+
+    Raises:
+      InputError: `tokens` or `lengths` (None: T for every row) are not whole numbers in the range
+        that the vocabulary and T allow.
+    """
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        array = np.zeros(0)
+    if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
+        raise InputError(
+            f"tokens={_shorten(tokens)} must be token ids, whole numbers in rows of one length"
+            " [B, T]; pad shorter rows to that, and give lengths"
+        )
+    num_rows, width = array.shape
+    lengths = np.full(num_rows, width) if lengths is None else np.asarray(lengths)
+    is_valid = lengths.dtype.kind in "iu" and lengths.shape == (num_rows,)
+    if not is_valid or (lengths < 0).any() or (lengths > width).any():
+        raise InputError(
+            f"lengths={_shorten(lengths)} must be {num_rows} whole numbers from 0 to the"
+            f" {width} tokens of a row, one for each row"
+        )
+    array = np.where(np.arange(width) < lengths[:, None], array, 0)
+    for row, ids in enumerate(array):
+        check_token_ids(f"tokens[{row}]", ids, vocab_size)
+    return array.astype(np.int32), lengths
+
+
+def _shorten(value: Any) -> str:
+    """The first characters of `repr(value)`, on one line."""
+    return " ".join(repr(value).split())[:60]
+
+
+# Sizes
+
+
+def bucketed(length: int, per_octave: int = 8, least: int = 64) -> int:
+    """Rounds `length` up to one of `per_octave` sizes (a power of two) between powers of two.
+
+    The result is at least `least`; beyond that it exceeds `length` by less than the share
+    1 / `per_octave`.
+    """
+    length = max(length, least)
+    step = max((1 << (length - 1).bit_length()) // (2 * per_octave), 1)
+    return -(-length // step) * step
+
+
+def packing_saves(packed: int, padded: int) -> bool:
+    """Whether packed rows of `packed` tokens cost less than padded rows of `padded` tokens.
+
+    A difference of one step of `bucketed` is not enough: what is visible in a packed row is only
+    known when the program runs.
+    """
+    return 8 * packed <= 7 * padded
+
+
+def prompt_bucket(length: int, chunk: int) -> int:
+    """Rounds `length` up so that the odd chunk has 64, 96, 128, 192, 256, 384, ... tokens.
+
+    Each size compiles a program, so few sizes serve all prompts; beyond 64 tokens at most a third
+    of the odd chunk is padding.
+    """
+    whole, rest = divmod(length, chunk)
+    return whole * chunk + (min(bucketed(rest, 2), chunk) if rest else 0)
+
+
+def prefill_chunk_size(chunk: int | None) -> int:
+    """Returns `chunk`, or by default a size that fills a matrix unit and fits a CPU's caches."""
+    if chunk is None:
+        return 1024 if jax.default_backend() == "cpu" else 4096
+    whole_number("prefill_chunk", chunk, 1, "leave it out for the default")
+    return int(chunk)
+
+
+def chunk_spans(length: int, chunk: int) -> list[tuple[int, int]]:
+    """Start and end of each chunk of a prompt; the odd chunk is first, where attention is cheap."""
+    odd = length % chunk
+    edges = ([0, odd] if odd else [0]) + list(range(odd + chunk, length + 1, chunk))
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def unpadded_chunks(length: int, chunk: int) -> list[int]:
+    """Splits `length` into whole chunks and at most three of each power of four."""
+    sizes, size = [chunk] * (length // chunk), 1
+    rest = length % chunk
+    while 4 * size <= rest:
+        size *= 4
+    while rest:
+        sizes += [size] * (rest // size)
+        rest, size = rest % size, size // 4
+    return sizes
+
+
+# Reading
+
+
+class Session:
+    """Rows of text that a model reads chunk by chunk, and the KV cache of what it has read.
+
+    Attributes:
+      cache: every call that reads replaces it and gives up the buffers of the one before.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        params: dict,
+        cache: Cache,
+        rotation: Rotation,
+        memory: Encoded | None = None,
+    ):
+        """`rotation` is shared by all rows or stacked; `memory` is the encoded context of the rows,
+        rows that fill up the mesh included.
+        """
+        self.model, self.params, self.cache = model, params, cache
+        self.rotation, self.memory = rotation, memory
+
+    def read(
+        self,
+        tokens: np.ndarray,
+        segments: np.ndarray | None,
+        positions: np.ndarray,
+        ends: np.ndarray | None = None,
+    ) -> jax.Array:
+        """Reads `tokens` int32 [B, T] and returns float32 logits [B, V] of the next token.
+
+        Args:
+          tokens: the next tokens of every row.
+          segments: int32 [B, T], 0 where there is padding; None: no padding.
+          positions: [B, T].
+          ends: int [B], the token of each row whose logits are returned, counted from the end (1 is
+            the last); None: the last.
+        """
+        logits, self.cache = _read(
+            self.model, self.params, self.cache, tokens, segments, positions, self.rotation, ends,
+            self.memory,
+        )  # fmt: skip
+        return logits
+
+    def read_token(
+        self,
+        token: jax.Array,
+        segments: np.ndarray | None,
+        positions: np.ndarray,
+        ends: np.ndarray | None = None,
+    ) -> jax.Array:
+        """Reads one token int32 [B] of every row and returns the logits [B, V] of the next one.
+
+        With `segments` [B, 2] a landmark follows the token; other arguments as of `read`.
+        """
+        logits, self.cache = _read_token(
+            self.model, self.params, self.cache, token, segments, positions, self.rotation, ends,
+            self.memory,
+        )  # fmt: skip
+        return logits
+
+    def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
+        """Reads `ids` int32 [n], the same for every row, from position `start` on, without padding.
+
+        Padding in the middle of a text would stay in the cache. Returns logits [B, V].
+        """
+        num_rows, end = len(self.cache.tokens), 0
+        for size in unpadded_chunks(len(ids), chunk):
+            begin, end = end, end + size
+            places = start + np.arange(begin, end)
+            tokens, places = (np.tile(x, (num_rows, 1)) for x in (ids[begin:end], places))
+            logits = self.read(tokens, None, places)
+        return logits
+
+    def score(
+        self,
+        tokens: np.ndarray,
+        targets: np.ndarray,
+        segments: np.ndarray,
+        positions: np.ndarray,
+        *,
+        in_place: bool = True,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Reads `tokens` int32 [B, T] and scores the `targets` int32 [B, T] after each of them.
+
+        With `in_place=False` the buffers of the cache stay valid: other texts may go on from it.
+
+        Returns:
+          -log p of the targets, float32 [B, T], and whether each is the most probable token, bool.
+        """
+        scores, self.cache = (_score_in_place if in_place else _score)(
+            self.model, self.params, self.cache, tokens, targets, segments, positions,
+            self.rotation, self.memory,
+        )  # fmt: skip
+        return scores
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read(model, params, cache, tokens, segments, positions, rotation, ends, memory):
+    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
+    return _next_logits(model, params, hidden, ends), cache
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read_token(model, params, cache, token, segments, positions, rotation, ends, memory):
+    tokens = token[:, None]
+    if segments is not None:
+        landmark = jnp.full_like(tokens, model.config.pattern.token)
+        tokens = jnp.concatenate([tokens, landmark], 1)
+    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
+    return _next_logits(model, params, hidden, ends), cache
+
+
+def _read_and_score(model, params, cache, tokens, targets, segments, positions, rotation, memory):
+    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
+    targets = keep_rows(targets, model.mesh)
+    return nll_and_match(hidden, head(params, model.config), targets), cache
+
+
+_score = jax.jit(_read_and_score, static_argnums=0)
+_score_in_place = jax.jit(_read_and_score, static_argnums=0, donate_argnums=2)
+
+
+def _extend(model, params, cache, tokens, segments, positions, rotation, memory):
+    """Hidden states [B, T, D] of `tokens` [B, T], and the cache with them added."""
+    hidden, cache = model.apply(
+        {"params": params},
+        keep_rows(tokens, model.mesh),
+        positions=keep_rows(positions, model.mesh),
+        segments=segments,
+        rotation=rotation,
+        cache=cache,
+        memory=memory,
+    )
+    return hidden, cache_lib.keep_layout(cache, model.mesh)
+
+
+def _next_logits(model, params, hidden, ends):
+    """Logits [B, V] of hidden states [B, T, D] at `ends` [B]; landmarks are never predicted."""
+    last = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
+    logits = model.apply({"params": params}, last, method="logits")
+    if (landmarks := Landmarks.read_by(model.config.pattern)) is not None:
+        logits = logits.at[:, landmarks.token].set(-jnp.inf)
+    return keep_rows(logits, model.mesh)
+
+
+def nll_and_match(
+    hidden: jax.Array, projection: Projection, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Scores `targets` int32 [B, m] after hidden states [B, m, D], some positions at a time.
+
+    Returns -log p float32 [B, m], and bool [B, m]: whether each target is the most probable token.
+    """
+
+    def of_chunk(hidden, projection, targets):
+        return nll_and_match_of_logits(projection(hidden), targets)
+
+    return over_chunks(of_chunk, hidden, projection, targets)
+
+
+def nll_and_match_of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`nll_and_match` of logits [..., V]."""
+    picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - picked, logits.argmax(-1) == targets
+
+
+# Prompts
+
+
+class Prefix(NamedTuple):
+    """What every prompt of a batch begins with, read before with the rotation of all rows."""
+
+    cache: Cache  # full, of one row without padding
+    ids: np.ndarray  # int32 [n], its first tokens
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def check(
+        self, pattern: Pattern, prompts: Sequence[Sequence[int]], *, context: Any, exact: bool
+    ) -> None:
+        """Raises an InputError where prompts cannot go on from this prefix.
+
+        `exact` says that rotations change while text is generated.
+        """
+        if not can_share_prefix(pattern):
+            raise InputError(
+                f"prefix: what {type(pattern).__name__} lets a token see depends on all that is"
+                " read with it; leave prefix out"
+            )
+        if context is not None or exact:
+            name = "exact=True" if context is None else "context"
+            raise InputError(f"prefix was read without {name}; leave one of the two out")
+        for number, prompt in enumerate(prompts):
+            ids = np.asarray(prompt)
+            if len(ids) <= self.tokens or not np.array_equal(ids[: self.tokens], self.ids):
+                raise InputError(
+                    f"prompts[{number}] must begin with the {self.tokens} tokens of prefix and go"
+                    " on; leave prefix out"
+                )
+
+
+def can_share_prefix(pattern: Pattern) -> bool:
+    """Whether what a token sees depends on its position alone, and the cache keeps all keys."""
+    return pattern.any_order and pattern.kept() is None
+
+
+def prefix_tokens_reused(lengths: Sequence[int], tokens: int, chunk: int) -> np.ndarray:
+    """How many of a prefix's `tokens` each row of a batch of prompts reuses, int [B].
+
+    All rows end together and are read from one column on. So shorter rows read the end of the
+    prefix again, and longer rows read what follows it, rounded up to a compiled size.
+    """
+    return np.maximum(np.array(lengths) - prompt_bucket(max(lengths) - tokens, chunk), 0)
+
+
+def read_prompts(
+    model: Decoder,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    rotation: Rotation,
+    *,
+    room: int,
+    chunk: int,
+    rotated: bool | None = None,
+    landmarks: Landmarks | None = None,
+    memory: Encoded | None = None,
+    prefix: Prefix | None = None,
+) -> tuple[jax.Array, Session]:
+    """Reads prompts into a new cache.
+
+    Args:
+      prompts: token ids, one list for each row, rows that fill up the mesh included.
+      rotation: shared by all rows, or stacked.
+      room: tokens that the cache has space for after the prompts.
+      chunk: tokens that are read at once.
+      rotated: whether the cache keeps rotated keys; None: as the pattern requires.
+      landmarks: of a model that reads landmarks; the prompts contain them.
+      memory: the encoded context of the rows.
+      prefix: what all prompts begin with, read before.
+
+    Returns:
+      float32 logits [B, V] of the token after each prompt, and the session to go on with.
+    """
+    tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
+    width = tokens.shape[1]
+    slots, mesh, first = cache_lib.whole_blocks(width + room), model.mesh, 0
+    if prefix is not None:
+        first = width - prompt_bucket(max(map(len, prompts)) - prefix.tokens, chunk)
+    if first > 0:
+        cache = cache_lib.branch(prefix.cache, np.int32(first), padding, slots, mesh)
+    else:
+        first, options = 0, {"chunk": chunk, "rotated": rotated, "mesh": mesh}
+        cache = cache_lib.create(model.config, len(prompts), slots, **options)
+    session = Session(model, params, cache, rotation, memory)
+    positions = np.maximum(np.arange(width)[None] - padding[:, None], 0)
+    is_plain = not first and landmarks is None and memory is None and width <= chunk
+    if is_plain and can_pack(model, cache, [len(prompt) for prompt in prompts], width, rotation):
+        return read_packed(session, prompts, segments, positions), session
+    for start, stop in chunk_spans(width - first, chunk):
+        columns = slice(first + start, first + stop)
+        logits = session.read(tokens[:, columns], segments[:, columns], positions[:, columns], ends)
+    return logits, session
+
+
+def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):
+    """tokens and segments int32 [B, T], the padding [B] before each prompt, and `ends` (`read`)."""
+    longest = prompt_bucket(max(map(len, prompts)), chunk)
+    if landmarks is not None:
+        return aligned(prompts, longest, landmarks)
+    tokens = np.zeros((len(prompts), longest), np.int32)
+    padding = np.array([longest - len(prompt) for prompt in prompts])
+    for row, prompt in enumerate(prompts):
+        tokens[row, padding[row] :] = prompt
+    segments = (np.arange(longest)[None] >= padding[:, None]).astype(np.int32)
+    return tokens, segments, padding, None
+
+
+class _PackedPrompts(NamedTuple):
+    """B prompts in one row of W places, and where they go in a cache of B rows, all int32."""
+
+    tokens: np.ndarray  # [1, W]
+    segments: np.ndarray  # [1, W], prompts numbered from 1, 0 after them
+    positions: np.ndarray  # [1, W], in each prompt
+    ends: np.ndarray  # [B], places of the last tokens
+    source: np.ndarray  # [1, B * T], the place whose keys and values go to each of T slots
+
+
+def can_pack(
+    model: Decoder, cache: Cache, lengths: Sequence[int], width: int, rotation: Rotation
+) -> bool:
+    """Whether prompts may be read as one packed row, and that is cheaper than rows of `width`.
+
+    One prompt alone is better read with the few compiled sizes of prompts.
+    """
+    config = model.config
+    if len(lengths) == 1 or sum(lengths) > MAX_PACKED_ROW:
+        return False
+    if not packing_saves(bucketed(sum(lengths)), len(lengths) * width):
+        return False
+    if model.mesh is not None or config.position == "learned" or cache.rolling is not None:
+        return False
+    if not config.pattern.any_order or config.pattern.notes(cache.capacity, config.head_dim):
+        return False
+    return rotation.inv_freq.ndim == 1
+
+
+def read_packed(
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    segments: np.ndarray,
+    positions: np.ndarray,
+) -> jax.Array:
+    """Reads prompts as one packed row into the empty cache of `session`.
+
+    In the cache they end at slot T, with `segments` and `positions` [B, T]. Returns the logits
+    [B, V] after each prompt.
+    """
+    lengths, slots = np.array([len(prompt) for prompt in prompts]), segments.shape[1]
+    ends, total = np.cumsum(lengths), int(lengths.sum())
+    starts = ends - lengths
+    fields = (
+        np.concatenate(prompts),
+        np.repeat(np.arange(1, len(lengths) + 1), lengths),
+        np.arange(total) - np.repeat(starts, lengths),
+    )
+    fields = [np.pad(x, (0, bucketed(total) - total))[None] for x in fields]
+    # Slots before a prompt may hold anything: segments mask them.
+    source = np.maximum(ends[:, None] - slots + np.arange(slots), starts[:, None]).reshape(1, -1)
+    packed = _PackedPrompts(*(x.astype(np.int32) for x in (*fields, ends - 1, source)))
+    logits, session.cache = _read_packed(
+        session.model, session.params, session.cache, packed, segments, positions,
+        session.rotation,
+    )  # fmt: skip
+    return logits
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read_packed(model, params, cache, packed: _PackedPrompts, segments, positions, rotation):
+    pattern, key_positions = model.config.pattern, None
+    if cache.rotated:
+        key_positions = pattern.key_positions(positions, positions).reshape(1, -1)
+    hidden, layers = model.apply(
+        {"params": params}, packed.tokens, positions=packed.positions, segments=packed.segments,
+        rotation=rotation, keep=Keep(packed.source, key_positions),
+    )  # fmt: skip
+
+    def write(slots, new):
+        """[.., B, K, S, H] with [.., 1, B * T, K, H] in the first T slots."""
+        *rest, batch, heads, _, size = slots.shape
+        new = new.reshape(*rest, batch, -1, heads, size).swapaxes(-3, -2).astype(slots.dtype)
+        return jax.lax.dynamic_update_slice(slots, new, (0,) * slots.ndim)
+
+    cache, _ = cache_lib.extend(cache, segments, positions)
+    cache = cache_lib.replace_layers(cache, jax.tree.map(write, cache.layers, layers))
+    logits = model.apply({"params": params}, hidden[0, packed.ends], method="logits")
+    return logits, cache
+
+
+def fill_rows(model: Decoder, rows: Sequence[Any]) -> list[Any]:
+    """`rows`, and copies of the first so that all devices of the mesh get equally many."""
+    return [*rows, *[rows[0]] * padding_rows(model.mesh, len(rows))]
