@@ -55,5 +55,5 @@ class Longformer(Pattern):
             return dilated
         return per_head((band(0, self.window - 1), heads - some), (dilated, some))
 
-    def kept(self) -> tuple[int, int]:
+    def cache_window(self) -> tuple[int, int]:
         return max(self.global_tokens, default=-1) + 1, (self.window - 1) * self.dilation + 1

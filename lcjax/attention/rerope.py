@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, Places
-from lcjax.attention.near_far import near_and_far
+from lcjax.attention.base import Pass, Pattern, Places, near_and_far
 from lcjax.errors import whole_number
 from pallas_kernels import everything
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from lcjax.attention.base import POSITIONS, Pass, Pattern, Places
+from lcjax.attention.base import POSITIONS, Pass, Pattern, Places, partial_attention
 from lcjax.attention.causal import Causal
-from lcjax.attention.partial import partial_attention
 from lcjax.errors import InputError, whole_number
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads

@@ -35,7 +35,7 @@ class SelfExtend(Pattern):
     )
     moves_keys = True
     encodings = ("rope",)
-    any_order = True  # `attend` here asks order indices alone
+    is_position_based = True  # `attend` here asks order indices alone
 
     window: int = 1024  # keys at their own distance, the token itself included
     group: int = 64  # tokens that share one position beyond the window

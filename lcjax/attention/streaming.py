@@ -56,5 +56,5 @@ class Streaming(Pattern):
         far = causal() & ~local & prefix(self.sinks)
         return [near, Pass(places.q_positions - gap, places.k_positions, far)]
 
-    def kept(self) -> tuple[int, int]:
+    def cache_window(self) -> tuple[int, int]:
         return self.sinks, max(self.recent + self.stride, self._first - self.sinks)

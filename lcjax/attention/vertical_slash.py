@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lcjax.attention.base import Pass, Pattern, Places
-from lcjax.attention.partial import rotate_both
+from lcjax.attention.base import Pass, Pattern, Places, rotate_qk
 from lcjax.errors import whole_numbers
 from lcjax.rope.base import Rotation
 from pallas_kernels import causal, flash, merge, tables
@@ -66,8 +65,8 @@ class VerticalSlash(Pattern):
                 q, k, v, rotation, places,
                 keys_rotated=keys_rotated, implementation=implementation,
             )  # fmt: skip
-        implementation = places.unsplit(implementation)
-        q, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
+        implementation = places.partitionable(implementation)
+        q, k = rotate_qk(q, k, places, rotation, keys_rotated=keys_rotated)
         rows, heads = q.shape[0], q.shape[2]
         with jax.named_scope("choose"):
             where = _rows(places, rows, heads)

@@ -83,7 +83,7 @@ def scored(
     model.config.check_length(longest)
     texts = {"prompts": prompts, "continuations": continuations, "memory": memory}
     one = prefix is None and all(len(row) == 1 for row in continuations)
-    if one and model.config.pattern.any_order and longest <= prefill_chunk_size(None):
+    if one and model.config.pattern.is_position_based and longest <= prefill_chunk_size(None):
         return at_once(model, params, **texts, rotation=rotations(lengths))
     lengths = np.pad(lengths, (0, padding_rows(model.mesh, len(prompts))), "wrap")
     return by_cache(model, params, **texts, rotation=rotations(lengths), prefix=prefix)

@@ -44,7 +44,8 @@ def better(
         return False
     if model.mesh is not None or config.position == "learned" or cache.rolling is not None:
         return False
-    if not config.pattern.any_order or config.pattern.notes(cache.capacity, config.head_dim):
+    pattern = config.pattern
+    if not pattern.is_position_based or pattern.cache_state_shapes(cache.capacity, config.head_dim):
         return False
     return rotation.inv_freq.ndim == 1
 

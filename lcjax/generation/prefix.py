@@ -43,4 +43,4 @@ class Prefix(NamedTuple):
 
 def goes_on(pattern: Pattern) -> bool:
     """Whether a token sees by its place alone, whatever it is read with, and all keys are kept."""
-    return pattern.any_order and pattern.kept() is None
+    return pattern.is_position_based and pattern.cache_window() is None

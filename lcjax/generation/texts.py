@@ -181,7 +181,7 @@ def _laid_out(
         positions[row, own] = np.arange(len(text.tokens))
         places[row, part] = start + text.first + np.arange(len(text.targets))
         targets[row, part] = text.targets
-    if not packed and (model.config.pattern.any_order or segments.all()):
+    if not packed and (model.config.pattern.is_position_based or segments.all()):
         segments = None  # what stands behind a text is seen by none of its tokens
     return Rows(tokens, places, targets, segments, positions if packed else None), parts
 
@@ -193,10 +193,10 @@ def _places(
     config, longest, count = model.config, max(sizes), len(sizes)
     rows = count, -(-sum(sizes) // LONGEST_ROW)
     count, few = (n + padding_rows(model.mesh, n) for n in rows)
-    wide = bucketed(longest) if config.pattern.any_order else longest
+    wide = bucketed(longest) if config.pattern.is_position_based else longest
     if config.position == "learned":
         wide = min(wide, max(config.max_length, longest))
-    elif config.pattern.any_order and not alone:
+    elif config.pattern.is_position_based and not alone:
         at, filled = _packed(sizes, few)
         if packing_saves(few * bucketed(filled), count * wide):
             return at, (few, bucketed(filled)), True

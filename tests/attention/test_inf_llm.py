@@ -12,7 +12,7 @@ import pytest
 
 from lcjax import cost
 from lcjax.attention import InfLLM, Places, attend, order_indices
-from lcjax.attention.partial import partial_attention
+from lcjax.attention.base import partial_attention
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
@@ -340,8 +340,8 @@ def test_the_cost_of_a_cache_counts_what_is_noted():
 
 
 def test_a_text_within_the_window_has_no_notes():
-    assert BASE.notes(16, 8) == ()
-    assert BASE.notes(17, 8) == ((1, 17), (1, 8))
+    assert BASE.cache_state_shapes(16, 8) == ()
+    assert BASE.cache_state_shapes(17, 8) == ((1, 17), (1, 8))
     q, k, v = (x[None] for x in qkv(12))
     at = jnp.arange(12)[None]
     last = jax.jit(lambda *x: attend(

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import jax
 
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import Pass, Pattern, Places, rotate_qk
 from lcjax.attention.landmark.retrieval import retrieve
-from lcjax.attention.partial import rotate_both
 from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.rope.base import Rotation
 from pallas_kernels import causal, landmark_attention
@@ -86,9 +85,9 @@ class Landmark(Pattern):
         keys_rotated: bool = False,
         implementation: str | None = None,
     ) -> jax.Array:
-        turned, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
+        turned, k = rotate_qk(q, k, places, rotation, keys_rotated=keys_rotated)
         if self.top_k is not None and k.shape[1] != q.shape[1]:
-            run = places.unsplit(implementation)
+            run = places.partitionable(implementation)
             return retrieve(self, q, turned, k, v, rotation, places, run)
         out, _ = landmark_attention(
             turned,

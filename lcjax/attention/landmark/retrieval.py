@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lcjax.attention.partial import rotate_queries
+from lcjax.attention.base import rotate_queries
 from lcjax.rope.base import Rotation, rotate
 from pallas_kernels import flash, gather, merge
 from pallas_kernels.landmark import older_blocks, own_block
