@@ -182,7 +182,7 @@ def _mask_indices(
 
 
 def near_and_far(places: Places, size: int, distance: int, far: Mask) -> list[Pass]:
-    """Two passes: the last `size` keys at their true distance, older ones of `far` at `distance`."""
+    """Two passes: the last `size` keys at true distance, older keys of `far` at `distance`."""
     far = causal() & ~window(size) & far
     near = Pass(places.q_positions, places.k_positions, causal() & window(size))
     return [near, pass_at_distance(places, distance, far)]

@@ -12,7 +12,7 @@ from pallas_kernels import everything
 @Pattern.register_subclass("rerope")
 @dataclass(frozen=True)
 class ReRoPE(Pattern):
-    """Every token sees all tokens before it, those `window` or more behind at distance `window`.
+    """Every token sees all tokens before it; distances above `window` count as `window`.
 
     This is LM-Infinite's distance ceiling without its mask, an ablation of that paper (sec. 5.2).
     """
