@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention.base import Pattern, Places
 from lcjax.errors import InputError
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import Bias, Layout
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from lcjax.errors import InputError
-from lcjax.rope.base import Rotation, rotate
+from lcjax.rope.rotation import Rotation, rotate
 from pallas_kernels import Alibi, Bias, Layout, Mask, causal, flash, merge, window
 
 # How a model encodes positions: rotations, biases of logits, absolute embeddings.

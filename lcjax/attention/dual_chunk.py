@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Num
 
 from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunk_distance, chunks
 
 

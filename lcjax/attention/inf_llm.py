@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import Pass, Pattern, Places, near_and_far, rotate_queries
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.rope.base import Rotation, rotate
+from lcjax.rope.rotation import Rotation, rotate
 from pallas_kernels import Mask, causal, flash, gather, merge, prefix, window
 
 # (received [B, N, 1, S], summaries [B, N, C, H]) in float32; empty if no block is complete.

@@ -20,7 +20,7 @@ from lcjax.attention.base import (
     rotate_qk,
 )
 from lcjax.errors import InputError, whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, gather, merge, prefix, window
 
 

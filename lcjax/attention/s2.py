@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from lcjax.attention.base import POSITIONS, Pass, Pattern, Places, partial_attention
 from lcjax.attention.causal import Causal
 from lcjax.errors import InputError, whole_number
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.errors import whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, window
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import Pass, Pattern, Places, rotate_qk
 from lcjax.errors import whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, flash, merge, tables
 
 PROBES = 64  # last queries, whose attention chooses for all (sec. 3.2)

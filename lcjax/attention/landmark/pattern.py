@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from lcjax.attention.base import Pass, Pattern, Places, rotate_qk
 from lcjax.attention.landmark.retrieval import retrieve
 from lcjax.errors import InputError, one_of, whole_number, whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, landmark_attention
 
 SELECT = ("per_token_and_head", "per_head_and_chunk")

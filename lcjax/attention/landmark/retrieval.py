@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import Places, rotate_queries
-from lcjax.rope.base import Rotation, rotate
+from lcjax.rope.rotation import Rotation, rotate
 from pallas_kernels import flash, gather, merge
 from pallas_kernels.landmark import older_blocks, own_block
 
