@@ -263,9 +263,9 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         return rotation
 
     def cache_window(self) -> tuple[int, int] | None:
-        """The keys that a new token may see: (first keys, last keys with its own); None: all keys.
+        """The numbers of keys that a new token may see: (first keys, last keys with its own).
 
-        A cache with this many slots is enough for a text of any length.
+        A cache with this many slots is enough for a text of any length. None: all keys.
         """
         return None
 

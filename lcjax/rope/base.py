@@ -95,7 +95,7 @@ class Rope(draccus.ChoiceRegistry):
         del params  # only learned methods have any
         self.check_head_dim(head_dim)
         try:
-            with np.errstate(all="ignore"):  # `check_range` refuses overflown values
+            with np.errstate(all="ignore"):  # `check_range` refuses what overflows
                 inv_freq, scale = self.compute(head_dim, length)
         except InputError:
             raise
