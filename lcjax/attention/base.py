@@ -1,4 +1,8 @@
-"""What a pattern is: where queries and keys stand, and who sees whom."""
+"""The interface of attention patterns, and the partial attentions of which they are made.
+
+A pattern is a list of passes. A pass says at which positions queries and keys are rotated and which
+keys are visible. `partial_attention` computes one pass, and `pallas_kernels.merge` adds up passes.
+"""
 
 from __future__ import annotations
 
@@ -10,85 +14,205 @@ from typing import ClassVar, NamedTuple
 import draccus
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
 
-from lcjax.attention.partial import partial_attention
 from lcjax.errors import InputError
-from lcjax.rope.base import Rotation
-from pallas_kernels import Bias, Layout, Mask, merge
+from lcjax.rope.rotation import Rotation, rotate
+from pallas_kernels import Alibi, Bias, Layout, Mask, causal, flash, merge, window
 
-# How a model tells its tokens apart by place: rotations, biases of logits, absolute embeddings.
+# How a model encodes positions: rotations, biases of logits, absolute embeddings.
 POSITIONS = ("rope", "alibi", "t5", "sinusoidal", "learned")
 
 
 class Places(NamedTuple):
-    """Where the queries and keys of one call stand.
+    """Positions, order indices and documents of the queries and keys of one call.
 
-    An *order index* is the place of a token in its own document: 0, 1, 2, ... whatever else is
-    packed in the row, padding not counted. Masks test order indices, so what a method says of the
-    first tokens, or of chunks, is said of each document.
+    An *order index* is the place of a token in its own document: 0, 1, 2, ... Padding and the other
+    documents of a packed row are not counted. Masks test order indices, so the first tokens and the
+    chunks of a method are those of each document.
     """
 
-    q_positions: jax.Array  # [B, T], what the rotation uses; int or fractional
-    k_positions: jax.Array  # [B, S]
-    q_index: jax.Array | None = None  # order indices int32 [T] or [B, T]; None is 0, 1, 2, ...
-    k_index: jax.Array | None = None  # [S] or [B, S]
-    q_segments: jax.Array | None = None  # int32 [B, T], documents from 1, 0 is padding
-    k_segments: jax.Array | None = None  # [B, S]
-    # (queries [T], keys [S]), each None for 0, 1, 2, ...: places in the row, whose differences are
-    # those of the order indices inside a document. None where slots do not follow the text.
-    row: tuple[jax.Array | None, jax.Array | None] | None = None
-    heads: int = 1  # query heads, for masks that differ between them
-    bias: Bias | None = None  # of the logits, by the distance of order indices
-    layout: Layout | None = None  # over which axes of a mesh rows, heads and length are split
+    q_positions: Num[Array, "B T"]  # positions of the rotation; integers or fractions
+    k_positions: Num[Array, "B S"]
+    q_index: Int[Array, "*B T"] | None = None  # order indices [T] or [B, T]; None: 0, 1, 2, ...
+    k_index: Int[Array, "*B S"] | None = None
+    q_segments: Int[Array, "B T"] | None = None  # documents from 1, 0 is padding
+    k_segments: Int[Array, "B S"] | None = None
+    # Places in the row of (queries [T], keys [S]); an entry is None for 0, 1, 2, ... Inside a
+    # document they differ by as much as order indices. None where slots are not in text order.
+    row: tuple[Int[Array, " T"] | None, Int[Array, " S"] | None] | None = None
+    heads: int = 1  # query heads, for masks that differ between heads
+    bias: Bias | None = None  # added to the logits, by the distance of order indices
+    layout: Layout | None = None  # the mesh axes over which rows, heads and length are split
 
-    def unsplit(self, implementation: str | None) -> str | None:
-        """The implementation of attention that takes no layout: what the compiler can split."""
+    def partitionable(self, implementation: str | None) -> str | None:
+        """The implementation for calls without a layout: XLA on a mesh, which it can partition."""
         return implementation if self.layout is None else implementation or "xla"
 
     @property
-    def q_order(self) -> jax.Array:
+    def q_order(self) -> Int[Array, "*B T"]:
         """The order indices of queries as an array, [T] or [B, T]."""
         length = self.q_positions.shape[1]
         return jnp.arange(length, dtype=jnp.int32) if self.q_index is None else self.q_index
 
     @property
-    def k_order(self) -> jax.Array:
+    def k_order(self) -> Int[Array, "*B S"]:
         """The order indices of keys as an array, [S] or [B, S]."""
         length = self.k_positions.shape[1]
         return jnp.arange(length, dtype=jnp.int32) if self.k_index is None else self.k_index
 
 
 class Pass(NamedTuple):
-    """One partial attention: queries and keys rotated to these positions, the keys of `mask`."""
+    """One partial attention: the positions of queries and keys, and the mask of visible keys."""
 
-    q_positions: jax.Array  # int or float, [B, T]
-    k_positions: jax.Array  # int or float, [B, S]
+    q_positions: Num[Array, "B T"]
+    k_positions: Num[Array, "B S"]
     mask: Mask  # over order indices, which keep counting where positions repeat or jump
-    together: bool = False  # all keys stand at one position, that of the first
+    together: bool = False  # all keys are at one position, that of the first
+
+
+def partial_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    attention_pass: Pass,
+    rotation: Rotation,
+    places: Places,
+    *,
+    keys_rotated: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Computes one pass: rotates queries and keys, then attends to the keys of its mask.
+
+    Args:
+      q, k, v: unrotated queries and keys, and values.
+      attention_pass: positions of queries and keys, and the mask.
+      rotation: frequencies of the rotation.
+      places: order indices, segments, bias and layout of the call.
+      keys_rotated: `k` is already rotated to the positions of the pass.
+      implementation: of `pallas_kernels.flash`.
+
+    Returns:
+      The output, and the float32 log-sum-exp of the logits.
+    """
+    q, k = rotate_qk(q, k, attention_pass, rotation, keys_rotated=keys_rotated)
+    q_index, k_index = _mask_indices(attention_pass, places)
+    bias, lse_shift = pass_bias(attention_pass, places)
+    with jax.named_scope("attention"):
+        out, lse = flash(
+            q,
+            k,
+            v,
+            attention_pass.mask,
+            q_index=q_index,
+            k_index=k_index,
+            q_segments=places.q_segments,
+            k_segments=places.k_segments,
+            bias=bias,
+            layout=places.layout,
+            implementation=implementation,
+        )
+    return out, lse if lse_shift is None else lse + lse_shift
+
+
+def rotate_qk(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    positions: Pass | Places,
+    rotation: Rotation,
+    *,
+    keys_rotated: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"]]:
+    """Rotates q and k to the positions of a pass or of a call; `keys_rotated` leaves k as it is."""
+    with jax.named_scope("rope"):
+        q = rotate_queries(q, positions.q_positions, rotation)
+        if not keys_rotated:
+            k = rotate(k, positions.k_positions, rotation.inv_freq, rotation.scale)
+    return q, k
+
+
+def rotate_queries(
+    q: Float[Array, "B T N H"], positions: Num[Array, "B T"], rotation: Rotation
+) -> Float[Array, "B T N H"]:
+    """Rotates queries to `positions` and multiplies them by `rotation.query_scale`."""
+    rotated = rotate(q, positions, rotation.inv_freq, rotation.scale)
+    return (rotated * rotation.query_scale).astype(q.dtype)
+
+
+def pass_bias(
+    attention_pass: Pass, places: Places
+) -> tuple[Bias | None, Float[Array, "B T N"] | None]:
+    """The bias of a pass whose positions may differ from the true ones.
+
+    If all keys of a pass are at one distance, or if the bias is linear in the distance and only the
+    query moves, then all logits of a query change by the same number. The output stays as it is,
+    and that number is added to the log-sum-exp.
+
+    Returns:
+      The bias by order indices, and what to add to the log-sum-exp; either may be None.
+
+    Raises:
+      TypeError: the bias of the moved positions has no such form.
+    """
+    bias, keys_unmoved = places.bias, attention_pass.k_positions is places.k_positions
+    if bias is None or (keys_unmoved and attention_pass.q_positions is places.q_positions):
+        return bias, None
+    if attention_pass.together:
+        first_key = attention_pass.k_positions[:, :1]
+        logits = bias.logits(attention_pass.q_positions, first_key)  # [B, N, T, 1]
+        return None, jnp.swapaxes(logits[..., 0], 1, 2)
+    if not (keys_unmoved and isinstance(bias, Alibi)):
+        kind = type(bias).__name__
+        raise TypeError(f"no rule moves {kind} to the positions of {attention_pass!r}")
+    reduction = places.q_positions - attention_pass.q_positions  # of the distance, [B, T]
+    return bias, bias.slopes.astype(jnp.float32) * reduction.astype(jnp.float32)[..., None]
+
+
+def _mask_indices(
+    attention_pass: Pass, places: Places
+) -> tuple[Int[Array, "*B T"] | None, Int[Array, "*B S"] | None]:
+    """The indices that the mask tests: order indices, or equivalent places in the row.
+
+    A mask that depends on differences gives the same answer for both. Places in a whole row are
+    known at trace time, which keeps the tables of visible blocks static.
+    """
+    if places.row is not None and attention_pass.mask.shift_invariant:
+        return places.row
+    return places.q_index, places.k_index
+
+
+def near_and_far(places: Places, size: int, distance: int, far: Mask) -> list[Pass]:
+    """Two passes: the last `size` keys at true distance, older keys of `far` at `distance`."""
+    far = causal() & ~window(size) & far
+    near = Pass(places.q_positions, places.k_positions, causal() & window(size))
+    return [near, pass_at_distance(places, distance, far)]
+
+
+def pass_at_distance(places: Places, distance: int, mask: Mask) -> Pass:
+    """A pass over the keys of `mask`, all of them at the same `distance`."""
+    q_positions = jnp.full_like(places.q_positions, distance)
+    return Pass(q_positions, jnp.zeros_like(places.k_positions), mask, together=True)
 
 
 @dataclass(frozen=True)
 class Pattern(draccus.ChoiceRegistry, abc.ABC):
     """Which keys a query sees, and at which positions: the `model.pattern` config section.
 
-    A pattern lists passes over disjoint sets of keys. Their results are merged by log-sum-exp, so
-    a method says what is seen and from where, never how it is computed.
+    A pattern lists passes over disjoint sets of keys, and their results are merged by log-sum-exp.
     """
 
     # Small instances, as the fields of a config: what the tests of all patterns run.
     examples: ClassVar[tuple[dict, ...]] = ({},)
-    # Whether a key stands at different positions for different queries in a way that only another
-    # rotation of the key can express: then a cache has to keep unrotated keys.
+    # Whether the position of a key depends on the query. A cache must then keep unrotated keys.
     moves_keys: ClassVar[bool] = False
-    # Whether `at_length` changes anything; a property where that is up to a field.
+    # Whether `at_length` changes the rotation; a property if that depends on a field.
     depends_on_length: ClassVar[bool] = False
-
-    # Whether what an early token sees depends on later ones: then a prompt can be read under the
-    # pattern, but no loss means anything.
+    # Whether the visible keys of a token depend on later tokens. Such a pattern can read a prompt,
+    # but a loss under it is meaningless.
     prefill_only: ClassVar[bool] = False
 
     def check_scores(self) -> None:
-        """Refuses to score texts where no loss means anything."""
+        """Raises an InputError if a loss under this pattern is meaningless (`prefill_only`)."""
         if self.prefill_only:
             kind = self.get_choice_name(type(self))
             raise InputError(
@@ -98,71 +222,85 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def encodings(self) -> tuple[str, ...]:
-        """The ones of POSITIONS that the pattern is defined for.
+        """The entries of POSITIONS with which the pattern works.
 
-        All of them, unless it moves tokens to other positions: a bias has to be moved as well, and
-        what was added to embeddings cannot be.
+        By default all of them, or only rope if the pattern replaces `attend`: a pattern that moves
+        tokens must move a bias too, and cannot move absolute embeddings.
         """
         return POSITIONS if type(self).attend is Pattern.attend else ("rope",)
 
     @property
-    def any_order(self) -> bool:
-        """Whether tokens and keys may lie in any order, as long as their order indices say it."""
+    def is_position_based(self) -> bool:
+        """Whether order indices alone decide visibility: tokens may be stored in any order."""
         return type(self).attend is Pattern.attend
 
     @abc.abstractmethod
     def passes(self, places: Places) -> list[Pass]:
-        """The passes of queries and keys at `places`; their masks are disjoint."""
+        """The passes of the queries and keys at `places`; their masks are disjoint."""
 
-    def key_positions(self, positions: jax.Array, order: jax.Array) -> jax.Array:
-        """Where keys at `positions` [B, S] with order indices [S] or [B, S] stand for all queries.
+    def key_positions(
+        self, positions: Num[Array, "B S"], order: Int[Array, "*B S"]
+    ) -> Num[Array, "B S"]:
+        """The positions of keys that all queries share.
 
-        A cache keeps keys rotated there unless the pattern `moves_keys`; `passes` is given it as
-        `k_positions`.
+        A cache keeps keys rotated to these positions unless the pattern `moves_keys`. `passes`
+        receives them as `k_positions`.
+
+        Args:
+          positions: true positions of the keys.
+          order: order indices of the keys.
         """
         del order
         return positions
 
     def at_length(self, rotation: Rotation, length: int) -> Rotation:
-        """The rotation of a request of `length` tokens, made of the rope's own for that length.
+        """The rotation of a request of `length` tokens, from the rope's rotation for that length.
 
-        As in `Rope.frequencies`, the length counts the whole request and is an argument: a step
-        agrees with the keys that were rotated before it.
+        As in `Rope.frequencies`, the length counts the whole request, so that later queries agree
+        with the keys that were rotated before them.
         """
         del length
         return rotation
 
-    def kept(self) -> tuple[int, int] | None:
-        """(sinks, recent): the first and last keys that a new token may see; None is all of them.
+    def cache_window(self) -> tuple[int, int] | None:
+        """The numbers of keys that a new token may see: (first keys, last keys with its own).
 
-        `recent` counts the new token. A cache then needs no more room than that, however long the
-        text grows.
+        A cache with this many slots is enough for a text of any length. None: all keys.
         """
         return None
 
-    def notes(self, slots: int, size: int) -> tuple[tuple[int, int], ...]:
-        """What a cache of `slots` keys of `size` channels keeps besides keys and values.
+    def cache_state_shapes(self, slots: int, size: int) -> tuple[tuple[int, int], ...]:
+        """Shapes of the state that the pattern keeps in a cache besides keys and values.
 
-        The last two axes of float32 arrays [B, N, .., ..] for every layer, zeros at first. Only for
-        patterns that keep every key; `attend_noting` is given the arrays.
+        Each layer has float32 arrays [B, N, *shape], zeros at first. `attend_with_state` reads and
+        updates them. Only patterns that keep every key may have a state.
+
+        Args:
+          slots: keys in the cache.
+          size: channels of a head.
         """
         return ()
 
-    def attend_noting(
+    def attend_with_state(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        notes: tuple[jax.Array, ...],
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
+        state: tuple[Float[Array, "B N _ _"], ...],
         rotation: Rotation,
         places: Places,
         **options,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """`attend` over a cache, and its `notes` with what these queries add to them.
+    ) -> tuple[Float[Array, "B T N Hv"], tuple[Float[Array, "B N _ _"], ...]]:
+        """`attend` over a cache whose rows hold one document each.
 
-        Rows of a cache hold one document each.
+        Args:
+          q, k, v, rotation, places, **options: as in `attend`.
+          state: arrays of `cache_state_shapes`.
+
+        Returns:
+          The output and the new state.
         """
-        return self.attend(q, k, v, rotation, places, **options), notes
+        return self.attend(q, k, v, rotation, places, **options), state
 
     def for_inference(self) -> Pattern:
         """The pattern with which a model that was trained under this one is evaluated."""
@@ -170,40 +308,42 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
 
     def attend(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
         rotation: Rotation,
         places: Places,
         *,
         keys_rotated: bool = False,
-        more: Sequence[tuple[jax.Array, jax.Array]] = (),
+        extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = (),
         implementation: str | None = None,
-    ) -> jax.Array:
-        """Attention of unrotated q [B, T, N, H] over k [B, S, K, H], v [B, S, K, Hv].
+    ) -> Float[Array, "B T N Hv"]:
+        """Attention of unrotated q over k and v; arguments as in `lcjax.attention.attend`.
 
-        Patterns whose keys depend on the data replace it; arguments as in `lcjax.attention.attend`.
+        Patterns whose visible keys depend on the data replace this method.
+
+        Raises:
+          InputError: `keys_rotated` with a pattern that moves keys.
+          TypeError: a pass moves keys, but the pattern does not set `moves_keys`.
         """
         self.check_unrotated(keys_rotated)
         places = places._replace(k_positions=self.key_positions(places.k_positions, places.k_order))
-        steps = self.passes(places)
-        if not self.moves_keys and any(s.k_positions is not places.k_positions for s in steps):
-            raise TypeError(
-                f"{type(self).__name__} moves keys and has to say so: moves_keys = True"
-            )
+        passes = self.passes(places)
+        if not self.moves_keys and any(p.k_positions is not places.k_positions for p in passes):
+            raise TypeError(f"{type(self).__name__} moves keys and must set moves_keys = True")
         partials = [
             partial_attention(
-                q, k, v, step, rotation, places,
+                q, k, v, attention_pass, rotation, places,
                 keys_rotated=keys_rotated, implementation=implementation,
             )
-            for step in steps
+            for attention_pass in passes
         ]  # fmt: skip
-        partials += more
+        partials += extra_partials
         out, _ = partials[0] if len(partials) == 1 else merge(partials)
         return out
 
     def check_unrotated(self, keys_rotated: bool) -> None:
-        """Refuses rotated keys where they have to be moved."""
+        """Raises an InputError for rotated keys if the pattern moves keys."""
         if keys_rotated and self.moves_keys:
             raise InputError(
                 f"pattern {self!r} moves keys to other positions, so the cache must keep "

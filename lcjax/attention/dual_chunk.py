@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Num
 
 from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunk_distance, chunks
 
 
@@ -19,16 +19,16 @@ from pallas_kernels import causal, chunk_distance, chunks
 class DualChunk(Pattern):
     """Full attention in which no distance exceeds `chunk`, untrained.
 
-    The text is cut into pieces of c = chunk - local tokens, and key j stands at j mod c. Query i
-    stands at i mod c for keys of its own piece, at min(i mod c + c, chunk) for those of the piece
-    before, which keeps the distance of the `local` nearest ones exact, and at min(2c - 1, chunk)
-    for older ones (sec. 3; the code's `chunk_size` and `local_window`: the paper has pieces of
-    `chunk` tokens and clamps at the trained length - 1).
+    The text is divided into pieces of c = chunk - local tokens, and key j has position j mod c.
+    Query i has position i mod c for keys of its piece, min(i mod c + c, chunk) for keys of the
+    previous piece, which keeps the distance of the `local` nearest keys exact, and
+    min(2c - 1, chunk) for older keys (sec. 3; the code's `chunk_size` and `local_window`: the paper
+    has pieces of `chunk` tokens and clamps at the trained length - 1).
 
-    With `train_length` C, a request of n > C tokens has cos and sin of queries and keys times
-    0.05 ln(n / C) + 1, its logits the square: a later addition to the released code, which is not
-    in the paper's results. There the factor grows with every token while older keys keep theirs;
-    here one request has one factor, that of its prompt and new tokens together.
+    With `train_length` C, a request of n > C tokens multiplies cos and sin of queries and keys by
+    0.05 ln(n / C) + 1, and so the logits by its square. This is a later addition to the released
+    code and not part of the paper's results. There the factor grows with every token while older
+    keys keep theirs; here a request has one factor, that of its prompt and new tokens together.
     """
 
     examples = (
@@ -65,16 +65,19 @@ class DualChunk(Pattern):
         growth = 0.05 * math.log(length / self.train_length) + 1
         return rotation._replace(scale=rotation.scale * growth)
 
-    def key_positions(self, positions: jax.Array, order: jax.Array) -> jax.Array:
+    def key_positions(
+        self, positions: Num[Array, "B S"], order: Int[Array, "*B S"]
+    ) -> Num[Array, "B S"]:
         return positions - order // self._piece * self._piece
 
     def passes(self, places: Places) -> list[Pass]:
         piece = self._piece
-        inside = self.key_positions(places.q_positions, places.q_order)
-        older = jnp.full_like(inside, min(2 * piece - 1, self.chunk))
-        keys = places.k_positions
+        same_piece = self.key_positions(places.q_positions, places.q_order)
+        next_piece = jnp.minimum(same_piece + piece, self.chunk)
+        later_piece = jnp.full_like(same_piece, min(2 * piece - 1, self.chunk))
+        k_positions = places.k_positions
         return [
-            Pass(inside, keys, causal() & chunks(piece)),
-            Pass(jnp.minimum(inside + piece, self.chunk), keys, chunk_distance(piece, 1, 1)),
-            Pass(older, keys, chunk_distance(piece, 2)),
+            Pass(same_piece, k_positions, causal() & chunks(piece)),
+            Pass(next_piece, k_positions, chunk_distance(piece, 1, 1)),
+            Pass(later_piece, k_positions, chunk_distance(piece, 2)),
         ]

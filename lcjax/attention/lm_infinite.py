@@ -5,14 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import Pass, Pattern, Places
-from lcjax.attention.best_keys import best_keys
-from lcjax.attention.near_far import at_distance, near_and_far
-from lcjax.attention.partial import partial_attention
+from lcjax.attention.base import (
+    Pass,
+    Pattern,
+    Places,
+    near_and_far,
+    partial_attention,
+    pass_at_distance,
+    pass_bias,
+    rotate_qk,
+)
 from lcjax.errors import InputError, whole_numbers
-from lcjax.rope.base import Rotation
-from pallas_kernels import causal, merge, prefix, window
+from lcjax.rope.rotation import Rotation
+from pallas_kernels import causal, gather, merge, prefix, window
 
 
 @Pattern.register_subclass("lm_infinite")
@@ -22,16 +31,16 @@ class LMInfinite(Pattern):
 
     Query i sees key j of its window, 0 <= i - j < window, at distance i - j, and of the keys before
     the window the first `sinks`, all of them at one distance (sec. 4: the Lambda-shaped mask and
-    the distance ceiling). The released code caps the distance by the length of the text, too; that
-    differs only where `distance` is set above `window`, and would let a prompt read at once differ
-    from one read token by token.
+    the distance ceiling). The released code also caps the distance by the length of the text. That
+    differs only if `distance` exceeds `window`, and makes a prompt that is read at once differ from
+    one that is read token by token.
 
     With `top_k`, every query and head also sees the keys between the sinks and the window that have
-    the greatest logits at the distance `top_k_position`, with these logits; only where there are at
-    least `top_k` of them. In the released code the last query of a call alone chooses, and from the
-    fifth layer on. Here every query does, so that a prompt read at once equals one read token by
-    token, and in every layer, since all layers are one program. It costs the logits of all keys,
-    and a cache of the whole text.
+    the greatest logits at the distance `top_k_position`, with these logits, but only if there are
+    at least `top_k` of them. In the released code only the last query of a call chooses keys, and
+    only from the fifth layer on. Here every query does, so that a prompt that is read at once
+    equals one that is read token by token, and in every layer, since all layers are one program.
+    This needs the logits of all keys and a cache of the whole text.
     """
 
     examples = (
@@ -40,6 +49,7 @@ class LMInfinite(Pattern):
         {"window": 6, "sinks": 2, "top_k": 3},
     )
     moves_keys = True
+    encodings = ("rope", "alibi")  # ALiBi stops growing at `distance`, too (sec. 4, for MPT)
 
     window: int = 4096  # visible keys at their own distance, the token itself included
     sinks: int = 10  # first tokens that stay visible (LCEG 10; the paper 5 to 100)
@@ -56,31 +66,28 @@ class LMInfinite(Pattern):
                 "chooses, and that is not set; set it, or leave both out"
             )
 
-    # ALiBi stops growing at `distance`, too (sec. 4, for MPT).
-    encodings = ("rope", "alibi")
-
     def passes(self, places: Places) -> list[Pass]:
         distance = self.window if self.distance is None else self.distance
         return near_and_far(places, self.window, distance, prefix(self.sinks))
 
     @property
-    def any_order(self) -> bool:
+    def is_position_based(self) -> bool:
         return self.top_k is None
 
-    def kept(self) -> tuple[int, int] | None:
+    def cache_window(self) -> tuple[int, int] | None:
         return (self.sinks, self.window) if self.top_k is None else None
 
     def attend(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
         rotation: Rotation,
         places: Places,
         *,
         keys_rotated: bool = False,
         implementation: str | None = None,
-    ) -> jax.Array:
+    ) -> Float[Array, "B T N Hv"]:
         if self.top_k is None or k.shape[1] < self.sinks + self.top_k + self.window:
             return super().attend(
                 q, k, v, rotation, places,
@@ -88,16 +95,93 @@ class LMInfinite(Pattern):
             )  # fmt: skip
         self.check_unrotated(keys_rotated)
         partials = [
-            partial_attention(q, k, v, step, rotation, places, implementation=implementation)
-            for step in self.passes(places)
+            partial_attention(q, k, v, p, rotation, places, implementation=implementation)
+            for p in self.passes(places)
         ]
         with jax.named_scope("choose"):
-            rest = self._rest(places)
-            partials.append(best_keys(q, k, v, rest, rotation, places, self.top_k))
+            partials.append(
+                _top_k_partial(q, k, v, self._middle(places), rotation, places, self.top_k)
+            )
         return merge(partials)[0]
 
-    def _rest(self, places: Places) -> Pass:
-        """The keys between the sinks and the window, where `top_k` are chosen from."""
-        chosen_at = self.window // 2 if self.top_k_position is None else self.top_k_position
-        rest = causal() & ~window(self.window) & ~prefix(self.sinks)
-        return at_distance(places, chosen_at, rest)
+    def _middle(self, places: Places) -> Pass:
+        """The keys between the sinks and the window, of which each query chooses `top_k`."""
+        distance = self.window // 2 if self.top_k_position is None else self.top_k_position
+        middle = causal() & ~window(self.window) & ~prefix(self.sinks)
+        return pass_at_distance(places, distance, middle)
+
+
+def _top_k_partial(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    attention_pass: Pass,
+    rotation: Rotation,
+    places: Places,
+    count: int,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Computes a pass over the `count` keys with the greatest logits of each query and head.
+
+    A query for which the pass has fewer keys sees none of them. The choice of keys has no gradient;
+    the logits of the chosen keys have one.
+
+    Args:
+      q, k, v: unrotated queries and keys, and values.
+      attention_pass: positions, and the mask of the keys to choose from.
+      rotation: frequencies of the rotation.
+      places: order indices, segments and bias of the call.
+      count: keys per query and head.
+
+    Returns:
+      The output, and the float32 log-sum-exp of the logits.
+    """
+    q, k = rotate_qk(q, k, attention_pass, rotation, keys_rotated=False)
+    _, lse_shift = pass_bias(attention_pass, places)
+    q_order, k_order = (
+        jnp.broadcast_to(order, x.shape[:2])
+        for order, x in ((places.q_order, q), (places.k_order, k))
+    )
+    q_segments, k_segments = (
+        jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments
+        for segments, x in ((places.q_segments, q), (places.k_segments, k))
+    )
+
+    def attend_query(inputs):
+        query, order, segment = inputs  # [B, N, H], [B], [B]
+        visible = attention_pass.mask.element(order[:, None], k_order)
+        visible = visible & (k_segments == segment[:, None]) & (segment != 0)[:, None]
+        is_valid = (visible.sum(-1) >= count)[:, None]
+        slots = _top_k_slots(query, k, visible, count)
+        keys, values = (gather.tokens(x, slots[:, :, None])[:, :, 0] for x in (k, v))
+        out, lse = _attend_gathered(query, keys, values)
+        return jnp.where(is_valid[..., None], out, 0), jnp.where(is_valid, lse, -jnp.inf)
+
+    elements = q.shape[0] * q.shape[2] * (k.shape[1] + count * (k.shape[3] + v.shape[3]))
+    out, lse = gather.by_query(attend_query, (q, q_order, q_segments), elements)
+    return out, lse if lse_shift is None else lse + lse_shift
+
+
+def _top_k_slots(
+    query: Float[Array, "B N H"],
+    k: Float[Array, "B S K H"],
+    visible: Bool[Array, "B S"],
+    count: int,
+) -> Int[Array, "B N M"]:
+    """The slots of the `count` visible keys with the greatest logits, int32."""
+    query, k = (lax.stop_gradient(x) for x in (query, k))
+    logits = gather.scores(query[:, None], k)[:, 0]
+    _, slots = lax.top_k(jnp.where(visible[:, None], logits, -jnp.inf), count)
+    return slots
+
+
+def _attend_gathered(
+    query: Float[Array, "B N H"], keys: Float[Array, "B N M H"], values: Float[Array, "B N M Hv"]
+) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
+    """The partial (out, lse) of one query per row over keys of its own."""
+    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    sums = {"precision": precision, "preferred_element_type": jnp.float32}
+    logits = query.shape[-1] ** -0.5 * jnp.einsum("BNH,BNMH->BNM", query, keys, **sums)
+    lse = jax.nn.logsumexp(logits, -1)
+    weights = jnp.exp(logits - lse[..., None])
+    out = jnp.einsum("BNM,BNMH->BNH", weights.astype(values.dtype), values, **sums)
+    return out.astype(query.dtype), lse

@@ -12,14 +12,14 @@ from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, st
 @Pattern.register_subclass("longformer")
 @dataclass(frozen=True)
 class Longformer(Pattern):
-    """A window, dilated in some heads, and tokens that see everything and are seen by everyone.
+    """A window, dilated in some heads, and global tokens that see and are seen by all tokens.
 
     With r = dilation, a token sees itself and the `window - 1` tokens r, 2r, ... before it (fig. 2c
     of the paper), and the tokens at `global_tokens`, which see all tokens before them (fig. 2d).
 
-    This is the causal form, for language models. The encoder that the paper pretrains is another
-    model: its window reaches to both sides, and its global tokens have query, key and value
-    projections of their own, which no checkpoint of a decoder has.
+    This is the causal form, for language models. The encoder that the paper pretrains differs: its
+    window reaches to both sides, and its global tokens have separate query, key and value
+    projections, which no checkpoint of a decoder has.
     """
 
     examples = (
@@ -34,26 +34,29 @@ class Longformer(Pattern):
 
     def __post_init__(self):
         whole_numbers("pattern", self, 1, "window", "dilation", "dilated_heads")
-        for place in self.global_tokens:
-            whole_number("pattern.global_tokens", place, 0)
+        for index in self.global_tokens:
+            whole_number("pattern.global_tokens", index, 0)
 
     def passes(self, places: Places) -> list[Pass]:
-        shared = keys_in(self.global_tokens) | queries_in(self.global_tokens)
-        mask = self._windows(places.heads)
+        mask = self._window_mask(places.heads)
         if self.global_tokens:
-            mask = mask | causal() & shared
+            is_global = keys_in(self.global_tokens) | queries_in(self.global_tokens)
+            mask = mask | causal() & is_global
         return [Pass(places.q_positions, places.k_positions, mask)]
 
-    def _windows(self, heads: int) -> Mask:
-        dilated = band(0, (self.window - 1) * self.dilation) & stride(self.dilation)
-        some = heads if self.dilated_heads is None else self.dilated_heads
-        if some > heads:
-            raise InputError(f"pattern.dilated_heads={some} must not exceed the {heads} heads")
+    def _window_mask(self, heads: int) -> Mask:
+        dilated_heads = heads if self.dilated_heads is None else self.dilated_heads
+        if dilated_heads > heads:
+            raise InputError(
+                f"pattern.dilated_heads={dilated_heads} must not exceed the {heads} heads"
+            )
+        plain = band(0, self.window - 1)
         if self.dilation == 1:
-            return band(0, self.window - 1)
-        if some == heads:
+            return plain
+        dilated = band(0, (self.window - 1) * self.dilation) & stride(self.dilation)
+        if dilated_heads == heads:
             return dilated
-        return per_head((band(0, self.window - 1), heads - some), (dilated, some))
+        return per_head((plain, heads - dilated_heads), (dilated, dilated_heads))
 
-    def kept(self) -> tuple[int, int]:
+    def cache_window(self) -> tuple[int, int]:
         return max(self.global_tokens, default=-1) + 1, (self.window - 1) * self.dilation + 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, Places
-from lcjax.attention.near_far import near_and_far
+from lcjax.attention.base import Pass, Pattern, Places, near_and_far
 from lcjax.errors import whole_number
 from pallas_kernels import everything
 
@@ -13,7 +12,7 @@ from pallas_kernels import everything
 @Pattern.register_subclass("rerope")
 @dataclass(frozen=True)
 class ReRoPE(Pattern):
-    """Every token sees all tokens before it, those `window` or more behind at distance `window`.
+    """Every token sees all tokens before it; distances above `window` count as `window`.
 
     This is LM-Infinite's distance ceiling without its mask, an ablation of that paper (sec. 5.2).
     """

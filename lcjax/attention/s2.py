@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from lcjax.attention.base import POSITIONS, Pass, Pattern, Places
+from lcjax.attention.base import POSITIONS, Pass, Pattern, Places, partial_attention
 from lcjax.attention.causal import Causal
-from lcjax.attention.partial import partial_attention
 from lcjax.errors import InputError, whole_number
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads
 
@@ -20,14 +20,15 @@ _FRACTION = 0.25  # of the length; 1/2 is no better, 1/8 costs 0.1 of perplexity
 @Pattern.register_subclass("s2")
 @dataclass(frozen=True)
 class ShiftedSparse(Pattern):
-    """Causal attention inside groups, which half of the query heads shift by half a group.
+    """Causal attention inside groups, which are shifted by half a group in half of the heads.
 
-    In training only (sec. 3.2): evaluation and generation use full causal attention. Groups do not
+    For training only (sec. 3.2): evaluation and generation use full causal attention. Groups do not
     wrap around: the first and the last group of the shifted heads are half as long, as in the
-    released kernel path (the paper's "variant 2", B.3). Groups are counted in each document.
+    released kernel path (the paper's "variant 2", B.3). Each document has its own groups.
     """
 
     examples = ({"group": 8}, {"group": 6})
+    encodings = POSITIONS
 
     group: int | None = None  # tokens in a group; must divide the length of a row
     fraction: float | None = None  # instead of group: its share of the row; none of both: 1/4
@@ -47,51 +48,60 @@ class ShiftedSparse(Pattern):
                     f"{self.group - 1}, {self.group + 1}"
                 )
         fraction = self.fraction
-        number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-        if fraction is not None and not (number and 0 < fraction <= 1):
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if fraction is not None and not (is_number and 0 < fraction <= 1):
             raise InputError(
                 f"pattern.fraction={fraction!r} must lie in (0, 1]; the paper has 0.25"
             )
 
-    encodings = POSITIONS
-
     def passes(self, places: Places) -> list[Pass]:
         if self.wrap:
             raise InputError("pattern.wrap=true attends in an order of its own and has no passes")
-        group, low = self._size(places), _half(places.heads)
-        groups = per_head((chunks(group), low), (chunks(group, group // 2), places.heads - low))
+        group, unshifted = self._group_size(places), _half(places.heads)
+        shifted = places.heads - unshifted
+        groups = per_head((chunks(group), unshifted), (chunks(group, group // 2), shifted))
         return [Pass(places.q_positions, places.k_positions, causal() & groups)]
 
     def for_inference(self) -> Causal:
         return Causal()
 
-    def attend(self, q, k, v, rotation, places, **options) -> jax.Array:
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
+        rotation: Rotation,
+        places: Places,
+        **options,
+    ) -> Float[Array, "B T N Hv"]:
         if not self.wrap:
             return super().attend(q, k, v, rotation, places, **options)
-        group, low, length = self._size(places), _half(places.heads), q.shape[1]
+        group, unshifted, length = self._group_size(places), _half(places.heads), q.shape[1]
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        step = Pass(places.q_positions, places.k_positions, causal() & chunks(group))
-        rolled = (jnp.arange(length, dtype=jnp.int32) - group // 2) % length
-        shifted = places._replace(q_index=rolled, k_index=rolled, row=None)
-        halves = ((places, 0, low), (shifted, low, places.heads - low))
+        attention_pass = Pass(places.q_positions, places.k_positions, causal() & chunks(group))
+        index = (jnp.arange(length, dtype=jnp.int32) - group // 2) % length
+        shifted_places = places._replace(q_index=index, k_index=index, row=None)
+        halves = ((places, 0, unshifted), (shifted_places, unshifted, places.heads - unshifted))
         outs = []
-        for where, first, count in halves:
-            where = where._replace(bias=of_heads(where.bias, first, count))
-            parts = (x[:, :, first : first + count] for x in (q, k, v))
-            outs.append(partial_attention(*parts, step, rotation, where, **options)[0])
+        for half_places, first, count in halves:
+            half_places = half_places._replace(bias=of_heads(half_places.bias, first, count))
+            half_qkv = (x[:, :, first : first + count] for x in (q, k, v))
+            out, _ = partial_attention(*half_qkv, attention_pass, rotation, half_places, **options)
+            outs.append(out)
         return jnp.concatenate(outs, axis=2)
 
-    def _size(self, places: Places) -> int:
+    def _group_size(self, places: Places) -> int:
         """Tokens in a group of a row of this length."""
-        length, step = places.k_positions.shape[1], 2 if self.wrap else 1
-        share = _FRACTION if self.fraction is None else self.fraction
-        size = length * share if self.group is None else self.group
-        if size < 2 or length % size or size % step:
-            said = f"pattern.group={size:g}"
+        length, multiple = places.k_positions.shape[1], 2 if self.wrap else 1
+        fraction = _FRACTION if self.fraction is None else self.fraction
+        size = length * fraction if self.group is None else self.group
+        if size < 2 or length % size or size % multiple:
+            setting = f"pattern.group={size:g}"
             if self.group is None:
-                said = f"pattern.fraction={share:g} of {length} tokens (a group of {size:g})"
+                setting = f"pattern.fraction={fraction:g} of {length} tokens (a group of {size:g})"
             rule = f"divide the length {length}" + (" and be even" if self.wrap else "")
-            raise InputError(f"{said} must {rule}; nearest groups: {_nearest(length, size, step)}")
+            nearest = _nearest_divisors(length, size, multiple)
+            raise InputError(f"{setting} must {rule}; nearest groups: {nearest}")
         return int(size)
 
 
@@ -101,9 +111,9 @@ def _half(heads: int) -> int:
     return heads // 2
 
 
-def _nearest(length: int, size: float, step: int) -> str:
-    """The divisors of `length` on both sides of `size`, in words."""
-    valid = [n for n in range(2, length + 1) if length % n == 0 and n % step == 0]
+def _nearest_divisors(length: int, size: float, multiple: int) -> str:
+    """The divisors of `length` on both sides of `size`, as text."""
+    valid = [n for n in range(2, length + 1) if length % n == 0 and n % multiple == 0]
     below = [n for n in valid if n < size][-1:]
     above = [n for n in valid if n >= size][:1]
     return ", ".join(map(str, below + above)) or "none, change the length"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from lcjax.attention.base import Pass, Pattern, Places
 from lcjax.errors import whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, window
 
 
@@ -19,13 +19,13 @@ from pallas_kernels import causal, window
 class SelfExtend(Pattern):
     """Full attention whose far keys stand at positions divided by `group`.
 
-    With W = window and G = group, key j of query i stands at its own distance while i - j < W, and
-    at floor(i/G) + W - floor(W/G) - floor(j/G) beyond (the two floors are taken apart, and W/G
-    is floored as in the paper, not in every file of its code). A model trained for C tokens
-    reads (C - W) G + W of them, untrained.
+    With W = window and G = group, query i sees key j at distance i - j if i - j < W, and at
+    distance floor(i/G) + W - floor(W/G) - floor(j/G) otherwise (i/G and j/G are floored
+    separately, and W/G is floored as in the paper, not in every file of its code). A model trained
+    for C tokens reads (C - W) G + W tokens without training.
 
     With `scale_base` b, query i is multiplied by max(1, ln(i + 1) / ln b), which keeps attention as
-    sharp over many keys as it was over b of them (an option of the released code).
+    sharp over many keys as it is over b keys (an option of the released code).
     """
 
     examples = (
@@ -35,7 +35,7 @@ class SelfExtend(Pattern):
     )
     moves_keys = True
     encodings = ("rope",)
-    any_order = True  # `attend` here asks order indices alone
+    is_position_based = True  # although it replaces `attend`
 
     window: int = 1024  # keys at their own distance, the token itself included
     group: int = 64  # tokens that share one position beyond the window
@@ -54,11 +54,19 @@ class SelfExtend(Pattern):
             Pass(grouped_q, grouped_k, causal() & ~window(self.window)),
         ]
 
-    def attend(self, q, k, v, rotation: Rotation, places: Places, **options) -> jax.Array:
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
+        rotation: Rotation,
+        places: Places,
+        **options,
+    ) -> Float[Array, "B T N Hv"]:
         if self.scale_base is not None:
-            # Counted in the own document, like the keys; padding before it counts -1.
-            seen = jnp.maximum(jnp.atleast_2d(places.q_order) + 1, 1).astype(jnp.float32)
-            growth = jnp.maximum(1.0, jnp.log(seen) / math.log(self.scale_base))
+            # Keys of the same document; the order index of padding before it is -1.
+            num_keys = jnp.maximum(jnp.atleast_2d(places.q_order) + 1, 1).astype(jnp.float32)
+            growth = jnp.maximum(1.0, jnp.log(num_keys) / math.log(self.scale_base))
             scale = rotation.query_scale * growth[..., None, None]  # [B, T, 1, 1]
             rotation = rotation._replace(query_scale=scale)
         return super().attend(q, k, v, rotation, places, **options)

@@ -24,5 +24,5 @@ class Sliding(Pattern):
     def passes(self, places: Places) -> list[Pass]:
         return [Pass(places.q_positions, places.k_positions, causal() & window(self.window))]
 
-    def kept(self) -> tuple[int, int]:
+    def cache_window(self) -> tuple[int, int]:
         return 0, self.window

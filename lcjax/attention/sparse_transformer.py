@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lcjax.attention.base import Pass, Pattern, Places
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 from pallas_kernels import Mask, by_heads, causal, chunks, per_head, stride, tail_of, window
-
-KINDS = ("strided", "fixed")
-HEADS = ("merged", "split")
 
 
 @Pattern.register_subclass("sparse_transformer")
 @dataclass(frozen=True)
 class SparseTransformer(Pattern):
-    """Near tokens, and a sparse set through which all older ones are reached in two layers.
+    """Near tokens, and a sparse set through which two layers reach all older tokens.
 
-    With l = stride, `strided` sees the last l tokens and every l-th token before them; `fixed` cuts
-    the text into stretches of l tokens and sees the own stretch, and the last `summary` tokens of
-    each older one (sec. 4.3). The window holds l tokens, as in the released code; the formula of
-    the paper has l + 1. `columns` is that code's way to give heads different summaries: head h
-    takes the group number h mod columns of `summary` tokens, counted from the end of the stretch.
+    With l = stride, `strided` sees the last l tokens and every l-th token before them. `fixed`
+    divides the text into segments of l tokens, and sees the segment of the query and the last
+    `summary` tokens of each older segment (sec. 4.3). The window holds l tokens, as in the released
+    code; the formula of the paper has l + 1. `columns` gives heads different summaries, as in that
+    code: head h sees group h mod columns of `summary` tokens, counted from the end of the segment.
 
-    One pattern serves all layers here; the paper also alternates the two sets between layers.
+    All layers have the same pattern here; the paper also alternates the two sets between layers.
     """
 
     examples = (
@@ -33,14 +30,13 @@ class SparseTransformer(Pattern):
 
     kind: str = "strided"  # or fixed
     stride: int = 128  # l; near the square root of the length, in the paper 128 or 256
-    summary: int = 8  # c: the tokens of a stretch that later ones see, fixed only (8, 16 or 32)
+    summary: int = 8  # c: the tokens of a segment that later ones see, fixed only (8, 16 or 32)
     heads: str = "merged"  # both sets in every head; split: the near one in the first half of them
     columns: int = 1  # groups of summaries that heads take in turn, fixed only
 
     def __post_init__(self):
-        for name, choices in (("kind", KINDS), ("heads", HEADS)):
-            if (value := getattr(self, name)) not in choices:
-                raise InputError(f"pattern.{name}={value!r} must be one of {', '.join(choices)}")
+        one_of("pattern.kind", self.kind, ("strided", "fixed"))
+        one_of("pattern.heads", self.heads, ("merged", "split"))
         whole_numbers("pattern", self, 1, "stride", "summary", "columns")
         if self.kind == "fixed" and self.summary * self.columns > self.stride:
             raise InputError(
@@ -64,12 +60,13 @@ class SparseTransformer(Pattern):
         return per_head((near, half), *by_heads(self._far(half, heads), heads - half))
 
     def _far(self, first: int, last: int) -> Mask:
-        """The sparse set of heads `first` to `last`."""
+        """The sparse set of the heads from `first` up to `last`."""
         if self.kind == "strided":
             return stride(self.stride)
         groups = [self._summaries(head % self.columns) for head in range(first, last)]
         return groups[0] if self.columns == 1 else per_head(*((group, 1) for group in groups))
 
     def _summaries(self, group: int) -> Mask:
-        up_to = tail_of(self.stride, (group + 1) * self.summary)
-        return up_to & ~tail_of(self.stride, group * self.summary) if group else up_to
+        """The tokens of all segments in one group of summaries."""
+        tail = tail_of(self.stride, (group + 1) * self.summary)
+        return tail & ~tail_of(self.stride, group * self.summary) if group else tail

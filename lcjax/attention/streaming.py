@@ -14,19 +14,21 @@ from pallas_kernels import causal, prefix, since_chunk
 @Pattern.register_subclass("streaming")
 @dataclass(frozen=True)
 class Streaming(Pattern):
-    """The first `sinks` tokens and the last ones, with positions counted inside the cache.
+    """The first `sinks` tokens and the last tokens, with positions counted inside the cache.
 
-    The method reads `first` tokens, then `stride` at a time, and before each chunk keeps the first
-    `sinks` and the last `recent` keys. With c the start of a query's chunk it sees the keys from
-    lo = max(c - recent, 0) on at their own distance, and sinks before lo as if they stood right
-    before lo (sec. 3.2). That is exact for every layer, since keys depend on earlier tokens only.
-    `stride: 1` is the published method: sinks, `recent` past tokens and the token itself. The
-    stride is part of the method: larger ones see more (CEPE evaluates with 2,048). The released
-    chat demo evicts before each turn instead (`evict_for_space`), which is not offered:
-    docs/methods.md says what differs.
+    The method reads `first` tokens, then `stride` at a time. Before each chunk it evicts all keys
+    but the first `sinks` and the last `recent`. Let c be the start of a query's chunk and
+    lo = max(c - recent, 0). The query sees the keys from lo on at their true distance, and the
+    sinks at the positions just before lo (sec. 3.2). That is exact for every layer, since keys
+    depend on earlier tokens only.
+    `stride: 1` is the published method: sinks, `recent` past tokens and the token itself. With a
+    larger stride queries see more tokens (CEPE evaluates with 2,048). The released chat demo evicts
+    before each turn instead (`evict_for_space`). This is not offered; docs/methods.md describes the
+    difference.
     """
 
     examples = ({"sinks": 2, "recent": 5}, {"sinks": 3, "recent": 4, "stride": 5, "first": 9})
+    encodings = ("rope", "alibi")  # ALiBi's distances count places in the cache, too (sec. 3.2)
 
     sinks: int = 4  # first tokens that stay visible (sec. 3.1)
     recent: int = 2044  # keys kept beside the sinks; sinks + recent + stride <= the trained length
@@ -37,17 +39,14 @@ class Streaming(Pattern):
         whole_number("pattern.sinks", self.sinks, 0)
         whole_numbers("pattern", self, 1, "recent", "stride", "first")
 
-    # With ALiBi, distances count places in the cache as well (sec. 3.2).
-    encodings = ("rope", "alibi")
-
     @property
-    def _first(self) -> int:
+    def _first_chunk(self) -> int:
         return self.sinks + self.recent if self.first is None else self.first
 
     def passes(self, places: Places) -> list[Pass]:
-        order, first = places.q_order, self._first
+        order, first = places.q_order, self._first_chunk
         chunk = jnp.where(order < first, 0, first + (order - first) // self.stride * self.stride)
-        # Tokens that were evicted between the sinks and lo; the sinks move up by as many.
+        # The number of evicted tokens, by which the sinks move towards the query.
         gap = jnp.maximum(chunk - self.recent - self.sinks, 0)
         local = since_chunk(self.stride, first, self.recent)
         near = Pass(places.q_positions, places.k_positions, causal() & local)
@@ -56,5 +55,5 @@ class Streaming(Pattern):
         far = causal() & ~local & prefix(self.sinks)
         return [near, Pass(places.q_positions - gap, places.k_positions, far)]
 
-    def kept(self) -> tuple[int, int]:
-        return self.sinks, max(self.recent + self.stride, self._first - self.sinks)
+    def cache_window(self) -> tuple[int, int]:
+        return self.sinks, max(self.recent + self.stride, self._first_chunk - self.sinks)

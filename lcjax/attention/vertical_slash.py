@@ -1,4 +1,7 @@
-"""MInference's vertical-slash heads (Jiang et al. 2024, arXiv 2407.02490): a sparse prefill."""
+"""MInference's vertical-slash heads (Jiang et al. 2024, arXiv 2407.02490): a sparse prefill.
+
+Letters: R = B N rows, one for each row and head of the batch; M selected keys.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +11,34 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import Pass, Pattern, Places
-from lcjax.attention.partial import rotate_both
+from lcjax.attention.base import Pass, Pattern, Places, rotate_qk
 from lcjax.errors import whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, flash, merge, tables
 
 PROBES = 64  # last queries, whose attention chooses for all (sec. 3.2)
-FIRST, LAST = 30, 100  # columns and diagonals that are always chosen, as in the released code
-LEAST_VERTICAL, LEAST_SLASH = 30, 50
+MIN_COLUMNS, MIN_DIAGONALS = 30, 50
+# First columns and nearest diagonals that are always chosen, as in the released code.
+FORCED_COLUMNS, FORCED_DIAGONALS = 30, 100
 BLOCK = 64
 
 
 @Pattern.register_subclass("vertical_slash")
 @dataclass(frozen=True)
 class VerticalSlash(Pattern):
-    """A prompt reads some keys and some distances, which its last queries choose per head.
+    """A prompt sees some keys and some distances, which its last queries choose for each head.
 
     The attention of the last 64 queries is summed over columns (keys) and over diagonals
-    (distances). All queries see the `vertical` best columns, and the blocks of 64 x 64 that the
-    `slash` best diagonals pass through, rounded outwards to whole blocks of keys. Calls with fewer
-    than 64 queries, such as decoding, see everything. A head's budget is the same in all heads and
-    layers; the paper looks for one per head, offline.
+    (distances). All queries see the `vertical` best columns, and the blocks of 64 x 64 that contain
+    the `slash` best diagonals, rounded outwards to whole blocks of keys. Calls with fewer than 64
+    queries, such as decoding, see all keys. All heads and layers have the same budget; the paper
+    searches one for each head offline.
 
-    Untrained, and for prompts only: what an early token sees depends on the last ones, so neither
-    training nor perplexity means anything under it. The choice is one per row: the last document
-    of a packed row makes it.
+    Untrained, and for prompts only: the visible keys of early tokens depend on the last tokens, so
+    neither training nor perplexity means anything. Each row has one choice, which the last document
+    of a packed row makes.
     """
 
     examples = ({"vertical": 96},)
@@ -47,146 +51,158 @@ class VerticalSlash(Pattern):
         whole_numbers("pattern", self, 1, "vertical", "slash")
 
     def passes(self, places: Places) -> list[Pass]:
-        """What is seen where nothing is chosen."""
+        """Full attention, as in calls with fewer than 64 queries."""
         return [Pass(places.q_positions, places.k_positions, causal())]
 
     def attend(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
         rotation: Rotation,
         places: Places,
         *,
         keys_rotated: bool = False,
         implementation: str | None = None,
-    ) -> jax.Array:
+    ) -> Float[Array, "B T N Hv"]:
         if q.shape[1] < PROBES:
             return super().attend(
                 q, k, v, rotation, places,
                 keys_rotated=keys_rotated, implementation=implementation,
             )  # fmt: skip
-        implementation = places.unsplit(implementation)
-        q, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
+        implementation = places.partitionable(implementation)
+        q, k = rotate_qk(q, k, places, rotation, keys_rotated=keys_rotated)
         rows, heads = q.shape[0], q.shape[2]
         with jax.named_scope("choose"):
-            where = _rows(places, rows, heads)
-            q, k, v = (
-                _heads_as_rows(q, 1),
-                *(_heads_as_rows(x, heads // x.shape[2]) for x in (k, v)),
+            head_places = _head_places(places, rows, heads)
+            q, k, v = (_heads_as_rows(x, heads // x.shape[2]) for x in (q, k, v))
+            column_scores, diagonal_scores = lax.map(
+                lambda row: _scores(*row), (q[:, :, 0], k[:, :, 0], head_places)
             )
-            columns, diagonals = lax.map(lambda row: _sums(*row), (q[:, :, 0], k[:, :, 0], where))
-            chosen = _best(columns, max(self.vertical, LEAST_VERTICAL))
-            slashes = _best(diagonals, max(self.slash, LEAST_SLASH))
+            columns, is_column = _top_k(column_scores, max(self.vertical, MIN_COLUMNS))
+            _, is_diagonal = _top_k(diagonal_scores, max(self.slash, MIN_DIAGONALS))
         with jax.named_scope("attention"):
             partials = [
-                _vertical(q, k, v, where, chosen, implementation),
-                _slash(q, k, v, where, chosen, slashes, implementation),
+                _attend_columns(q, k, v, head_places, columns, implementation),
+                _attend_diagonals(q, k, v, head_places, is_column, is_diagonal, implementation),
             ]
         out, _ = merge(partials)
         return jnp.moveaxis(out.reshape(rows, heads, *out.shape[1::2]), 1, 2)
 
 
-class _Rows(NamedTuple):
-    """`Places` of rows that stand for one head each, and the slots of their queries."""
+class _HeadPlaces(NamedTuple):
+    """`Places` of the R rows, int32, and the slots of their queries."""
 
-    q_slots: jax.Array  # int32 [R, T], so that slot - slot is the distance inside a document
-    q_index: jax.Array  # int32 [R, T]
-    k_index: jax.Array  # int32 [R, S]
-    q_segments: jax.Array  # int32 [R, T]
-    k_segments: jax.Array  # int32 [R, S]
+    q_slots: Int[Array, "R T"]  # a query's slot less a key's slot is the distance in a document
+    q_index: Int[Array, "R T"]
+    k_index: Int[Array, "R S"]
+    q_segments: Int[Array, "R T"]
+    k_segments: Int[Array, "R S"]
 
 
-def _rows(places: Places, rows: int, heads: int) -> _Rows:
-    queries, keys = places.q_positions.shape[1], places.k_positions.shape[1]
+def _head_places(places: Places, rows: int, heads: int) -> _HeadPlaces:
+    num_queries, num_keys = places.q_positions.shape[1], places.k_positions.shape[1]
     slots = None if places.row is None else places.row[0]
-    if slots is None:  # the last of what the keys hold
-        slots = jnp.arange(keys - queries, keys, dtype=jnp.int32)
+    if slots is None:  # the queries are the last tokens among the keys
+        slots = jnp.arange(num_keys - num_queries, num_keys, dtype=jnp.int32)
     segments = places.q_segments, places.k_segments
     if segments[0] is None:
-        segments = tuple(jnp.ones((rows, size), jnp.int32) for size in (queries, keys))
+        segments = tuple(jnp.ones((rows, size), jnp.int32) for size in (num_queries, num_keys))
 
-    def spread(x):
-        wide = jnp.broadcast_to(jnp.atleast_2d(jnp.asarray(x, jnp.int32)), (rows, x.shape[-1]))
-        return jnp.repeat(wide, heads, axis=0)
+    def repeat(x):
+        x = jnp.atleast_2d(jnp.asarray(x, jnp.int32))
+        return jnp.repeat(jnp.broadcast_to(x, (rows, x.shape[-1])), heads, axis=0)
 
-    return _Rows(*map(spread, (slots, places.q_order, places.k_order, *segments)))
+    return _HeadPlaces(*map(repeat, (slots, places.q_order, places.k_order, *segments)))
 
 
-def _heads_as_rows(x: jax.Array, repeats: int) -> jax.Array:
-    """[B, T, N, H] -> [B N', T, 1, H], every head `repeats` times."""
+def _heads_as_rows(x: Float[Array, "B T K H"], repeats: int) -> Float[Array, "R T 1 H"]:
+    """Moves heads to rows, each head `repeats` times."""
     x = jnp.moveaxis(jnp.repeat(x, repeats, axis=2), 2, 1)
     return x.reshape(-1, x.shape[2], 1, x.shape[3])
 
 
-def _sums(q: jax.Array, k: jax.Array, where: _Rows) -> tuple[jax.Array, jax.Array]:
-    """(columns, diagonals) float32 [S] of one head: what its probes give to keys and to distances.
+def _scores(
+    q: Float[Array, "T H"], k: Float[Array, "S H"], places: _HeadPlaces
+) -> tuple[Float[Array, " S"], Float[Array, " S"]]:
+    """The attention of one head's probes to each key and to each distance, float32.
 
-    q [T, H], k [S, H]. Forced ones are inf, those that nobody may see -inf.
+    It is inf for forced columns and diagonals, and -inf for keys that are padding.
     """
     q, k = (lax.stop_gradient(x) for x in (q, k))  # a choice has no gradient
-    keys, ahead = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
-    # The last queries that are no padding: padding, if any, is at the other end.
-    last = jnp.max(jnp.where(where.q_segments != 0, jnp.arange(q.shape[0]), PROBES - 1))
+    num_keys, distances = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
+    # Probes are the last queries that are not padding. Padding, if any, is at the other end.
+    last = jnp.max(jnp.where(places.q_segments != 0, jnp.arange(q.shape[0]), PROBES - 1))
     probes = lax.dynamic_slice_in_dim(jnp.arange(q.shape[0]), last - PROBES + 1, PROBES)
-    slots, order, segments = (x[probes] for x in (where.q_slots, where.q_index, where.q_segments))
-    seen = (where.k_index <= order[:, None]) & (where.k_segments == segments[:, None])
-    seen = seen & (segments[:, None] != 0)
-    exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    logits = jnp.einsum(
-        "TH,SH->TS", q[probes], k, precision=exact, preferred_element_type=jnp.float32
+    slots, order, segments = (
+        x[probes] for x in (places.q_slots, places.q_index, places.q_segments)
     )
-    scaled = jnp.where(seen, logits * q.shape[-1] ** -0.5, -1e30)  # finite: some see no key
-    weights = jnp.where(seen, jax.nn.softmax(scaled, axis=-1), 0.0)
-    columns = jnp.where(where.k_index < FIRST, jnp.inf, weights.sum(0))
-    columns = jnp.where(where.k_segments == 0, -jnp.inf, columns)
-    slot = slots[:, None] - ahead  # the key at each distance from each probe
-    across = jnp.take_along_axis(weights, jnp.clip(slot, 0, keys - 1), axis=1)
-    diagonals = jnp.where(slot >= 0, across, 0.0).sum(0)
-    return columns, jnp.where(ahead < LAST, jnp.inf, diagonals)
+    visible = (places.k_index <= order[:, None]) & (places.k_segments == segments[:, None])
+    visible = visible & (segments[:, None] != 0)
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    logits = jnp.einsum(
+        "TH,SH->TS", q[probes], k, precision=precision, preferred_element_type=jnp.float32
+    )
+    # -1e30 is finite because some probes see no key.
+    logits = jnp.where(visible, logits * q.shape[-1] ** -0.5, -1e30)
+    weights = jnp.where(visible, jax.nn.softmax(logits, axis=-1), 0.0)
+    columns = jnp.where(places.k_index < FORCED_COLUMNS, jnp.inf, weights.sum(0))
+    columns = jnp.where(places.k_segments == 0, -jnp.inf, columns)
+    k_slots = slots[:, None] - distances  # the key at each distance from each probe
+    by_distance = jnp.take_along_axis(weights, jnp.clip(k_slots, 0, num_keys - 1), axis=1)
+    diagonals = jnp.where(k_slots >= 0, by_distance, 0.0).sum(0)
+    return columns, jnp.where(distances < FORCED_DIAGONALS, jnp.inf, diagonals)
 
 
-def _best(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """(indices int32 [R, M], flags bool [R, S]) of the best `count` of `scores` [R, S]."""
-    _, best = lax.top_k(scores, min(count, scores.shape[1]))
-    flags = jnp.zeros(scores.shape, bool).at[jnp.arange(len(best))[:, None], best].set(True)
-    return best, flags
+def _top_k(scores: Float[Array, "R S"], count: int) -> tuple[Int[Array, "R M"], Bool[Array, "R S"]]:
+    """The indices of the `count` greatest scores of each row, and a mask of them."""
+    _, ids = lax.top_k(scores, min(count, scores.shape[1]))
+    mask = jnp.zeros(scores.shape, bool).at[jnp.arange(len(ids))[:, None], ids].set(True)
+    return ids, mask
 
 
-def _vertical(q, k, v, where: _Rows, chosen, implementation):
-    """The partial of the chosen columns."""
-    index = chosen[0]
-    k, v = (jnp.take_along_axis(x, index[:, :, None, None], axis=1) for x in (k, v))
+def _attend_columns(q, k, v, places: _HeadPlaces, columns: Int[Array, "R M"], implementation):
+    """The partial (out, lse) of the chosen columns."""
+    k, v = (jnp.take_along_axis(x, columns[:, :, None, None], axis=1) for x in (k, v))
     k_index, k_segments = (
-        jnp.take_along_axis(x, index, axis=1) for x in (where.k_index, where.k_segments)
+        jnp.take_along_axis(x, columns, axis=1) for x in (places.k_index, places.k_segments)
     )
     return flash(
-        q, k, v, causal(), q_index=where.q_index, k_index=k_index, q_segments=where.q_segments,
+        q, k, v, causal(), q_index=places.q_index, k_index=k_index, q_segments=places.q_segments,
         k_segments=k_segments, implementation=implementation,
     )  # fmt: skip
 
 
-def _slash(q, k, v, where: _Rows, chosen, slashes, implementation):
-    """The partial of the other keys in the blocks of the chosen diagonals."""
+def _attend_diagonals(
+    q,
+    k,
+    v,
+    places: _HeadPlaces,
+    is_column: Bool[Array, "R S"],
+    is_diagonal: Bool[Array, "R S"],
+    implementation,
+):
+    """The partial (out, lse) of the blocks of the chosen diagonals, without the chosen columns."""
     return flash(
-        q, k, v, causal(), table=_table(where, slashes[1]), q_index=where.q_index,
-        k_index=where.k_index, q_segments=where.q_segments,
-        k_segments=jnp.where(chosen[1], 0, where.k_segments), implementation=implementation,
+        q, k, v, causal(), table=_block_table(places, is_diagonal), q_index=places.q_index,
+        k_index=places.k_index, q_segments=places.q_segments,
+        k_segments=jnp.where(is_column, 0, places.k_segments), implementation=implementation,
     )  # fmt: skip
 
 
-def _table(where: _Rows, slashes: jax.Array):
-    """The blocks that diagonals `slashes` bool [R, S] pass through.
+def _block_table(places: _HeadPlaces, is_diagonal: Bool[Array, "R S"]):
+    """The blocks that the chosen diagonals pass through.
 
     In a block of queries from slot s, the diagonal d covers the keys s - d to s - d + 63 (a block
-    of the released kernel), so it meets the block of keys from n on where |s - d - n| < 64.
+    of the released kernel), so it meets the block of keys from n on if |s - d - n| < 64.
     """
-    keys = slashes.shape[1]
-    up_to = jnp.pad(jnp.cumsum(slashes, axis=1, dtype=jnp.int32), [(0, 0), (1, 0)])
-    starts = where.q_slots[:, ::BLOCK, None] - jnp.arange(0, keys, BLOCK, dtype=jnp.int32)
+    rows, num_keys = is_diagonal.shape
+    # counts[:, d] is the number of chosen diagonals below d.
+    counts = jnp.pad(jnp.cumsum(is_diagonal, axis=1, dtype=jnp.int32), [(0, 0), (1, 0)])
+    starts = places.q_slots[:, ::BLOCK, None] - jnp.arange(0, num_keys, BLOCK, dtype=jnp.int32)
     low, high = (
-        jnp.clip(x, 0, keys).reshape(len(slashes), -1) for x in (starts - BLOCK + 1, starts + BLOCK)
+        jnp.clip(x, 0, num_keys).reshape(rows, -1) for x in (starts - BLOCK + 1, starts + BLOCK)
     )
-    count = jnp.take_along_axis(up_to, high, axis=1) - jnp.take_along_axis(up_to, low, axis=1)
-    visible = (count > 0).reshape(len(slashes), 1, *starts.shape[1:])
+    count = jnp.take_along_axis(counts, high, axis=1) - jnp.take_along_axis(counts, low, axis=1)
+    visible = (count > 0).reshape(rows, 1, *starts.shape[1:])
     return tables.from_block_mask(visible, q_block=BLOCK, k_block=BLOCK)

@@ -7,7 +7,7 @@ from lcjax.attention import Causal, Pattern, Sliding
 from lcjax.checkpoints.hf_names import is_phi
 from lcjax.errors import InputError, whole_number
 from lcjax.models.config import ModelConfig
-from lcjax.rope.hf import from_hf
+from lcjax.rope import from_hf
 
 SUPPORTED = ("llama", "mistral", "qwen2", "phi")
 _THETA = 10_000.0  # what transformers takes for all four when the config has no rope_theta

@@ -28,7 +28,7 @@ from lcjax.checkpoints.weights import (
 )
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.rope.hf import from_hf
+from lcjax.rope import from_hf
 
 SMOLLM2 = "smollm2-135m-instruct"
 # What a folder without config.json may be instead, by a file in it.

@@ -112,7 +112,7 @@ def estimate(
         matmul += flops
         weight_gradients += flops if trained(path) else 0
     per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
-    kept = config.pattern.for_inference().kept()
+    kept = config.pattern.for_inference().cache_window()
     cached = length if kept is None else min(length, sum(kept))
     cache_width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     return Cost(
@@ -221,7 +221,7 @@ def note_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> 
 
     Notes are float32, of all query heads or of `heads`.
     """
-    notes = config.pattern.for_inference().notes(slots, config.head_dim)
+    notes = config.pattern.for_inference().cache_state_shapes(slots, config.head_dim)
     return 4 * (config.num_heads if heads is None else heads) * sum(a * b for a, b in notes)
 
 

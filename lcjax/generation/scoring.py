@@ -169,7 +169,7 @@ def _lay_out(
         positions[row, columns] = np.arange(len(text.tokens))
         places[row, span] = start + text.first + np.arange(len(text.targets))
         targets[row, span] = text.targets
-    if not is_packed and (model.config.pattern.any_order or segments.all()):
+    if not is_packed and (model.config.pattern.is_position_based or segments.all()):
         segments = None  # causal masks hide the padding after a text
     return TextRows(tokens, places, targets, segments, positions if is_packed else None), spans
 
@@ -181,10 +181,10 @@ def _choose_rows(
     config, longest, num_rows = model.config, max(lengths), len(lengths)
     num_packed = -(-sum(lengths) // session_lib.MAX_PACKED_ROW)
     num_rows, num_packed = (n + padding_rows(model.mesh, n) for n in (num_rows, num_packed))
-    width = bucketed(longest) if config.pattern.any_order else longest
+    width = bucketed(longest) if config.pattern.is_position_based else longest
     if config.position == "learned":
         width = min(width, max(config.max_length, longest))
-    elif config.pattern.any_order and not one_per_row:
+    elif config.pattern.is_position_based and not one_per_row:
         starts, filled = _pack(lengths, num_packed)
         packed_width = bucketed(filled)
         if session_lib.packing_saves(num_packed * packed_width, num_rows * width):
@@ -301,7 +301,7 @@ def score_continuations(
     model.config.check_length(longest)
     texts = {"prompts": prompts, "continuations": continuations, "memory": memory}
     is_single = prefix is None and all(len(row) == 1 for row in continuations)
-    if is_single and model.config.pattern.any_order and longest <= prefill_chunk_size(None):
+    if is_single and model.config.pattern.is_position_based and longest <= prefill_chunk_size(None):
         return score_at_once(model, params, **texts, rotation=rotations(lengths))
     rotation = rotations(np.array(fill_rows(model, lengths)))
     return score_by_cache(model, params, **texts, rotation=rotation, prefix=prefix)

@@ -355,7 +355,7 @@ class Prefix(NamedTuple):
 
 def can_share_prefix(pattern: Pattern) -> bool:
     """Whether what a token sees depends on its position alone, and the cache keeps all keys."""
-    return pattern.any_order and pattern.kept() is None
+    return pattern.is_position_based and pattern.cache_window() is None
 
 
 def prefix_tokens_reused(lengths: Sequence[int], tokens: int, chunk: int) -> np.ndarray:
@@ -453,7 +453,9 @@ def can_pack(
         return False
     if model.mesh is not None or config.position == "learned" or cache.rolling is not None:
         return False
-    if not config.pattern.any_order or config.pattern.notes(cache.capacity, config.head_dim):
+    if not config.pattern.is_position_based or config.pattern.cache_state_shapes(
+        cache.capacity, config.head_dim
+    ):
         return False
     return rotation.inv_freq.ndim == 1
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax.attention import Causal, attend
-from lcjax.attention.partial import rotate_queries
+from lcjax.attention.base import rotate_queries
 from lcjax.errors import InputError, whole_number
 from lcjax.memory.leading import Leading, Reader, all_of
 from lcjax.models.config import ModelConfig
@@ -159,7 +159,7 @@ class BeaconAttention(Attention):
                 q_segments=context.segments,
                 k_segments=context.segments[:, :size],
                 layout=attention_layout(self.mesh),
-                more=[*self.before(q, context), _itself(*own, context, size)],
+                extra_partials=[*self.before(q, context), _itself(*own, context, size)],
             )
         out = [self.combine(y[:, :size]), self.memory.combine(y[:, size:])]
         k, v = (jnp.concatenate(pair, 1) for pair in ((k, own[1]), (v, own[2])))

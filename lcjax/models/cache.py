@@ -2,8 +2,9 @@
 
 Two policies. A *full* cache has a slot for every token; all rows of a batch fill the same slots, so
 shorter prompts are padded on the left, and `segments` says which slots hold a token. A *rolling*
-cache serves patterns that see the first and the last tokens only (`Pattern.kept`): each row writes
-its tokens to the sinks, then round a ring, and however long the text grows the cache does not.
+cache serves patterns that see the first and the last tokens only (`Pattern.cache_window`): each
+row writes its tokens to the sinks, then round a ring, and however long the text grows the cache
+does not.
 Which slot holds which token is data there: masks are asked about `index`, the order indices.
 
 Keys are kept rotated, which is exact as long as the rotation stays the same for the whole request,
@@ -53,10 +54,10 @@ class Rolling:
 class Cache:
     """Keys and values in S slots, for every layer.
 
-    `layers` holds (keys, values), each [B, K, S, H], and what else the pattern notes of them
-    (`Pattern.notes`): stacked [L, ...] for scanned layers, else one such tuple per layer. Heads
-    stand before slots, the order in which a decoding step multiplies them, so that reading the
-    cache never copies it.
+    `layers` holds (keys, values), each [B, K, S, H], and the pattern's state
+    (`Pattern.cache_state_shapes`): stacked [L, ...] for scanned layers, else one such tuple per
+    layer. Heads stand before slots, the order in which a decoding step multiplies them, so that
+    reading the cache never copies it.
     """
 
     layers: Any
@@ -111,7 +112,8 @@ def create(
     def zeros(shape, dtype):
         return jnp.zeros(shape, dtype, device=_layout(mesh, shape))
 
-    notes = [(batch, config.num_heads, *note) for note in pattern.notes(slots, config.head_dim)]
+    state_shapes = pattern.cache_state_shapes(slots, config.head_dim)
+    notes = [(batch, config.num_heads, *shape) for shape in state_shapes]
 
     def layer(*stack):
         pair = [zeros((*stack, *shape), dtype) for _ in range(2)]
@@ -131,7 +133,7 @@ def create(
 
 def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolling | None]:
     """(slots, how they are used) of a cache for `length` tokens, read `chunk` at a time."""
-    kept = pattern.kept()
+    kept = pattern.cache_window()
     if kept is None or chunk is None:
         return length, None
     rolling = Rolling(*kept)
@@ -304,7 +306,7 @@ def attend_cached(
         bias=context.bias,
         layout=layout,
     )
-    out, notes = pattern.attend_noting(
+    out, notes = pattern.attend_with_state(
         q,
         keys.swapaxes(1, 2),
         values.swapaxes(1, 2),
@@ -312,7 +314,7 @@ def attend_cached(
         rotation,
         places,
         keys_rotated=view.rotated,
-        **({"more": more} if more else {}),
+        **({"extra_partials": more} if more else {}),
     )
     return out, (keys, values, *notes)
 

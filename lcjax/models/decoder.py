@@ -276,9 +276,9 @@ class Decoder(nn.Module):
         """
         c = self.config
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
-        if parts == 1 or c.context_parallel != "ring" or not c.pattern.any_order:
+        if parts == 1 or c.context_parallel != "ring" or not c.pattern.is_position_based:
             return None
-        return zigzag(length, parts) if c.pattern.kept() is None else None
+        return zigzag(length, parts) if c.pattern.cache_window() is None else None
 
     def _rotation(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> Rotation:
         c = self.config

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lcjax.attention import Causal, attend
-from lcjax.attention.partial import rotate_queries
+from lcjax.attention.base import rotate_queries
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.loss import Projection
@@ -193,7 +193,7 @@ class Attention(Projections):
                     layout=attention_layout(mesh, c.context_parallel, x.shape[1]),
                     q_segments=context.segments,
                     k_segments=context.segments,
-                    more=more,
+                    extra_partials=more,
                 )
                 if context.keep is not None:
                     layer = kept(k, v, context)

@@ -49,14 +49,14 @@ class _Watched(Pattern):
         return self.inner.encodings
 
     @property
-    def any_order(self) -> bool:
-        return self.inner.any_order
+    def is_position_based(self) -> bool:
+        return self.inner.is_position_based
 
     def for_inference(self) -> "Pattern":
         return self
 
-    def kept(self) -> tuple[int, int] | None:
-        return self.inner.kept()
+    def cache_window(self) -> tuple[int, int] | None:
+        return self.inner.cache_window()
 
     def passes(self, places: Places) -> list[Pass]:
         return self.inner.passes(places)

@@ -1,11 +1,10 @@
 """Rotary position methods: one registered dataclass per method, pure functions, no hidden state."""
 
-from lcjax.rope.base import Rope, Rotation, rotate, stack_rotations
+from lcjax.rope.base import Rope, from_hf
 from lcjax.rope.clex import Clex
 from lcjax.rope.default import Default
 from lcjax.rope.dynamic_ntk import DynamicNTK
 from lcjax.rope.e2_llm import E2LLM
-from lcjax.rope.hf import from_hf
 from lcjax.rope.linear import Linear
 from lcjax.rope.llama3 import Llama3
 from lcjax.rope.longrope import LongRope
@@ -17,6 +16,7 @@ from lcjax.rope.positions import (
     PlainPositions,
     Positions,
 )
+from lcjax.rope.rotation import Rotation, rotate, stack_rotations
 from lcjax.rope.yarn import Yarn
 
 __all__ = [

@@ -1,8 +1,12 @@
-"""What every position method is: a frequency vector, a scale, and the rotation that uses them.
+"""The interface of position methods, and their form in Hugging Face configs.
 
-A method maps a trained length onto a longer one by changing the frequencies `f_j` of the angle
-`position * f_j`, and sometimes the amplitude of cos and sin. Everything about the length is an
-argument: the same object gives the same answer in any order of calls.
+A method changes the frequencies `f_j` of the angle `position * f_j`, and sometimes the amplitude of
+cos and sin, so that a model reads longer texts than it was trained with. Every function takes the
+length as an argument and has no state: results do not depend on the order of calls.
+
+Old Hugging Face configs (`transformers` 4) have `rope_theta` and `rope_scaling`; new ones (5) have
+one dictionary `rope_parameters`. Both are read and written. A method that transformers does not
+know is exported as the nearest one that it can compute, and in full under `lcjax_rope`.
 """
 
 import dataclasses
@@ -10,60 +14,45 @@ import math
 import numbers
 import reprlib
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import draccus
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from lcjax.errors import InputError, is_finite_number
-from lcjax.rope.angle import angles
+from lcjax.rope.rotation import Rotation
 
-
-class Rotation(NamedTuple):
-    """What attention needs in order to rotate queries and keys; a pytree."""
-
-    inv_freq: Float[Array, " R//2"]  # float32, R rotary channels; [B, R//2] when rows differ
-    scale: float | Array = 1.0  # multiplies cos and sin of queries and keys (logits get its square)
-    query_scale: float | Array = 1.0  # multiplies queries only (CLEX log scaling)
-
-    def rows(self, index: np.ndarray) -> "Rotation":
-        """Those rows of a stacked rotation (`stack_rotations`)."""
-        return Rotation(*(field[index] for field in self))
-
-
-def stack_rotations(rotations: Sequence[Rotation]) -> Rotation:
-    """A rotation per row: fields of shape [B, R//2], [B, 1, 1] and [B, 1, 1, 1]."""
-    inv_freq, scale, query_scale = (
-        jnp.stack([jnp.asarray(x, jnp.float32) for x in field]) for field in zip(*rotations)
-    )
-    # One number per row, against angles [B, T, R//2] and queries [B, T, N, H].
-    return Rotation(inv_freq, scale[:, None, None], query_scale[:, None, None, None])
+_KEY = "lcjax_rope"  # the full form in a Hugging Face config
+_EXPORTED = "exported_as"  # its entry that repeats the `rope_parameters` of the same config
+# If the dictionary has no trained length, transformers takes it from the config for these types.
+_NEED_TRAINED_LENGTH = ("yarn", "longrope", "su", "llama3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope(draccus.ChoiceRegistry):
-    """A rotary position method.
+    """A rotary position method: the `model.rope` config section.
 
-    `head_dim` below is always the number of *rotary* channels: with partial rotary embeddings that
-    is `int(head_dim * rotary_fraction)`, and every exponent of every method uses it.
+    `head_dim` is always the number of *rotary* channels R: with partial rotary embeddings
+    `int(head_dim * rotary_fraction)`. The exponents of all methods use it.
     """
 
     # Base of the frequencies theta^(-2j/d); null: the checkpoint's own (see `resolve`)
     theta: float | None = None
 
     depends_on_length: ClassVar[bool] = False  # whether `length` changes the frequencies
-    learned: ClassVar[bool] = False  # whether `init` makes arrays that training changes
-    hf_types: ClassVar[tuple[str, ...]] = ()  # names in Hugging Face configs that are read as this
+    learned: ClassVar[bool] = False  # whether `init` returns arrays that training changes
+    hf_types: ClassVar[tuple[str, ...]] = ()  # its names in Hugging Face configs
 
     def __post_init__(self):
         self.check_numbers()
         if self.theta is not None:
             self.require(self.theta > 1, "theta", "be above 1 (Llama-2 has 10000)")
+        length = getattr(self, "original_length", None)
+        self.require(length is None or length >= 1, "original_length", "be the trained length")
 
     @property
     def type(self) -> str:
@@ -71,21 +60,34 @@ class Rope(draccus.ChoiceRegistry):
         return Rope.get_choice_name(type(self))
 
     def resolve(self, *, theta: float | None = None, length: int | None = None) -> "Rope":
-        """Fills what was left open with the checkpoint's base `theta` and its trained `length`."""
-        known = {"theta": theta, "original_length": length}
-        open_fields = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) is None}
+        """Fills the fields `theta` and `original_length` that are None, from a checkpoint.
+
+        Args:
+          theta: base of the checkpoint's frequencies.
+          length: trained length of the checkpoint in tokens.
+        """
+        values = {"theta": theta, "original_length": length}
+        unset = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) is None}
         return dataclasses.replace(
-            self, **{k: v for k, v in known.items() if k in open_fields and v is not None}
+            self, **{k: v for k, v in values.items() if k in unset and v is not None}
         )
 
     def frequencies(
         self, head_dim: int, length: int, params: dict | None = None
-    ) -> tuple[np.ndarray, float]:
-        """Float32 frequencies [head_dim // 2] and the scale of cos and sin, for `length` tokens.
+    ) -> tuple[Float[np.ndarray, " R//2"], float]:
+        """Computes the frequencies and the scale of cos and sin for a request.
 
-        `length` counts the whole request, prompt and new tokens, so that keys which were rotated
-        early agree with queries that come late. Computed in float64 on the host and rounded once:
-        a half-precision frequency is wrong by whole turns at long positions.
+        They are computed in float64 on the host and rounded once: a half-precision frequency is
+        wrong by whole turns at long positions.
+
+        Args:
+          head_dim: rotary channels R.
+          length: tokens of the whole request, prompt and new tokens, so that keys which were
+            rotated early agree with later queries.
+          params: arrays of a learned method.
+
+        Returns:
+          float32 frequencies in radians per position, and the scale.
 
         Raises:
           InputError: a frequency or the scale is not a positive normal number of float32.
@@ -93,7 +95,7 @@ class Rope(draccus.ChoiceRegistry):
         del params  # only learned methods have any
         self.check_head_dim(head_dim)
         try:
-            with np.errstate(all="ignore"):  # what overflows is refused by its value
+            with np.errstate(all="ignore"):  # `check_range` refuses what overflows
                 inv_freq, scale = self.compute(head_dim, length)
         except InputError:
             raise
@@ -103,30 +105,33 @@ class Rope(draccus.ChoiceRegistry):
             ) from error
         return self.check_range(inv_freq, scale)
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
-        """Float64 frequencies and scale on the host: the formula of the method."""
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
+        """The formula of the method: float64 frequencies and the scale, computed on the host."""
         raise NotImplementedError(f"{type(self).__name__} has to define `compute`")
 
     def rotation(self, head_dim: int, length: int, params: dict | None = None) -> Rotation:
-        """`frequencies` as the pytree that attention takes."""
+        """`frequencies` as the `Rotation` that attention takes; arguments as there."""
         inv_freq, scale = self.frequencies(head_dim, length, params)
         return Rotation(jnp.asarray(inv_freq, jnp.float32), scale)
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
-        """Learned arrays of the method; none for a fixed one."""
+        """The initial learned arrays; empty if the method has none."""
         del key, head_dim
         return {}
 
     # Checks
 
     def require(self, holds: bool, field: str, rule: str) -> None:
-        """Raises a one-line error about `field` unless `holds`."""
+        """Raises a one-line InputError about `field` unless `holds`."""
         if not holds:
-            value = reprlib.repr(getattr(self, field))  # shortens what is too long for one line
+            value = reprlib.repr(getattr(self, field))  # shortens long values
             raise InputError(f"rope.{field}={value} ({self.type}) must {rule}")
 
     def check_numbers(self) -> None:
-        """Refuses number fields that do not hold finite numbers, or None where None is allowed."""
+        """Raises an InputError for number fields whose values are not finite numbers.
+
+        None is valid where the type of the field allows it.
+        """
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
@@ -144,8 +149,14 @@ class Rope(draccus.ChoiceRegistry):
                 rule += f", such as {field.default}"
             self.require(holds, field.name, rule + (", or null" if type(None) in kinds else ""))
 
-    def check_range(self, inv_freq: np.ndarray, scale: float) -> tuple[np.ndarray, float]:
-        """Returns `inv_freq` in float32 and `scale`; refuses what is 0, infinite or NaN there."""
+    def check_range(
+        self, inv_freq: Float[np.ndarray, " R//2"], scale: float
+    ) -> tuple[Float[np.ndarray, " R//2"], float]:
+        """Rounds `inv_freq` to float32.
+
+        Raises:
+          InputError: a frequency or the scale is 0, infinite or NaN in float32.
+        """
         with np.errstate(all="ignore"):
             rounded = np.asarray(inv_freq, np.float32)
             for name, values in (("frequencies", rounded), ("scales", np.float32([scale]))):
@@ -156,7 +167,7 @@ class Rope(draccus.ChoiceRegistry):
         return rounded, float(scale)
 
     def range_error(self, problem: str, head_dim: int) -> InputError:
-        """An error about all values of the rope, since any of them may be the cause."""
+        """An error that names all fields, since any of them may be the cause."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         shown = [f"{k}={reprlib.repr(v)}" for k, v in values.items() if v is not None]
         return InputError(
@@ -165,8 +176,8 @@ class Rope(draccus.ChoiceRegistry):
             "nearer to the published ones"
         )
 
-    def known(self, field: str) -> Any:
-        """The value of `field`, or an error when nobody has filled it yet."""
+    def get_resolved(self, field: str) -> Any:
+        """The value of `field`; raises an InputError if it is None (see `resolve`)."""
         value = getattr(self, field)
         if value is None:
             raise InputError(
@@ -176,6 +187,7 @@ class Rope(draccus.ChoiceRegistry):
         return value
 
     def check_head_dim(self, head_dim: int) -> int:
+        """Returns `head_dim`; raises an InputError unless it is even and positive."""
         if head_dim < 2 or head_dim % 2:
             raise InputError(
                 f"rotary channels={head_dim} must be even and at least 2: they turn in pairs; "
@@ -184,6 +196,7 @@ class Rope(draccus.ChoiceRegistry):
         return head_dim
 
     def check_length(self, length: int | None) -> int:
+        """Returns `length`; raises an InputError unless it is a positive number."""
         if not is_finite_number(length) or length < 1:
             raise InputError(
                 f"length={length!r} must be the number of tokens of the request, 1 or more: "
@@ -192,6 +205,7 @@ class Rope(draccus.ChoiceRegistry):
         return int(length)
 
     def check_export(self, head_dim: int | None) -> int:
+        """Returns `head_dim`; raises an InputError if it is None."""
         if head_dim is None:
             raise InputError(
                 f"rope {self.type} has another form in transformers that depends on the number of "
@@ -204,34 +218,57 @@ class Rope(draccus.ChoiceRegistry):
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         """transformers' rope dictionary (`rope_type`, `rope_theta`, ...) and other config entries.
 
-        The nearest equivalent that transformers can compute; `to_hf` adds what it cannot say.
+        It is the nearest method that transformers can compute; `to_hf` adds the full form.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define `hf_rope`")
 
     @classmethod
     def from_hf_rope(cls, rope: dict, config: dict) -> "Rope":
-        """Reads transformers' rope dictionary, beside the other entries of its config."""
+        """The method of a rope dictionary of transformers and of the config that contains it."""
         raise NotImplementedError(f"{cls.__name__} has to define `from_hf_rope`")
 
     @property
     def hf_limit(self) -> int | None:
-        """Tokens up to which transformers computes the same from `to_hf`; null: at every length."""
+        """The length up to which transformers computes the same from `to_hf`; None: any length."""
         return None
 
     def to_hf(self, head_dim: int | None = None) -> dict[str, Any]:
-        """Entries of a Hugging Face config: old `rope_scaling` and new `rope_parameters`.
+        """Entries of a Hugging Face config from which `from_hf` restores this method.
 
-        They go over the model's own entries, because some types fix `max_position_embeddings`.
-        `head_dim` (rotary channels) is needed by types that transformers knows only in another
-        form: ntk, dynamic_ntk with `min_length`, and yarn with the frequency ramp. What it cannot
-        compute at all it reads as plain rope, right up to `hf_limit` tokens.
+        They replace the model's own entries, because some types fix `max_position_embeddings`. A
+        method that transformers cannot compute is exported as plain rope, which is equal up to
+        `hf_limit` tokens.
+
+        Args:
+          head_dim: rotary channels. Methods that transformers knows only in another form need it:
+            ntk, dynamic_ntk with `min_length`, and yarn with the frequency ramp.
+
+        Returns:
+          The old `rope_scaling` and `rope_theta`, the new `rope_parameters`, and `lcjax_rope` if
+          these do not determine the method.
         """
-        from lcjax.rope.hf import write
+        parameters, entries = self.hf_rope(head_dim)
+        parameters = {k: v for k, v in parameters.items() if v is not None}
+        scaling = {k: v for k, v in parameters.items() if k != "rope_theta"}
+        kind = scaling["rope_type"]
+        if kind in ("linear", "dynamic"):
+            # transformers before 4.43 takes exactly `type` and `factor`; later versions also do.
+            scaling["type"] = scaling.pop("rope_type")
+        else:
+            scaling["type"] = kind
+        entries = {
+            "rope_scaling": None if kind == "default" else scaling,
+            "rope_parameters": parameters,
+            **entries,
+        }
+        if "rope_theta" in parameters:
+            entries["rope_theta"] = parameters["rope_theta"]
+        if _read(entries) != self:
+            entries[_KEY] = {"type": self.type, **_encode(self), _EXPORTED: dict(parameters)}
+        return entries
 
-        return write(self, head_dim)
 
-
-def base_frequencies(theta: float, head_dim: int) -> np.ndarray:
+def base_frequencies(theta: float, head_dim: int) -> Float[np.ndarray, " R//2"]:
     """theta^(-2j/d) for j = 0..d/2-1, float64 (RoFormer, arXiv 2104.09864, eq. 15)."""
     return np.float64(theta) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
@@ -247,7 +284,7 @@ def ntk_theta(theta: float, alpha: float, head_dim: int) -> float:
 
 
 def hf_number(rope: dict, key: str, default: float | None = None) -> float:
-    """A number of a Hugging Face rope dictionary; an error that names the key when it is none."""
+    """A number of a Hugging Face rope dictionary; raises an InputError if it is not a number."""
     value = rope.get(key)
     value = default if value is None else value
     if not is_finite_number(value):
@@ -258,27 +295,100 @@ def hf_number(rope: dict, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def rotate(
-    x: Float[Array, "B T N H"],
-    positions: Num[Array, "B T"],
-    inv_freq: Float[Array, " R//2"] | Float[Array, "B R//2"],
-    scale: float | Array = 1.0,
-) -> Float[Array, "B T N H"]:
-    """Rotates pairs (j, j + R/2) of the first R channels by `positions * inv_freq[j]`.
+def from_hf(config: Mapping[str, Any]) -> Rope:
+    """Reads the position method of a Hugging Face config.
 
-    y[j] = x[j] cos - x[j + R/2] sin, y[j + R/2] = x[j + R/2] cos + x[j] sin, both times `scale`:
-    Hugging Face's half-split layout. Channels from R = 2 * inv_freq.shape[-1] on pass unchanged.
-    Positions may be fractions, and millions (`lcjax.rope.angle`). Float32 inside: bfloat16 has no
-    odd integer above 256.
+    It reads `rope_scaling` (with `type` or `rope_type`) and `rope_parameters`; the first has
+    precedence, as in transformers. `partial_rotary_factor` belongs to the model's config.
+
+    Args:
+      config: the dictionary of `config.json`.
+
+    Returns:
+      The method. `theta` is None if the config has none: each model family has its own default
+      (`Rope.resolve`).
+
+    Raises:
+      InputError: an unknown type, a value that is missing or out of range, or `lcjax_rope` that
+        contradicts the `rope_parameters` of the config.
     """
-    half = inv_freq.shape[-1]
-    with jax.named_scope("rope"):
-        angle = angles(positions, inv_freq)
-        cos = (scale * jnp.cos(angle))[:, :, None]
-        sin = (scale * jnp.sin(angle))[:, :, None]
-        a = x[..., :half].astype(jnp.float32)
-        b = x[..., half : 2 * half].astype(jnp.float32)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-        if 2 * half == x.shape[-1]:
-            return turned
-        return jnp.concatenate([turned, x[..., 2 * half :]], -1)
+    config = dict(config)
+    full_form = config.pop(_KEY, None)
+    rope = _read(config)
+    if full_form is None:
+        return rope
+    full_form = dict(full_form)
+    exported = full_form.pop(_EXPORTED, None)
+    if exported and rope != _read({**config, "rope_scaling": None, "rope_parameters": exported}):
+        raise InputError(
+            f"{_KEY} (type {full_form.get('type')}) was written beside rope_parameters={exported}, "
+            "which have changed since; delete the key to use rope_parameters, or restore them"
+        )
+    return _decode(full_form)
+
+
+def _read(config: dict) -> Rope:
+    """The method that transformers reads from a config."""
+    new = config.get("rope_parameters") or {}
+    rope = dict(config.get("rope_scaling") or new)
+    layers = sorted(k for k, v in rope.items() if isinstance(v, Mapping))
+    if layers:
+        raise InputError(
+            f"rope_parameters has a section for each of {', '.join(layers)}: models whose layers "
+            "rotate differently are not supported; use a model with one position method"
+        )
+    theta = rope.get("rope_theta", config.get("rope_theta", new.get("rope_theta")))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope |= {"rope_type": kind, "rope_theta": theta}
+    if theta is not None:
+        rope["rope_theta"] = hf_number(rope, "rope_theta")
+    if kind in _NEED_TRAINED_LENGTH:
+        _fill_lengths(rope, config)
+    by_name = {name: c for c in Rope.get_known_choices().values() for name in c.hf_types}
+    if kind not in by_name:
+        raise InputError(
+            f"rope_type={kind!r} of the Hugging Face config is not known; "
+            f"known: {', '.join(sorted(by_name))}"
+        )
+    return by_name[kind].from_hf_rope(rope, config)
+
+
+def _fill_lengths(rope: dict, config: dict) -> None:
+    """Applies transformers' rules for a missing trained length and a missing factor."""
+    max_length = config.get("max_position_embeddings")
+    key = "original_max_position_embeddings"
+    # A value at the top of the config (Phi-3) has precedence over the one in the dictionary.
+    length = config.get(key) or rope.get(key) or max_length
+    if length is None:
+        return
+    rope[key] = int(hf_number({**rope, key: length}, key))
+    if rope.get("factor") is not None or max_length is None:
+        return
+    # longrope uses the factor only for its attention factor; llama3 must have a factor.
+    is_longrope = rope["rope_type"] in ("longrope", "su")
+    if rope["rope_type"] == "yarn" or (is_longrope and rope.get("attention_factor") is None):
+        rope["factor"] = max_length / rope[key]
+
+
+def _encode(rope: Rope) -> dict[str, Any]:
+    """The fields of a method as JSON values."""
+    values = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope)}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _decode(values: dict) -> Rope:
+    """The method of `_encode` and its `type`."""
+    kind = values.pop("type", None)
+    choices = Rope.get_known_choices()
+    if kind not in choices:
+        raise InputError(f"{_KEY}.type={kind!r} is not known; known: {', '.join(sorted(choices))}")
+    fields = dataclasses.fields(choices[kind])
+    if unknown := sorted(set(values) - {f.name for f in fields}):
+        raise InputError(
+            f"{_KEY} has unknown keys {', '.join(unknown)} for type {kind}; "
+            f"known: {', '.join(sorted(f.name for f in fields))}"
+        )
+    required = {f.name for f in fields if f.default is dataclasses.MISSING}
+    if missing := sorted(required - set(values)):
+        raise InputError(f"{_KEY} of type {kind} lacks {', '.join(missing)}; add the value")
+    return choices[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

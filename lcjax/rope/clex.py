@@ -1,4 +1,4 @@
-"""CLEX: frequencies that follow a learned differential equation in the length factor."""
+"""CLEX (Chen et al. 2023, arXiv 2310.16450): frequencies from a learned differential equation."""
 
 import functools
 import math
@@ -12,31 +12,32 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from lcjax.errors import InputError
-from lcjax.rope.base import Rope, Rotation, base_frequencies, hf_number
+from lcjax.rope.base import Rope, base_frequencies, hf_number
+from lcjax.rope.rotation import Rotation
 
-# Inside the network the published layer uses this base whatever the model's own base is.
+# The published layer always uses this base inside the network, not the model's base.
 _NETWORK_THETA = 10000.0
 
 
 @Rope.register_subclass("clex")
 @dataclass(frozen=True, kw_only=True)
 class Clex(Rope):
-    """f(t) = exp(z(t)), t = ceil(n / P) >= 1 the length factor (CLEX, arXiv 2310.16450).
+    """f(t) = exp(z(t)), where t = ceil(n / P) >= 1 is the length factor.
 
     dz/dt = act((z + ln xi(t)) U) D + d ln xi / dt,  z(1) = ln theta_j, with the NTK frequencies
-    xi_j(t) = 10000^(-2j/d) alpha^(-2j/(d-2)), alpha = 2t - 1. While D = 0, its initial value, f(t)
-    is NTK of strength 2t - 1. Learned arrays: `up` U [R/2, m R], `down` D [m R, R/2], and
-    `inv_freq`, the checkpoint's own frequencies at t = 1 (a buffer: it gets no gradient).
+    xi_j(t) = 10000^(-2j/d) alpha^(-2j/(d-2)), alpha = 2t - 1. If D = 0, its initial value, f(t) is
+    NTK of strength 2t - 1. Learned arrays: `up` U [R/2, m R], `down` D [m R, R/2], and `inv_freq`,
+    the checkpoint's frequencies at t = 1 (a buffer without gradient).
 
-    The published solver, torchdiffeq's "rk4", is the 3/8 rule with step `time_dt`. Here the known
-    part d ln xi / dt is integrated in closed form and only the network's part by the rule: the same
-    limit, without the published code's 2e-5 of rounding over 3,100 float32 steps.
+    The published solver, torchdiffeq's "rk4", is the 3/8 rule with step `time_dt`. Here the term
+    d ln xi / dt is integrated in closed form and only the network's term by the rule. The limit is
+    the same, without the published code's rounding error of 2e-5 over 3,100 float32 steps.
 
-    The published trainings have one rate, 2e-5, and one clip for everything. A frequency moves
-    every distance, so the gradients of U and D are long: at the start of the small study 55 at
-    t = 2 and 5,100 at t = 8, where the model's are 1, and one norm over all keeps the model from
-    learning at any t > 1. So leave `train.clip` out, and beside a larger rate give U and D one of
-    their own (`train.rates`: rule rope).
+    The published trainings have one learning rate, 2e-5, and one gradient clip for all parameters.
+    A frequency changes every distance, so the gradients of U and D are large: at the start of the
+    small study their norm is 55 at t = 2 and 5,100 at t = 8, and the model's is 1. Clipping by the
+    global norm then keeps the model from learning at any t > 1. So do not set `train.clip`, and
+    with a larger learning rate give U and D a separate one (`train.rates`: rule rope).
     """
 
     original_length: int | None = None  # P; null: the checkpoint's trained length
@@ -63,7 +64,7 @@ class Clex(Rope):
         """U uniform in +-1/sqrt(m R) (torch's kaiming_uniform(a=sqrt 5) of that layout), D = 0."""
         half, hidden = self._shape(head_dim)
         bound = 1 / math.sqrt(hidden)
-        theta = base_frequencies(self.known("theta"), head_dim)
+        theta = base_frequencies(self.get_resolved("theta"), head_dim)
         return {
             "up": jax.random.uniform(key, (half, hidden), jnp.float32, -bound, bound),
             "down": jnp.zeros((hidden, half), jnp.float32),
@@ -71,8 +72,12 @@ class Clex(Rope):
         }
 
     def length_factor(self, length: int) -> int:
-        """t = ceil(n / P) of a request of `length` tokens."""
-        trained = self.known("original_length")
+        """t = ceil(n / P) of a request of n = `length` tokens.
+
+        Raises:
+          InputError: t exceeds `max_factor`.
+        """
+        trained = self.get_resolved("original_length")
         factor = math.ceil(self.check_length(length) / trained)
         if factor > self.max_factor:
             raise InputError(
@@ -95,29 +100,35 @@ class Clex(Rope):
         inv_freq, scale = self.frequencies(head_dim, length, params)
         if not self.log_scale:
             return Rotation(inv_freq, scale)
-        return Rotation(inv_freq, scale, math.log(length) / math.log(self.known("original_length")))
+        trained = self.get_resolved("original_length")
+        return Rotation(inv_freq, scale, math.log(length) / math.log(trained))
 
     @functools.partial(jax.jit, static_argnums=0)
     def table(self, params: dict[str, Array]) -> Float[Array, "max_factor R//2"]:
-        """Frequencies of t = 1, 2, .. max_factor by one integration, row t - 1 for t."""
+        """The frequencies of t = 1, 2, .. max_factor by one integration; row t - 1 is for t."""
         path, times = self._integrate(params, jnp.float32(self.max_factor)), self._grid()
-        # Between grid points torchdiffeq interpolates linearly; whole numbers mostly lie on them.
-        whole = np.arange(1, self.max_factor + 1, dtype=np.float64)
-        after = np.clip(np.searchsorted(times, whole - 1e-4), 1, max(len(times) - 1, 1))
+        # torchdiffeq interpolates linearly between grid points; most whole factors are grid points.
+        factors = np.arange(1, self.max_factor + 1, dtype=np.float64)
+        column = factors[:, None].astype(np.float32)
         if len(times) == 1:
-            return self._frequencies_from(params, path, whole[:, None].astype(np.float32))
+            return self._frequencies_from(params, path, column)
+        after = np.clip(np.searchsorted(times, factors - 1e-4), 1, len(times) - 1)
         span = times[after] - times[after - 1]
-        part = np.clip((whole - times[after - 1]) / span, 0, 1)[:, None].astype(np.float32)
-        learned = path[after - 1] * (1 - part) + path[after] * part
-        return self._frequencies_from(params, learned, whole[:, None].astype(np.float32))
+        weight = np.clip((factors - times[after - 1]) / span, 0, 1)[:, None].astype(np.float32)
+        learned = path[after - 1] * (1 - weight) + path[after] * weight
+        return self._frequencies_from(params, learned, column)
 
     @functools.partial(jax.jit, static_argnums=0)
     def frequencies_at(
         self, params: dict[str, Array], t: Float[Array, ""]
     ) -> Float[Array, " R//2"]:
-        """Frequencies of a traced length factor 1 <= t <= max_factor, differentiable in U and D.
+        """The frequencies of a traced length factor, differentiable in U and D.
 
-        The grid always has max_factor's number of steps; those beyond `t` have length 0.
+        The grid always has the number of steps of `max_factor`; those beyond `t` have length 0.
+
+        Args:
+          params: learned arrays.
+          t: length factor, 1 <= t <= max_factor.
         """
         t = jnp.asarray(t, jnp.float32)
         return self._frequencies_from(params, self._integrate(params, t)[-1], t)
@@ -130,7 +141,7 @@ class Clex(Rope):
     def _integrate(self, params: dict[str, Array], end: Array) -> Float[Array, "steps+1 R//2"]:
         """w = z - ln theta - ln(xi(t) / xi(1)) on the grid cut at `end`, by the 3/8 rule."""
         up, down = (params[k].astype(jnp.float32) for k in ("up", "down"))
-        start = self._log_frequencies(self.known("theta"), 2 * up.shape[0])
+        start = self._log_frequencies(self.get_resolved("theta"), 2 * up.shape[0])
         network = self._log_frequencies(_NETWORK_THETA, 2 * up.shape[0])
         act = jax.nn.silu if self.act == "silu" else jnp.tanh
         full = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -155,8 +166,9 @@ class Clex(Rope):
         return jnp.concatenate([zero[None], path])
 
     def _frequencies_from(self, params: dict[str, Array], learned: Array, t: Array) -> Array:
+        """exp(z(t)) of the integrated network term `learned`; at t = 1 the stored frequencies."""
         half = params["up"].shape[0]
-        theta = base_frequencies(self.known("theta"), 2 * half).astype(np.float32)
+        theta = base_frequencies(self.get_resolved("theta"), 2 * half).astype(np.float32)
         stored = jax.lax.stop_gradient(params["inv_freq"].astype(jnp.float32))
         return jnp.where(t <= 1, stored, theta * jnp.exp(learned + self._drift(t, half)))
 
@@ -181,6 +193,7 @@ class Clex(Rope):
         return head_dim // 2, self.param_factor * head_dim
 
     def check_params(self, params: Mapping[str, Any] | None, head_dim: int) -> dict[str, Array]:
+        """Returns the learned arrays; raises an InputError if an array or its shape is wrong."""
         half, hidden = self._shape(head_dim)
         shapes = {"up": (half, hidden), "down": (hidden, half), "inv_freq": (half,)}
         if params is None or set(shapes) - set(params):
@@ -199,12 +212,12 @@ class Clex(Rope):
 
     @property
     def hf_limit(self) -> int | None:
-        if self.log_scale:  # also scales the queries of shorter texts
+        if self.log_scale:  # it also scales the queries of shorter texts
             return 0
-        return self.known("original_length")
+        return self.get_resolved("original_length")
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
-        """Plain rope, which CLEX is up to `original_length`; transformers cannot do the rest."""
+        """Plain rope, to which CLEX is equal up to `original_length`; transformers has no CLEX."""
         return {"rope_type": "default", "rope_theta": self.theta}, {}
 
     @classmethod

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from lcjax.rope.base import Rope, base_frequencies
 
@@ -12,14 +13,14 @@ from lcjax.rope.base import Rope, base_frequencies
 class Default(Rope):
     """f_j = theta^(-2j/d), j = 0..d/2-1 (RoFormer, arXiv 2104.09864).
 
-    Papers that count j from 1 while writing the same exponent would lose the frequency 1; all
-    published code counts from 0.
+    Some papers count j from 1 in the same formula, which has no frequency 1. All published code
+    counts from 0.
     """
 
     hf_types = ("default",)
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
-        return base_frequencies(self.known("theta"), head_dim), 1.0
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
+        return base_frequencies(self.get_resolved("theta"), head_dim), 1.0
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         return {"rope_type": "default", "rope_theta": self.theta}, {}

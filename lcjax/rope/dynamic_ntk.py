@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from lcjax.rope.base import Rope, base_frequencies, hf_number, ntk_theta
 
@@ -13,10 +14,10 @@ class DynamicNTK(Rope):
     """NTK with alpha(n) = factor * n / C - (factor - 1), n = max(length, C, min_length).
 
     C is `original_length`; alpha(C) = 1 for every factor. Without `min_length` this is
-    transformers' `dynamic`; with it, LCEG's NTK-32K and NTK-64K (arXiv 2409.12181, 9.2), trained
-    at min_length and using its alpha for shorter inputs too: factor 4, C 4096, min_length 32768
-    gives 29. Implementations elsewhere remember the longest input they saw; here the length is an
-    argument, so results do not depend on the order of requests.
+    transformers' `dynamic`. With it, this is LCEG's NTK-32K and NTK-64K (arXiv 2409.12181, 9.2),
+    which are trained at `min_length` and use its alpha for shorter inputs too: factor 4, C 4096 and
+    min_length 32768 give 29. Other implementations remember the longest input; here the length is
+    an argument, so results do not depend on the order of requests.
     """
 
     factor: float
@@ -29,33 +30,34 @@ class DynamicNTK(Rope):
     def __post_init__(self):
         super().__post_init__()
         self.require(self.factor > 0, "factor", "be above 0: 2 for an untrained extension (LCEG)")
-        length = self.original_length
-        self.require(length is None or length >= 1, "original_length", "be the trained length")
-        floor = self.min_length
-        self.require(floor is None or floor >= 1, "min_length", "be a number of tokens, or null")
+        length = self.min_length
+        self.require(length is None or length >= 1, "min_length", "be a number of tokens, or null")
 
     def alpha(self, length: int) -> float:
         """The NTK strength for a request of `length` tokens."""
-        trained = self.known("original_length")
+        trained = self.get_resolved("original_length")
         effective = max(self.check_length(length), trained, self.min_length or 0)
         return self.factor * effective / trained - (self.factor - 1)
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
-        theta = ntk_theta(self.known("theta"), self.alpha(length), head_dim)
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
+        theta = ntk_theta(self.get_resolved("theta"), self.alpha(length), head_dim)
         return base_frequencies(theta, head_dim), 1.0
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
-        """Exact at every length: with M = min_length and a = alpha(M), alpha(n) is a times the
-        strength of a `dynamic` rope of trained length M and factor `factor * M / (C * a)`.
+        """A `dynamic` rope that is equal at every length.
+
+        With M = min_length and a = alpha(M), alpha(n) is a times the strength of a `dynamic` rope
+        of trained length M and factor `factor * M / (C * a)`.
         """
         rope = {"rope_type": "dynamic", "rope_theta": self.theta, "factor": self.factor}
         length = self.original_length
-        if self.min_length is not None and self.min_length > self.known("original_length"):
+        if self.min_length is not None and self.min_length > self.get_resolved("original_length"):
             alpha = self.alpha(self.min_length)
-            rope["rope_theta"] = ntk_theta(self.known("theta"), alpha, self.check_export(head_dim))
+            theta, head_dim = self.get_resolved("theta"), self.check_export(head_dim)
+            rope["rope_theta"] = ntk_theta(theta, alpha, head_dim)
             rope["factor"] = self.factor * self.min_length / (length * alpha)
             length = self.min_length
-        # transformers has no other place for the trained length of a dynamic rope
+        # transformers has no other entry for the trained length of a dynamic rope.
         return rope, {} if length is None else {"max_position_embeddings": length}
 
     @classmethod

@@ -1,9 +1,10 @@
-"""E2-LLM at inference: interpolation by a whole number that may follow the request."""
+"""E2-LLM at inference (Liu et al. 2024, arXiv 2401.06951): interpolation by a whole number."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from lcjax.rope.base import Rope, base_frequencies
 
@@ -11,23 +12,22 @@ from lcjax.rope.base import Rope, base_frequencies
 @Rope.register_subclass("e2_llm")
 @dataclass(frozen=True, kw_only=True)
 class E2LLM(Rope):
-    """f_j = theta_j / g, g fixed or max(1, ceil(n / L)) (E2-LLM, arXiv 2401.06951, sec. 4).
+    """f_j = theta_j / g, where g is fixed or max(1, ceil(n / L)) (sec. 4).
 
-    One training at short length over many scales and offsets (`lcjax.rope.positions.E2Positions`)
-    serves every g. The paper changes g "based on the length of input context" without a formula;
-    whole numbers are what it trains with, up to 20. Larger ones served it up to 120K tokens (5.5).
+    One training on short rows with many scales and offsets (`lcjax.rope.positions.E2Positions`) is
+    enough for every g. The paper changes g "based on the length of input context" without a
+    formula. It trains with whole numbers up to 20, and evaluates up to 120K tokens with larger ones
+    (sec. 5.5).
     """
 
     factor: float | None = None  # g for every request (8 for E2-32K of L = 4096); null: from length
     original_length: int | None = None  # trained length L; null: the checkpoint's
 
-    hf_types = ()  # a fixed g is linear in transformers; a following one is plain up to L tokens
+    hf_types = ()  # transformers: linear for a fixed g; plain, up to L tokens, for a dynamic g
 
     def __post_init__(self):
         super().__post_init__()
         self.require(self.factor is None or self.factor >= 1, "factor", "be 1 or more, or null")
-        length = self.original_length
-        self.require(length is None or length >= 1, "original_length", "be the trained length")
 
     @property
     def depends_on_length(self) -> bool:
@@ -37,14 +37,15 @@ class E2LLM(Rope):
         """g for a request of `length` tokens."""
         if self.factor is not None:
             return self.factor
-        return float(max(1, math.ceil(self.check_length(length) / self.known("original_length"))))
+        length = self.check_length(length)
+        return float(max(1, math.ceil(length / self.get_resolved("original_length"))))
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
-        return base_frequencies(self.known("theta"), head_dim) / self.scale(length), 1.0
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
+        return base_frequencies(self.get_resolved("theta"), head_dim) / self.scale(length), 1.0
 
     @property
     def hf_limit(self) -> int | None:
-        return self.known("original_length") if self.factor is None else None
+        return self.get_resolved("original_length") if self.factor is None else None
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         if self.factor is None:

@@ -1,8 +1,9 @@
-"""Position interpolation."""
+"""Position interpolation, PI (Chen et al. 2023, arXiv 2306.15595)."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from lcjax.rope.base import Rope, base_frequencies, hf_number
 
@@ -20,8 +21,8 @@ class Linear(Rope):
         super().__post_init__()
         self.require(self.factor >= 1, "factor", "be 1 or more: target length / trained length")
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
-        return base_frequencies(self.known("theta"), head_dim) / self.factor, 1.0
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
+        return base_frequencies(self.get_resolved("theta"), head_dim) / self.factor, 1.0
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         return {"rope_type": "linear", "rope_theta": self.theta, "factor": self.factor}, {}

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from lcjax.rope.base import Rope, base_frequencies, hf_number
 
@@ -14,7 +15,7 @@ class Llama3(Rope):
     """f_j = (1 - m_j) theta_j / factor + m_j theta_j, m linear in the turns per trained length L.
 
     m_j = clip((L theta_j / 2 pi - low) / (high - low), 0, 1): pairs with more than `high` turns
-    within L stay, those with less than `low` are divided by `factor` (Llama 3.1's model code).
+    within L are unchanged, those with less than `low` are divided by `factor` (Llama 3.1's code).
     """
 
     factor: float = 8.0  # Llama-3.1; 32 in Llama-3.2
@@ -33,15 +34,13 @@ class Llama3(Rope):
             "high_freq_factor",
             f"be above low_freq_factor={self.low_freq_factor}",
         )
-        length = self.original_length
-        self.require(length is None or length >= 1, "original_length", "be the trained length")
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
-        theta = base_frequencies(self.known("theta"), head_dim)
-        turns = self.known("original_length") * theta / (2 * math.pi)
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
+        theta = base_frequencies(self.get_resolved("theta"), head_dim)
+        turns = self.get_resolved("original_length") * theta / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
-        kept = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
-        return (1 - kept) * theta / self.factor + kept * theta, 1.0
+        unchanged = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        return (1 - unchanged) * theta / self.factor + unchanged * theta, 1.0
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         return {

@@ -1,9 +1,10 @@
-"""LongRoPE: a searched divisor for every frequency."""
+"""LongRoPE (Ding et al. 2024, arXiv 2402.13753): a divisor for every frequency."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from lcjax.errors import InputError
 from lcjax.rope.base import Rope, base_frequencies, hf_number
@@ -14,9 +15,9 @@ from lcjax.rope.base import Rope, base_frequencies, hf_number
 class LongRope(Rope):
     """f_j = theta_j / ext_j, ext = long_factor beyond the trained length L, else short_factor.
 
-    A = sqrt(1 + ln(factor) / ln(L)) in both modes (LongRoPE, arXiv 2402.13753; Phi-3's form). The
-    paper also leaves the first tokens unscaled; that form does not. A request that grows past L
-    needs its keys rotated anew, so its length has to be known beforehand.
+    A = sqrt(1 + ln(factor) / ln(L)) in both modes (Phi-3's form). The paper also leaves the first
+    tokens unscaled; Phi-3's form does not. A request that grows beyond L needs all keys rotated
+    again, so its length must be known beforehand.
     """
 
     short_factor: tuple[float, ...]  # [R/2] divisors up to the trained length
@@ -26,7 +27,7 @@ class LongRope(Rope):
     attention_factor: float | None = None  # A; null: from `factor`
 
     depends_on_length = True
-    hf_types = ("longrope", "su")  # su: Phi-3's first name for it
+    hf_types = ("longrope", "su")  # su: the name in early Phi-3 configs
 
     def __post_init__(self):
         super().__post_init__()
@@ -44,23 +45,24 @@ class LongRope(Rope):
         attention = self.attention_factor
         self.require(attention is None or attention > 0, "attention_factor", "be above 0, or null")
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
         if len(self.short_factor) != head_dim // 2:
             raise InputError(
                 f"rope.short_factor has {len(self.short_factor)} numbers for {head_dim} rotary "
                 f"channels: longrope needs {head_dim // 2}, one for each pair"
             )
-        beyond = self.check_length(length) > self.known("original_length")
+        beyond = self.check_length(length) > self.get_resolved("original_length")
         divisors = np.asarray(self.long_factor if beyond else self.short_factor, np.float64)
-        return base_frequencies(self.known("theta"), head_dim) / divisors, self._attention_factor()
+        theta = base_frequencies(self.get_resolved("theta"), head_dim)
+        return theta / divisors, self._attention_factor()
 
     def _attention_factor(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-        factor = self.known("factor")
+        factor = self.get_resolved("factor")
         if factor <= 1:
             return 1.0
-        return math.sqrt(1 + math.log(factor) / math.log(self.known("original_length")))
+        return math.sqrt(1 + math.log(factor) / math.log(self.get_resolved("original_length")))
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         rope = {
@@ -72,7 +74,7 @@ class LongRope(Rope):
             "attention_factor": self.attention_factor,
             "original_max_position_embeddings": self.original_length,
         }
-        # Phi-3's own code reads the trained length at the top of the config
+        # Phi-3's code reads the trained length at the top of the config.
         length = self.original_length
         return rope, {} if length is None else {"original_max_position_embeddings": length}
 

@@ -1,8 +1,9 @@
-"""NTK-aware scaling with a fixed strength."""
+"""NTK-aware scaling with a fixed strength (YaRN, arXiv 2309.00071, sec. 3.1)."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from lcjax.rope.base import Rope, base_frequencies, ntk_theta
 
@@ -10,25 +11,25 @@ from lcjax.rope.base import Rope, base_frequencies, ntk_theta
 @Rope.register_subclass("ntk")
 @dataclass(frozen=True, kw_only=True)
 class NTK(Rope):
-    """Plain frequencies of the base theta' = theta * alpha^(d/(d-2)) (YaRN, arXiv 2309.00071, 3.1).
+    """Plain frequencies of the base theta' = theta * alpha^(d/(d-2)).
 
-    The fastest pair stays and the slowest is divided by `alpha`. Pairs between leave the trained
-    range, so `alpha` has to exceed target length / trained length: LCEG (arXiv 2409.12181) takes 29
-    for a ratio of 8, that is s * ratio - (s - 1) with s = ratio / 2.
+    The fastest pair is unchanged and the slowest is divided by `alpha`. Pairs between leave the
+    trained range, so `alpha` must exceed target length / trained length: LCEG (arXiv 2409.12181)
+    has 29 for a ratio of 8, that is s * ratio - (s - 1) with s = ratio / 2.
     """
 
     alpha: float
 
-    hf_types = ()  # transformers says it as plain rope with another base
+    hf_types = ()  # in transformers it is plain rope with another base
 
     def __post_init__(self):
         super().__post_init__()
         self.require(self.alpha >= 1, "alpha", "be 1 or more: 29 extends a context 8 times")
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
-        theta = ntk_theta(self.known("theta"), self.alpha, head_dim)
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
+        theta = ntk_theta(self.get_resolved("theta"), self.alpha, head_dim)
         return base_frequencies(theta, head_dim), 1.0
 
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
-        theta = ntk_theta(self.known("theta"), self.alpha, self.check_export(head_dim))
+        theta = ntk_theta(self.get_resolved("theta"), self.alpha, self.check_export(head_dim))
         return {"rope_type": "default", "rope_theta": theta}, {}

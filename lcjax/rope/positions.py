@@ -1,7 +1,7 @@
-"""Where tokens stand in training: methods that sample positions instead of counting them.
+"""Methods that sample the positions of training rows.
 
-Each takes document-relative positions [B, T] and returns new ones with the rotation to use, and is
-a pure function of its key: same key, same positions, on any number of devices.
+Each takes document-relative positions [B, T] and returns new positions and the rotation to use. It
+is a pure function of its key: the same key gives the same positions on any number of devices.
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.rope.base import Rope, Rotation
+from lcjax.rope.base import Rope
 from lcjax.rope.clex import Clex
 from lcjax.rope.default import Default
 from lcjax.rope.e2_llm import E2LLM
 from lcjax.rope.linear import Linear
+from lcjax.rope.rotation import Rotation
 
-_KEPT = 4  # E2-LLM: tokens at the start of a document that are not offset (sec. 4.2.2)
+_NUM_WITHOUT_OFFSET = 4  # E2-LLM: first tokens of a document without an offset (sec. 4.2.2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Positions(draccus.ChoiceRegistry):
-    """A way to choose training positions: `train.positions` of a YAML file."""
+    """A method of choosing training positions: the `train.positions` config section."""
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -38,14 +39,25 @@ class Positions(draccus.ChoiceRegistry):
         head_dim: int,
         params: dict | None = None,
     ) -> tuple[Num[Array, "B T"], Rotation]:
-        """New positions of a batch and its rotation; `head_dim` counts rotary channels."""
+        """Samples the positions and the rotation of a batch.
+
+        Args:
+          key: random key of the step.
+          positions: document-relative positions.
+          rope: position method of the model.
+          head_dim: rotary channels.
+          params: learned arrays of the rope.
+
+        Raises:
+          InputError: the method does not fit the rope or the length of the rows.
+        """
         raise NotImplementedError(f"{type(self).__name__} has to define `sample`")
 
 
 @Positions.register_subclass("plain")
 @dataclass(frozen=True, kw_only=True)
 class PlainPositions(Positions):
-    """Positions as they are, with the rope's own rotation for rows of T tokens."""
+    """Unchanged positions, with the rope's rotation for rows of T tokens."""
 
     def sample(self, key, positions, *, rope, head_dim, params=None):
         del key
@@ -55,17 +67,18 @@ class PlainPositions(Positions):
 @Positions.register_subclass("bf16")
 @dataclass(frozen=True, kw_only=True)
 class Bf16Positions(Positions):
-    """Positions as bfloat16 holds them: an artefact of published trainings, not a method.
+    """Positions rounded to bfloat16: an artefact of published trainings, not a method.
 
-    DeepSpeed's ZeRO-3 makes what `torch.arange` gives in float32 a bfloat16 array. It has 8
-    significant bits, so that from 256 on tokens share positions: 1,153 are left of 32,768. LCEG
-    (arXiv 2409.12181) seems to have trained PI, YaRN and LongLoRA so, NTK and CLEX not, and then
-    evaluated all of them without it. Use it to see how much of a ranking that explains; evaluation
-    keeps whole positions here, too. The angles, which PI's code rounded once more, stay float32.
+    DeepSpeed's ZeRO-3 converts the float32 array of `torch.arange` to bfloat16, which has 8
+    significant bits. So tokens from 256 on share positions, and only 1,153 of 32,768 are different.
+    LCEG (arXiv 2409.12181) seems to have trained PI, YaRN and LongLoRA with such positions, NTK and
+    CLEX without, and evaluated all of them without. This class measures how much of a ranking that
+    explains. Evaluation uses exact positions here, too. The angles, which PI's code rounds again,
+    stay float32.
     """
 
-    frequencies: bool = True  # rounds them, too, as in PI and LongLoRA; not so in YaRN
-    bits: int = 8  # significant ones; with fewer, short rows look as long ones do to bfloat16
+    frequencies: bool = True  # also rounds the frequencies: true in PI and LongLoRA, not in YaRN
+    bits: int = 8  # significant bits; fewer bits affect short rows as bfloat16 affects long ones
 
     def __post_init__(self):
         whole_number("positions.bits", self.bits, 1)
@@ -83,7 +96,7 @@ class Bf16Positions(Positions):
         return self._rounded(positions.astype(jnp.float32)), rotation
 
     def _rounded(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The nearest numbers with so many bits, of two the even one, still float32."""
+        """Rounds to the nearest numbers with `bits` significant bits, ties to even, in float32."""
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=self.bits - 1)
 
 
@@ -92,9 +105,9 @@ class Bf16Positions(Positions):
 class E2Positions(Positions):
     """Scales g ~ U{1..max_scale} and offsets t ~ U{0..max(0, gL - R)} (arXiv 2401.06951, sec. 4.2).
 
-    Token m stands at m/g for m < 4 and (m + t)/g after, so that windows of R tokens visit all of
-    [0, L) at every density. The formulas draw once a step and the text once a sample; every row
-    draws its own here, which covers both. The frequencies stay plain.
+    Token m has position m/g for m < 4 and (m + t)/g otherwise, so that windows of R tokens cover
+    [0, L) at every density. The paper's formulas draw once a step, its text once a sample; here
+    every row draws, which includes both. The frequencies stay plain.
     """
 
     max_scale: int = 20  # G_max (sec. 5.4)
@@ -119,14 +132,20 @@ class E2Positions(Positions):
         rows, length = positions.shape
         scale_key, offset_key = jax.random.split(key)
         scale = jax.random.randint(scale_key, (rows,), 1, self.max_scale + 1)
-        longest = e2_max_offset(scale, original, self.window or length)
-        offset = jax.random.randint(offset_key, (rows,), 0, longest + 1)
-        rotation = Default(theta=rope.known("theta")).rotation(head_dim, length)
+        max_offset = e2_max_offset(scale, original, self.window or length)
+        offset = jax.random.randint(offset_key, (rows,), 0, max_offset + 1)
+        rotation = Default(theta=rope.get_resolved("theta")).rotation(head_dim, length)
         return e2_positions(positions, scale, offset), rotation
 
 
 def e2_max_offset(scale: Int[Array, " B"], original: int, window: int) -> Int[Array, " B"]:
-    """t_max = max(0, g L - R): the window may reach the end of the interpolated range."""
+    """t_max = max(0, g L - R), with which the window ends at the end of the interpolated range.
+
+    Args:
+      scale: g.
+      original: trained length L.
+      window: tokens R of a training row.
+    """
     return jnp.maximum(0, scale * original - window)
 
 
@@ -134,8 +153,8 @@ def e2_positions(
     positions: Int[Array, "B T"], scale: Int[Array, " B"], offset: Int[Array, " B"]
 ) -> Float[Array, "B T"]:
     """m / g for the first four tokens of a document, (m + t) / g for the rest."""
-    moved = positions + jnp.where(positions < _KEPT, 0, offset[:, None])
-    return moved.astype(jnp.float32) / scale[:, None].astype(jnp.float32)
+    shifted = positions + jnp.where(positions < _NUM_WITHOUT_OFFSET, 0, offset[:, None])
+    return shifted.astype(jnp.float32) / scale[:, None].astype(jnp.float32)
 
 
 @Positions.register_subclass("clex")
@@ -143,9 +162,9 @@ def e2_positions(
 class ClexPositions(Positions):
     """One length factor t ~ U{min_factor..max_factor} a step, and T sorted positions below T t.
 
-    As CLEX trains (its code; the paper draws t from an interval): the model meets distances of the
-    longer context on rows of T tokens. All rows of a batch share t and the positions, and
-    document-relative token m takes the m-th of them. No log scaling of queries in training.
+    This is the training of CLEX's code; the paper draws t from an interval. Rows of T tokens have
+    distances of the longer context. All rows of a batch share t and the positions, and
+    document-relative token m has the m-th position. Training has no log scaling of queries.
     """
 
     min_factor: int = 1  # 2 in early checkpoints
@@ -168,30 +187,43 @@ class ClexPositions(Positions):
         length = positions.shape[1]
         if length < 3:
             raise InputError(f"row length={length} must be 3 or more for positions.type=clex")
-        factor_key, drawn_key = jax.random.split(key)
+        factor_key, draw_key = jax.random.split(key)
         factor = jax.random.randint(factor_key, (), self.min_factor, largest + 1)
-        drawn = _draw_sorted(drawn_key, length - 2, length * factor - 2, length * largest - 2)
-        row = clex_positions(drawn, length, factor, rope.known("original_length"))
+        draws = _draw_sorted(draw_key, length - 2, length * factor - 2, length * largest - 2)
+        row = clex_positions(draws, length, factor, rope.get_resolved("original_length"))
         params = rope.check_params(params, rope.check_head_dim(head_dim))
         return row[positions], Rotation(rope.frequencies_at(params, factor))
 
 
 def clex_positions(
-    drawn: Int[Array, " T-2"], length: int, factor: Int[Array, ""], original: int
+    draws: Int[Array, " T-2"], length: int, factor: Int[Array, ""], original: int
 ) -> Float[Array, " T"]:
-    """0, (r_i + 1) / s for the sorted draws r_i, and n t // s - 1; s = max(1, n // P).
+    """The positions 0, (r_i + 1) / s and n t // s - 1, where s = max(1, n // P).
 
-    For s > 2 the last one can fall short of its neighbour, as in the published code.
+    For s > 2 the last position can be below its neighbour, as in the published code.
+
+    Args:
+      draws: sorted integers r_i.
+      length: tokens n of a row.
+      factor: length factor t.
+      original: trained length P.
     """
     scale = max(1, length // original)
     last = (length * factor) // scale - 1
-    inner = (drawn + 1).astype(jnp.float32) / scale
+    inner = (draws + 1).astype(jnp.float32) / scale
     return jnp.concatenate([jnp.zeros(1), inner, jnp.asarray(last, jnp.float32)[None]])
 
 
 def _draw_sorted(key: Array, count: int, below: Array, bound: int) -> Int[Array, " count"]:
-    """`count` distinct numbers from 0..below-1 in order, uniformly; `below` is traced."""
+    """Draws `count` distinct integers from 0..below-1 uniformly, in ascending order.
+
+    Args:
+      key: random key.
+      count: integers to draw.
+      below: exclusive upper limit, traced.
+      bound: static upper limit of `below`.
+    """
     rank = jax.random.bits(key, (bound,), jnp.uint32)
     rank = jnp.where(jnp.arange(bound) < below, rank, jnp.uint32(2**32 - 1))
-    # A stable sort puts a real number before the masked ones even when their ranks are equal.
+    # A stable sort puts a valid integer before the masked ones even if their ranks are equal.
     return jnp.sort(jnp.argsort(rank, stable=True)[:count])

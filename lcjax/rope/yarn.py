@@ -1,9 +1,10 @@
-"""YaRN: interpolate slow pairs, keep fast ones, and sharpen attention."""
+"""YaRN (Peng et al. 2023, arXiv 2309.00071): interpolates slow pairs and sharpens attention."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from lcjax.rope.base import Rope, base_frequencies, hf_number
 
@@ -13,20 +14,20 @@ from lcjax.rope.base import Rope, base_frequencies, hf_number
 class Yarn(Rope):
     """f_j = theta_j / factor * r_j + theta_j * (1 - r_j), cos and sin times A (arXiv 2309.00071).
 
-    r_j goes from 0 for pairs that turn more than `beta_fast` times in the trained length to 1 for
-    those that turn less than `beta_slow` times. All released models use `ramp="index"`, linear in
-    the index j between the rounded indices of these bounds; `ramp="frequency"` is the paper's
-    eq. 17-20, linear in the number of turns. They differ up to 3 times in the middle.
+    r_j is 0 for pairs that turn more than `beta_fast` times in the trained length, and 1 for pairs
+    that turn less than `beta_slow` times. All released models use `ramp="index"`, which is linear
+    in the index j between the rounded indices of these bounds. `ramp="frequency"` is the paper's
+    eq. 17-20, linear in the number of turns. In the middle they differ by up to 3 times.
     A = 0.1 ln(factor) + 1, at every length (sec. 3.4, sqrt(1/t)).
     """
 
     factor: float  # target length / trained length
     original_length: int | None = None  # trained length; null: the checkpoint's
-    beta_fast: float = 32.0  # turns above which a pair is left alone (sec. 3.2, Llama)
+    beta_fast: float = 32.0  # turns above which a pair is unchanged (sec. 3.2, Llama)
     beta_slow: float = 1.0  # turns below which a pair is interpolated fully
     ramp: str = "index"  # index (code, all checkpoints) or frequency (paper)
     truncate: bool = True  # round the bounds of the index ramp outwards (gpt-oss does not)
-    extrapolation: float = 1.0  # multiplies the share that is left alone
+    extrapolation: float = 1.0  # multiplies the share that is unchanged
     attention_factor: float | None = None  # A; null: from `factor` and the two below
     mscale: float | None = (
         None  # DeepSeek: A = get(mscale) / get(mscale_all_dim), when both are set
@@ -38,8 +39,6 @@ class Yarn(Rope):
     def __post_init__(self):
         super().__post_init__()
         self.require(self.factor >= 1, "factor", "be 1 or more: target length / trained length")
-        length = self.original_length
-        self.require(length is None or length >= 1, "original_length", "be the trained length")
         self.require(self.beta_slow > 0, "beta_slow", "be above 0 turns")
         self.require(
             self.beta_fast > self.beta_slow, "beta_fast", f"be above beta_slow={self.beta_slow}"
@@ -48,16 +47,17 @@ class Yarn(Rope):
         attention = self.attention_factor
         self.require(attention is None or attention > 0, "attention_factor", "be above 0, or null")
 
-    def compute(self, head_dim: int, length: int) -> tuple[np.ndarray, float]:
-        theta = base_frequencies(self.known("theta"), head_dim)
+    def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
+        theta = base_frequencies(self.get_resolved("theta"), head_dim)
         ramp = self._index_ramp(head_dim) if self.ramp == "index" else self._turn_ramp(theta)
-        kept = (1 - ramp) * self.extrapolation
-        return theta / self.factor * (1 - kept) + theta * kept, self._attention_factor()
+        unchanged = (1 - ramp) * self.extrapolation
+        return theta / self.factor * (1 - unchanged) + theta * unchanged, self._attention_factor()
 
     def _index_ramp(self, head_dim: int) -> np.ndarray:
+        length, theta = self.get_resolved("original_length"), self.get_resolved("theta")
+
         def index(turns):  # of the pair that makes `turns` turns in the trained length
-            original = self.known("original_length")
-            ratio = math.log(original / (turns * 2 * math.pi)) / math.log(self.known("theta"))
+            ratio = math.log(length / (turns * 2 * math.pi)) / math.log(theta)
             return head_dim * ratio / 2
 
         low, high = index(self.beta_fast), index(self.beta_slow)
@@ -69,7 +69,7 @@ class Yarn(Rope):
         return np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
 
     def _turn_ramp(self, theta: np.ndarray) -> np.ndarray:
-        turns = self.known("original_length") * theta / (2 * math.pi)
+        turns = self.get_resolved("original_length") * theta / (2 * math.pi)
         return 1 - np.clip((turns - self.beta_slow) / (self.beta_fast - self.beta_slow), 0.0, 1.0)
 
     def _attention_factor(self) -> float:
@@ -86,9 +86,9 @@ class Yarn(Rope):
     def hf_rope(self, head_dim: int | None) -> tuple[dict, dict]:
         if self.ramp == "index" and self.extrapolation == 1.0:
             return self._hf_yarn(), {}
-        # transformers has no such ramp, but its longrope takes any division of the frequencies.
+        # transformers does not have this ramp, but its longrope takes any divisors.
         head_dim = self.check_export(head_dim)
-        inv_freq, scale = self.compute(head_dim, self.known("original_length"))
+        inv_freq, scale = self.compute(head_dim, self.get_resolved("original_length"))
         divisors = (base_frequencies(self.theta, head_dim) / inv_freq).tolist()
         return {
             "rope_type": "longrope",
@@ -121,7 +121,7 @@ class Yarn(Rope):
             theta=rope.get("rope_theta"),
             factor=hf_number(rope, "factor"),
             original_length=rope.get("original_max_position_embeddings"),
-            # transformers reads 0 as "the default"
+            # transformers takes 0 for the default.
             beta_fast=hf_number(rope, "beta_fast", 32.0) or 32.0,
             beta_slow=hf_number(rope, "beta_slow", 1.0) or 1.0,
             truncate=bool(rope.get("truncate", True)),

@@ -9,7 +9,7 @@ import pytest
 
 from lcjax.attention import Causal, Pass, Pattern, Sliding, attend, order_indices
 from lcjax.errors import InputError
-from lcjax.rope.base import Rotation, rotate
+from lcjax.rope.rotation import Rotation, rotate
 from pallas_kernels import causal, window
 
 ROTATION = Rotation(jnp.asarray(100.0 ** -np.linspace(0, 1, 8), jnp.float32), 1.1, 0.9)

@@ -118,7 +118,7 @@ def test_full_patterns_see_every_key_once(pattern):
     ids=str,
 )
 def test_a_cache_of_what_is_kept_holds_every_key_that_is_seen(pattern):
-    sinks, recent = pattern.kept()
+    sinks, recent = pattern.cache_window()
     at = np.arange(60)
     behind = at[:, None] - at[None]
     kept = (behind >= 0) & ((behind < recent) | (at < sinks)[None])

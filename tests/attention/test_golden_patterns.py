@@ -18,7 +18,7 @@ from lcjax.attention import (
     Streaming,
     attend,
 )
-from lcjax.attention.partial import partial_attention
+from lcjax.attention.base import partial_attention
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
 from lcjax.models.layers import Context

@@ -12,14 +12,14 @@ import pytest
 
 from lcjax import cost
 from lcjax.attention import InfLLM, Places, attend, order_indices
-from lcjax.attention.partial import partial_attention
+from lcjax.attention.base import partial_attention
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.layers import Context
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import Rotation
-from pallas_kernels import merge
+from pallas_kernels import gather, merge
 
 slow = pytest.mark.slow
 T, HEADS, KV_HEADS, SIZE = 61, 4, 2, 16
@@ -73,20 +73,33 @@ def naive(p, q, k, v, cuts=()):
 
 def _choice(p, q, k, received, first, end):
     """The chosen blocks of every head, for the queries from `first` to `end`."""
-    heads, scores, number = q.shape[1], [], 0
+    heads, scores, bounds, number = q.shape[1], [], [], 0
     while p.sinks + (number + 1) * p.block - 1 <= first - p.window:
         tokens = np.arange(p.block) + p.sinks + number * p.block
         of_heads = []
         for h in range(heads):
             best = tokens[np.argsort(-received[h, tokens])[: p.representatives]]
             mean = np.mean([turned(q[i, h], p.window - 1) for i in range(first, end)], 0)
-            of_heads.append(mean @ k[best, h].mean(0))
-        scores.append(of_heads)
+            summary = k[best, h].mean(0)
+            of_heads.append((mean @ summary, np.linalg.norm(mean) * np.linalg.norm(summary)))
+        scores.append([score for score, _ in of_heads])
+        bounds.append([bound for _, bound in of_heads])
         number += 1
-    scores = np.array(scores).reshape(number, heads)
+    if number <= p.top_k:
+        return [set(range(number))] * heads
+    scores, margin = np.array(scores), gather.TIE * np.max(bounds, 0)
     if not p.per_head:
         scores = np.repeat(scores.sum(1, keepdims=True), heads, axis=1)
-    return [set(np.argsort(-scores[:, h])[: p.top_k]) for h in range(heads)]
+        margin = np.repeat(margin.sum(), heads)
+    return [_best(scores[:, h], margin[h], p.top_k) for h in range(heads)]
+
+
+def _best(scores, margin, count):
+    """The best blocks; of those whose scores equal the least by `margin`, the later ones."""
+    least = np.sort(scores)[-count]
+    above = np.flatnonzero(scores > least + margin)
+    equal = np.flatnonzero(np.abs(scores - least) <= margin)
+    return {*above, *equal[len(above) - count :]}
 
 
 @functools.partial(jax.jit, static_argnames="pattern")
@@ -340,8 +353,8 @@ def test_the_cost_of_a_cache_counts_what_is_noted():
 
 
 def test_a_text_within_the_window_has_no_notes():
-    assert BASE.notes(16, 8) == ()
-    assert BASE.notes(17, 8) == ((1, 17), (1, 8))
+    assert BASE.cache_state_shapes(16, 8) == ()
+    assert BASE.cache_state_shapes(17, 8) == ((1, 17), (1, 8))
     q, k, v = (x[None] for x in qkv(12))
     at = jnp.arange(12)[None]
     last = jax.jit(lambda *x: attend(

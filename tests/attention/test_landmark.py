@@ -10,7 +10,7 @@ import pytest
 
 from lcjax.attention import attend
 from lcjax.attention.landmark.pattern import Landmark
-from lcjax.attention.landmark.retrieval import Past
+from lcjax.attention.landmark.retrieval import CachedBlocks
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
@@ -179,14 +179,15 @@ def test_a_cache_read_in_chunks_gives_every_chunk_its_past():
 
 def test_distances_stay_within_the_trained_length():
     pattern = Landmark(block=BLOCK, top_k=3, train_length=40)
-    past = Past(jnp.zeros((1, 100, BLOCK), jnp.int32), jnp.array([100]), jnp.array([3]), BLOCK)
+    slots = jnp.zeros((1, 100, BLOCK), jnp.int32)
+    cached = CachedBlocks(slots, jnp.array([100]), jnp.array([3]), BLOCK)
     ids = jnp.asarray([[[0, 1, 2], [0, 50, 99], [97, 98, 99], [96, 97, 99]]])
-    starts = np.asarray(ids * BLOCK + past.slot_shift(ids))[0]
+    starts = np.asarray(ids * BLOCK + cached.selection_shift(ids))[0]
     want = [[384, 388, 392], [384, 388, 396], [388, 392, 396], [384, 392, 396]]
     np.testing.assert_array_equal(starts, want)
     last = 400 + pattern.chunk - 1
     assert last - starts.min() == pattern.train_length - 1
-    scored = np.asarray(jnp.arange(100) * BLOCK + past.scoring_shift())[0]
+    scored = np.asarray(jnp.arange(100) * BLOCK + cached.scoring_shift())[0]
     np.testing.assert_array_equal(scored, [384] * 97 + [388, 392, 396])
 
 

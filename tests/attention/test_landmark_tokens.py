@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention.landmark.pattern import Landmark
-from lcjax.attention.landmark.tokens import Landmarks, asked, in_prompt, insert
+from lcjax.attention.landmark.tokens import Landmarks, in_prompt, insert, next_token_offset
 from lcjax.errors import InputError
 
 MARK, EOS = 99, 2
@@ -113,10 +113,10 @@ def test_a_prompt_is_closed_where_a_block_is_full():
 
 def test_the_next_token_is_asked_of_the_landmark_only_where_it_learned_to_answer():
     closed, open_block = [*text(4), MARK], [*text(4), MARK, 14]
-    assert asked(closed, Landmarks(MARK, 4)) == -1
-    assert asked(closed, Landmarks(MARK, 4, "skip")) == -2
-    assert asked(closed, Landmarks(MARK, 4, "drop")) == -2
-    assert asked(open_block, Landmarks(MARK, 4, "drop")) == -1
+    assert next_token_offset(closed, Landmarks(MARK, 4)) == -1
+    assert next_token_offset(closed, Landmarks(MARK, 4, "skip")) == -2
+    assert next_token_offset(closed, Landmarks(MARK, 4, "drop")) == -2
+    assert next_token_offset(open_block, Landmarks(MARK, 4, "drop")) == -1
 
 
 @pytest.mark.parametrize(

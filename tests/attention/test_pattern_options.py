@@ -213,5 +213,5 @@ def test_chosen_keys_of_a_model_with_alibi_have_the_bias_of_their_distance():
 
 
 def test_a_cache_keeps_everything_that_can_be_chosen():
-    assert CHOOSING.kept() is None and CHOOSING.moves_keys
-    assert LMInfinite(window=9, sinks=3).kept() == (3, 9)
+    assert CHOOSING.cache_window() is None and CHOOSING.moves_keys
+    assert LMInfinite(window=9, sinks=3).cache_window() == (3, 9)

@@ -166,7 +166,7 @@ def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
     for row, length in enumerate(LENGTHS):
         tokens = np.array([ids(row, length)])
         alone[row] = lm.nll(tokens, first=5, **beside(case, [row]))[0]
-    for pack in (True, False) if lm.config.pattern.any_order else (True,):
+    for pack in (True, False) if lm.config.pattern.is_position_based else (True,):
         with monkeypatch.context() as patched:
             patched.setattr(session, "packing_saves", lambda *sizes, pack=pack: pack)
             for seed, (rows, width) in enumerate(BATCHES):
@@ -206,7 +206,7 @@ def test_a_prompt_is_written_on_as_alone(case, monkeypatch):
         ]
 
     alone = [written([row])[0] for row in range(4)]
-    for pack in (True, False) if lm.config.pattern.any_order else (True,):
+    for pack in (True, False) if lm.config.pattern.is_position_based else (True,):
         with monkeypatch.context() as patched:
             patched.setattr(session, "packing_saves", lambda *sizes, pack=pack: pack)
             assert written([0, 1, 2, 3]) == alone

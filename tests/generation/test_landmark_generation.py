@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention import Landmark
-from lcjax.attention.landmark.tokens import Landmarks, asked, in_prompt
+from lcjax.attention.landmark.tokens import Landmarks, in_prompt, next_token_offset
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
@@ -59,7 +59,7 @@ def test_scores_equal_those_of_the_marked_text_read_at_once(lm, loss):
     want = np.zeros((2, 71))
     for t in range(9, 71):
         text = in_prompt(tokens[0, :t].tolist(), landmarks)
-        want[:, t] = -log_p[[0, 1], len(text) + asked(text, landmarks), tokens[:, t]]
+        want[:, t] = -log_p[[0, 1], len(text) + next_token_offset(text, landmarks), tokens[:, t]]
     want[1, 50:] = 0
     got = lm.nll(tokens, first=9, lengths=np.array([71, 50]))
     np.testing.assert_allclose(got, want, atol=2e-4)
@@ -87,7 +87,7 @@ def test_greedy_text_equals_reading_the_marked_text_anew(lm, loss):
         for row in rows:
             text = in_prompt(row, landmarks)
             logits = logits_at_once(lm, [text + [0] * (80 - len(text))])[0]
-            logits = logits[len(text) + asked(text, landmarks)]
+            logits = logits[len(text) + next_token_offset(text, landmarks)]
             logits[MARK] = -np.inf
             row.append(int(logits.argmax()))
     sampling = Sampling(max_new_tokens=9, min_new_tokens=9)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lcjax.rope import Default
-from lcjax.rope.angle import angles
+from lcjax.rope.rotation import angles
 
 INV_FREQ, _ = Default(theta=1e4).frequencies(64, 1)
 PI = Fraction("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899")

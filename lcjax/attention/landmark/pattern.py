@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
+from jaxtyping import Array, Float
 
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import Pass, Pattern, Places, rotate_qk
 from lcjax.attention.landmark.retrieval import retrieve
-from lcjax.attention.partial import rotate_both
-from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.rope.base import Rotation
+from lcjax.errors import InputError, one_of, whole_number, whole_numbers
+from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, landmark_attention
 
 SELECT = ("per_token_and_head", "per_head_and_chunk")
@@ -20,19 +19,19 @@ LOSSES = ("predict", "skip", "drop")
 @Pattern.register_subclass("landmark")
 @dataclass(frozen=True)
 class Landmark(Pattern):
-    """Attention that is shared first among blocks, by their landmark tokens, then inside them.
+    """A softmax over blocks, by their landmark tokens, and a softmax inside each block.
 
     Every `block`-th token is a landmark (`lcjax.attention.landmark.tokens` inserts them). A token
     sees the ordinary tokens of its own block, and those of an older block with the weight that the
-    block's landmark gets (sec. 3.1). Tokens that are read together, as in training, see all of each
-    other.
-    What was read before comes from the cache: the `top_k` blocks with the best landmarks, moved to
+    block's landmark gets (sec. 3.1). Tokens of one call, as in training, see all older blocks of
+    the call.
+    Earlier tokens come from the cache: the `top_k` blocks with the best landmarks, moved to
     positions at which no distance exceeds the trained length (sec. 3.2 and 3.2.1). So a long text
-    has to be read `chunk` tokens at a time.
+    must be read in calls of `chunk` tokens.
     """
 
     examples = (
-        {"block": 8, "top_k": 12, "train_length": 160},  # as many as there are: nothing is left out
+        {"block": 8, "top_k": 12, "train_length": 160},  # every block is selected
         {"block": 5, "top_k": None},
     )
 
@@ -46,10 +45,8 @@ class Landmark(Pattern):
     def __post_init__(self):
         whole_number("pattern.block", self.block, 2)
         whole_numbers("pattern", self, 0, "token")
-        if self.select not in SELECT:
-            raise InputError(f"pattern.select={self.select!r} must be one of {', '.join(SELECT)}")
-        if self.loss not in LOSSES:
-            raise InputError(f"pattern.loss={self.loss!r} must be one of {', '.join(LOSSES)}")
+        one_of("pattern.select", self.select, SELECT)
+        one_of("pattern.loss", self.loss, LOSSES)
         if self.top_k is None:
             return
         whole_number("pattern.top_k", self.top_k, 1)
@@ -63,7 +60,7 @@ class Landmark(Pattern):
 
     @property
     def chunk(self) -> int | None:
-        """The most tokens to read at once: what the retrieved blocks leave of the trained length.
+        """The most tokens that one call may read: the trained length less the retrieved blocks.
 
         None without retrieval.
         """
@@ -72,26 +69,26 @@ class Landmark(Pattern):
         return (self.train_length // self.block - self.top_k - 1) * self.block
 
     def passes(self, places: Places) -> list[Pass]:
-        """The keys that are multiplied by tokens read together; `attend` weighs them otherwise."""
+        """The keys that one call multiplies with the queries; `attend` weighs them by blocks."""
         return [Pass(places.q_positions, places.k_positions, causal())]
 
     def attend(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
         rotation: Rotation,
         places: Places,
         *,
         keys_rotated: bool = False,
         implementation: str | None = None,
-    ) -> jax.Array:
-        turned, k = rotate_both(q, k, places, rotation, keys_rotated=keys_rotated)
+    ) -> Float[Array, "B T N Hv"]:
+        rotated_q, k = rotate_qk(q, k, places, rotation, keys_rotated=keys_rotated)
         if self.top_k is not None and k.shape[1] != q.shape[1]:
-            run = places.unsplit(implementation)
-            return retrieve(self, q, turned, k, v, rotation, places, run)
+            implementation = places.partitionable(implementation)
+            return retrieve(self, q, rotated_q, k, v, rotation, places, implementation)
         out, _ = landmark_attention(
-            turned,
+            rotated_q,
             k,
             v,
             self.block,

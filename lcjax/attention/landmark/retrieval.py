@@ -1,17 +1,19 @@
-"""How Landmark attention reads its cache: the best blocks, moved close to the query.
+"""Landmark attention over a cache: selects the best blocks and moves them close to the query.
 
-Let P tokens be in the cache, b = P // block whole blocks of them, K = min(top_k, b). Positions are
-those of the released code ("stingy", arXiv 2305.16300, sec. 3.2.1): only K + 1 blocks of
-positions before the open block are ever used.
+Let P tokens be in the cache, b = P // block complete blocks, K = min(top_k, b). Positions are
+those of the released code ("stingy", arXiv 2305.16300, sec. 3.2.1), which uses only K + 1 blocks of
+positions before the open block.
 
     first = (b - K - 1) block                          where retrieved blocks begin
     scoring block n: its last token at first + m block + block - 1, m = max(0, n - (b - K) + 1)
-    attending to block n in slot s: from first + s block, + block if n >= b - K
+    attending to block n at rank s: from first + s block, + block if n >= b - K
 
-So the last K blocks are scored where they stand and all older ones at one place; the selected ones
-fill the slots in the order of the text, old ones from the left, recent ones to the right. Keys stay
-rotated to their true positions: landmarks are turned further, and of each query there is one copy
-per slot, turned back by as much as the block should move.
+So the last K blocks are scored at their true positions and all older ones at one position. The
+selected blocks are ranked in the order of the text: old blocks fill the positions from the left,
+recent ones from the right. Keys stay rotated to their true positions. Landmarks are rotated
+further, and each query has one copy per rank, rotated back by the shift of the block.
+
+Letters: C blocks of the cache, M selected blocks, P tokens of a block.
 """
 
 from __future__ import annotations
@@ -21,181 +23,239 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Num
 
-from lcjax.attention.partial import rotate_queries
-from lcjax.rope.base import Rotation, rotate
+from lcjax.attention.base import Places, rotate_queries
+from lcjax.rope.rotation import Rotation, rotate
 from pallas_kernels import flash, gather, merge
 from pallas_kernels.landmark import older_blocks, own_block
 
 if TYPE_CHECKING:
-    from lcjax.attention.base import Places
     from lcjax.attention.landmark.pattern import Landmark
 
+Partial = tuple[jax.Array, jax.Array]  # out [B, T, N, Hv], lse float32 [B, T, N]
 
-class Past(NamedTuple):
-    """What was read before this call."""
 
-    slots: jax.Array  # int32 [B, C, block], the slots of the cache that hold each block
-    blocks: jax.Array  # int32 [B], whole blocks, the b above
-    taken: jax.Array  # int32 [B], the K above
+class CachedBlocks(NamedTuple):
+    """The blocks that were in the cache before this call."""
+
+    slots: Int[Array, "B C P"]  # the slots of the cache that hold each block
+    num_blocks: Int[Array, " B"]  # complete blocks, the b above
+    num_selected: Int[Array, " B"]  # the K above
     block: int
 
     @property
-    def recent(self) -> jax.Array:
-        """The number [B] of the first block that is scored where it stands."""
-        return self.blocks - self.taken
+    def first_recent(self) -> Int[Array, " B"]:
+        """The first block that is scored at its true position."""
+        return self.num_blocks - self.num_selected
 
     @property
-    def first(self) -> jax.Array:
-        """The position [B] at which retrieved blocks begin; it may be negative."""
-        return (self.recent - 1) * self.block
+    def first_position(self) -> Int[Array, " B"]:
+        """The position at which retrieved blocks begin; it may be negative."""
+        return (self.first_recent - 1) * self.block
 
-    def scoring_shift(self) -> jax.Array:
-        """How far each block moves to be scored, [B, C]."""
-        number = jnp.arange(self.slots.shape[1])
-        place = jnp.maximum(0, number - self.recent[:, None] + 1)
-        return self.first[:, None] + (place - number) * self.block
+    def scoring_shift(self) -> Int[Array, "B C"]:
+        """How far each block is moved for scoring."""
+        ids = jnp.arange(self.slots.shape[1])
+        rank = jnp.maximum(0, ids - self.first_recent[:, None] + 1)
+        return self.first_position[:, None] + (rank - ids) * self.block
 
-    def slot_shift(self, ids: jax.Array) -> jax.Array:
-        """How far the blocks `ids` [B, ..., M] move to their slots 0 .. M - 1."""
-        recent, first = (
-            jnp.expand_dims(x, tuple(range(1, ids.ndim))) for x in (self.recent, self.first)
+    def selection_shift(self, ids: Int[Array, "B ... M"]) -> Int[Array, "B ... M"]:
+        """How far the selected blocks `ids` are moved to the positions of ranks 0 .. M - 1."""
+        first_recent, first_position = (
+            jnp.expand_dims(x, tuple(range(1, ids.ndim)))
+            for x in (self.first_recent, self.first_position)
         )
-        place = jnp.arange(ids.shape[-1]) + (ids >= recent)
-        return first + (place - ids) * self.block
+        rank = jnp.arange(ids.shape[-1]) + (ids >= first_recent)
+        return first_position + (rank - ids) * self.block
 
 
 def retrieve(
     pattern: Landmark,
-    q: jax.Array,
-    turned: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    rotated_q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
     rotation: Rotation,
     places: Places,
     implementation: str | None = None,
-) -> jax.Array:
-    """Out [B, T, N, Hv] of queries q, unrotated, and `turned` to their positions, [B, T, N, H].
+) -> Float[Array, "B T N Hv"]:
+    """Attention over the own block, the blocks of this call, and the best blocks of the cache.
 
-    k and v [B, S, K, H] are the cache with the new tokens in it, keys rotated to their positions.
+    Args:
+      pattern: block size and number of selected blocks.
+      q: unrotated queries.
+      rotated_q: the same queries, rotated to their true positions.
+      k, v: the cache with the new tokens in it; keys are rotated to their true positions.
+      rotation: frequencies of the rotation.
+      places: positions, order indices and segments.
+      implementation: of the kernels.
+
+    Returns:
+      The output.
     """
     scale, block = q.shape[-1] ** -0.5, pattern.block
-    order, asked = _rows(places.q_order, places.q_segments, q)
-    slots, past = _past(pattern, order, asked, *_rows(places.k_order, places.k_segments, k))
-    own = flash(
-        turned,
-        k,
-        v,
-        own_block(block),
-        q_index=places.q_index,
-        k_index=places.k_index,
-        q_segments=places.q_segments,
-        k_segments=places.k_segments,
-        implementation=implementation,
-    )
-    parts = [own]
+    q_order, is_query = _order_and_mask(places.q_order, places.q_segments, q)
+    k_order, is_key = _order_and_mask(places.k_order, places.k_segments, k)
+    slots, cached = _cached_blocks(pattern, q_order, is_query, k_order, is_key)
+    partials = [
+        flash(
+            rotated_q,
+            k,
+            v,
+            own_block(block),
+            q_index=places.q_index,
+            k_index=places.k_index,
+            q_segments=places.q_segments,
+            k_segments=places.k_segments,
+            implementation=implementation,
+        )
+    ]
     if q.shape[1] > 1:
-        parts.append(_closed_here(turned, k, v, slots, past, order, asked, scale, implementation))
-    if past.slots.shape[1]:
+        new_blocks = _attend_new_blocks(
+            rotated_q, k, v, slots, cached, q_order, is_query, scale, implementation
+        )
+        partials.append(new_blocks)
+    if cached.slots.shape[1]:
         with jax.named_scope("retrieve"):
-            parts.append(
-                _retrieved(
-                    pattern, q, turned, k, v, rotation, places.q_positions, past, asked, scale
-                )
+            selected = _attend_selected(
+                pattern, q, rotated_q, k, v, rotation, places.q_positions, cached, is_query, scale
             )
-    return merge(parts)[0]
+        partials.append(selected)
+    return merge(partials)[0]
 
 
-def _rows(order, segments, x):
-    """Order indices [B, T], and which rows hold a token, bool [B, T]."""
+def _order_and_mask(
+    order: Int[Array, "*B T"], segments: Int[Array, "B T"] | None, x: Float[Array, "B T N H"]
+) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+    """Order indices with a row axis, and whether each entry is a token."""
     shape = x.shape[:2]
-    there = jnp.ones(shape, bool) if segments is None else segments != 0
-    return jnp.broadcast_to(order, shape), there
+    is_token = jnp.ones(shape, bool) if segments is None else segments != 0
+    return jnp.broadcast_to(order, shape), is_token
 
 
-def _past(pattern: Landmark, order, asked, k_order, there) -> tuple[jax.Array, Past]:
-    """Slots [B, S] by place in the text, and what lies before the first new token of each row."""
+def _cached_blocks(
+    pattern: Landmark,
+    q_order: Int[Array, "B T"],
+    is_query: Bool[Array, "B T"],
+    k_order: Int[Array, "B S"],
+    is_key: Bool[Array, "B S"],
+) -> tuple[Int[Array, "B S"], CachedBlocks]:
+    """The slot of each order index, and the blocks before the first new token of each row."""
     (rows, length), block = k_order.shape, pattern.block
-    row, at = jnp.arange(rows)[:, None], jnp.arange(length, dtype=jnp.int32)
+    row_ids, slot_ids = jnp.arange(rows)[:, None], jnp.arange(length, dtype=jnp.int32)
     slots = jnp.zeros((rows, length), jnp.int32)
-    slots = slots.at[row, jnp.where(there, k_order, length)].set(at, mode="drop")
-    read = jnp.min(jnp.where(asked, order, length), 1)
-    read = jnp.where(asked.any(1), read, 0).astype(jnp.int32)
-    count = length // block
-    by_block = slots[:, : count * block].reshape(rows, count, block)
-    return slots, Past(by_block, read // block, jnp.minimum(pattern.top_k, read // block), block)
+    slots = slots.at[row_ids, jnp.where(is_key, k_order, length)].set(slot_ids, mode="drop")
+    num_tokens = jnp.min(jnp.where(is_query, q_order, length), 1)
+    num_tokens = jnp.where(is_query.any(1), num_tokens, 0).astype(jnp.int32)
+    max_blocks = length // block
+    block_slots = slots[:, : max_blocks * block].reshape(rows, max_blocks, block)
+    num_blocks = num_tokens // block
+    num_selected = jnp.minimum(pattern.top_k, num_blocks)
+    return slots, CachedBlocks(block_slots, num_blocks, num_selected, block)
 
 
-def _closed_here(turned, k, v, slots, past: Past, order, asked, scale, implementation):
-    """Blocks that the new tokens themselves close, for the new tokens after them."""
-    block, rows = past.block, jnp.arange(k.shape[0])[:, None]
-    count = min(turned.shape[1] // block + 1, max(past.slots.shape[1], 1))
-    numbers = past.blocks[:, None] + jnp.arange(count)
-    tokens = numbers[..., None] * block + jnp.arange(block)
-    tokens = jnp.minimum(tokens.reshape(len(rows), -1), slots.shape[1] - 1)
-    here = jnp.take_along_axis(slots, tokens, 1)
+def _attend_new_blocks(
+    rotated_q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    slots: Int[Array, "B S"],
+    cached: CachedBlocks,
+    q_order: Int[Array, "B T"],
+    is_query: Bool[Array, "B T"],
+    scale: float,
+    implementation: str | None,
+) -> Partial:
+    """The partial over the blocks that the new tokens complete, for the new tokens after them."""
+    block, rows = cached.block, jnp.arange(k.shape[0])[:, None]
+    count = min(rotated_q.shape[1] // block + 1, max(cached.slots.shape[1], 1))
+    block_ids = cached.num_blocks[:, None] + jnp.arange(count)
+    k_order = block_ids[..., None] * block + jnp.arange(block)
+    k_order = jnp.minimum(k_order.reshape(len(rows), -1), slots.shape[1] - 1)
+    block_slots = jnp.take_along_axis(slots, k_order, 1)
     return older_blocks(
-        turned,
-        k[rows, here],
-        v[rows, here],
+        rotated_q,
+        k[rows, block_slots],
+        v[rows, block_slots],
         block,
         scale=scale,
-        q_numbers=order // block,
-        k_numbers=numbers,
-        q_segments=asked.astype(jnp.int32),
-        k_segments=jnp.ones_like(numbers),
-        # Blocks alone have no dense form.
+        q_numbers=q_order // block,
+        k_numbers=block_ids,
+        q_segments=is_query.astype(jnp.int32),
+        k_segments=jnp.ones_like(block_ids),
+        # `older_blocks` has no reference implementation.
         implementation=None if implementation == "reference" else implementation,
     )
 
 
-def _retrieved(pattern, q, turned, k, v, rotation, positions, past: Past, asked, scale):
-    """The partial over the selected blocks of the past."""
-    marks = rotate(gather.landmarks(k, past.slots), past.scoring_shift(), rotation.inv_freq)
-    exists = jnp.arange(past.slots.shape[1]) < past.blocks[:, None]
+def _attend_selected(
+    pattern: Landmark,
+    q: Float[Array, "B T N H"],
+    rotated_q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    rotation: Rotation,
+    positions: Num[Array, "B T"],
+    cached: CachedBlocks,
+    is_query: Bool[Array, "B T"],
+    scale: float,
+) -> Partial:
+    """The partial over the selected blocks of the cache."""
+    landmarks = gather.landmarks(k, cached.slots)
+    landmarks = rotate(landmarks, cached.scoring_shift(), rotation.inv_freq)
+    exists = jnp.arange(cached.slots.shape[1]) < cached.num_blocks[:, None]
     per_token = pattern.select == "per_token_and_head"
     per = "token_and_head" if per_token else "head_and_chunk"
-    # To the first layer all landmarks are the same vector, so ties are common.
-    ids, there = gather.best_blocks(
-        turned, marks, pattern.top_k, per, asked=asked, exists=exists, scale=scale
+    # In the first layer all landmarks are the same vector, so ties are common.
+    block_ids, is_valid = gather.best_blocks(
+        rotated_q, landmarks, pattern.top_k, per, asked=is_query, exists=exists, scale=scale
     )
-    shift, rows = past.slot_shift(ids), jnp.arange(len(ids))
-    rows = jnp.expand_dims(rows, tuple(range(1, ids.ndim)))
-    slots = past.slots[rows, ids]
+    shift, rows = cached.selection_shift(block_ids), jnp.arange(len(block_ids))
+    rows = jnp.expand_dims(rows, tuple(range(1, block_ids.ndim)))
+    slots = cached.slots[rows, block_ids]
     elements = q.shape[0] * q.shape[2] * slots.shape[-1] * slots.shape[-2]
     elements *= k.shape[3] + v.shape[3]
 
-    def of_query(query, position, shift, there, keys, values):
+    def attend_query(query, position, shift, is_valid, keys, values):
         size = query.shape[-1]
         copies = jnp.broadcast_to(query[:, :, None], (*shift.shape, size))
         moved = (position[:, None, None] - shift).reshape(len(query), -1)
         copies = rotate_queries(copies.reshape(*moved.shape, 1, size), moved, rotation)
-        return _slots(copies.reshape(*shift.shape, size), keys, values, there, scale)
+        return _attend_blocks(copies.reshape(*shift.shape, size), keys, values, is_valid, scale)
 
     if per_token:
 
-        def run(x):
-            query, position, shift, there, slots = x
-            read = gather.tokens(k, slots), gather.tokens(v, slots)
-            return of_query(query, position, shift, there, *read)
+        def attend_inputs(inputs):
+            *arrays, slots = inputs
+            return attend_query(*arrays, gather.tokens(k, slots), gather.tokens(v, slots))
 
-        arrays = (q, positions, shift, there, slots)
+        inputs = (q, positions, shift, is_valid, slots)
     else:
-        read = gather.tokens(k, slots), gather.tokens(v, slots)
-        run = lambda x: of_query(*x, shift, there, *read)  # noqa: E731
-        arrays = (q, positions)
-    out, lse = gather.by_query(run, arrays, elements)
-    return out, jnp.where(asked[..., None], lse, -jnp.inf)
+        keys, values = gather.tokens(k, slots), gather.tokens(v, slots)
+
+        def attend_inputs(inputs):
+            return attend_query(*inputs, shift, is_valid, keys, values)
+
+        inputs = (q, positions)
+    out, lse = gather.by_query(attend_inputs, inputs, elements)
+    return out, jnp.where(is_query[..., None], lse, -jnp.inf)
 
 
-def _slots(q, keys, values, there, scale):
-    """Grouped softmax of one query: q [B, N, M, H], keys [B, N, M, block, H], there [B, N, M]."""
+def _attend_blocks(
+    q: Float[Array, "B N M H"],
+    keys: Float[Array, "B N M P H"],
+    values: Float[Array, "B N M P Hv"],
+    is_valid: Bool[Array, "B N M"],
+    scale: float,
+) -> tuple[Float[Array, "B N Hv"], Float[Array, "B N"]]:
+    """The grouped softmax (out, lse) of one query per row, which has a copy for each block."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     sums = {"precision": precision, "preferred_element_type": jnp.float32}
     logits = scale * jnp.einsum("BNMH,BNMPH->BNMP", q, keys, **sums)
-    landmark = jnp.where(there, logits[..., -1], -jnp.inf)
-    lse = jax.nn.logsumexp(landmark, -1)
-    weight = jnp.exp(landmark - jnp.where(lse > -jnp.inf, lse, 0.0)[..., None])
-    p = weight[..., None] * jax.nn.softmax(logits[..., :-1], -1)
-    out = jnp.einsum("BNMP,BNMPH->BNH", p.astype(values.dtype), values[..., :-1, :], **sums)
+    landmark_logits = jnp.where(is_valid, logits[..., -1], -jnp.inf)
+    lse = jax.nn.logsumexp(landmark_logits, -1)
+    block_weights = jnp.exp(landmark_logits - jnp.where(lse > -jnp.inf, lse, 0.0)[..., None])
+    weights = block_weights[..., None] * jax.nn.softmax(logits[..., :-1], -1)
+    weights = weights.astype(values.dtype)
+    out = jnp.einsum("BNMP,BNMPH->BNH", weights, values[..., :-1, :], **sums)
     return out.astype(q.dtype), lse

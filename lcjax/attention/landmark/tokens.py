@@ -1,30 +1,33 @@
 """Landmark tokens among ordinary ones: in training rows, in prompts and while generating.
 
 A block is `every` ordinary tokens and the landmark that closes it (Mohtashami & Jaggi 2023, arXiv
-2305.16300, sec. 3.1). Landmarks take positions of their own, so the pattern's `block` is
-`every` + 1. In a row every document is cut into blocks for itself.
+2305.16300, sec. 3.1). Landmarks have positions of their own, so the pattern's `block` is
+`every` + 1. Each document of a row is divided into blocks separately.
 """
+
+from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from lcjax.attention import Landmark, Pattern
 from lcjax.attention.landmark.pattern import LOSSES
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, one_of, whole_number
 
 
 @dataclass(frozen=True)
 class Landmarks:
-    """Which token is the landmark, how many tokens it stands for, and what is learned around it.
+    """The landmark token, the number of tokens that it stands for, and the targets around it.
 
-    predict: landmarks are tokens like others: the last token of a block predicts one, and it
-        predicts the token after it (epfml's LLaMA code and LCEG).
-    skip: nothing predicts a landmark and it predicts nothing, nor does an end-of-text token: the
-        last token of a block predicts the first one of the next (the paper's language models).
+    predict: landmarks are predicted like other tokens: the last token of a block predicts the
+        landmark, and the landmark predicts the next token (epfml's LLaMA code and LCEG).
+    skip: landmarks are not predicted and predict nothing, and end-of-text tokens predict nothing:
+        the last token of a block predicts the first one of the next (the paper's language models).
     drop: as skip, but every full block is closed, also the last one, and end-of-text tokens count:
-        rows have to be whole blocks (LLaMA with fused attention).
+        rows must consist of whole blocks (LLaMA with fused attention).
     """
 
     token: int
@@ -34,12 +37,15 @@ class Landmarks:
     def __post_init__(self):
         whole_number("landmarks.token", self.token, 0)
         whole_number("landmarks.every", self.every, 1, "released models have 63, the paper 50")
-        if self.loss not in LOSSES:
-            raise InputError(f"landmarks.loss={self.loss!r} must be one of {', '.join(LOSSES)}")
+        one_of("landmarks.loss", self.loss, LOSSES)
 
     @classmethod
-    def of(cls, pattern: Landmark) -> "Landmarks":
-        """Those that a model with this pattern reads."""
+    def of(cls, pattern: Landmark) -> Landmarks:
+        """The landmarks of models with this pattern.
+
+        Raises:
+          InputError: the pattern has no landmark token.
+        """
         if pattern.token is None:
             raise InputError(
                 "pattern.token is not set: give the id of the landmark token; the released models "
@@ -48,12 +54,18 @@ class Landmarks:
         return cls(pattern.token, pattern.block - 1, pattern.loss)
 
     @classmethod
-    def read_by(cls, pattern: Pattern) -> "Landmarks | None":
-        """Those of a model with this pattern, whichever it is: most read none."""
+    def read_by(cls, pattern: Pattern) -> Landmarks | None:
+        """The landmarks of models with this pattern; None if it is not a Landmark pattern."""
         return cls.of(pattern) if isinstance(pattern, Landmark) else None
 
     def row_length(self, length: int) -> int:
-        """Tokens of a row that held `length` ordinary ones; rows of short documents are padded."""
+        """The length of a row of `length` ordinary tokens after landmarks are inserted.
+
+        Rows of short documents need fewer landmarks and are padded.
+
+        Raises:
+          InputError: loss "drop" with a row that does not consist of whole blocks.
+        """
         if self.loss != "drop":
             return length + (length - 1) // self.every
         below = length // self.every * self.every
@@ -69,56 +81,76 @@ class Landmarks:
 def insert(
     batch: dict[str, np.ndarray], landmarks: Landmarks, eos_ids: Collection[int] = ()
 ) -> dict[str, np.ndarray]:
-    """A training batch with landmarks in it: fields [B, T] become [B, row_length(T)].
+    """Inserts landmarks into the rows of a training batch.
 
-    `eos_ids` are the end-of-text tokens that loss "skip" learns nothing from.
+    Args:
+      batch: fields tokens, targets, segments, weights and positions, each [B, T].
+      landmarks: the token, the block size and the kind of loss.
+      eos_ids: end-of-text tokens, which predict nothing under the loss "skip".
+
+    Returns:
+      The same fields, each [B, row_length(T)].
     """
-    wide = landmarks.row_length(batch["tokens"].shape[1])
+    length = landmarks.row_length(batch["tokens"].shape[1])
     rows = [
-        _insert_row({name: field[row] for name, field in batch.items()}, landmarks, eos_ids, wide)
+        _insert_row({name: field[row] for name, field in batch.items()}, landmarks, eos_ids, length)
         for row in range(len(batch["tokens"]))
     ]
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _insert_row(row, landmarks: Landmarks, eos_ids, wide: int) -> dict[str, np.ndarray]:
+def _insert_row(
+    row: dict[str, np.ndarray], landmarks: Landmarks, eos_ids: Collection[int], length: int
+) -> dict[str, np.ndarray]:
+    """`insert` for one row, whose fields are [T]."""
     tokens, targets, segments, weights = (
         row[name] for name in ("tokens", "targets", "segments", "weights")
     )
-    text, order = segments != 0, _order(segments)
-    full = text & (order % landmarks.every == landmarks.every - 1)  # the last of a full block
-    goes_on = np.append((segments[1:] == segments[:-1]) & text[:-1], False)
-    closed = full if landmarks.loss == "drop" else full & goes_on
-    place = np.arange(len(tokens)) + np.cumsum(closed) - closed  # of the ordinary tokens
-    marks = place[closed] + 1
+    is_closed = _closed_blocks(segments, landmarks)
+    token_places = np.arange(len(tokens)) + np.cumsum(is_closed) - is_closed
+    landmark_places = token_places[is_closed] + 1
     predict = landmarks.loss == "predict"
     if landmarks.loss == "skip" and len(eos_ids):
         weights = np.where(np.isin(tokens, list(eos_ids)), 0, weights)
-    before = np.where(closed, landmarks.token, targets) if predict else targets
-    after = weights[closed] if predict else 0
+    # Of each field: values of the ordinary tokens, values of the landmarks.
     fields = {
         "tokens": (tokens, landmarks.token),
-        "targets": (before, targets[closed] if predict else 0),
-        "segments": (segments, segments[closed]),
-        "weights": (weights, after),
+        "targets": (
+            np.where(is_closed, landmarks.token, targets) if predict else targets,
+            targets[is_closed] if predict else 0,
+        ),
+        "segments": (segments, segments[is_closed]),
+        "weights": (weights, weights[is_closed] if predict else 0),
     }
     out = {}
-    for name, (ordinary, mark) in fields.items():
-        out[name] = np.zeros(wide, row[name].dtype)
-        out[name][place], out[name][marks] = ordinary, mark
-    positions = np.where(out["segments"] != 0, _order(out["segments"]), 0)
+    for name, (token_values, landmark_values) in fields.items():
+        out[name] = np.zeros(length, row[name].dtype)
+        out[name][token_places], out[name][landmark_places] = token_values, landmark_values
+    positions = np.where(out["segments"] != 0, _order_indices(out["segments"]), 0)
     return out | {"positions": positions.astype(row["positions"].dtype)}
 
 
-def _order(segments: np.ndarray) -> np.ndarray:
-    """The place of every token in its stretch of equal segments."""
-    at = np.arange(len(segments))
-    starts = np.append(True, segments[1:] != segments[:-1])
-    return at - np.maximum.accumulate(np.where(starts, at, 0))
+def _closed_blocks(segments: Int[np.ndarray, " T"], landmarks: Landmarks) -> Bool[np.ndarray, " T"]:
+    """Whether a landmark follows each token: the last one of a full block.
+
+    Unless the loss is "drop", no landmark follows the last token of a document.
+    """
+    is_token = segments != 0
+    is_last = is_token & (_order_indices(segments) % landmarks.every == landmarks.every - 1)
+    if landmarks.loss == "drop":
+        return is_last
+    return is_last & np.append((segments[1:] == segments[:-1]) & is_token[:-1], False)
+
+
+def _order_indices(segments: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
+    """The place of every token in its run of equal segments (`order_indices` for numpy)."""
+    places = np.arange(len(segments))
+    is_start = np.append(True, segments[1:] != segments[:-1])
+    return places - np.maximum.accumulate(np.where(is_start, places, 0))
 
 
 def in_prompt(ids: Sequence[int], landmarks: Landmarks) -> list[int]:
-    """A prompt with a landmark after every full block, also at its end."""
+    """Inserts a landmark after every full block of a prompt, also at its end."""
     every, out = landmarks.every, []
     for start in range(0, len(ids), every):
         out += ids[start : start + every]
@@ -129,30 +161,39 @@ def in_prompt(ids: Sequence[int], landmarks: Landmarks) -> list[int]:
 
 def aligned(
     texts: Sequence[Sequence[int]], longest: int, landmarks: Landmarks
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Texts with landmarks as rows [B, T]: tokens, segments; padding before [B] and ends [B].
+) -> tuple[
+    Int[np.ndarray, "B T"], Int[np.ndarray, "B T"], Int[np.ndarray, " B"], Int[np.ndarray, " B"]
+]:
+    """Pads texts with landmarks so that blocks of all rows begin in the same columns.
 
-    Blocks of all rows begin in the same columns, so that every chunk of whole blocks is one of the
-    text too; T is `longest` or a little more. `ends` is the place whose logits give the next token,
-    counted from the end (`asked`).
+    Every chunk of whole blocks then consists of whole blocks of each text.
+
+    Args:
+      texts: token ids, landmarks included.
+      longest: the least number of columns; it is rounded up to whole blocks.
+      landmarks: the token and the block size.
+
+    Returns:
+      tokens and segments, int32; the number of padding tokens before each text; and the column
+      whose logits predict the next token (`next_token_offset`), counted from the end.
     """
     block = landmarks.every + 1
     width = -(-longest // block) * block
     tokens, segments = np.zeros((2, len(texts), width), np.int32)
-    after = np.array([-len(text) % block for text in texts])
-    before = np.array([width - len(text) for text in texts]) - after
-    for row, text in enumerate(texts):
-        tokens[row, before[row] : before[row] + len(text)] = text
-        segments[row, before[row] : before[row] + len(text)] = 1
-    ends = after - np.array([asked(text, landmarks) for text in texts])
-    return tokens, segments, before, ends
+    padding_after = np.array([-len(text) % block for text in texts])
+    padding_before = np.array([width - len(text) for text in texts]) - padding_after
+    for row, (text, start) in enumerate(zip(texts, padding_before)):
+        tokens[row, start : start + len(text)] = text
+        segments[row, start : start + len(text)] = 1
+    offsets = np.array([next_token_offset(text, landmarks) for text in texts])
+    return tokens, segments, padding_before, padding_after - offsets
 
 
-def asked(ids: Sequence[int], landmarks: Landmarks) -> int:
-    """The place in `ids` whose logits give the next ordinary token, counted from the end: -1, -2.
+def next_token_offset(ids: Sequence[int], landmarks: Landmarks) -> int:
+    """The index in `ids` whose logits predict the next ordinary token: -1 or -2, from the end.
 
-    A model that learned to predict landmarks knows from the landmark what follows; others were
-    never asked there.
+    After a full block it is the landmark if the model learned to predict from landmarks, else the
+    token before it.
     """
-    closed = len(ids) > 1 and ids[-1] == landmarks.token
-    return -2 if closed and landmarks.loss != "predict" else -1
+    is_closed = len(ids) > 1 and ids[-1] == landmarks.token
+    return -2 if is_closed and landmarks.loss != "predict" else -1

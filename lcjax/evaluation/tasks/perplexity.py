@@ -150,7 +150,7 @@ class Perplexity(Task):
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
         pattern = getattr(model.config, "pattern", None)
-        if self.protocol == "stream_sink" and (pattern is None or pattern.kept() is None):
+        if self.protocol == "stream_sink" and (pattern is None or pattern.cache_window() is None):
             raise InputError(
                 f"tasks: {self.label} reads texts by a cache that forgets (stream_sink), and one of"
                 " the methods keeps every key; give it a pattern, such as {type: streaming, sinks:"
