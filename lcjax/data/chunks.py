@@ -44,7 +44,7 @@ class Chunks:
     length: int = 256  # tokens of a chunk
     # What the chunks hold: before, the tokens before those of the decoder; same, the decoder's own
     # tokens, which it then learns to copy (the warm-up of CEPE); beginning, the first whole chunks
-    # of a document, those of a conversation's question (SharedLLM): see `lcjax.data.beginning`
+    # of a document, those of a conversation's question (SharedLLM): see `lcjax.data.chunks`
     text: str = "before"
     noise: Noise | None = None  # hides some of the context in training, never in validation
     decoder: int | None = None  # of beginning: tokens of a row that the decoder has room for
@@ -214,3 +214,65 @@ def positions_in(segments: np.ndarray) -> np.ndarray:
     begins = np.append(True, segments[1:] != segments[:-1])
     positions = at - np.maximum.accumulate(np.where(begins, at, 0))
     return np.where(segments > 0, positions, 0).astype(np.int32)
+
+
+def asked(learned: np.ndarray) -> int:
+    """Tokens of the question of a document, by which of its places [n] have a learned target.
+
+    All n of a text, of which every token is learned.
+    """
+    return len(learned) if learned[0] else int(np.argmax(learned)) + 1
+
+
+def num_context_chunks(config: Chunks, question: int, tokens: int) -> int:
+    """How many chunks of a document of so many `tokens`, its `question` among them, are context.
+
+    More than the rule says where the decoder could not hold the rest. A token of the question, or
+    two of a text, stay with the decoder: so questions of up to a chunk have no context (the
+    released code would put the answer there).
+    """
+    text = question == tokens
+    wanted = max(question // config.length - 1, 1)
+    wanted = min(wanted, config.most or config.count) if text else wanted
+    needed = -(-(tokens - config.decoder) // config.length)
+    most = (question - 1 - int(text)) // config.length
+    return max(min(max(wanted, needed), most, config.count), 0)
+
+
+def fitted(pair: np.ndarray, config: Chunks, length: int, *, drop: bool) -> np.ndarray | None:
+    """A document [n, 2] of at most `length` tokens, of which a row has room for every one.
+
+    A question that is too long loses its middle, a text its end; answers that the decoder cannot
+    hold lose their end. `drop`: None for texts and answers that are too long.
+    """
+    learned = pair[:, 1] >= 0
+    question = asked(learned)
+    over, text = len(pair) - length, question == len(pair)
+    if over > 0 and text:
+        return None if drop else pair[:length]
+    if over > 0:
+        keep = max(question - over, 1)
+        ends = keep // 2, question - (keep - keep // 2)
+        pair, question = np.concatenate([pair[: ends[0]], pair[ends[1] :]]), keep
+    room = config.decoder + config.length * num_context_chunks(config, question, len(pair))
+    if len(pair) > room:
+        return None if drop else pair[:room]
+    return pair
+
+
+class CutBeginning:
+    """A row of one document -> the decoder's part of all its fields, `chunks` and `chunk_mask`.
+
+    Documents are `fitted`; their chunks are the last ones of a row, those before are padding.
+    """
+
+    def __init__(self, config: Chunks):
+        self._config = config
+
+    def __call__(self, row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        config, tokens = self._config, int((row["segments"] > 0).sum())
+        question = asked(row["weights"][:tokens] > 0) if tokens else 0
+        start = config.length * num_context_chunks(config, question, tokens)
+        chunks, mask, _ = split(row["tokens"][:start], config.count, config.length, 0)
+        context = {"chunks": chunks, "chunk_mask": mask, **learned(row, start, config)}
+        return decoders(row, start, tokens, config.decoder) | context

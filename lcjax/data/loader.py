@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 import grain
+import numpy as np
 
 from lcjax.attention.landmark.tokens import Landmarks, insert
 from lcjax.data.chunks import Hide
-from lcjax.data.config import DataConfig
-from lcjax.data.masking import Mask
-from lcjax.data.opening import Documents, all_empty, identity_of, open_split
+from lcjax.data.config import DataConfig, Masking
+from lcjax.data.corpus import Documents, all_empty, identity_of, open_split
 from lcjax.data.rows import Batch, PadBatch, Tokenise, finish, mixed_rows, rows_in_order
 from lcjax.errors import InputError
 
@@ -95,6 +95,30 @@ def make_loader(
         batches, prefetch_buffer_size=config.prefetch
     )
     return Loader(iter(batches), _identity(config, corpora, tokenizer, split, landmarks))
+
+
+class Mask:
+    """A batch -> the same with targets at masked places only: what stood there."""
+
+    def __init__(self, config: Masking, tokenizer: Any):
+        self._rate = config.rate
+        self._token = tokenizer.vocab_size if config.token is None else config.token
+        names = ("bos_id", "pad_id", "unk_id")  # a tokenizer need not tell all of them
+        special = {getattr(tokenizer, name, None) for name in names} | {*tokenizer.eos_ids}
+        self._never = sorted((special | {self._token, *config.keep}) - {None})
+
+    def __call__(
+        self, row: dict[str, np.ndarray], random: np.random.Generator
+    ) -> dict[str, np.ndarray]:
+        tokens = row["tokens"]
+        # One number for every place, so that what is chosen depends on nothing but its place.
+        chosen = random.random(tokens.shape) < self._rate
+        chosen &= (row["segments"] > 0) & ~np.isin(tokens, self._never)
+        return row | {
+            "tokens": np.where(chosen, np.int32(self._token), tokens),
+            "targets": np.where(chosen, tokens, 0),
+            "weights": chosen.astype(np.float32),
+        }
 
 
 class Loader(grain.DatasetIterator):

@@ -10,23 +10,25 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data import report
-from lcjax.data.opening import source_files
-from lcjax.data.prepare_job import Job, Settings, finished, plan, scan, start, tokenise, write_json
-from lcjax.data.sources import INDEX, PLAN, Source, TextSource
-from lcjax.data.token_files import FORMAT
+from lcjax.data.config import INDEX, PLAN, Source, TextSource
+from lcjax.data.corpus import derived_seed, order, source_files
+from lcjax.data.files import Files, FoundFiles
+from lcjax.data.readers import Document
+from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
 
@@ -68,6 +70,29 @@ class PrepareConfig:
         return self.sources or [TextSource(self.path)]
 
 
+class Job(NamedTuple):
+    """Part `part` of `parts` of some files of a source, by their places in the order of reading."""
+
+    number: int
+    source: int
+    files: tuple[int, ...]
+    part: int
+    parts: int
+    size: int  # bytes on disk, for the progress
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all jobs have in common."""
+
+    sources: tuple[TextSource, ...]
+    seed: int | None  # None: files and documents stay in order
+    least: int
+    on_bad_text: str
+    dtype: str
+    out: Path
+
+
 def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Writes what is missing of the folder; returns its index."""
     out = Path(config.out).expanduser()
@@ -87,7 +112,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
         _run(config, settings, tokenizer, jobs)
         index = _finish(config, settings, tokenizer, asked, len(jobs))
         (out / PLAN).unlink()
-    print(report.table(index))
+    print(length_table(index))
     print(f"{out}: train on it with --data.path={config.out}")
     return index
 
@@ -247,7 +272,7 @@ def _finish(
         "vocab_size": tokenizer.vocab_size,
         "documents": sum(shard["documents"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
-        "lengths": report.total(shards),
+        "lengths": total_lengths(shards),
         "shards": [{k: s[k] for k in ("name", "documents", "tokens", "labels")} for s in shards],
         "asked": asked,
     }
@@ -257,9 +282,255 @@ def _finish(
             " by upsample): nothing was prepared"
         )
     tokenizer.save(settings.out / TOKENIZER)
-    report.plot(index, settings.out / "lengths.png")
-    (settings.out / "report.md").write_text(report.table(index) + "\n", encoding="utf-8")
+    plot_lengths(index, settings.out / "lengths.png")
+    (settings.out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
     write_json(settings.out / INDEX, index)
     for i in range(jobs):
         (settings.out / f"{i:06d}.json").unlink(missing_ok=True)
     return index
+
+
+_SMALLEST, _LARGEST, _JOBS = 1 << 20, 1 << 26, 64  # bytes of a job, and how many if that allows it
+
+
+def plan(found: list[FoundFiles], settings: Settings) -> list[Job]:
+    """Jobs of about equal size; they depend on the files alone, not on how many processes run."""
+    total = sum(files.size for files in found)
+    limit = min(max(total // _JOBS, _SMALLEST), _LARGEST)
+    jobs: list[Job] = []
+    for source, files in enumerate(found):
+        group, size = [], 0
+
+        def close():
+            nonlocal group, size
+            if group:
+                jobs.append(Job(len(jobs), source, tuple(group), 0, 1, size))  # noqa: B023
+            group, size = [], 0
+
+        for file in _order(len(files), settings, source):
+            bytes_, path = files.sizes[file], files[file][1]
+            if size + bytes_ > limit:
+                close()
+            # A .gz has no random access: each part would unpack all of it.
+            parts = 1 if path.suffix.lower() == ".gz" else -(-bytes_ // (2 * limit))
+            if parts > 1:
+                share = bytes_ // parts
+                jobs += [
+                    Job(len(jobs) + part, source, (int(file),), part, parts, share)
+                    for part in range(parts)
+                ]
+                continue
+            group, size = [*group, int(file)], size + bytes_
+        close()
+    return jobs
+
+
+_worker: "Worker"
+
+
+def start(settings: Settings, tokenizer: Any) -> None:
+    """Runs once in every process."""
+    global _worker
+    _worker = Worker(settings, tokenizer)
+    if (parent := multiprocessing.parent_process()) is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+        # Killed, it cannot: processes that wait for work would wait for ever.
+        watch = threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True)
+        watch.start()
+
+
+def scan(job: Job, _: None) -> tuple[np.ndarray, list[str]]:
+    """Characters and labels of the documents of a job, in order: what `upsample` looks at."""
+    documents = [(d.characters, d.label) for d, _ in _worker.documents(job)]
+    return np.array([c for c, _ in documents], np.int64), [label for _, label in documents]
+
+
+def tokenise(job: Job, taken: np.ndarray | None) -> dict[str, Any]:
+    """Writes the shard of a job, unless it is there; what it holds."""
+    return finished(_worker.settings.out, job.number) or _worker.write(job, taken)
+
+
+def finished(out: Path, number: int) -> dict[str, Any] | None:
+    """What a shard holds, if it is complete."""
+    file = out / f"{number:06d}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+class Worker:
+    """What a process keeps between jobs."""
+
+    def __init__(self, settings: Settings, tokenizer: Any):
+        self.settings, self._tokenizer = settings, tokenizer
+        bad = settings.on_bad_text
+        self._sources = [source_files(source, bad) for source in settings.sources]
+        self._opened: tuple[tuple[int, int] | None, Any] = (None, None)
+
+    def documents(self, job: Job):
+        """(document, hash of its name) in the order of reading."""
+        files = self._sources[job.source]
+        for file in job.files:
+            if self._opened[0] != (job.source, file):  # parts of a file need its index only once
+                self._opened = (job.source, file), files.open(file, Files())
+            reader = self._opened[1]
+            count = len(reader)
+            indices = _order(count, self.settings, job.source, file)
+            first, last = (count * part // job.parts for part in (job.part, job.part + 1))
+            for index in indices[first:last].tolist():
+                yield files.document(reader, index), reader.unit(index)
+
+    def write(self, job: Job, taken: np.ndarray | None) -> dict[str, Any]:
+        """The shard: ids, then a line per document, then the file that says it is complete."""
+        out, name = self.settings.out, f"{job.number:06d}"
+        dtype, labels, lines, lengths = DTYPES[self.settings.dtype], {}, [], []
+        start = 0
+        draft = out / f"{name}.bin.tmp"
+        with open(draft, "wb") as file:
+            for i, (document, unit) in enumerate(self.documents(job)):
+                ids = self._ids(document) if taken is None or taken[i] else ()
+                if len(ids) < self.settings.least:
+                    continue
+                file.write(np.asarray(ids, dtype).tobytes())
+                label = labels.setdefault(document.label, len(labels))
+                lines.append((start, document.characters, unit, label))
+                lengths.append(len(ids))
+                start += len(ids)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(out / f"{name}.bin")
+        table = np.array(lines, DOCUMENT)
+        with open(out / f"{name}.npy.tmp", "wb") as file:
+            np.save(file, table)
+        (out / f"{name}.npy.tmp").replace(out / f"{name}.npy")
+        made = {"name": name, "documents": len(lines), "tokens": start, "labels": list(labels)}
+        made["lengths"] = lengths_by_label(np.array(lengths, np.int64), table["label"], labels)
+        write_json(out / f"{name}.json", made)
+        return made
+
+    def _ids(self, document: Document) -> list[int]:
+        return self._tokenizer.encode(document.value) if document.value.strip() else []
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file whole or not at all."""
+    draft = path.with_name(path.name + ".tmp")
+    with open(draft, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _order(count: int, settings: Settings, source: int, *more: int) -> np.ndarray:
+    """The order in which a stream of the same seed reads them in its first epoch."""
+    if settings.seed is None:
+        return np.arange(count)
+    return order(count, derived_seed(settings.seed, source), 0, *more)
+
+
+_BINS = 40  # bin b holds documents of 2**b ... 2**(b + 1) - 1 tokens
+_LONG = (4096, 32768)  # lengths that the long-context studies look at
+_LABELS = 12  # of the most tokens that stand for themselves in a report
+_BAR = 30  # characters of the longest bar
+
+
+def lengths_by_label(
+    lengths: np.ndarray, labels: np.ndarray, names: Iterable[str]
+) -> dict[str, dict[str, list[int]]]:
+    """Documents and tokens by label and by bin of length."""
+    bins = np.log2(np.maximum(lengths, 1)).astype(int)
+    found = {}
+    for number, name in enumerate(names):
+        own = labels == number
+        documents = np.bincount(bins[own], minlength=_BINS)
+        tokens = np.zeros(_BINS, np.int64)
+        np.add.at(tokens, bins[own], lengths[own])
+        found[name] = {"documents": documents.tolist(), "tokens": tokens.tolist()}
+    return found
+
+
+def total_lengths(shards: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
+    """The sum over shards."""
+    sums: dict[str, dict[str, list[int]]] = {}
+    for shard in shards:
+        for label, counts in shard["lengths"].items():
+            into = sums.setdefault(label, {key: [0] * _BINS for key in counts})
+            for key, values in counts.items():
+                into[key] = [a + b for a, b in zip(into[key], values, strict=True)]
+    return dict(sorted(sums.items()))
+
+
+def length_table(index: dict[str, Any]) -> str:
+    """Tokens of every label, then the histogram over all of them, as Markdown."""
+    rows = [(name, *_sums(counts)) for name, counts in _largest(index["lengths"]).items()]
+    if len(rows) > 1:
+        rows.append(("all", *_sums(_all(index))))
+    everything = max(1, index["tokens"])
+    lines = [
+        "| source | documents | tokens | share | mean | "
+        + " | ".join(f"in documents >= {length:,}" for length in _LONG)
+        + " |",
+        "|---|" + "---:|" * (4 + len(_LONG)),
+    ]
+    for name, documents, tokens, *long in rows:
+        parts = " | ".join(f"{part / max(1, tokens):.1%}" for part in long)
+        lines.append(
+            f"| {name} | {documents:,} | {tokens:,} | {tokens / everything:.2%}"
+            f" | {tokens / max(1, documents):,.0f} | {parts} |"
+        )
+    return "\n".join([*lines, "", *_histogram(_all(index)["tokens"])])
+
+
+def _largest(lengths: dict[str, dict]) -> dict[str, dict]:
+    """The labels with the most tokens, and all others together."""
+    names = sorted(lengths, key=lambda name: -sum(lengths[name]["tokens"]))
+    if len(names) <= _LABELS + 1:
+        return lengths
+    rest = names[_LABELS:]
+    found = {name: lengths[name] for name in names[:_LABELS]}
+    return found | {f"{len(rest)} others": _all({"lengths": {n: lengths[n] for n in rest}})}
+
+
+def _all(index: dict[str, Any]) -> dict[str, list[int]]:
+    return {
+        key: np.sum([counts[key] for counts in index["lengths"].values()], axis=0).tolist()
+        for key in ("documents", "tokens")
+    }
+
+
+def _sums(counts: dict[str, list[int]]) -> tuple[int, ...]:
+    """Documents, tokens, and the tokens in documents of at least so many."""
+    long = [sum(counts["tokens"][int(np.log2(length)) :]) for length in _LONG]
+    return sum(counts["documents"]), sum(counts["tokens"]), *long
+
+
+def _histogram(tokens: Sequence[int]) -> list[str]:
+    """Share of the tokens by the length of their document."""
+    used = [b for b, count in enumerate(tokens) if count]
+    whole, most = max(1, sum(tokens)), max([1, *tokens])
+    lines = ["| tokens of a document | share of all tokens | |", "|---:|---:|---|"]
+    for b in range(used[0], used[-1] + 1) if used else ():
+        bar = "█" * round(_BAR * tokens[b] / most)
+        lines.append(f"| {2**b:,} - {2 ** (b + 1) - 1:,} | {tokens[b] / whole:.1%} | {bar} |")
+    return lines
+
+
+def plot_lengths(index: dict[str, Any], path: Path) -> None:
+    """The histogram by label, stacked, as PNG."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    used = [b for b, count in enumerate(_all(index)["tokens"]) if count]
+    bins = np.arange(used[0], used[-1] + 1)
+    below = np.zeros(len(bins))
+    for number, (name, counts) in enumerate(_largest(index["lengths"]).items()):
+        share = np.array(counts["tokens"])[bins] / index["tokens"]
+        axes.bar(bins, share, bottom=below, width=0.9, label=name, color=colormaps["tab20"](number))
+        below += share
+    axes.set_xticks(bins, [f"{2**b:,}" for b in bins], rotation=45)
+    axes.set_xlabel("tokens of a document, from")
+    axes.set_ylabel("share of all tokens")
+    axes.set_title(f"{index['tokens']:,} tokens in {index['documents']:,} documents")
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -10,16 +10,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lcjax.checkpoints import Tokenizer, load_tokenizer
-from lcjax.data.config import DataConfig
+from lcjax.data.chunks import Chunks
+from lcjax.data.config import ChatSource, DataConfig, SeqioSource, Source, TokenSource
+from lcjax.data.corpus import check_sources
 from lcjax.data.loader import make_loader
-from lcjax.data.opening import check_sources
-from lcjax.data.seqio_chunks import import_seqio
-from lcjax.data.sources import ChatSource, SeqioSource, Source
+from lcjax.data.prepare import TOKENIZER
+from lcjax.data.seqio_source import import_seqio
 from lcjax.errors import InputError
 
 
@@ -28,7 +30,7 @@ def register(name: str, config: DataConfig, tokenizer: Tokenizer | str) -> list[
 
     An example is one row: its token ids (int32, without padding) as feature `targets`; with
     `config.chunks` those of the decoder, and the context before them as `context`, which
-    `lcjax.data.seqio_chunks.context_chunks` cuts. Rows are of equal length, so the rates of the
+    `lcjax.data.seqio_source.context_chunks` cuts. Rows are of equal length, so the rates of the
     Mixture are shares of the tokens, which they are not where examples are documents. Rows end with
     the data: documents are read once, in another order for each seed; epochs are seqio's.
 
@@ -60,6 +62,25 @@ def register(name: str, config: DataConfig, tokenizer: Tokenizer | str) -> list[
     rates = [(task, source.weight) for task, source in zip(tasks, sources, strict=True)]
     seqio.MixtureRegistry.add(name, rates)
     return tasks
+
+
+def register_papers(folder: str = "data") -> None:
+    """Registers the training mixtures of the papers, over folders that `prepare` wrote.
+
+    The names are `lcjax_cepe_filter`, `lcjax_cepe_cat`, `lcjax_cepe` (2:1 of these two) and
+    `lcjax_slimpajama_upsampled`. No file is opened before the first row is read.
+
+    Args:
+      folder: folder that holds the folders `redpajama` and `slimpajama_upsampled`.
+    """
+    for name, make_config, corpus in (
+        ("cepe_filter", cepe_filter, "redpajama"),
+        ("cepe_cat", cepe_cat, "redpajama"),
+        ("slimpajama_upsampled", slimpajama_upsampled, "slimpajama_upsampled"),
+    ):
+        register(f"lcjax_{name}", make_config(folder), str(Path(folder, corpus, TOKENIZER)))
+    seqio, _ = import_seqio()
+    seqio.MixtureRegistry.add("lcjax_cepe", [("lcjax_cepe_filter", 2.0), ("lcjax_cepe_cat", 1.0)])
 
 
 def _in_two(config: DataConfig) -> bool:
@@ -160,3 +181,61 @@ def _vocabulary(tokenizer: Callable[[], Tokenizer]) -> Any:
             return tokenizer().fingerprint
 
     return Ids()
+
+
+# Shares of RedPajama's sets in CEPE's rows across all documents (Yen et al. 2024, app. A).
+REDPAJAMA = {
+    "arxiv": 0.025,
+    "book": 0.045,
+    "c4": 0.15,
+    "common_crawl": 0.67,
+    "github": 0.045,
+    "stackexchange": 0.02,
+    "wikipedia": 0.045,
+}
+
+
+def cepe(folder: str = "data") -> DataConfig:
+    """CEPE's rows of 4,096 + 4,096 tokens, those of `cepe_filter` and `cepe_cat` 2:1.
+
+    Yen et al. 2024 (arXiv 2402.16617), sec. 3.1. `folder`/redpajama is RedPajama (v1), tokenised
+    with its sets as labels.
+    """
+    return _cepe([*cepe_filter(folder).sources, *cepe_cat(folder).sources])
+
+
+def cepe_filter(folder: str = "data") -> DataConfig:
+    """Rows inside long documents, 4,096 apart: ArXiv and books, half each (train-filter)."""
+    place = str(Path(folder, "redpajama"))
+    rows = {"pack": "windows", "stride": 4096}
+    return _cepe([TokenSource(place, 1.0, labels=[label], **rows) for label in ("arxiv", "book")])
+
+
+def cepe_cat(folder: str = "data") -> DataConfig:
+    """Rows across all documents of a set, 4,096 apart (train-cat)."""
+    place = str(Path(folder, "redpajama"))
+    pairs = REDPAJAMA.items()
+    return _cepe([TokenSource(place, share, labels=[label], stride=4096) for label, share in pairs])
+
+
+def _cepe(sources: list[Source]) -> DataConfig:
+    return DataConfig(
+        sources=sources,
+        length=8192,
+        chunks=Chunks(count=16, length=256),
+        document_mask=False,
+        add_bos=True,
+        add_eos=True,
+    )
+
+
+def slimpajama_upsampled(folder: str = "data", length: int = 32768) -> DataConfig:
+    """SlimPajama, up-sampled by length when it was tokenised, in rows cut anywhere.
+
+    Fu et al. 2024 (arXiv 2402.10171), sec. 3, as the LCEG study has it (Lu et al. 2024, arXiv
+    2409.12181): BOS before every document, no EOS, no document mask.
+    """
+    source = TokenSource(str(Path(folder, "slimpajama_upsampled")), rows=True)
+    return DataConfig(
+        sources=[source], length=length, document_mask=False, add_bos=True, add_eos=False
+    )

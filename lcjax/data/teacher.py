@@ -24,12 +24,10 @@ from tqdm.auto import tqdm
 from lcjax.attention import Landmark
 from lcjax.checkpoints.build import ModelSection, build, check_source
 from lcjax.checkpoints.run_folder import fingerprint
-from lcjax.data.config import DataConfig
+from lcjax.data.config import TEACHER_INDEX, TEACHER_PLAN, DataConfig, TeacherSource
+from lcjax.data.corpus import check_sources
 from lcjax.data.loader import Loader, make_loader
-from lcjax.data.opening import check_sources
-from lcjax.data.prepare import begin
-from lcjax.data.prepare_job import write_json
-from lcjax.data.sources import TEACHER_INDEX, TEACHER_PLAN, TeacherSource
+from lcjax.data.prepare import begin, write_json
 from lcjax.data.teacher_files import FORMAT, row_type
 from lcjax.errors import InputError, whole_numbers
 from lcjax.models import Decoder, head

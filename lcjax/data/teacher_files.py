@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lcjax.data.chunks import positions_in
-from lcjax.data.corpus import Document, FoundFiles
-from lcjax.data.files import Files
-from lcjax.data.readers import Reader
-from lcjax.data.sources import TEACHER_INDEX, TEACHER_PLAN, TeacherSource
+from lcjax.data.config import TEACHER_INDEX, TEACHER_PLAN, TeacherSource
+from lcjax.data.files import Files, FoundFiles
+from lcjax.data.readers import Document, Reader
 from lcjax.data.token_files import DTYPES
 from lcjax.errors import InputError
 

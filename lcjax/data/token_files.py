@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.data.corpus import Document, FoundFiles
-from lcjax.data.files import Files
-from lcjax.data.readers import Reader
-from lcjax.data.sources import INDEX, PLAN, TokenSource
+from lcjax.data.config import INDEX, PLAN, TokenSource
+from lcjax.data.files import Files, FoundFiles
+from lcjax.data.readers import Document, Reader
 from lcjax.errors import InputError
 
 FORMAT = 1

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
-from lcjax.data import DataConfig, documents, files, make_loader, zstd
+from lcjax.data import DataConfig, documents, files, make_loader
 from lcjax.data.config import TextSource
-from lcjax.data.opening import open_corpus
+from lcjax.data.corpus import open_corpus
 from lcjax.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
@@ -60,8 +60,8 @@ def test_frames_end_where_their_headers_say():
     contents = [b"", b"a", b"a" * 300_000, rng.bytes(70_000), rng.bytes(300_000)]
     packed = [make(data) for data in contents for make in (frame, streamed)]
     ends = np.cumsum([len(p) for p in packed]).tolist()
-    assert [end for _, end in zstd.frame_bounds(b"".join(packed))] == ends
-    assert zstd.frame_bounds(SKIPPABLE * 2) == []
+    assert [end for _, end in files.frame_bounds(b"".join(packed))] == ends
+    assert files.frame_bounds(SKIPPABLE * 2) == []
 
 
 def test_only_the_frames_of_a_document_are_unpacked_and_they_are_kept(tmp_path, monkeypatch):
@@ -71,16 +71,16 @@ def test_only_the_frames_of_a_document_are_unpacked_and_they_are_kept(tmp_path, 
         TextSource(write_frames(tmp_path / "a.jsonl.zst", lines_of(texts), 2 * line))
     )
     unpacked = []
-    original = zstd.Frames.unpack
+    original = files.Frames.unpack
     monkeypatch.setattr(
-        zstd.Frames, "unpack", lambda self, i: unpacked.append(i) or original(self, i)
+        files.Frames, "unpack", lambda self, i: unpacked.append(i) or original(self, i)
     )
     assert [corpus[i][1] for i in (6, 7, 19, 6)] == [texts[i] for i in (6, 7, 19, 6)]
     assert unpacked == [3, 9]
 
 
 def test_a_zstd_frame_too_large_to_be_read_for_one_document_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(zstd, "LARGEST", 1000)
+    monkeypatch.setattr(files, "LARGEST", 1000)
     data = lines_of(make_texts(40))
     write_frames(tmp_path / "a.jsonl.zst", data, 1000)
     assert len(list(documents(str(tmp_path / "a.jsonl.zst")))) == 40

@@ -9,8 +9,8 @@ import pytest
 from data_support import Bytes, assert_same, make_texts, write_jsonl
 
 from lcjax.data import DataConfig, TextSource, documents, make_loader
-from lcjax.data.array_record import parse_example
-from lcjax.data.opening import open_corpus
+from lcjax.data.corpus import open_corpus
+from lcjax.data.readers import parse_example
 from lcjax.errors import InputError
 
 pa = pytest.importorskip("pyarrow")

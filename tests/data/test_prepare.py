@@ -18,15 +18,14 @@ import lcjax
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data import DataConfig, Share, TextSource, TokenSource, Upsample, make_loader, prepare
 from lcjax.data import __main__ as command
-from lcjax.data import prepare_job as jobs
-from lcjax.data.opening import open_corpus
+from lcjax.data.corpus import open_corpus
 from lcjax.errors import InputError
 
 
 @pytest.fixture(autouse=True)
 def byte_tokenizer(monkeypatch):
     monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Bytes())
-    monkeypatch.setattr(jobs, "_SMALLEST", 400)  # several shards of tiny texts
+    monkeypatch.setattr(prepare, "_SMALLEST", 400)  # several shards of tiny texts
 
 
 @pytest.fixture
@@ -130,7 +129,7 @@ def test_the_labels_of_a_folder_can_be_read_alone_and_are_reported(text, tmp_pat
 
 def test_what_is_finished_is_not_made_again(text, tmp_path, monkeypatch):
     whole = run(text, tmp_path / "whole")
-    write, made = jobs.Worker.write, []
+    write, made = prepare.Worker.write, []
 
     def stop_after_five(worker, job, taken):
         if len(made) == 5:
@@ -138,13 +137,13 @@ def test_what_is_finished_is_not_made_again(text, tmp_path, monkeypatch):
         made.append(job.number)
         return write(worker, job, taken)
 
-    monkeypatch.setattr(jobs.Worker, "write", stop_after_five)
+    monkeypatch.setattr(prepare.Worker, "write", stop_after_five)
     with pytest.raises(InputError, match="killed"):
         run(text, tmp_path / "out")
     with pytest.raises(InputError, match=r"is not finished: run the same .* prepare` once more"):
         open_corpus(TokenSource(str(tmp_path / "out")))
     made.clear()
-    monkeypatch.setattr(jobs.Worker, "write", lambda *a: made.append(a[1].number) or write(*a))
+    monkeypatch.setattr(prepare.Worker, "write", lambda *a: made.append(a[1].number) or write(*a))
     assert run(text, tmp_path / "out") == whole
     assert made == list(range(5, len(whole["shards"])))
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -167,12 +166,12 @@ def runs(process):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
     code = (
-        "import time, data_support, lcjax.data.prepare as p, lcjax.data.prepare_job as j\n"
+        "import time, data_support, lcjax.data.prepare as p\n"
         "class Slow(data_support.Bytes):\n"
         "    def encode(self, text): time.sleep(0.02); return list(text.encode())\n"
         "if __name__ == '__main__':\n"
         "    p.load_tokenizer = lambda name: Slow()\n"
-        f"    j._SMALLEST = 400\n"
+        "    p._SMALLEST = 400\n"
         f"    p.prepare(p.PrepareConfig(path={text!r}, out={str(tmp_path / 'out')!r},"
         " tokenizer='x', workers=2))\n"
     )

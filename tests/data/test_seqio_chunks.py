@@ -9,7 +9,7 @@ from data_support import Bytes, assert_same, make_texts
 
 from lcjax.data import Chunks, DataConfig, SeqioSource, TextSource, make_loader
 from lcjax.data.chunks import split
-from lcjax.data.seqio_chunks import context_chunks
+from lcjax.data.seqio_source import context_chunks
 from lcjax.errors import InputError
 
 seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install 'lcjax[seqio]'")

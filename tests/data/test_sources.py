@@ -62,7 +62,7 @@ def test_every_format_gives_the_same_documents_and_the_same_batches(texts, tmp_p
 
 def test_parquet_rows_are_right_in_any_order(texts, tmp_path):
     path = write_all(tmp_path, texts)["parquet"]
-    from lcjax.data.opening import open_corpus
+    from lcjax.data.corpus import open_corpus
 
     corpus = open_corpus(TextSource(path))
     for i in np.random.default_rng(0).permutation(len(texts)).tolist() * 2:

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lcjax.data.corpus import Document
-from lcjax.data.readers import Reader, field_of
-from lcjax.data.sources import ChatSource
-from lcjax.data.text_files import RecordFiles
+from lcjax.data.config import ChatSource
+from lcjax.data.readers import Document, Reader, RecordFiles, field_of
 from lcjax.errors import InputError
 
 Message = dict[str, str]
