@@ -57,7 +57,7 @@ class Source(draccus.ChoiceRegistry):
 @Source.register_subclass("text")
 @dataclass(frozen=True)
 class TextSource(Source):
-    """Files."""
+    """FileCache."""
 
     path: str = ""  # file, folder, glob, python:stdlib, or package:NAME[/folder or glob]
     weight: float = 1.0  # share of the rows, relative to the other sources

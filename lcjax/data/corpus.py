@@ -18,7 +18,7 @@ from lcjax.data.config import (
     TextConfig,
     TokenSource,
 )
-from lcjax.data.files import Files
+from lcjax.data.files import FileCache
 from lcjax.data.readers import Document, Reader, SourceFiles, TextFiles
 from lcjax.data.seqio_source import SeqioCorpus
 from lcjax.data.teacher_files import TeacherFiles
@@ -38,8 +38,8 @@ class Corpus:
     def __init__(self, files: SourceFiles, readers: list[Reader] | None = None, indices=None):
         self.files, self.source, self.indices = files, files.source, indices
         if readers is None:
-            shared = Files()
-            readers = [files.open(i, shared) for i in range(len(files.found))]
+            shared = FileCache()
+            readers = [files.open(i, shared) for i in range(len(files.paths))]
         self.readers = readers
         self._starts = np.cumsum([0] + [len(reader) for reader in readers]).tolist()
 
@@ -141,11 +141,11 @@ class Stream:
 
     def _epoch(self, place: Place, *, shuffle: bool, seed: int) -> Iterator[tuple[Document, Place]]:
         epoch, first_file, first = place
-        files = np.arange(len(self.files.found))
+        files = np.arange(len(self.files.paths))
         files = order(len(files), seed, epoch) if shuffle else files
         for at in range(first_file, len(files)):
             file = int(files[at])
-            reader = self.files.open(file, Files())
+            reader = self.files.open(file, FileCache())
             count = len(reader)
             indices = order(count, seed, epoch, file) if shuffle else np.arange(count)
             for number in range(first, count):
@@ -224,7 +224,7 @@ def source_files(source: Source, on_bad_text: str = "error", tokenizer: Any = No
             files = ChatFiles(source, on_bad_text)
         case _:
             files = TextFiles(source, on_bad_text)
-    if files.found.size == 0:
+    if files.paths.size == 0:
         raise _no_documents(source)
     return files
 
@@ -334,7 +334,7 @@ def identity_of(corpora: list[Documents]) -> dict[str, Any]:
 
 def _found(corpus: Documents, what: str) -> Any:
     """seqio's tasks do not tell their files."""
-    return None if isinstance(corpus, SeqioCorpus) else getattr(corpus.files.found, what)
+    return None if isinstance(corpus, SeqioCorpus) else getattr(corpus.files.paths, what)
 
 
 def _no_documents(source: Source) -> InputError:

@@ -12,7 +12,7 @@ import grain
 import numpy as np
 
 from lcjax.attention.landmark.tokens import Landmarks, insert
-from lcjax.data.chunks import Hide
+from lcjax.data.chunks import HideContext
 from lcjax.data.config import DataConfig, Masking
 from lcjax.data.corpus import Documents, all_empty, identity_of, open_split
 from lcjax.data.rows import Batch, PadBatch, Tokenise, finish, mixed_rows, rows_in_order
@@ -82,7 +82,7 @@ def make_loader(
             raise InputError("data.masking hides tokens that landmarks look at: leave it out")
         packed = packed.random_map(Mask(config.masking, tokenizer), seed=config.seed)
     if config.chunks is not None and config.chunks.noise is not None and split == "train":
-        packed = packed.random_map(Hide(config.chunks.noise), seed=config.seed)
+        packed = packed.random_map(HideContext(config.chunks.noise), seed=config.seed)
     batches = packed.batch(batch_size, batch_fn=PadBatch(batch_size))
     batches = batches.map(lambda batch: {key: value[own] for key, value in batch.items()})
     if landmarks is not None:

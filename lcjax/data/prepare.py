@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data.config import INDEX, PLAN, Source, TextSource
 from lcjax.data.corpus import derived_seed, order, source_files
-from lcjax.data.files import Files, FoundFiles
+from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
@@ -105,7 +105,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
         dtype=_dtype(config.dtype, tokenizer),
         out=out,
     )
-    found = [source_files(s, config.on_bad_text).found for s in settings.sources]
+    found = [source_files(s, config.on_bad_text).paths for s in settings.sources]
     asked = _asked(config, settings, tokenizer.fingerprint, [f.fingerprint for f in found])
     if (index := begin(out, asked)) is None:
         jobs = plan(found, settings)
@@ -293,7 +293,7 @@ def _finish(
 _SMALLEST, _LARGEST, _JOBS = 1 << 20, 1 << 26, 64  # bytes of a job, and how many if that allows it
 
 
-def plan(found: list[FoundFiles], settings: Settings) -> list[Job]:
+def plan(found: list[FileList], settings: Settings) -> list[Job]:
     """Jobs of about equal size; they depend on the files alone, not on how many processes run."""
     total = sum(files.size for files in found)
     limit = min(max(total // _JOBS, _SMALLEST), _LARGEST)
@@ -370,7 +370,7 @@ class Worker:
         files = self._sources[job.source]
         for file in job.files:
             if self._opened[0] != (job.source, file):  # parts of a file need its index only once
-                self._opened = (job.source, file), files.open(file, Files())
+                self._opened = (job.source, file), files.open(file, FileCache())
             reader = self._opened[1]
             count = len(reader)
             indices = _order(count, self.settings, job.source, file)

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lcjax.data.config import Source, TextSource
-from lcjax.data.files import Files, FoundFiles, content, find_files, gzip_chunks, kind
+from lcjax.data.files import FileCache, FileList, content, find_files, gzip_chunks, kind
 from lcjax.errors import InputError
 
 _SHOW_PROGRESS = 1 << 28  # bytes of a file from which on indexing shows a bar
@@ -83,9 +83,9 @@ class SourceFiles(Protocol):
     """The files of one source, and how documents are read from them."""
 
     source: Source
-    found: FoundFiles
+    paths: FileList
 
-    def open(self, index: int, files: Files) -> Reader:
+    def open(self, index: int, files: FileCache) -> Reader:
         """The records of one file."""
         ...
 
@@ -97,7 +97,7 @@ class SourceFiles(Protocol):
 class TextFile(Reader):
     """A file that is one document."""
 
-    def __init__(self, name: str, path: Path, on_bad_text: str, files: Files):
+    def __init__(self, name: str, path: Path, on_bad_text: str, files: FileCache):
         super().__init__(name, path)
         self._on_bad_text, self._files = on_bad_text, files
 
@@ -119,7 +119,7 @@ class TextFile(Reader):
 class JsonLines(Reader):
     """A file with one JSON object per line, found by byte offset (8 bytes of memory a line)."""
 
-    def __init__(self, name: str, path: Path, on_bad_text: str, files: Files):
+    def __init__(self, name: str, path: Path, on_bad_text: str, files: FileCache):
         super().__init__(name, path)
         self._on_bad_text = on_bad_text
         self._content = content(path, files)
@@ -199,7 +199,7 @@ def no_field(where: str, name: str, present: Iterable[str], key: str) -> InputEr
 class ParquetRows(Reader):
     """The rows of a Parquet file, read by row groups; the last ones of a source are kept."""
 
-    def __init__(self, name: str, path: Path, fields: Mapping[str, str], files: Files):
+    def __init__(self, name: str, path: Path, fields: Mapping[str, str], files: FileCache):
         super().__init__(name, path)
         self._files = files
         self._lock = threading.Lock()
@@ -222,7 +222,7 @@ class ParquetRows(Reader):
         return _row(table, index - int(self._starts[group]))
 
     def _file(self):
-        return self._files.opened.get(self._path, self._open)
+        return self._files.handles.get(self._path, self._open)
 
     def _open(self):
         pyarrow = _pyarrow(".parquet")
@@ -242,7 +242,7 @@ class ParquetRows(Reader):
 class ArrowRows(Reader):
     """The rows of an Arrow file, of the streaming or the random access kind, read from its map."""
 
-    def __init__(self, name: str, path: Path, fields: Mapping[str, str], files: Files):
+    def __init__(self, name: str, path: Path, fields: Mapping[str, str], files: FileCache):
         super().__init__(name, path)
         self._files = files
         table = self._table()
@@ -260,7 +260,7 @@ class ArrowRows(Reader):
         return {name: table.column(name)[index].as_py() for name in self._columns}
 
     def _table(self):
-        return self._files.opened.get(self._path, self._open)
+        return self._files.handles.get(self._path, self._open)
 
     def _open(self):
         pyarrow = _pyarrow(".arrow")
@@ -302,7 +302,7 @@ def _pyarrow(suffix: str) -> Any:
 class ArrayRecords(Reader):
     """The records of one file."""
 
-    def __init__(self, name: str, path: Path, on_bad_text: str, files: Files):
+    def __init__(self, name: str, path: Path, on_bad_text: str, files: FileCache):
         super().__init__(name, path)
         self._files, self._on_bad_text = files, on_bad_text
         self._length = len(self._file())
@@ -338,7 +338,7 @@ class ArrayRecords(Reader):
             raise InputError(f"{self.where(index)} is damaged: {_line(error)}") from None
 
     def _file(self) -> Any:
-        return self._files.opened.get(self._path, self._open)
+        return self._files.handles.get(self._path, self._open)
 
     def _open(self) -> Any:
         import grain
@@ -447,10 +447,10 @@ class RecordFiles:
         self._fields: dict[str, str] = {
             key: name for key in fields if (name := getattr(source, key))
         }
-        self.found = FoundFiles(find_files(source.path))
+        self.paths = FileList(find_files(source.path))
 
-    def open(self, index: int, files: Files) -> Reader:
-        (name, path), bad = self.found[index], self._on_bad_text
+    def open(self, index: int, files: FileCache) -> Reader:
+        (name, path), bad = self.paths[index], self._on_bad_text
         match kind(path):
             case ".jsonl":
                 return JsonLines(name, path, bad, files)

@@ -13,7 +13,7 @@ import grain
 import numpy as np
 
 from lcjax.data.chat import ChatTokenise
-from lcjax.data.chunks import Cut, CutBeginning, fitted, positions_in
+from lcjax.data.chunks import CutBeginning, CutContext, fit_document, segment_positions
 from lcjax.data.config import (
     ChatSource,
     DataConfig,
@@ -102,7 +102,7 @@ class Tokenise:
             targets = np.where(learned[1:], targets, -2 - targets)
         pair = np.stack([tokens, np.append(targets, np.int32(-1))], axis=1)
         if self._begins is not None:
-            pair = fitted(pair, self._begins, self._length, drop=self._drop)
+            pair = fit_document(pair, self._begins, self._length, drop=self._drop)
             return None if pair is None else {"pair": pair}
         if self._limit is not None and len(pair) > self._limit:
             return None if self._drop else {"pair": pair[: self._limit]}
@@ -188,7 +188,7 @@ def finish(config: DataConfig) -> Callable[[dict[str, np.ndarray]], Batch]:
 def _cut(config: DataConfig) -> Callable[[Batch], Batch]:
     if (chunks := config.chunks) is None:
         return lambda row: row
-    return CutBeginning(chunks) if chunks.text == "beginning" else Cut(chunks, config.length)
+    return CutBeginning(chunks) if chunks.text == "beginning" else CutContext(chunks, config.length)
 
 
 class PadBatch:
@@ -388,7 +388,7 @@ def join(parts: list[Element]) -> Element:
         segments.append(ids)
         last = max(last, int(ids.max()))
     segments = np.concatenate(segments).astype(np.int32)
-    positions = positions_in(segments)
+    positions = segment_positions(segments)
     return {"pair": pair, "pair_segment_ids": segments, "pair_positions": positions}
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lcjax.data.chunks import positions_in
+from lcjax.data.chunks import segment_positions
 from lcjax.data.config import TEACHER_INDEX, TEACHER_PLAN, TeacherSource
-from lcjax.data.files import Files, FoundFiles
+from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader
 from lcjax.data.token_files import DTYPES
 from lcjax.errors import InputError
@@ -57,7 +57,7 @@ class TeacherFiles:
         shards = self.index["shards"]
         for shard in shards:
             _check_shard(folder / f"{shard['name']}.bin", shard["rows"], self._type.itemsize)
-        self.found = FoundFiles([(s["name"], folder / f"{s['name']}.bin") for s in shards])
+        self.paths = FileList([(s["name"], folder / f"{s['name']}.bin") for s in shards])
         if tokenizer is not None and self.index["tokenizer"] != tokenizer.fingerprint:
             raise InputError(
                 f"{source.path} was made with the tokenizer of {self.index['teacher']}"
@@ -87,8 +87,8 @@ class TeacherFiles:
                 f" it to {length}"
             )
 
-    def open(self, index: int, files: Files) -> "TeacherShard":
-        return TeacherShard(*self.found[index], self._type, files)
+    def open(self, index: int, files: FileCache) -> "TeacherShard":
+        return TeacherShard(*self.paths[index], self._type, files)
 
     def document(self, reader: "TeacherShard", index: int) -> Document:
         return Document(reader.name(index), reader.record(index), "", 0)
@@ -97,7 +97,7 @@ class TeacherFiles:
 class TeacherShard(Reader):
     """Rows that a teacher has read."""
 
-    def __init__(self, name: str, path: Path, kind: np.dtype, files: Files):
+    def __init__(self, name: str, path: Path, kind: np.dtype, files: FileCache):
         super().__init__(name, path)
         self._type, self._files = kind, files
         self._count = path.stat().st_size // kind.itemsize
@@ -112,7 +112,7 @@ class TeacherShard(Reader):
         whole = ("chunks", "tokens", "targets", "segments", "teacher_ids")
         return {name: row[name].astype(np.int32) for name in whole} | {
             "chunk_mask": row["chunk_mask"].copy(),
-            "positions": positions_in(row["segments"]),
+            "positions": segment_positions(row["segments"]),
             "weights": row["weights"].astype(np.float32),
             "teacher_probabilities": row["teacher_probabilities"][:, :-1].copy(),
             "teacher_rest": row["teacher_probabilities"][:, -1].copy(),

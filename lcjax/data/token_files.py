@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lcjax.data.config import INDEX, PLAN, TokenSource
-from lcjax.data.files import Files, FoundFiles
+from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader
 from lcjax.errors import InputError
 
@@ -39,12 +39,12 @@ class TokenFiles:
                     f"data.path={source.path} has ids alone, and upsample counts the characters of"
                     " the text: prepare it from the text"
                 )
-            self.found = FoundFiles(_bare_files(source, path))
+            self.paths = FileList(_bare_files(source, path))
             self.labels = []
         else:
             shards = [s for s in self._index["shards"] if s["documents"]]
-            self.found = FoundFiles([(s["name"], path / f"{s['name']}.bin") for s in shards])
-            _check_shards(shards, self.found, DTYPES[self._index["dtype"]])
+            self.paths = FileList([(s["name"], path / f"{s['name']}.bin") for s in shards])
+            _check_shards(shards, self.paths, DTYPES[self._index["dtype"]])
             self._own = [s["labels"] for s in shards]
             self.labels = sorted({label for own in self._own for label in own})
         if unknown := set(source.labels) - set(self.labels):
@@ -72,7 +72,7 @@ class TokenFiles:
         special = {tokenizer.bos_id, *tokenizer.eos_ids} - {None}
         if not special or source.document_start is not None or source.document_end is not None:
             return
-        for _, path in self.found:
+        for _, path in self.paths:
             first = np.fromfile(path, DTYPES[source.dtype], 1)
             if len(first) and int(first[0]) not in special:
                 raise InputError(
@@ -81,8 +81,8 @@ class TokenFiles:
                     " the token that marks it, or document_start=-1 for one document"
                 )
 
-    def open(self, index: int, files: Files) -> Reader:
-        name, path = self.found[index]
+    def open(self, index: int, files: FileCache) -> Reader:
+        name, path = self.paths[index]
         if self._index is None:
             return BareFile(name, path, self.source, files)
         dtype, labels = DTYPES[self._index["dtype"]], self._own[index]
@@ -95,7 +95,7 @@ class TokenFiles:
 class _Ids(Reader):
     """Documents as slices of a map of ids."""
 
-    def __init__(self, name: str, path: Path, dtype: np.dtype, files: Files):
+    def __init__(self, name: str, path: Path, dtype: np.dtype, files: FileCache):
         super().__init__(name, path)
         self._dtype, self._files = dtype, files
         self.starts, self.lengths = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -130,7 +130,7 @@ class Shard(_Ids):
         dtype: np.dtype,
         labels: list[str],
         wanted: list[str],
-        files: Files,
+        files: FileCache,
     ):
         super().__init__(name, path, dtype, files)
         table = np.load(path.with_suffix(".npy"), mmap_mode="r")
@@ -152,7 +152,7 @@ class Shard(_Ids):
 class BareFile(_Ids):
     """A `.bin` of nothing but ids."""
 
-    def __init__(self, name: str, path: Path, source: TokenSource, files: Files):
+    def __init__(self, name: str, path: Path, source: TokenSource, files: FileCache):
         dtype = DTYPES[source.dtype]
         super().__init__(name, path, dtype, files)
         size = path.stat().st_size
@@ -200,7 +200,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _check_shards(shards: list[dict], found: FoundFiles, dtype: np.dtype) -> None:
+def _check_shards(shards: list[dict], found: FileList, dtype: np.dtype) -> None:
     for shard, (_, path), size in zip(shards, found, found.sizes, strict=True):
         if size != shard["tokens"] * dtype.itemsize:
             raise InputError(

@@ -8,7 +8,7 @@ import pytest
 from data_support import Bytes, assert_same, make_texts
 
 from lcjax.data import Chunks, DataConfig, SeqioSource, TextSource, make_loader
-from lcjax.data.chunks import split
+from lcjax.data.chunks import split_context
 from lcjax.data.seqio_source import context_chunks
 from lcjax.errors import InputError
 
@@ -82,7 +82,7 @@ def expected(context, targets, *, length=8, chunks=FOUR, bos=None):
     for start in range(0, len(targets) - 1, length):
         here = targets[start : start + length]
         text = np.array(context + targets[: start + len(here)], np.int32)
-        pieces, mask, rest = split(text, chunks.count, chunks.length, len(here))
+        pieces, mask, rest = split_context(text, chunks.count, chunks.length, len(here))
         assert rest.tolist() == here
         after = targets[start + 1 : start + 1 + length]
         row = {

@@ -153,10 +153,10 @@ def test_the_section_is_read_from_yaml_and_the_command_line(tmp_path):
 def test_a_missing_path_and_a_path_without_text_are_named(tmp_path):
     refuse(r"data.path is empty: give a file", "")
     refuse(r"data.path=.*nowhere does not exist", tmp_path / "nowhere")
-    refuse(r"data.path=.*\*.txt has no file that can be read; these can: .txt", tmp_path / "*.txt")
+    refuse(r"data.path=.*\*.txt has no readable file; readable are .txt", tmp_path / "*.txt")
     (tmp_path / "image.png").write_bytes(b"x")
-    refuse(r"has no file that can be read; these can: .txt, .md, .py, .jsonl, .parq", tmp_path)
-    refuse(r"image.png has no file that can be read", tmp_path / "image.png")
+    refuse(r"has no readable file; readable are .txt, .md, .py, .jsonl, .parq", tmp_path)
+    refuse(r"image.png has no readable file", tmp_path / "image.png")
     refuse(r"only python:stdlib", "python:tests")
     refuse(r"no package 'not_there_at_all' is installed here", "package:not_there_at_all")
     refuse(r"data.path=package:json/nowhere does not exist", "package:json/nowhere")
