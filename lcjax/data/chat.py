@@ -1,8 +1,8 @@
 """Sources of type chat: conversations, of which only the answers are learned.
 
-A conversation is written as the model reads it (the tokenizer's chat template, or a prompt of one's
-own), as pieces of text that are learned or not. Each piece is tokenised for itself, so no token
-belongs to both sides; while generating, the answer begins at a token of its own as well.
+A conversation is rendered as the model reads it, by the tokenizer's chat template or by the prompt
+of the source, into pieces of text that are learned or not. Each piece is tokenised separately, so
+no token belongs to both kinds. When the model generates, its answer begins at a new token as well.
 """
 
 import string
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lcjax.data.config import ChatSource
-from lcjax.data.readers import Document, Reader, RecordFiles, field_of
+from lcjax.data.readers import Document, Reader, RecordFiles, field_value
 from lcjax.errors import InputError
 
 Message = dict[str, str]
@@ -20,8 +20,8 @@ Message = dict[str, str]
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 
 
-class Plain(NamedTuple):
-    """A prompt and its answer, both as they stand: text, or token ids."""
+class PromptAnswer(NamedTuple):
+    """A prompt and its answer without a chat template, as text or token ids."""
 
     prompt: str | np.ndarray
     answer: str | np.ndarray
@@ -34,110 +34,120 @@ class ChatFiles(RecordFiles):
 
     def __init__(self, source: ChatSource, on_bad_text: str = "error"):
         super().__init__(source, (), on_bad_text)
-        fields = [source.messages_field]
+        names = [source.messages_field]
         if source.prompt:
-            fields = _names(source.prompt) + _names(source.answer)
-        self._fields = {f"field {i}": name for i, name in enumerate(dict.fromkeys(fields))}
+            names = _field_names(source.prompt) + _field_names(source.answer)
+        self._fields = {f"field {i}": name for i, name in enumerate(dict.fromkeys(names))}
 
     def document(self, reader: Reader, index: int) -> Document:
-        record, where, name = reader.record(index), reader.where(index), reader.name(index)
+        record, location, name = reader.record(index), reader.location(index), reader.name(index)
+        source = self.source
         if isinstance(record, str):
             if record.strip():
-                raise InputError(f"{where} is plain text, not a record: type chat reads records")
-            value: Any = []
-        elif self.source.prompt:
-            value = Plain(*(_filled(t, record, where) for t in self._templates()))
+                raise InputError(f"{location} is plain text, not a record: type chat reads records")
+            value, texts = [], []
+        elif source.prompt:
+            templates = source.prompt, source.answer
+            value = PromptAnswer(*(_fill(template, record, location) for template in templates))
+            texts = value
         else:
-            value = _messages(record, self.source.messages_field, where)
-        length = sum(map(len, value if isinstance(value, Plain) else _contents(value)))
-        return Document(name, value, ".", length)
-
-    def _templates(self) -> tuple[str, str]:
-        return self.source.prompt, self.source.answer
+            value = _messages(record, source.messages_field, location)
+            texts = [message["content"] for message in value]
+        return Document(name, value, ".", sum(map(len, texts)))
 
 
 class ChatTokenise:
-    """Messages or a prompt and answer -> ids, and which of them are learned."""
+    """Messages, or a prompt and an answer -> token ids, and which of them are learned."""
 
     def __init__(self, tokenizer: Any, source: ChatSource):
-        self._tokenizer, self._every = tokenizer, source.learn == "all"
+        self._tokenizer, self._learn_all = tokenizer, source.learn == "all"
 
     def __call__(self, name: str, value: Any) -> tuple[np.ndarray, np.ndarray]:
-        """int32 ids [n] and bool [n]."""
-        if isinstance(value, Plain):
-            parts = [(value.prompt, self._every), (value.answer, True)]
-            return self._join([(self._ids(text), how) for text, how in parts])
+        """Returns int32 ids [n] and bool [n]; `name` is for error messages."""
+        if isinstance(value, PromptAnswer):
+            parts = [(value.prompt, self._learn_all), (value.answer, True)]
+            return _join([(self._ids(text), is_learned) for text, is_learned in parts])
         pieces = turns(self._tokenizer.render_chat, value, name) if value else []
-        return self._join([self._piece(text, answer) for text, answer in pieces])
+        return _join([self._piece(text, is_answer) for text, is_answer in pieces])
 
     def _ids(self, text: str | np.ndarray) -> list[int] | np.ndarray:
         return self._tokenizer.encode(text) if isinstance(text, str) else text
 
-    def _piece(self, text: str, answer: bool) -> tuple[list[int], Any]:
+    def _piece(self, text: str, is_answer: bool) -> tuple[list[int], Any]:
         ids = self._tokenizer.encode(text, allow_special=True)
-        learned = np.full(len(ids), answer or self._every)
-        if answer and not self._every:
-            # What the template adds behind the end of a turn is never generated.
+        is_learned = np.full(len(ids), is_answer or self._learn_all)
+        if is_answer and not self._learn_all:
+            # The model never generates the text that the template adds after the end of a turn.
             ends = np.flatnonzero(np.isin(ids, list(self._tokenizer.eos_ids)))
-            learned[ends[-1] + 1 if len(ends) else len(ids) :] = False
-        return ids, learned
+            is_learned[ends[-1] + 1 if len(ends) else len(ids) :] = False
+        return ids, is_learned
 
-    def _join(self, pieces: list[tuple[list[int], Any]]) -> tuple[np.ndarray, np.ndarray]:
-        ids = [np.array(ids, np.int32) for ids, _ in pieces]
-        learned = [np.broadcast_to(how, len(i)) for i, (_, how) in zip(ids, pieces, strict=True)]
-        if not ids:
-            return np.zeros(0, np.int32), np.zeros(0, bool)
-        return np.concatenate(ids), np.concatenate(learned)
+
+def _join(pieces: list[tuple[list[int], Any]]) -> tuple[np.ndarray, np.ndarray]:
+    if not pieces:
+        return np.zeros(0, np.int32), np.zeros(0, bool)
+    ids = [np.array(ids, np.int32) for ids, _ in pieces]
+    masks = [np.broadcast_to(mask, len(i)) for i, (_, mask) in zip(ids, pieces, strict=True)]
+    return np.concatenate(ids), np.concatenate(masks)
 
 
 def turns(render: Callable[..., str], messages: list[Message], name: str) -> list[tuple[str, bool]]:
-    """The rendered conversation cut into (text, whether it is an answer)."""
-    pieces, done = [], ""
-    for at, message in enumerate(messages):
+    """Renders a conversation and cuts it into pieces at the answers.
+
+    Args:
+      render: the tokenizer's `render_chat`.
+      messages: the conversation.
+      name: name of the document, for error messages.
+
+    Returns:
+      (text, whether it is an answer) of every piece.
+
+    Raises:
+      InputError: the template changes earlier turns when a message is added.
+    """
+    pieces, prefix = [], ""
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render(messages[:at], add_generation_prompt=True)
-        after = render(messages[: at + 1], add_generation_prompt=False)
-        if not before.startswith(done) or not after.startswith(before):
+        before = render(messages[:index], add_generation_prompt=True)
+        after = render(messages[: index + 1], add_generation_prompt=False)
+        if not before.startswith(prefix) or not after.startswith(before):
             raise InputError(
-                f"{name}: the chat template writes earlier turns anew for message {at + 1}, so"
-                " where its answer begins is not known: set prompt and answer, or split the"
+                f"{name}: the chat template changes earlier turns at message {index + 1}, so the"
+                " beginning of its answer is not known: set prompt and answer, or split the"
                 " conversation into one record per answer"
             )
-        pieces += [(before[len(done) :], False), (after[len(before) :], True)]
-        done = after
+        pieces += [(before[len(prefix) :], False), (after[len(before) :], True)]
+        prefix = after
     return pieces
 
 
-def _messages(record: dict, field: str, where: str) -> list[Message]:
-    value = field_of(record, field, where, "messages_field")
+def _messages(record: dict, field: str, location: str) -> list[Message]:
+    value = field_value(record, field, location, "messages_field")
     if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
-        raise InputError(f"{where}: field {field!r} is no list of messages (role and content)")
-    found = []
+        raise InputError(f"{location}: field {field!r} is no list of messages (role and content)")
+    messages = []
     for number, message in enumerate(value, start=1):
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise InputError(
-                f"{where}: message {number} has {', '.join(sorted(message)) or 'nothing'}, not"
+                f"{location}: message {number} has {', '.join(sorted(message)) or 'nothing'}, not"
                 " role and content (or from and value) as text"
             )
-        found.append({"role": _ROLES.get(role, role), "content": content})
-    return found
+        messages.append({"role": _ROLES.get(role, role), "content": content})
+    return messages
 
 
-def _contents(messages: list[Message]) -> list[str]:
-    return [message["content"] for message in messages]
-
-
-def _names(template: str) -> list[str]:
-    """Fields that a template takes, as {instruction}."""
+def _field_names(template: str) -> list[str]:
+    """Lists the fields in a template such as "{instruction}"."""
     return [name for _, name, _, _ in string.Formatter().parse(template) if name]
 
 
-def _filled(template: str, record: dict, where: str) -> str:
+def _fill(template: str, record: dict, location: str) -> str:
+    # Not str.format_map: names such as "a.b" are fields of nested mappings, and None is empty.
     pieces = []
     for text, name, _, _ in string.Formatter().parse(template):
-        value = "" if name is None else field_of(record, name, where, "prompt")
+        value = "" if name is None else field_value(record, name, location, "prompt")
         pieces += [text, "" if value is None else str(value)]
     return "".join(pieces)

@@ -64,7 +64,7 @@ class Corpus:
         """
         if holdout == 0.0 and which == "train":
             return self
-        units = (reader.unit(at) for reader, at in map(self.locate, range(len(self))))
+        units = (reader.split_hash(at) for reader, at in map(self.locate, range(len(self))))
         held = np.fromiter((unit < holdout for unit in units), bool, len(self))
         indices = np.flatnonzero(held if which == "validation" else ~held)
         return Corpus(self.files, self.readers, indices)
@@ -157,7 +157,7 @@ class Stream:
     def _belongs(self, reader, index: int) -> bool:
         if self._holdout == 0.0:
             return True
-        return (reader.unit(index) < self._holdout) == (self._side == "validation")
+        return (reader.split_hash(index) < self._holdout) == (self._side == "validation")
 
     def _empty(self) -> InputError:
         why = f" with upsample.mode={self.source.upsample.mode}" if self.source.upsample else ""

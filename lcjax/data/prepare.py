@@ -376,7 +376,7 @@ class Worker:
             indices = _order(count, self.settings, job.source, file)
             first, last = (count * part // job.parts for part in (job.part, job.part + 1))
             for index in indices[first:last].tolist():
-                yield files.document(reader, index), reader.unit(index)
+                yield files.document(reader, index), reader.split_hash(index)
 
     def write(self, job: Job, taken: np.ndarray | None) -> dict[str, Any]:
         """The shard: ids, then a line per document, then the file that says it is complete."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import grain
 import numpy as np
 
-from lcjax.data.chat import Plain
+from lcjax.data.chat import PromptAnswer
 from lcjax.data.chunks import Chunks
 from lcjax.data.config import SeqioSource
 from lcjax.data.readers import decode, unit_hash
@@ -162,7 +162,7 @@ _PROBES = (
 )
 
 
-Value = str | np.ndarray | Plain  # text, int32 ids, or what is read beside what is learned
+Value = str | np.ndarray | PromptAnswer  # text, int32 ids, or what is read beside what is learned
 
 
 class SeqioCorpus:
@@ -202,7 +202,7 @@ class SeqioCorpus:
         for number, found in enumerate(self._numpy(examples), start=skip + 1):
             where = f"{self._label}:{number}"
             values = [self._value(value, where) for value in found]
-            document = Plain(*values) if self.source.prompt else values[-1]
+            document = PromptAnswer(*values) if self.source.prompt else values[-1]
             yield (where, document) if self._belongs(values[-1]) else None
 
     def rows(self, convert: Callable[..., Any], **order: Any) -> grain.IterDataset:
@@ -243,7 +243,7 @@ class SeqioCorpus:
 
     def _value(self, value: bytes | np.ndarray, where: str) -> str | np.ndarray:
         if isinstance(value, bytes):
-            return decode(value, where=where, on_bad_text=self._on_bad_text)
+            return decode(value, location=where, on_bad_text=self._on_bad_text)
         return value.astype(np.int32)
 
     def _belongs(self, document: str | np.ndarray) -> bool:

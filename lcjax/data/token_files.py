@@ -141,7 +141,7 @@ class Shard(_Ids):
         self._table, self._labels = table[keep], labels
         self.starts, self.lengths = self._table["start"], lengths[keep]
 
-    def unit(self, index: int) -> float:
+    def split_hash(self, index: int) -> float:
         return float(self._table["unit"][index])
 
     def about(self, index: int) -> tuple[str, int]:

@@ -232,7 +232,7 @@ def test_conversations_that_cannot_be_read_are_placed(tmp_path):
             return f"{len(messages)}" + super().render_chat(messages, add_generation_prompt)
 
     talk = [message("user", "q"), message("assistant", "r")]
-    refuse({"messages": talk}, r"writes earlier turns anew for message 2", Rewriting())
+    refuse({"messages": talk}, r"changes earlier turns at message 2", Rewriting())
     with pytest.raises(InputError, match=r"learn=x is not one of answers, all"):
         ChatSource("a", learn="x")
     with pytest.raises(InputError, match=r"prompt='{': .*a brace of the text is written twice"):
