@@ -24,7 +24,9 @@ class Source(draccus.ChoiceRegistry):
     pack: str | None = field(default=None, kw_only=True)  # null: data.pack
     # Tokens from the beginning of a row to the next one; null: data.length, rows do not overlap
     stride: int | None = field(default=None, kw_only=True)
-    min_document_tokens: int | None = field(default=None, kw_only=True)  # null: data.min_document_tokens
+    min_document_tokens: int | None = field(
+        default=None, kw_only=True
+    )  # null: data.min_document_tokens
 
     def __post_init__(self):
         if self.pack is not None and self.pack not in PACKINGS:
@@ -107,7 +109,9 @@ class TokenSource(Source):
 
     path: str = ""  # the folder, one .bin, or a folder of them
     weight: float = 1.0  # share of the rows, relative to the other sources
-    labels: list[str] = field(default_factory=list)  # read only documents with these labels; empty: all
+    labels: list[str] = field(
+        default_factory=list
+    )  # read only documents with these labels; empty: all
     # Concatenate all documents in stored order, cut that into rows, and shuffle the rows (LongLoRA,
     # LCEG); false: documents are shuffled in every epoch, then packed
     rows: bool = False
@@ -195,7 +199,9 @@ class Masking:
     rate: float = 0.3  # fraction of the ordinary tokens
     # Id of [MASK]; null: the vocabulary size, for which the model needs one more embedding
     token: int | None = None
-    keep: list[int] = field(default_factory=list)  # more ids never masked, beside BOS, EOS, padding, UNK
+    keep: list[int] = field(
+        default_factory=list
+    )  # more ids never masked, beside BOS, EOS, padding, UNK
 
     def __post_init__(self):
         if not 0 < self.rate < 1:
@@ -206,6 +212,7 @@ class Masking:
 
 OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
+
 
 @dataclass(frozen=True)
 class TextConfig:
@@ -268,7 +275,7 @@ class DataConfig(TextConfig):
     masking: Masking | None = None  # null: next-token prediction
     # The beginning of a row as context for an encoder (model.memory); the decoder reads the rest
     chunks: Chunks | None = None
-    repeat: int | None = None  # epochs; null: endless; a mixture ends with its shortest source
+    repeat: int | None = None  # epochs; null: endless; a mixture ends when one source ends
     threads: int = 2  # threads that read and tokenise
     prefetch: int = 2  # batches computed ahead
 
@@ -277,8 +284,15 @@ class DataConfig(TextConfig):
         _choice("pack", self.pack, PACKINGS)
         _choice("overlong", self.overlong, OVERLONG)
         _at_least("length", self.length, 2, "a row holds a token and its target")
-        _at_least("packing_bins", self.packing_bins, 1, "it is the number of rows filled at the same time")
-        _at_least("min_document_tokens", self.min_document_tokens, 1, "empty documents are always left out")
+        _at_least(
+            "packing_bins", self.packing_bins, 1, "it is the number of rows filled at the same time"
+        )
+        _at_least(
+            "min_document_tokens",
+            self.min_document_tokens,
+            1,
+            "empty documents are always left out",
+        )
         _at_least("shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
         _at_least("threads", self.threads, 0, "0 reads in the caller's thread")
         _at_least("prefetch", self.prefetch, 0, "0 computes no batch ahead")
@@ -292,8 +306,8 @@ class DataConfig(TextConfig):
         is_teacher = [isinstance(source, TeacherSource) for source in self.sources]
         if any(is_teacher) and not all(is_teacher):
             raise InputError(
-                f"data.sources.{is_teacher.index(False)} is not of type teacher, and others are: one"
-                " batch cannot hold rows of both; keep one kind"
+                f"data.sources.{is_teacher.index(False)} is not of type teacher, and others are:"
+                " one batch cannot hold rows of both; keep one kind"
             )
         if self.chunks is not None:
             self._check_chunks(self.chunks)
@@ -330,8 +344,8 @@ class DataConfig(TextConfig):
             )
         if chunks.text == "beginning" and self.overlong == "split":
             raise InputError(
-                "data.overlong=split would separate questions from their answers with data.chunks.text="
-                "beginning: set it to truncate or drop"
+                "data.overlong=split would separate questions from their answers with"
+                " data.chunks.text=beginning: set it to truncate or drop"
             )
 
     def _check_converter(self, i: int, source: Source) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 from lcjax.attention.landmark.tokens import Landmarks, insert
 from lcjax.data.chunks import HideContext
 from lcjax.data.config import DataConfig, Masking
-from lcjax.data.corpus import Documents, all_empty, identity_of, open_split
-from lcjax.data.rows import Batch, PadBatch, Tokenise, finish, mixed_rows, rows_in_order
+from lcjax.data.corpus import Documents, all_empty, corpus_identity, open_split
+from lcjax.data.rows import Batch, PadBatch, Tokenise, make_batch_fields, mixed_rows, rows_in_order
 from lcjax.errors import InputError
 
 # Fields that may change at a resume: how fast batches come, and after how many they end.
@@ -76,7 +76,7 @@ def make_loader(
     needed = batch_size * config.length if split == "train" else 1
     _require_tokens(corpora, tokenises, needed=needed, repeat=repeat)
     build = mixed_rows if split == "train" else rows_in_order
-    packed = build(corpora, config, tokenises).map(finish(config))
+    packed = build(corpora, config, tokenises).map(make_batch_fields(config))
     if config.masking is not None:
         if landmarks is not None:
             raise InputError("data.masking hides tokens that landmarks look at: leave it out")
@@ -190,10 +190,10 @@ def _require_tokens(
             if found and (total + found) * epochs >= needed:
                 break
         if found == 0:
-            raise all_empty([corpus], tokenise.why_none)
+            raise all_empty([corpus], tokenise.reason_empty)
         total += found
     # One pass over a mixture ends with its smallest task: that is not all that it holds.
-    endless = repeat is None and any(corpus.mixes for corpus in corpora)
+    endless = repeat is None and any(corpus.is_mixture for corpus in corpora)
     if total * epochs < needed and not endless:
         raise InputError(
             f"data holds {total:,} tokens, too few for one batch of {needed:,} (batch size x"
@@ -213,7 +213,7 @@ def _identity(
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _FREE}
     # Where the text lies may change, what it is may not.
     del fields["data.path"], fields["data.sources"]
-    fields |= identity_of(corpora)
+    fields |= corpus_identity(corpora)
     fields["tokenizer"] = tokenizer.fingerprint
     fields["split"] = split
     fields["landmarks"] = None if landmarks is None else asdict(landmarks)

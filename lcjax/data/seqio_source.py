@@ -178,7 +178,7 @@ class SeqioCorpus:
         self.source, self._on_bad_text = source, on_bad_text
         self._holdout, self._side = 0.0, "train"
         self._provider = _provider(source)
-        self.mixes = isinstance(self._provider, import_seqio()[0].Mixture)
+        self.is_mixture = isinstance(self._provider, import_seqio()[0].Mixture)
         self._tokens = source.tokens or bool(source.converter)
         self._features = [f for f in (source.prompt, source.context, source.feature) if f]
         specs = self._pipeline(shuffle=False, seed=0, repeat=1).element_spec
@@ -296,7 +296,7 @@ class SeqioCorpus:
         """
         features, length = self._provider.output_features, self.source.task_length
         # Mixtures drop the text behind the ids unless asked not to.
-        more = {"copy_pretokenized": True} if self.mixes else {}
+        more = {"copy_pretokenized": True} if self.is_mixture else {}
         try:
             return self._provider.get_dataset(
                 sequence_length=length and dict.fromkeys(features, length),

@@ -111,8 +111,8 @@ def test_the_papers_rows_have_the_chunks_of_the_released_code():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"overlong": "split"}, "data.overlong=split would part questions from their answers"),
-        ({"pack": "windows"}, "data.chunks.text=beginning is of documents: set pack: single"),
+        ({"overlong": "split"}, "data.overlong=split would separate questions from their answers"),
+        ({"pack": "windows"}, "data.chunks.text=beginning cuts whole documents: set pack: single"),
         ({"length": 65}, "data.length=65 is more than.*set it to 64 or less"),
     ],
 )

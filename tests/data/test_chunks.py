@@ -189,7 +189,7 @@ def test_the_section_is_read_from_yaml_and_the_command_line(tmp_path):
         ),
         ({"length": 25}, r"data.length=25 leaves fewer than 2 tokens"),
         ({"chunks": Chunks(4, 6, "same")}, r"data.length=32 must equal .*chunks.text=same"),
-        ({"document_mask": True}, r"document_mask=true cannot hold with data.chunks"),
+        ({"document_mask": True}, r"document_mask=true conflicts with data.chunks"),
         ({"masking": Masking()}, r"data.chunks give the decoder .* keep one of them"),
     ],
 )

@@ -235,7 +235,7 @@ def test_conversations_that_cannot_be_read_are_placed(tmp_path):
     refuse({"messages": talk}, r"changes earlier turns at message 2", Rewriting())
     with pytest.raises(InputError, match=r"learn=x is not one of answers, all"):
         ChatSource("a", learn="x")
-    with pytest.raises(InputError, match=r"prompt='{': .*a brace of the text is written twice"):
+    with pytest.raises(InputError, match=r"prompt='{': .*write a brace of the text twice"):
         ChatSource("a", prompt="{")
     (tmp_path / "b.txt").write_text("plain")
     with pytest.raises(InputError, match=r"b.txt is plain text, not a record"):

@@ -229,7 +229,7 @@ def test_ids_of_another_tokenizer_and_changed_shards_are_refused(text, tmp_path)
     with pytest.raises(InputError, match=r"000001.bin has .* ids, and had .* was changed or cut"):
         open_corpus(source)
     (tmp_path / "out" / "index.json").write_text("{}")
-    with pytest.raises(InputError, match=r"is no index of format 1: write it anew"):
+    with pytest.raises(InputError, match=r"is no index of format 1: write it again"):
         open_corpus(source)
     with pytest.raises(InputError, match=r"holds no tokens: give a folder"):
         open_corpus(TokenSource(text))
@@ -315,7 +315,7 @@ def test_bare_files_may_mark_the_ends_of_documents_or_nothing(tmp_path):
 
 def test_a_bare_file_cannot_be_upsampled(tmp_path):
     path = write_bin(tmp_path / "a.bin", [[256, 1]])
-    with pytest.raises(InputError, match=r"a.bin has ids alone, and upsample counts .*prepare it"):
+    with pytest.raises(InputError, match=r"a.bin has ids only, and upsample counts .*prepare it"):
         open_corpus(TokenSource(path, upsample=Upsample()))
 
 

@@ -261,7 +261,7 @@ def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"data.holdout=0.5 leaves no document for \w+ out of 1"):
         for split in ("train", "validation"):
             make_loader(DataConfig(path=path, length=8, holdout=0.5), Bytes(), 1, split=split)
-    with pytest.raises(InputError, match=r"data.holdout=0.0 keeps nothing for validation"):
+    with pytest.raises(InputError, match=r"data.holdout=0.0 leaves nothing for validation"):
         make_loader(DataConfig(path=path, length=8), Bytes(), 1, split="validation")
 
 
@@ -272,7 +272,7 @@ def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
         ({"pack": "tight"}, "data.pack=tight is not one of concat, first_fit, best_fit"),
         ({"overlong": "x"}, "data.overlong=x is not one of"),
         ({"on_bad_text": "x"}, "data.on_bad_text=x is not one of"),
-        ({"repeat": 0}, "data.repeat=0 must be 1 or more: null repeats for ever"),
+        ({"repeat": 0}, "data.repeat=0 must be 1 or more: null repeats without end"),
         ({"seed": -1}, "data.seed=-1 must lie in"),
         ({"holdout": 1.0}, "data.holdout=1.0 must be a fraction"),
         ({"packing_bins": 0}, "data.packing_bins=0 must be"),

@@ -228,9 +228,9 @@ def test_a_shard_that_was_cut_or_moved_is_refused(path, made, tmp_path):
         make_loader(config, ByteTokenizer(), 1)
     with pytest.raises(InputError, match=r"nowhere has no teacher.json; name a folder that"):
         make_loader(student_config(tmp_path / "nowhere"), ByteTokenizer(), 1)
-    with pytest.raises(InputError, match=r"type teacher: its rows are made already; leave pack"):
+    with pytest.raises(InputError, match=r"type teacher: its rows are stored; leave pack"):
         TeacherSource("a", pack="concat")
-    with pytest.raises(InputError, match=r"data.sources.1 has no teacher and others are of type"):
+    with pytest.raises(InputError, match=r"data.sources.1 is not of type teacher, and others are"):
         student_config("a", sources=[TeacherSource("a"), TextSource(path)])
 
 
@@ -270,4 +270,4 @@ def test_the_command_reads_a_file_and_says_what_is_wrong(path, tmp_path, capsys)
     config = configs.parse(TeacherConfig, ["--config", str(file), "--top=9"])
     assert (config.top, config.rows, config.data.chunks) == (9, 8, CHUNKS)
     assert command.main(["teacher", "--config", str(file), "--data.chunks.count=9"]) == 2
-    assert "error: data.length=28 leaves the decoder nothing" in capsys.readouterr().err
+    assert "error: data.length=28 leaves fewer than 2 tokens" in capsys.readouterr().err
