@@ -274,5 +274,5 @@ def test_masks_are_seeded_resume_exactly_and_do_not_depend_on_the_batch(path):
     np.testing.assert_array_equal(next(resumed)["tokens"], whole[20:22])
     with pytest.raises(InputError, match=r"masking.rate=1.0 must lie between 0 and 1"):
         Masking(rate=1.0)
-    with pytest.raises(InputError, match=r"data.masking hides tokens that landmarks look at"):
+    with pytest.raises(InputError, match=r"data.masking hides tokens that landmarks attend to"):
         make_loader(config, Bytes(), 1, landmarks=Landmarks(300))

@@ -25,7 +25,7 @@ from lcjax.errors import InputError
 @pytest.fixture(autouse=True)
 def byte_tokenizer(monkeypatch):
     monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Bytes())
-    monkeypatch.setattr(prepare, "_SMALLEST", 400)  # several shards of tiny texts
+    monkeypatch.setattr(prepare, "_MIN_JOB_BYTES", 400)  # several shards of tiny texts
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
         "    def encode(self, text): time.sleep(0.02); return list(text.encode())\n"
         "if __name__ == '__main__':\n"
         "    p.load_tokenizer = lambda name: Slow()\n"
-        "    p._SMALLEST = 400\n"
+        "    p._MIN_JOB_BYTES = 400\n"
         f"    p.prepare(p.PrepareConfig(path={text!r}, out={str(tmp_path / 'out')!r},"
         " tokenizer='x', workers=2))\n"
     )
@@ -250,8 +250,8 @@ def test_a_vocabulary_decides_how_wide_ids_are(text, tmp_path, monkeypatch):
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
     for words, match in [
-        ([], "error: nothing was asked for; write: python -m lcjax.data prepare --help"),
-        (["prep"], "error: prep is not known"),
+        ([], "error: no command; write: python -m lcjax.data prepare --help"),
+        (["prep"], "error: prep is not a command"),
         (["prepare", "--path=a"], "error: tokenizer is empty: give --tokenizer="),
         (["prepare", "--tokenizer=a"], "error: give --path= or sources"),
         (["prepare"], "error: give --path= or sources"),
@@ -260,10 +260,7 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
         assert command.main(words) == 2
         error = capsys.readouterr().err
         assert match in error and error.count("\n") == 1
-    assert (
-        command.main(["--help"]) == 0
-        and "lcjax.data prepare, or teacher" in capsys.readouterr().out
-    )
+    assert command.main(["--help"]) == 0 and "lcjax.data prepare|teacher" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["prepare", "--help"])
     assert "--sources.0.upsample.ratio" in capsys.readouterr().out
