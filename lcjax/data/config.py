@@ -11,6 +11,8 @@ from lcjax.data.chunks import Chunks
 from lcjax.data.upsample import Upsample
 from lcjax.errors import InputError
 
+OVERLONG = ("split", "truncate", "drop")
+ON_BAD_TEXT = ("error", "skip", "replace")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
 INDEX, PLAN = "index.json", "plan.json"  # in a complete and an incomplete token folder
 TEACHER_INDEX, TEACHER_PLAN = "teacher.json", "teacher_plan.json"  # the same for teacher rows
@@ -24,9 +26,8 @@ class Source(draccus.ChoiceRegistry):
     pack: str | None = field(default=None, kw_only=True)  # null: data.pack
     # Tokens from the beginning of a row to the next one; null: data.length, rows do not overlap
     stride: int | None = field(default=None, kw_only=True)
-    min_document_tokens: int | None = field(
-        default=None, kw_only=True
-    )  # null: data.min_document_tokens
+    # null: data.min_document_tokens
+    min_document_tokens: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         if self.pack is not None and self.pack not in PACKINGS:
@@ -109,9 +110,8 @@ class TokenSource(Source):
 
     path: str = ""  # the folder, one .bin, or a folder of them
     weight: float = 1.0  # share of the rows, relative to the other sources
-    labels: list[str] = field(
-        default_factory=list
-    )  # read only documents with these labels; empty: all
+    # Read only documents with these labels; empty: all
+    labels: list[str] = field(default_factory=list)
     # Concatenate all documents in stored order, cut that into rows, and shuffle the rows (LongLoRA,
     # LCEG); false: documents are shuffled in every epoch, then packed
     rows: bool = False
@@ -199,19 +199,14 @@ class Masking:
     rate: float = 0.3  # fraction of the ordinary tokens
     # Id of [MASK]; null: the vocabulary size, for which the model needs one more embedding
     token: int | None = None
-    keep: list[int] = field(
-        default_factory=list
-    )  # more ids never masked, beside BOS, EOS, padding, UNK
+    # More ids that are never masked, beside BOS, EOS, padding and UNK
+    keep: list[int] = field(default_factory=list)
 
     def __post_init__(self):
         if not 0 < self.rate < 1:
             raise InputError(f"masking.rate={self.rate} must lie between 0 and 1, such as 0.3")
         if self.token is not None and self.token < 0:
             raise InputError(f"masking.token={self.token} must be the id of a token, or null")
-
-
-OVERLONG = ("split", "truncate", "drop")
-ON_BAD_TEXT = ("error", "skip", "replace")
 
 
 @dataclass(frozen=True)
@@ -265,7 +260,7 @@ class DataConfig(TextConfig):
     # first_fit, best_fit, single: split, truncate or drop documents longer than a row
     overlong: str = "split"
     packing_bins: int = 32  # first_fit, best_fit: rows filled at the same time
-    document_mask: bool = True  # attention and positions are limited to a document
+    document_mask: bool = True  # attention and positions end at documents; false: at rows
     add_bos: bool | None = None  # BOS before each document; null: as the model was trained
     add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
     min_document_tokens: int = 1  # shorter documents (without BOS, EOS) are left out
@@ -284,15 +279,8 @@ class DataConfig(TextConfig):
         _choice("pack", self.pack, PACKINGS)
         _choice("overlong", self.overlong, OVERLONG)
         _at_least("length", self.length, 2, "a row holds a token and its target")
-        _at_least(
-            "packing_bins", self.packing_bins, 1, "it is the number of rows filled at the same time"
-        )
-        _at_least(
-            "min_document_tokens",
-            self.min_document_tokens,
-            1,
-            "empty documents are always left out",
-        )
+        _at_least("packing_bins", self.packing_bins, 1, "they are filled at the same time")
+        _at_least("min_document_tokens", self.min_document_tokens, 1, "no empty documents")
         _at_least("shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
         _at_least("threads", self.threads, 0, "0 reads in the caller's thread")
         _at_least("prefetch", self.prefetch, 0, "0 computes no batch ahead")

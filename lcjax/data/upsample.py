@@ -35,11 +35,8 @@ SLIMPAJAMA = (
     Share("RedPajamaArXiv", 0.04290379),
     Share("RedPajamaBook", 0.0414836),
 )
-_LONG_LABELS = (
-    "RedPajamaGithub",
-    "RedPajamaArXiv",
-    "RedPajamaBook",
-)  # 0.6 each in mode code_arxiv_book
+# The share of each is 0.6 in mode code_arxiv_book.
+_LONG_LABELS = ("RedPajamaGithub", "RedPajamaArXiv", "RedPajamaBook")
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,9 @@ def test_prompts_are_read_and_only_targets_learned(tokens):
 
 def test_a_tasks_ids_of_another_vocabulary_are_refused():
     config = config_for("lcjax_pairs", converter="chunks", context="context")
-    with pytest.raises(InputError, match=r"feature context has .*ByteVocabulary .*the model's own"):
+    with pytest.raises(
+        InputError, match=r"feature context has .*ByteVocabulary .*the model's vocabulary"
+    ):
         make_loader(config, Bytes(), 1)
 
 
