@@ -6,18 +6,19 @@ state = loader.get_state()                # JSON-ready; set_state continues bit 
 """
 
 from lcjax.data.chunks import Chunks, Noise
-from lcjax.data.config import DataConfig, TextConfig
-from lcjax.data.loader import Loader, make_loader
-from lcjax.data.masking import Masking
-from lcjax.data.opening import check_sources, documents
-from lcjax.data.sources import (
+from lcjax.data.config import (
     ChatSource,
+    DataConfig,
+    Masking,
     SeqioSource,
     Source,
     TeacherSource,
+    TextConfig,
     TextSource,
     TokenSource,
 )
+from lcjax.data.corpus import check_sources, documents
+from lcjax.data.loader import Loader, make_loader
 from lcjax.data.upsample import Share, Upsample
 
 __all__ = [

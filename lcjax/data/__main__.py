@@ -1,38 +1,31 @@
-"""Reads text once, for later: python -m lcjax.data prepare, or teacher; --help says what to give.
+"""Prepares data once for many trainings: python -m lcjax.data prepare|teacher --help.
 
-prepare: token ids, of --path=TEXT with --tokenizer=MODEL in --out=FOLDER.
-teacher: rows with a model's probabilities of the next token, of --config=FILE in --out=FOLDER.
+prepare: writes token ids, from --path=TEXT with --tokenizer=MODEL to --out=FOLDER.
+teacher: writes rows with a model's next-token probabilities, from --config=FILE to --out=FOLDER.
 """
 
 import sys
-from collections.abc import Callable
-
-COMMANDS = ("prepare", "teacher")
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] in (["-h"], ["--help"]):
+    command, *args = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command in ("-h", "--help"):
         print(__doc__)
         return 0
-    if words[:1] in ([name] for name in COMMANDS):
-        return _command(words[0])(words[1:])
-    given = f"{words[0]} is not known" if words else "nothing was asked for"
-    print(f"error: {given}; write: python -m lcjax.data prepare --help", file=sys.stderr)
-    return 2
+    if command == "prepare":
+        # Imports no more than it needs, since it starts many processes.
+        from lcjax import config
+        from lcjax.data.prepare import PrepareConfig, prepare
 
-
-def _command(name: str) -> Callable[[list[str]], int]:
-    """Imports no more than the command needs: `prepare` starts many processes."""
-    if name == "teacher":
+        return config.main(PrepareConfig, prepare, args)
+    if command == "teacher":
         from lcjax.data.teacher import TeacherConfig, teach
         from lcjax.parallel import distributed
 
-        return lambda words: distributed.main(TeacherConfig, teach, words)
-    from lcjax import config
-    from lcjax.data.prepare import PrepareConfig, prepare
-
-    return lambda words: config.main(PrepareConfig, prepare, words)
+        return distributed.main(TeacherConfig, teach, args)
+    problem = f"{command} is not a command" if command else "no command"
+    print(f"error: {problem}; write: python -m lcjax.data prepare --help", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

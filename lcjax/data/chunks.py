@@ -1,9 +1,9 @@
-"""Long rows as chunks of context for an encoder, and the tokens behind them for the decoder.
+"""Rows split into chunks of context for an encoder, and the tokens that the decoder reads.
 
-CEPE (Yen et al. 2024, arXiv 2402.16617, sec. 3.1) reads consecutive tokens in two parts: the last
-ones go to the decoder, which learns them; those before are cut into chunks of one length, which
-the encoder reads side by side. Chunks are the raw tokens: nothing is put at their beginnings, BOS
-and EOS stand where documents begin and end.
+CEPE (Yen et al. 2024, arXiv 2402.16617, sec. 3.1) reads consecutive tokens in two parts. The
+decoder reads and learns the last ones. The tokens before them are cut into chunks of equal length,
+which the encoder reads in parallel. Chunks contain the tokens of the text only: BOS and EOS stand
+where documents begin and end, not at the beginning of a chunk.
 """
 
 from dataclasses import dataclass
@@ -12,20 +12,22 @@ import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
 
+Row = dict[str, np.ndarray]
 TEXTS = ("before", "same", "beginning")
 
 
 @dataclass(frozen=True)
 class Noise:
-    """`data.chunks.noise`: context that is hidden in training (CEPE, sec. 3.2).
+    """`data.chunks.noise`: hides parts of the context in training (CEPE, sec. 3.2).
 
-    A chunk is touched with probability `rate`. Of these a share `whole` is hidden altogether, of
-    the others the last tokens: a number drawn from 1 ... P - `leave`, P the length of a chunk.
+    Each chunk is selected with probability `rate`. A share `whole` of the selected chunks is hidden
+    entirely. Of the others the last n tokens are hidden, with n uniform in 1 ... P - `leave` for
+    chunks of P tokens.
     """
 
     rate: float = 0.3
     whole: float = 0.1
-    leave: int = 0  # tokens that are left of a suffix; the released code leaves 1
+    leave: int = 0  # tokens of a chunk that always stay visible; the released code has 1
 
     def __post_init__(self):
         for name in ("rate", "whole"):
@@ -38,19 +40,19 @@ class Noise:
 
 @dataclass(frozen=True)
 class Chunks:
-    """`data.chunks`: of a row of `data.length` tokens the first count x length are context."""
+    """`data.chunks`: the first count x length tokens of a row are context."""
 
-    count: int = 16  # chunks of a row
-    length: int = 256  # tokens of a chunk
-    # What the chunks hold: before, the tokens before those of the decoder; same, the decoder's own
-    # tokens, which it then learns to copy (the warm-up of CEPE); beginning, the first whole chunks
-    # of a document, those of a conversation's question (SharedLLM): see `lcjax.data.beginning`
+    count: int = 16  # chunks in a row
+    length: int = 256  # tokens in a chunk
+    # Text in the chunks. before: the tokens before the decoder's. same: the decoder's tokens, which
+    # it learns to copy (the warm-up of CEPE). beginning: the first full chunks of a document, in a
+    # conversation those of the question (SharedLLM); see `CutBeginning`
     text: str = "before"
-    noise: Noise | None = None  # hides some of the context in training, never in validation
-    decoder: int | None = None  # of beginning: tokens of a row that the decoder has room for
-    most: int | None = None  # of beginning: chunks of a text without a question; null: count
-    # Whether what follows the tokens of chunks is learned as well: of memories whose chunks the
-    # decoder reads one after the other (beacon, auto_compressor)
+    noise: Noise | None = None  # hides parts of the context in training, not in validation
+    decoder: int | None = None  # text=beginning: maximum number of tokens that the decoder reads
+    most: int | None = None  # text=beginning: maximum for a text without a question; null: count
+    # Learn to predict the tokens of chunks, too: for memories whose chunks the decoder reads one
+    # after the other (beacon, auto_compressor)
     learned: bool = False
 
     def __post_init__(self):
@@ -59,20 +61,20 @@ class Chunks:
             raise InputError(f"chunks.text={self.text} is not one of {', '.join(TEXTS)}")
         if self.noise is not None and self.noise.leave >= self.length:
             raise InputError(
-                f"chunks.noise.leave={self.noise.leave} leaves nothing to hide in chunks.length="
+                f"chunks.noise.leave={self.noise.leave} hides no token of chunks.length="
                 f"{self.length}; set it to 0 or 1"
             )
         if self.learned and self.text == "same":
             raise InputError(
-                "chunks.learned=true learns the tokens before the decoder's, and with"
-                " chunks.text=same there are none; leave it out"
+                "chunks.learned=true adds targets for the tokens before the decoder's, and"
+                " chunks.text=same has none; leave it out"
             )
         begins = self.text == "beginning"
         if begins and (self.decoder or 0) < 2 * self.length:
             raise InputError(
                 f"chunks.decoder={self.decoder} must be at least {2 * self.length} with"
-                f" chunks.text=beginning: up to two chunks of {self.length} tokens of a question"
-                " and the answer are left to it"
+                f" chunks.text=beginning: it reads up to two chunks of {self.length} tokens of a"
+                " question and the answer"
             )
         for key in ("decoder", "most"):
             if not begins and getattr(self, key) is not None:
@@ -82,16 +84,16 @@ class Chunks:
 
     @property
     def tokens(self) -> int:
-        """Of all chunks of a row."""
+        """Number of context tokens in a row."""
         return self.count * self.length
 
     def decoder_length(self, length: int) -> int:
-        """Tokens that the decoder reads of a row of `length`."""
+        """Number of tokens that the decoder reads in a row of `length` tokens."""
         shape = f"data.chunks of {self.count} x {self.length} = {self.tokens} tokens"
         if self.text == "same":
             if length != self.tokens:
                 raise InputError(
-                    f"data.length={length} must equal {shape} with chunks.text=same, which hold"
+                    f"data.length={length} must equal {shape} with chunks.text=same, which cover"
                     f" the whole row; set it to {self.tokens}"
                 )
             return length
@@ -104,40 +106,146 @@ class Chunks:
             return self.decoder
         if length < self.tokens + 2:
             raise InputError(
-                f"data.length={length} leaves the decoder nothing to learn behind {shape}: a row"
-                f" holds both; set it to, say, {2 * self.tokens}"
+                f"data.length={length} leaves fewer than 2 tokens for the decoder after {shape};"
+                f" set it to, say, {2 * self.tokens}"
             )
         return length - self.tokens
 
 
-def split(
-    tokens: np.ndarray, chunks: int, chunk_length: int, length: int
+def split_context(
+    tokens: np.ndarray, num_chunks: int, chunk_length: int, decoder_length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Consecutive `tokens` [n] as context and what follows it.
+    """Splits consecutive tokens into chunks of context and the decoder's tokens.
 
-    The last `length` tokens are the decoder's, or all if there are fewer; the context is what
-    stands right before them, as much as `chunks` of `chunk_length` hold. It ends where the last
-    chunk ends: where text is missing, the first chunks are padding, and one begins with it.
+    The decoder's tokens are the last `decoder_length` ones, or all if there are fewer. The context
+    is the text right before them, up to the capacity of the chunks. It is padded on its left side,
+    so the last chunk ends where the decoder's tokens begin.
+
+    Args:
+      tokens: int32 [n].
+      num_chunks: number of chunks K.
+      chunk_length: length of a chunk Tc.
+      decoder_length: maximum number of the decoder's tokens.
 
     Returns:
-      chunks: int32 [chunks, chunk_length]; 0 is padding.
-      mask: bool, the same shape; true where there is text.
-      rest: the decoder's tokens [min(n, length)].
+      chunks: int32 [K, Tc]; 0 is padding.
+      mask: bool [K, Tc]; true where there is text.
+      decoder_tokens: int32 [min(n, decoder_length)].
     """
-    start = max(len(tokens) - length, 0)
-    context = tokens[max(start - chunks * chunk_length, 0) : start]
-    missing = chunks * chunk_length - len(context)
+    start = max(len(tokens) - decoder_length, 0)
+    context = tokens[max(start - num_chunks * chunk_length, 0) : start]
+    missing = num_chunks * chunk_length - len(context)
     flat = np.concatenate([np.zeros(missing, np.int32), context]).astype(np.int32)
     mask = np.arange(len(flat)) >= missing
-    shape = chunks, chunk_length
+    shape = num_chunks, chunk_length
     return flat.reshape(shape), mask.reshape(shape), tokens[start:]
 
 
-def learned(row: dict[str, np.ndarray], end: int, config: Chunks) -> dict[str, np.ndarray]:
-    """What is learned of the context [K, Tc] that stands right before the place `end` of a row.
+class CutContext:
+    """Row of `length` tokens -> `chunks`, `chunk_mask` and the decoder's part of all fields.
 
-    `chunk_targets` int32 and `chunk_weights` float32, where `config` asks for them.
+    For `chunks.text` "before" and "same". The targets were attached before any cut, so the last
+    place of a row keeps its target.
     """
+
+    def __init__(self, config: Chunks, length: int):
+        self._config, self._same = config, config.text == "same"
+        self._decoder_length = config.decoder_length(length)
+
+    def __call__(self, row: Row) -> Row:
+        config, end = self._config, int((row["segments"] > 0).sum())
+        decoder_length = 0 if self._same else self._decoder_length
+        chunks, mask, decoder_tokens = split_context(
+            row["tokens"][:end], config.count, config.length, decoder_length
+        )
+        start = end - len(decoder_tokens)
+        context = {"chunks": chunks, "chunk_mask": mask, **_chunk_targets(row, start, config)}
+        if not self._same:
+            row = _decoder_row(row, start, end, self._decoder_length)
+        return row | context
+
+
+class CutBeginning:
+    """Row of one document -> `chunks`, `chunk_mask` and the decoder's part of all fields.
+
+    For `chunks.text` "beginning". SharedLLM is tuned on instructions in this way ("Two are better
+    than one: context window extension with multi-grained self-injection", sec. 4.1 and its released
+    code): the first max(q // P - 1, 1) chunks of P tokens of a question of q tokens are context.
+    The decoder reads the rest of the question and the answer, and only the answer is learned. A
+    text without a question is cut in the same way, and the text after its context is learned.
+    Chunks of context are full; chunks before them are padding. Documents must come from
+    `fit_document`.
+    """
+
+    def __init__(self, config: Chunks):
+        self._config = config
+
+    def __call__(self, row: Row) -> Row:
+        config, end = self._config, int((row["segments"] > 0).sum())
+        question = _question_length(row["weights"][:end] > 0) if end else 0
+        start = config.length * num_context_chunks(config, question, end)
+        chunks, mask, _ = split_context(row["tokens"][:start], config.count, config.length, 0)
+        context = {"chunks": chunks, "chunk_mask": mask, **_chunk_targets(row, start, config)}
+        return _decoder_row(row, start, end, config.decoder) | context
+
+
+def num_context_chunks(config: Chunks, question: int, tokens: int) -> int:
+    """Computes how many chunks of a document are context, for `chunks.text` "beginning".
+
+    The number exceeds SharedLLM's rule where the decoder could not hold the rest. At least one
+    token of a question, or two of a text, remain for the decoder. So a question of up to one chunk
+    has no context, whereas the released code would put the answer there.
+
+    Args:
+      config: the section `data.chunks`.
+      question: tokens of the question; equals `tokens` for a text without a question.
+      tokens: tokens of the document.
+    """
+    is_text = question == tokens
+    rule = max(question // config.length - 1, 1)
+    rule = min(rule, config.most or config.count) if is_text else rule
+    required = -(-(tokens - config.decoder) // config.length)
+    limit = (question - 1 - int(is_text)) // config.length
+    return max(min(max(rule, required), limit, config.count), 0)
+
+
+def fit_document(pair: np.ndarray, config: Chunks, length: int, *, drop: bool) -> np.ndarray | None:
+    """Shortens a document so that a row of `chunks.text` "beginning" holds all of it.
+
+    A question that is too long loses its middle, a text its end. An answer that exceeds the decoder
+    loses its end.
+
+    Args:
+      pair: int32 [n, 2], tokens and their targets.
+      config: the section `data.chunks`.
+      length: maximum number of tokens.
+      drop: return None for texts and answers that are too long.
+
+    Returns:
+      int32 [m, 2] with m <= length, or None.
+    """
+    is_learned = pair[:, 1] >= 0
+    question = _question_length(is_learned)
+    excess, is_text = len(pair) - length, question == len(pair)
+    if excess > 0 and is_text:
+        return None if drop else pair[:length]
+    if excess > 0:
+        size = max(question - excess, 1)
+        ends = size // 2, question - (size - size // 2)
+        pair, question = np.concatenate([pair[: ends[0]], pair[ends[1] :]]), size
+    capacity = config.decoder + config.length * num_context_chunks(config, question, len(pair))
+    if len(pair) > capacity:
+        return None if drop else pair[:capacity]
+    return pair
+
+
+def _question_length(is_learned: np.ndarray) -> int:
+    """Number of tokens before the first learned target of [n], plus 1; n if all are learned."""
+    return len(is_learned) if is_learned[0] else int(np.argmax(is_learned)) + 1
+
+
+def _chunk_targets(row: Row, end: int, config: Chunks) -> Row:
+    """Targets of the context that ends at `end`: `chunk_targets` int32 [K, Tc], `chunk_weights`."""
     if not config.learned:
         return {}
     start, shape = max(end - config.tokens, 0), (config.count, config.length)
@@ -148,69 +256,44 @@ def learned(row: dict[str, np.ndarray], end: int, config: Chunks) -> dict[str, n
     }
 
 
-class Cut:
-    """A row of `length` tokens -> the decoder's part of all its fields, `chunks` and `chunk_mask`.
-
-    Targets, attached before any cut, stay: the last place of a row has one in the next row.
-    """
-
-    def __init__(self, config: Chunks, length: int):
-        self._config, self._same = config, config.text == "same"
-        self._length = config.decoder_length(length)
-
-    def __call__(self, row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        config, text = self._config, int((row["segments"] > 0).sum())
-        behind = 0 if self._same else self._length
-        chunks, mask, rest = split(row["tokens"][:text], config.count, config.length, behind)
-        start = text - len(rest)
-        context = {"chunks": chunks, "chunk_mask": mask, **learned(row, start, config)}
-        if not self._same:
-            row = decoders(row, start, text, self._length)
-        return row | context
-
-
-def decoders(
-    row: dict[str, np.ndarray], start: int, end: int, length: int
-) -> dict[str, np.ndarray]:
-    """The places `start` ... `end` of a row alone, padded to the decoder's `length`."""
+def _decoder_row(row: Row, start: int, end: int, length: int) -> Row:
+    """Places `start` to `end` of a row, padded to `length`; segments are numbered from 1 again."""
     missing = length - (end - start)
     row = {name: np.pad(value[start:end], (0, missing)) for name, value in row.items()}
     segments = row["segments"]
     segments = np.where(segments > 0, segments - segments[0] + 1, 0).astype(np.int32)
-    return row | {"segments": segments, "positions": positions_in(segments)}
+    return row | {"segments": segments, "positions": segment_positions(segments)}
 
 
-class Hide:
-    """A row with `chunk_mask` false also where `Noise` hides its context; that is not learned."""
+class HideContext:
+    """Sets `chunk_mask` to false, and `chunk_weights` to 0, where `Noise` hides the context."""
 
     def __init__(self, config: Noise):
         self._config = config
 
-    def __call__(
-        self, row: dict[str, np.ndarray], random: np.random.Generator
-    ) -> dict[str, np.ndarray]:
-        kept = self._kept(*row["chunk_mask"].shape, random)
-        there = np.arange(row["chunk_mask"].shape[1]) < kept[:, None]
-        row = row | {"chunk_mask": row["chunk_mask"] & there}
+    def __call__(self, row: Row, random: np.random.Generator) -> Row:
+        lengths = self._visible_lengths(*row["chunk_mask"].shape, random)
+        is_visible = np.arange(row["chunk_mask"].shape[1]) < lengths[:, None]
+        row = row | {"chunk_mask": row["chunk_mask"] & is_visible}
         if "chunk_weights" in row:
-            row["chunk_weights"] = row["chunk_weights"] * there.astype(np.float32)
+            row["chunk_weights"] = row["chunk_weights"] * is_visible.astype(np.float32)
         return row
 
-    def _kept(self, count: int, length: int, random: np.random.Generator) -> np.ndarray:
-        """How many places of each chunk may be seen, int [count].
+    def _visible_lengths(self, count: int, length: int, random: np.random.Generator) -> np.ndarray:
+        """Draws how many tokens of each chunk remain visible, int [count].
 
-        One number per chunk decides between nothing, all and a part, as in the released code.
+        One random number per chunk decides between none, all and a prefix, as in the released code.
         """
         rate, whole = self._config.rate, self._config.whole
-        drawn = random.random(count)
+        uniform = random.random(count)
         hidden = random.integers(1, length - self._config.leave, count, endpoint=True)
-        kept = np.where(drawn < rate, length - hidden, length)
-        return np.where(drawn < rate * whole, 0, kept)
+        lengths = np.where(uniform < rate, length - hidden, length)
+        return np.where(uniform < rate * whole, 0, lengths)
 
 
-def positions_in(segments: np.ndarray) -> np.ndarray:
-    """From 0 in every stretch of equal `segments`, int32; 0 on padding."""
-    at = np.arange(len(segments), dtype=np.int32)
-    begins = np.append(True, segments[1:] != segments[:-1])
-    positions = at - np.maximum.accumulate(np.where(begins, at, 0))
+def segment_positions(segments: np.ndarray) -> np.ndarray:
+    """Positions int32 [T] that start at 0 in every run of equal `segments` [T]; 0 on padding."""
+    indices = np.arange(len(segments), dtype=np.int32)
+    is_first = np.append(True, segments[1:] != segments[:-1])
+    positions = indices - np.maximum.accumulate(np.where(is_first, indices, 0))
     return np.where(segments > 0, positions, 0).astype(np.int32)

@@ -1,38 +1,222 @@
-"""What to read, how to cut it into rows, and in which order: the YAML section `data:`."""
+"""The YAML section `data:`: which text is read, how it is cut into rows, and in which order."""
 
-from dataclasses import dataclass, field
+import string
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
+
+import draccus
 
 from lcjax.data.chunks import Chunks
-from lcjax.data.masking import Masking
-from lcjax.data.sources import (
-    INDEX,
-    PACKINGS,
-    PLAN,
-    TEACHER_INDEX,
-    TEACHER_PLAN,
-    SeqioSource,
-    Source,
-    TeacherSource,
-    TextSource,
-    TokenSource,
-)
+from lcjax.data.upsample import Upsample
 from lcjax.errors import InputError
 
 OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
+PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
+INDEX, PLAN = "index.json", "plan.json"  # in a complete and an incomplete token folder
+TEACHER_INDEX, TEACHER_PLAN = "teacher.json", "teacher_plan.json"  # the same for teacher rows
+_NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
 
-__all__ = ["DataConfig", "SeqioSource", "Source", "TextConfig", "TextSource"]
+
+@dataclass(frozen=True)
+class Source(draccus.ChoiceRegistry):
+    """One body of text and its share of the training rows."""
+
+    pack: str | None = field(default=None, kw_only=True)  # null: data.pack
+    # Tokens from the beginning of a row to the next one; null: data.length, rows do not overlap
+    stride: int | None = field(default=None, kw_only=True)
+    # null: data.min_document_tokens
+    min_document_tokens: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        if self.pack is not None and self.pack not in PACKINGS:
+            raise InputError(f"pack={self.pack} is not one of {', '.join(PACKINGS)}")
+        for key in ("stride", "min_document_tokens"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise InputError(f"{key}={value} must be 1 or more, or null")
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "text"
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+    @property
+    def reads(self) -> str:
+        """The fields that change the content; a position in the data is valid for these alone."""
+        parts = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            default = item.default if item.default is not MISSING else None
+            if item.name not in _NOT_CONTENT and value != default:
+                parts.append(f"{item.name}={value}")
+        return ", ".join(parts)
+
+
+@Source.register_subclass("text")
+@dataclass(frozen=True)
+class TextSource(Source):
+    """Files of text, or of records with a text field."""
+
+    path: str = ""  # file, folder, glob, python:stdlib, or package:NAME[/folder or glob]
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    text_field: str = "text"  # field or column that holds the document; a.b for one inside another
+    # Field with the label of a document, as meta.redpajama_set_name in SlimPajama; empty: the name
+    # of its folder (or of its file)
+    label_field: str = ""
+    # Read files in random order, and the documents of a file in random order. No index is needed
+    # before the first row, unlike for a global order
+    stream: bool = False
+    upsample: Upsample | None = None  # fewer short documents; implies `stream`
+
+
+@Source.register_subclass("chat")
+@dataclass(frozen=True)
+class ChatSource(Source):
+    """Conversations, of which only the answers are learned."""
+
+    path: str = ""  # as in type text: .jsonl, .parquet, .arrow or .array_record files
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    messages_field: str = "messages"  # list of {role, content}, or of ShareGPT's {from, value}
+    # Instead of messages and the tokenizer's chat template: text with {fields} of the record, as
+    # "### Instruction:\n{instruction}\n\n### Response:\n"
+    prompt: str = ""
+    answer: str = "{output}"  # with prompt: the text after it; EOS is added
+    learn: str = "answers"  # answers, or all
+    stream: bool = False  # one file after the other, as in type text
+    upsample: ClassVar[None] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.learn not in ("answers", "all"):
+            raise InputError(f"learn={self.learn} is not one of answers, all")
+        for key in ("prompt", "answer"):
+            try:
+                list(string.Formatter().parse(getattr(self, key)))
+            except ValueError as error:
+                raise InputError(
+                    f"{key}={getattr(self, key)!r}: {error}; write a brace of the text twice"
+                ) from None
+
+
+@Source.register_subclass("tokens")
+@dataclass(frozen=True)
+class TokenSource(Source):
+    """Token ids: a folder of `python -m lcjax.data prepare`, or bare `.bin` files."""
+
+    path: str = ""  # the folder, one .bin, or a folder of them
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    # Read only documents with these labels; empty: all
+    labels: list[str] = field(default_factory=list)
+    # Concatenate all documents in stored order, cut that into rows, and shuffle the rows (LongLoRA,
+    # LCEG); false: documents are shuffled in every epoch, then packed
+    rows: bool = False
+    stream: bool = False  # one shard after the other, as in type text
+    upsample: Upsample | None = None  # fewer short documents, by the characters of their text
+    dtype: str = "uint16"  # of a bare .bin: uint16 or uint32
+    # Of a bare .bin: first token of every document; null: that of the file; -1: one document
+    document_start: int | None = None
+    document_end: int | None = None  # of a bare .bin: last token of every document
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dtype not in ("uint16", "uint32"):
+            raise InputError(f"dtype={self.dtype} is not one of uint16, uint32")
+        if self.document_start is not None and self.document_end is not None:
+            raise InputError("document_start and document_end are both set: keep one of them")
+        for key in ("stream", "upsample", "pack"):
+            if self.rows and getattr(self, key):
+                raise InputError(f"rows=true cuts rows in stored order: leave {key} out")
+
+
+@Source.register_subclass("teacher")
+@dataclass(frozen=True)
+class TeacherSource(Source):
+    """Rows with a teacher's probabilities: a folder of `python -m lcjax.data teacher`."""
+
+    path: str = ""  # the folder
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    stream: ClassVar[bool] = False
+    upsample: ClassVar[None] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for key in ("pack", "stride", "min_document_tokens"):
+            if getattr(self, key):
+                raise InputError(f"type teacher: its rows are stored; leave {key} out")
+
+
+@Source.register_subclass("seqio")
+@dataclass(frozen=True)
+class SeqioSource(Source):
+    """A Task or Mixture from seqio's registries; needs the extra `seqio`."""
+
+    task: str = ""  # name of the Task or Mixture
+    module: str = ""  # Python module whose import registers the task
+    weight: float = 1.0  # share of the rows, relative to the other sources
+    split: str = "train"  # one of the task's splits; data.holdout takes validation from it
+    feature: str = "targets"  # output feature that holds the document
+    prompt: str = ""  # feature before it that is not learned, such as inputs
+    tokens: bool = False  # read token ids (of the model's vocabulary), not text
+    # null: read documents, and pack them. chunks: cut the token ids of every example into rows by
+    # data.chunks; BOS and EOS are those of the task, and those of data.add_bos and data.add_eos
+    # where these are true
+    converter: str | None = None
+    context: str = ""  # with converter: feature whose text precedes that of `feature`
+    task_length: int | None = None  # feature length for preprocessors; null: none
+    cached: bool = False  # read the output of seqio_cache_tasks
+    learn: ClassVar[str] = "answers"  # with prompt, as in type chat
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.converter not in (None, "chunks"):
+            raise InputError(f"converter={self.converter} is not one of null, chunks")
+        if self.context and not self.converter:
+            raise InputError(
+                f"context={self.context} is for converter=chunks: set it, or leave out"
+            )
+        for key in ("prompt", "pack", "stride", "min_document_tokens"):
+            if self.converter and getattr(self, key):
+                raise InputError(f"converter={self.converter} makes the rows: leave {key} out")
+
+    @property
+    def name(self) -> str:
+        return f"seqio:{self.task}" if self.task else ""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """`data.masking`: masked language modelling.
+
+    Every ordinary token is selected with the same probability and becomes [MASK] (CEPE's encoder,
+    Yen et al. 2024, arXiv 2402.16617, app. A). Special tokens are never selected.
+    """
+
+    rate: float = 0.3  # fraction of the ordinary tokens
+    # Id of [MASK]; null: the vocabulary size, for which the model needs one more embedding
+    token: int | None = None
+    # More ids that are never masked, beside BOS, EOS, padding and UNK
+    keep: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        if not 0 < self.rate < 1:
+            raise InputError(f"masking.rate={self.rate} must lie between 0 and 1, such as 0.3")
+        if self.token is not None and self.token < 0:
+            raise InputError(f"masking.token={self.token} must be the id of a token, or null")
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Which text is read: `data:` of eval.py, and a part of `data:` of train.py."""
+    """The sources of text: `data:` of eval.py, and a part of `data:` of train.py."""
 
-    path: str = ""  # one source in short, of text or tokens; for several, or its settings: sources
-    sources: list[Source] = field(default_factory=list)  # training mixes their rows by weight
-    holdout: float = 0.0  # fraction of the documents (by hash of their name) kept for validation
-    on_bad_text: str = "error"  # bytes that are not UTF-8: error, skip the document, or replace
+    path: str = ""  # one source of text or tokens; for several, or for settings: sources
+    sources: list[Source] = field(default_factory=list)  # rows are mixed by weight
+    holdout: float = 0.0  # fraction of the documents for validation, by hash of the name
+    on_bad_text: str = "error"  # invalid UTF-8: error, skip the document, or replace the bytes
 
     def __post_init__(self):
         _choice("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
@@ -52,8 +236,8 @@ class TextConfig:
                 )
 
     def resolved_sources(self) -> list[Source]:
-        """The sources, whichever way they were given."""
-        sources = self.sources or ([_in_short(self.path)] if self.path else [])
+        """Returns `sources`, or the source that `path` names."""
+        sources = self.sources or ([_source_at(self.path)] if self.path else [])
         if not sources:
             raise InputError(
                 "data.path is empty: give a file, a folder, a glob, python:stdlib or package:NAME"
@@ -61,65 +245,64 @@ class TextConfig:
         for i, source in enumerate(sources):
             if not source.name:
                 key = "task" if isinstance(source, SeqioSource) else "path"
-                raise InputError(f"data.sources.{i}.{key} is empty: say what to read")
+                raise InputError(f"data.sources.{i}.{key} is empty: name the source")
         return sources
 
 
 @dataclass(frozen=True)
 class DataConfig(TextConfig):
-    """Text in, rows of exactly `length` tokens out."""
+    """The sources, and how they become rows of exactly `length` tokens."""
 
-    length: int = 1024  # tokens in a row, those of chunks counted
-    # concat (cut anywhere, no padding), first_fit or best_fit (whole documents), windows (rows that
-    # lie in one document; what does not fill a row is left out), single (a row for each document,
-    # padded)
+    length: int = 1024  # tokens in a row, with those of chunks
+    # concat: cut anywhere, no padding. first_fit, best_fit: whole documents. windows: full rows
+    # within one document; the rest of the document is left out. single: one padded row per document
     pack: str = "concat"
-    # first_fit, best_fit, single: longer than a row: split, truncate or drop
+    # first_fit, best_fit, single: split, truncate or drop documents longer than a row
     overlong: str = "split"
-    packing_bins: int = 32  # first_fit, best_fit: rows that are filled at the same time
-    document_mask: bool = True  # attention and positions stop at documents, else only at rows
+    packing_bins: int = 32  # first_fit, best_fit: rows filled at the same time
+    document_mask: bool = True  # attention and positions end at documents; false: at rows
     add_bos: bool | None = None  # BOS before each document; null: as the model was trained
     add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
-    min_document_tokens: int = 1  # documents with fewer tokens (BOS, EOS not counted) are left out
-    shuffle: bool = True  # documents in another random order in every epoch
-    shuffle_rows: int = 0  # also shuffle rows among this many (parts of a book lie side by side)
-    seed: int = 0  # of every random choice in the data
-    masking: Masking | None = None  # masked language modelling in place of the next token
-    # The beginning of a row as context for an encoder (model.memory); the decoder has the rest
+    min_document_tokens: int = 1  # shorter documents (without BOS, EOS) are left out
+    shuffle: bool = True  # documents in a new random order in every epoch
+    shuffle_rows: int = 0  # window of a second shuffle, of rows (parts of a book are neighbours)
+    seed: int = 0  # of all random numbers in the data
+    masking: Masking | None = None  # null: next-token prediction
+    # The beginning of a row as context for an encoder (model.memory); the decoder reads the rest
     chunks: Chunks | None = None
-    repeat: int | None = None  # epochs; null: for ever; a mixture ends with its first source
-    threads: int = 2  # that read and tokenise
-    prefetch: int = 2  # batches made ahead
+    repeat: int | None = None  # epochs; null: endless; a mixture ends when one source ends
+    threads: int = 2  # threads that read and tokenise
+    prefetch: int = 2  # batches computed ahead
 
     def __post_init__(self):
         super().__post_init__()
         _choice("pack", self.pack, PACKINGS)
         _choice("overlong", self.overlong, OVERLONG)
-        _at_least("length", self.length, 2, "a row holds a token and the one to predict")
-        _at_least("packing_bins", self.packing_bins, 1, "rows that are filled at the same time")
-        _at_least("min_document_tokens", self.min_document_tokens, 1, "empty documents never count")
+        _at_least("length", self.length, 2, "a row holds a token and its target")
+        _at_least("packing_bins", self.packing_bins, 1, "they are filled at the same time")
+        _at_least("min_document_tokens", self.min_document_tokens, 1, "no empty documents")
         _at_least("shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
         _at_least("threads", self.threads, 0, "0 reads in the caller's thread")
-        _at_least("prefetch", self.prefetch, 0, "0 makes no batch ahead")
+        _at_least("prefetch", self.prefetch, 0, "0 computes no batch ahead")
         if self.repeat is not None:
-            _at_least("repeat", self.repeat, 1, "null repeats for ever")
+            _at_least("repeat", self.repeat, 1, "null repeats without end")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"data.seed={self.seed} must lie in 0 ... 4294967295")
         for i, source in enumerate(self.sources):
             self._check_stride(i, source)
             self._check_converter(i, source)
-        taught = [isinstance(source, TeacherSource) for source in self.sources]
-        if any(taught) and not all(taught):
+        is_teacher = [isinstance(source, TeacherSource) for source in self.sources]
+        if any(is_teacher) and not all(is_teacher):
             raise InputError(
-                f"data.sources.{taught.index(False)} has no teacher and others are of type teacher:"
-                " rows of both cannot be in one batch; keep one kind"
+                f"data.sources.{is_teacher.index(False)} is not of type teacher, and others are:"
+                " one batch cannot hold rows of both; keep one kind"
             )
         if self.chunks is not None:
             self._check_chunks(self.chunks)
 
     @property
     def decoder_length(self) -> int:
-        """Tokens of a row that the decoder reads."""
+        """Number of tokens that the decoder reads in a row."""
         return self.length if self.chunks is None else self.chunks.decoder_length(self.length)
 
     def _check_chunks(self, chunks: Chunks) -> None:
@@ -129,35 +312,35 @@ class DataConfig(TextConfig):
                 "data.chunks give the decoder its context and data.masking trains an encoder: keep"
                 " one of them"
             )
-        made = [s for s in self.sources if isinstance(s, TeacherSource) or _converts(s)]
-        if chunks.learned and made:
+        stored = [s for s in self.sources if isinstance(s, TeacherSource) or _converts(s)]
+        if chunks.learned and stored:
             raise InputError(
-                "data.chunks.learned=true learns what follows the tokens of chunks, which sources"
-                " whose rows are made already do not say (teacher, converter); leave one out"
+                "data.chunks.learned=true needs targets of the tokens of chunks, which rows of"
+                " type teacher and of a converter do not have; leave one out"
             )
-        rows = [s for s in self.sources if s not in made]
+        rows = [s for s in self.sources if s not in stored]
         packings = {s.pack or self.pack for s in rows} if self.sources else {self.pack}
         if self.document_mask and packings - {"windows", "single"}:
             raise InputError(
-                "data.document_mask=true cannot hold with data.chunks, which all documents of a row"
-                " read: set it to false, or pack: windows or single, where a row has one document"
+                "data.document_mask=true conflicts with data.chunks, which all documents of a row"
+                " attend to: set it to false, or pack: windows or single, with one document a row"
             )
-        if chunks.text == "beginning" and (made or packings != {"single"}):
+        if chunks.text == "beginning" and (stored or packings != {"single"}):
             raise InputError(
-                "data.chunks.text=beginning is of documents: set pack: single, and leave out"
-                " sources whose rows are made already (teacher, converter)"
+                "data.chunks.text=beginning cuts whole documents: set pack: single, and leave"
+                " out sources of type teacher and with a converter"
             )
         if chunks.text == "beginning" and self.overlong == "split":
             raise InputError(
-                "data.overlong=split would part questions from their answers with data.chunks.text="
-                "beginning: set it to truncate or drop"
+                "data.overlong=split would separate questions from their answers with"
+                " data.chunks.text=beginning: set it to truncate or drop"
             )
 
     def _check_converter(self, i: int, source: Source) -> None:
         if _converts(source) and self.chunks is None:
             raise InputError(
-                f"data.sources.{i}.converter={source.converter} needs data.chunks, which say how"
-                " many there are and how long"
+                f"data.sources.{i}.converter={source.converter} needs data.chunks: their number and"
+                " length"
             )
 
     def _check_stride(self, i: int, source: Source) -> None:
@@ -175,13 +358,13 @@ def _converts(source: Source) -> bool:
     return isinstance(source, SeqioSource) and source.converter is not None
 
 
-def _in_short(path: str) -> Source:
-    """The source that a path alone stands for: what `prepare` wrote holds tokens, the rest text."""
+def _source_at(path: str) -> Source:
+    """Returns the source at a path; folders written by `prepare` or `teacher` are recognised."""
     folder = Path(path).expanduser()
     if any((folder / name).is_file() for name in (TEACHER_INDEX, TEACHER_PLAN)):
         return TeacherSource(path)
-    prepared = any((folder / name).is_file() for name in (INDEX, PLAN))
-    return TokenSource(path) if prepared or folder.suffix == ".bin" else TextSource(path)
+    is_prepared = any((folder / name).is_file() for name in (INDEX, PLAN))
+    return TokenSource(path) if is_prepared or folder.suffix == ".bin" else TextSource(path)
 
 
 def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -189,6 +372,6 @@ def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         raise InputError(f"data.{key}={value} is not one of {', '.join(choices)}")
 
 
-def _at_least(key: str, value: int, least: int, why: str) -> None:
-    if value < least:
-        raise InputError(f"data.{key}={value} must be {least} or more: {why}")
+def _at_least(key: str, value: int, minimum: int, reason: str) -> None:
+    if value < minimum:
+        raise InputError(f"data.{key}={value} must be {minimum} or more: {reason}")

@@ -1,89 +1,49 @@
-"""Documents of a source by index, and their split into training and validation."""
+"""The documents of the sources in `data:`, by index or as a stream, and their validation split.
+
+`Corpus` indexes all files of a source and gives random access. `Stream` reads one file after the
+other and holds the index of one file only. `open_split` chooses between them for every source.
+"""
 
 import bisect
-import hashlib
+import copy
 from collections.abc import Iterator
-from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 
-from lcjax.data.files import Files
-from lcjax.data.readers import Reader
-from lcjax.data.sources import Source
-
-_LOOKED_AT = 32  # files whose first and last bytes tell whether a corpus is still the same
-_ENDS = 1 << 12  # bytes at either end of them
-
-
-class Document(NamedTuple):
-    """A document and what decides whether it is taken."""
-
-    name: str
-    value: Any  # text, token ids, or the parts of a conversation
-    label: str
-    characters: int
-
-    @property
-    def pair(self) -> tuple[str, Any]:
-        return self.name, self.value
-
-
-class FoundFiles(list):
-    """(name, path) of the files of a source, and what tells whether they are still the same."""
-
-    def __init__(self, found: list[tuple[str, Path]]):
-        super().__init__(found)
-        self.sizes = [path.stat().st_size for _, path in found]
-        self.size = sum(self.sizes)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of the names and sizes of all files, and of the ends of some of them.
-
-        Not of all bytes: that would read the whole corpus before the first batch.
-        """
-        digest = hashlib.blake2b(digest_size=8)
-        for (name, _), size in zip(self, self.sizes, strict=True):
-            digest.update(f"{name}\0{size}\0".encode())
-        step = max(1, len(self) // _LOOKED_AT)
-        for _, path in self[::step]:
-            with open(path, "rb") as file:
-                digest.update(file.read(_ENDS))
-                file.seek(max(0, path.stat().st_size - _ENDS))
-                digest.update(file.read(_ENDS))
-        return digest.hexdigest()
-
-
-class SourceFiles(Protocol):
-    """The files of one source, and how documents are read from them."""
-
-    source: Source
-    found: FoundFiles
-
-    def open(self, index: int, files: Files) -> Reader:
-        """The records of one file."""
-        ...
-
-    def document(self, reader: Reader, index: int) -> Document:
-        """What the source makes of a record."""
-        ...
+from lcjax.data.chat import ChatFiles
+from lcjax.data.config import (
+    ChatSource,
+    DataConfig,
+    SeqioSource,
+    Source,
+    TeacherSource,
+    TextConfig,
+    TokenSource,
+)
+from lcjax.data.files import FileCache
+from lcjax.data.readers import Document, Reader, SourceFiles, TextFiles
+from lcjax.data.seqio_source import SeqioCorpus
+from lcjax.data.teacher_files import TeacherFiles
+from lcjax.data.token_files import TokenFiles
+from lcjax.data.upsample import Selection
+from lcjax.errors import InputError
 
 
 class Corpus:
-    """All documents of one source as a sequence of (name, text), in an order that never changes.
+    """All documents of one source as a sequence of (name, text) in a fixed order.
 
-    `indices` picks some of them, such as one side of the validation split.
+    `indices` selects some of them, such as one side of the validation split.
     """
 
-    mixes = False  # sources of its own, at rates that only an endless stream can keep
+    is_mixture = False  # whether it mixes sources at rates that hold for endless streams only
 
     def __init__(self, files: SourceFiles, readers: list[Reader] | None = None, indices=None):
         self.files, self.source, self.indices = files, files.source, indices
         if readers is None:
-            shared = Files()
-            readers = [files.open(i, shared) for i in range(len(files.found))]
+            cache = FileCache()
+            readers = [files.open(i, cache) for i in range(len(files.paths))]
         self.readers = readers
         self._starts = np.cumsum([0] + [len(reader) for reader in readers]).tolist()
 
@@ -100,21 +60,300 @@ class Corpus:
     def __getitem__(self, index: int) -> tuple[str, Any]:
         return self.files.document(*self.locate(index)).pair
 
-    def split(self, holdout: float, which: str) -> "Corpus":
-        """The documents held out for validation, or the others.
+    def split(self, holdout: float, split: str) -> "Corpus":
+        """Returns the documents of the `train` or the `validation` split.
 
         A document belongs to the validation split when the hash of its name, a number in [0, 1),
-        is below `holdout`: no seed, no file order and no machine changes that.
+        is below `holdout`. So the split does not depend on the seed, file order or machine.
         """
-        if holdout == 0.0 and which == "train":
+        if holdout == 0.0 and split == "train":
             return self
-        units = (reader.unit(at) for reader, at in map(self.locate, range(len(self))))
-        held = np.fromiter((unit < holdout for unit in units), bool, len(self))
-        indices = np.flatnonzero(held if which == "validation" else ~held)
+        hashes = (reader.split_hash(i) for reader, i in map(self.locate, range(len(self))))
+        is_held_out = np.fromiter((value < holdout for value in hashes), bool, len(self))
+        indices = np.flatnonzero(is_held_out if split == "validation" else ~is_held_out)
         return Corpus(self.files, self.readers, indices)
 
     def locate(self, index: int) -> tuple[Reader, int]:
-        """The reader that holds a document, and its number there."""
+        """Returns the reader of a document, and its index in that reader."""
         index = int(index if self.indices is None else self.indices[index])
-        place = bisect.bisect_right(self._starts, index) - 1
-        return self.readers[place], index - self._starts[place]
+        file = bisect.bisect_right(self._starts, index) - 1
+        return self.readers[file], index - self._starts[file]
+
+
+class Position(NamedTuple):
+    """Position of a stream: before document `document` of the `file`-th file of an epoch."""
+
+    epoch: int = 0
+    file: int = 0
+    document: int = 0
+
+
+class Stream:
+    """The documents of one source, or of one split of it, file after file.
+
+    In an epoch the files come in random order, and the documents of a file in random order.
+    Documents are up-sampled by length in this order. Nothing is indexed before the first document,
+    and memory holds the index of one file, whatever the size of the corpus.
+    """
+
+    count = None  # known only after reading everything
+    is_mixture = False
+
+    def __init__(self, files: SourceFiles):
+        self.files, self.source = files, files.source
+        self._holdout, self._split = 0.0, "train"
+
+    def split(self, holdout: float, split: str) -> "Stream":
+        """Returns the documents of the `train` or the `validation` split, as `Corpus` does."""
+        stream = copy.copy(self)
+        stream._holdout, stream._split = holdout, split
+        return stream
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yields (name, text) of every document of one epoch, in the order of the files."""
+        return (document.pair for document, _, _ in self.read(shuffle=False, repeat=1))
+
+    def elements(
+        self, tokenise, *, shuffle: bool = False, seed: int = 0, repeat: int | None = 1
+    ) -> grain.IterDataset:
+        """Returns a grain dataset of `tokenise(document)`."""
+        return _StreamDataset(self, tokenise, shuffle=shuffle, seed=seed, repeat=repeat)
+
+    def read(
+        self,
+        *,
+        shuffle: bool,
+        repeat: int | None,
+        seed: int = 0,
+        position: Position = Position(),
+        selection_state: dict | None = None,
+    ) -> Iterator[tuple[Document, Position, dict | None]]:
+        """Yields documents from `position` on, with the position and selection state after each."""
+        upsample = self.source.upsample if self._split == "train" else None
+        while repeat is None or position.epoch < repeat:
+            selection = Selection(upsample, position.epoch) if upsample else None
+            # A position within an epoch proves that the epoch has a document.
+            has_documents = position != Position(position.epoch)
+            if selection and has_documents:
+                selection.set_state(selection_state)
+            if not (selection and selection.full):
+                for document, after in self._epoch(position, shuffle=shuffle, seed=seed):
+                    fields = document.characters, document.label, document.name
+                    if selection and not selection.keep(*fields):
+                        continue
+                    has_documents = True
+                    yield document, after, selection.get_state() if selection else None
+                    if selection and selection.full:
+                        break
+            if not has_documents:
+                raise self._empty()
+            position = Position(position.epoch + 1)
+
+    def _epoch(
+        self, position: Position, *, shuffle: bool, seed: int
+    ) -> Iterator[tuple[Document, Position]]:
+        epoch, first_file, first = position
+        files = np.arange(len(self.files.paths))
+        files = order(len(files), seed, epoch) if shuffle else files
+        for i in range(first_file, len(files)):
+            file = int(files[i])
+            reader = self.files.open(file, FileCache())
+            count = len(reader)
+            indices = order(count, seed, epoch, file) if shuffle else np.arange(count)
+            for j in range(first, count):
+                index = int(indices[j])
+                if self._in_split(reader, index):
+                    yield self.files.document(reader, index), Position(epoch, i, j + 1)
+            first = 0
+
+    def _in_split(self, reader: Reader, index: int) -> bool:
+        if self._holdout == 0.0:
+            return True
+        return (reader.split_hash(index) < self._holdout) == (self._split == "validation")
+
+    def _empty(self) -> InputError:
+        mode = f" with upsample.mode={self.source.upsample.mode}" if self.source.upsample else ""
+        return InputError(f"data.path={self.source.name} gives no document in an epoch{mode}")
+
+
+def order(count: int, *seeds: int) -> np.ndarray:
+    """Returns a permutation of `count`; NumPy keeps the numbers of RandomState stable for ever."""
+    return np.random.RandomState(list(seeds)).permutation(count)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Returns a seed for a source; seeds lie far apart, since grain adds the epoch to them."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) >> 1
+
+
+class _StreamDataset(grain.IterDataset):
+    """The elements of a stream, with a restorable position."""
+
+    def __init__(self, stream: Stream, tokenise, **order):
+        super().__init__()
+        self._stream, self._tokenise, self._order = stream, tokenise, order
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _StreamIterator(self._stream, self._tokenise, self._order)
+
+
+class _StreamIterator(grain.DatasetIterator):
+    def __init__(self, stream: Stream, tokenise, order: dict[str, Any]):
+        super().__init__()
+        self._stream, self._tokenise, self._order = stream, tokenise, order
+        self._position, self._selection_state, self._documents = Position(), None, None
+
+    def __next__(self):
+        if self._documents is None:
+            self._documents = self._stream.read(
+                **self._order, position=self._position, selection_state=self._selection_state
+            )
+        for document, position, selection_state in self._documents:
+            self._position, self._selection_state = position, selection_state
+            if (element := self._tokenise(document.pair)) is not None:
+                return element
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        return {"place": list(self._position), "selection": self._selection_state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._position, self._selection_state = Position(*state["place"]), state["selection"]
+        self._documents = None
+
+
+Documents = Corpus | Stream | SeqioCorpus
+
+
+def source_files(source: Source, on_bad_text: str = "error", tokenizer: Any = None) -> SourceFiles:
+    """Finds the files of a source without opening them; checks token ids against `tokenizer`."""
+    match source:
+        case TokenSource():
+            files = TokenFiles(source, tokenizer)
+        case TeacherSource():
+            files = TeacherFiles(source, tokenizer)
+        case ChatSource():
+            files = ChatFiles(source, on_bad_text)
+        case _:
+            files = TextFiles(source, on_bad_text)
+    if files.paths.size == 0:
+        raise _no_documents(source)
+    return files
+
+
+def check_sources(config: TextConfig) -> None:
+    """Raises an `InputError` for sources without files, before a model is read.
+
+    No file is opened. Sources of type seqio are not checked, since that would import TensorFlow.
+    """
+    for source in config.resolved_sources():
+        if not isinstance(source, SeqioSource):
+            _check_rows(source_files(source, config.on_bad_text), config)
+
+
+def _check_rows(files: SourceFiles, config: TextConfig) -> None:
+    """Checks that stored rows have the shape that the settings give."""
+    if isinstance(files, TeacherFiles) and isinstance(config, DataConfig):
+        files.check_rows(config)
+
+
+def open_corpus(source: Source, *, on_bad_text: str = "error", tokenizer: Any = None) -> Documents:
+    """Opens a source, and indexes those of its files that hold many documents."""
+    if isinstance(source, SeqioSource):
+        corpus = SeqioCorpus(source, on_bad_text=on_bad_text)
+        if tokenizer is not None:
+            corpus.check_vocabulary(tokenizer)
+        return corpus
+    files = source_files(source, on_bad_text, tokenizer)
+    if source.stream or source.upsample:
+        return Stream(files)
+    corpus = Corpus(files)
+    if len(corpus) == 0:
+        raise _no_documents(source)
+    return corpus
+
+
+def open_split(config: TextConfig, split: str = "train", tokenizer: Any = None) -> list[Documents]:
+    """Opens every source, and selects the documents of the `train` or the `validation` split.
+
+    Raises:
+      InputError: a split has no document, or a source cannot be read.
+    """
+    if split not in ("train", "validation"):
+        raise InputError(f"split={split} is not one of train, validation")
+    if split == "validation" and config.holdout == 0.0:
+        raise InputError("data.holdout=0.0 leaves nothing for validation: set it to, say, 0.01")
+    sources = [
+        open_corpus(source, on_bad_text=config.on_bad_text, tokenizer=tokenizer)
+        for source in config.resolved_sources()
+    ]
+    for corpus in sources:
+        if isinstance(corpus, Corpus):
+            _check_rows(corpus.files, config)
+    corpora = [corpus.split(config.holdout, split) for corpus in sources]
+    if split == "validation":
+        corpora = [corpus for corpus in corpora if corpus.count != 0]
+    if not corpora or any(corpus.count == 0 for corpus in corpora):
+        raise InputError(
+            f"data.holdout={config.holdout} leaves no document for {split} out of"
+            f" {sum(corpus.count or 0 for corpus in sources)}: choose another fraction, or cut the"
+            " text into more documents"
+        )
+    return corpora
+
+
+def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of every document that is not empty, in the order of the files.
+
+    Args:
+      data: a data section, or just a path as in `data.path`.
+      split: `train` (everything when nothing is held out) or `validation`.
+
+    Raises:
+      InputError: no document has text, or a source holds token ids.
+    """
+    config = TextConfig(path=data) if isinstance(data, str) else data
+    corpora = open_split(config, split)
+    is_empty = True
+    for corpus in corpora:
+        for name, text in corpus:
+            if not isinstance(text, str):
+                raise InputError(f"{name} is no text, {_way_out(corpus.source)}")
+            if text.strip():
+                is_empty = False
+                yield name, text
+    if is_empty:
+        raise all_empty(corpora)
+
+
+def _way_out(source: Source) -> str:
+    if isinstance(source, SeqioSource) and source.tokens and not source.prompt:
+        return "but token ids, and text is needed here: set data.sources.0.tokens=false"
+    return "and text is needed here: name the source of that text, with type: text"
+
+
+def all_empty(corpora: list[Documents], reason: str = "empty or skipped") -> InputError:
+    """Returns the error for sources whose documents have no text."""
+    paths = ", ".join(corpus.source.name for corpus in corpora)
+    counts = [corpus.count for corpus in corpora if corpus.count is not None]
+    return InputError(
+        f"data.path={paths}: none of the {f'{sum(counts)} ' if counts else ''}documents has enough"
+        f" text ({reason})"
+    )
+
+
+def corpus_identity(corpora: list[Documents]) -> dict[str, Any]:
+    """Returns what identifies the text; a saved position is valid for an equal text only."""
+    # The files of a seqio task are not known.
+    files = [None if isinstance(c, SeqioCorpus) else c.files.paths for c in corpora]
+    return {
+        "data text fields": [corpus.source.reads for corpus in corpora],
+        "data weights": [corpus.source.weight for corpus in corpora],
+        "number of documents": [corpus.count for corpus in corpora],
+        "bytes of text": [None if paths is None else paths.size for paths in files],
+        "text of the corpus": [None if paths is None else paths.fingerprint for paths in files],
+    }
+
+
+def _no_documents(source: Source) -> InputError:
+    return InputError(f"data.path={source.name} holds no document: its files are empty")

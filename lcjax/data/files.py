@@ -1,27 +1,177 @@
-"""Bytes of plain, gzip and zstd files at any place, with few of the files open at the same time."""
+"""The files of a source, and random access to the bytes of plain, gzip and zstd files."""
 
+import glob
 import gzip
+import hashlib
+import importlib.util
+import itertools
+import json
 import mmap
+import os
+import struct
+import sysconfig
 import tempfile
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lcjax.data import zstd
+import numpy as np
+
 from lcjax.errors import InputError
 
-_OPEN = 64  # files open at the same time; systems allow 256 to 1024 for a process
-_KEPT = 1 << 30  # bytes of unpacked zstd frames and Parquet row groups held in memory
+TEXT = (".txt", ".md", ".py")  # one document per file
+LINES = (".jsonl",)  # many documents per file
+BINARY = (".parquet", ".arrow", ".array_record")  # many documents per file; never compressed
+COMPRESSED = (".gz", ".zst")
+READABLE = ", ".join(TEXT + LINES + BINARY) + " (text formats also as .gz and .zst)"
+
+LARGEST_FRAME = 1 << 28  # bytes of an unpacked zstd frame; each thread holds one in memory
+
+# Folders of tests hold files that are broken on purpose; site-packages is not the standard library.
+_NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+_FINGERPRINT_FILES = 32  # number of files whose first and last bytes enter the fingerprint
+_FINGERPRINT_BYTES = 1 << 12  # bytes at each end of such a file
+_MAX_OPEN = 64  # files open at the same time; systems allow 256 to 1024 for a process
+_CACHE_BYTES = 1 << 30  # unpacked zstd frames and Parquet row groups held in memory
 _CHUNK = 1 << 24
+_MAGIC = 0xFD2FB528
+_SKIPPABLE = 0x184D2A50  # the last four bits are free
+_CONTENT_SIZE = (0, 2, 4, 8)  # bytes of the field that holds the content size, by bits 6-7
 
 
-class Recent:
-    """The values asked for last: as many as fit `limit`, one at least.
+def kind(path: Path) -> str | None:
+    """Returns the suffix that decides how a file is read, without compression; None: unreadable."""
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+    if inner in TEXT + LINES or (suffix not in COMPRESSED and inner in BINARY):
+        return inner
+    if suffix == ".arrayrecord":
+        return ".array_record"
+    return None
 
-    A value that is dropped lives on while a thread still reads it, and then frees what it holds.
+
+def find_files(source: str) -> list[tuple[str, Path]]:
+    """Lists (name, path) of every readable file of a source, sorted by name.
+
+    Names are relative to the source, so they are the same on every machine. The validation split
+    depends on them.
+
+    Args:
+      source: a file, a folder, a glob, `python:stdlib`, or `package:NAME[/folder or glob]`.
+
+    Raises:
+      InputError: the source does not exist or has no readable file.
+    """
+    if source == "python:stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [f for f in _walk(root, skip=_NOT_STDLIB) if f.suffix == ".py"]
+        return _with_names(files, root, source)
+    if source.startswith("python:"):
+        raise InputError(f"data.path={source} is not known: only python:stdlib is")
+    if source.startswith("package:"):
+        return _package_files(source)
+    return _files_at(source, Path(source).expanduser())
+
+
+def _files_at(source: str, path: Path) -> list[tuple[str, Path]]:
+    if path.is_dir():
+        return _with_names(_without_caches(source, path, _walk(path)), path, source)
+    if path.is_file():
+        return _with_names([path], path.parent, source)
+    if not glob.has_magic(str(path)):
+        raise InputError(f"data.path={source} does not exist: give a file, a folder or a glob")
+    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+    matches = map(Path, glob.glob(str(path), recursive=True))
+    return _with_names([file for file in matches if file.is_file()], root, source)
+
+
+def _without_caches(source: str, root: Path, files: list[Path]) -> list[Path]:
+    """Removes the caches that Hugging Face `datasets` keeps beside its data files."""
+    if (root / "dataset_dict.json").is_file():
+        splits = json.loads((root / "dataset_dict.json").read_text()).get("splits", [])
+        raise InputError(
+            f"data.path={source} holds the splits {', '.join(splits)} of a dataset: name one of"
+            f" them, as {Path(source, *splits[:1])}"
+        )
+    data_files = {}
+    for folder in {file.parent for file in files if file.suffix == ".arrow"}:
+        state = folder / "state.json"
+        if state.is_file():
+            entries = json.loads(state.read_text()).get("_data_files", [])
+            data_files[folder] = {entry["filename"] for entry in entries}
+    return [
+        file
+        for file in files
+        if file.suffix != ".arrow" or file.name in data_files.get(file.parent, {file.name})
+    ]
+
+
+def _package_files(source: str) -> list[tuple[str, Path]]:
+    """Lists the files of an installed package without running its code."""
+    name, _, inner = source.removeprefix("package:").partition("/")
+    module = name.replace("-", "_")
+    # find_spec of a dotted name would import the parent package.
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not (spec.submodule_search_locations or spec.has_location):
+        raise InputError(
+            f"data.path={source}: no package {name!r} is installed here; try `pip install {name}`"
+        )
+    root = Path(next(iter(spec.submodule_search_locations or [spec.origin])))
+    return _files_at(source, root / inner if inner else root)
+
+
+def _walk(root: Path, skip: set[str] = frozenset()) -> list[Path]:
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            s for s in subfolders if s not in skip and s != "__pycache__" and s[0] != "."
+        ]
+        files += [Path(folder, name) for name in names if name[0] != "."]
+    return files
+
+
+def _with_names(files: list[Path], root: Path, source: str) -> list[tuple[str, Path]]:
+    named = sorted((file.relative_to(root).as_posix(), file) for file in files if kind(file))
+    if not named:
+        raise InputError(f"data.path={source} has no readable file; readable are {READABLE}")
+    return named
+
+
+class FileList(list):
+    """(name, path) of the files of a source, with their sizes and a fingerprint."""
+
+    def __init__(self, files: list[tuple[str, Path]]):
+        super().__init__(files)
+        self.sizes = [path.stat().st_size for _, path in files]
+        self.size = sum(self.sizes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the names and sizes of all files, and of both ends of some of them.
+
+        Hashing all bytes would read the whole corpus before the first batch.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for (name, _), size in zip(self, self.sizes, strict=True):
+            digest.update(f"{name}\0{size}\0".encode())
+        step = max(1, len(self) // _FINGERPRINT_FILES)
+        for _, path in self[::step]:
+            with open(path, "rb") as file:
+                digest.update(file.read(_FINGERPRINT_BYTES))
+                file.seek(max(0, path.stat().st_size - _FINGERPRINT_BYTES))
+                digest.update(file.read(_FINGERPRINT_BYTES))
+        return digest.hexdigest()
+
+
+class LRUCache:
+    """The values used last, up to a total size of `limit`, but at least one.
+
+    A thread may still read a value that was evicted; its resources are freed after that.
+    `functools.lru_cache` counts values, and this cache sums their sizes.
     """
 
     def __init__(self, limit: int, size: Callable[[Any], int] = lambda value: 1):
@@ -30,43 +180,47 @@ class Recent:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns the value of `key`, made by `make()` where it is missing."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key]
-        made = make()  # not under the lock: threads unpack different blocks at the same time
+        value = make()  # not under the lock: threads unpack different blocks at the same time
         with self._lock:
             if key not in self._values:
-                self._values[key] = made
-                self._total += self._size(made)
+                self._values[key] = value
+                self._total += self._size(value)
             self._values.move_to_end(key)
             while self._total > self._limit and len(self._values) > 1:
                 self._total -= self._size(self._values.popitem(last=False)[1])
             return self._values[key]
 
 
-class Files:
-    """What the readers of one source share, so that thousands of files need no more than a few."""
+class FileCache:
+    """Open files and unpacked blocks, shared by the readers of one source.
+
+    With it thousands of files need few file handles.
+    """
 
     def __init__(self):
-        self.opened = Recent(_OPEN)
-        self.blocks = Recent(_KEPT, lambda block: block.nbytes)
+        self.handles = LRUCache(_MAX_OPEN)
+        self.blocks = LRUCache(_CACHE_BYTES, lambda block: block.nbytes)
         self._spool = None
         self._spool_map: mmap.mmap | None = None
         self._lock = threading.Lock()
 
     def map(self, path: Path) -> mmap.mmap:
-        """The content of a file that is not empty; many threads can read it at once."""
-        return self.opened.get(path, lambda: _map(path))
+        """Maps a file that is not empty; many threads can read the map at once."""
+        return self.handles.get(path, lambda: _map(path))
 
     @property
     def spool(self):
-        """One temporary file, gone when closed: the plain content of all .gz files."""
+        """One temporary file with the unpacked content of all .gz files; deleted when closed."""
         if self._spool is None:
             self._spool = tempfile.TemporaryFile(prefix="lcjax-")  # noqa: SIM115
         return self._spool
 
-    def spooled(self, start: int, end: int) -> bytes:
+    def read_spool(self, start: int, end: int) -> bytes:
         with self._lock:
             if self._spool_map is None or len(self._spool_map) < end:
                 self._spool.flush()
@@ -74,72 +228,155 @@ class Files:
             return self._spool_map[start:end]
 
 
-class Plain:
-    """A file as it is."""
+class PlainContent:
+    """The bytes of an uncompressed file."""
 
-    def __init__(self, path: Path, files: Files):
-        self._path, self._files = path, files
+    def __init__(self, path: Path, cache: FileCache):
+        self._path, self._cache = path, cache
 
     def chunks(self) -> Iterator[bytes]:
-        """All of it once, in order: what an index is made from."""
+        """Yields all bytes in order; an index is built from them."""
         with open_file(self._path) as file:
             while chunk := file.read(_CHUNK):
                 yield chunk
 
     def read(self, start: int, end: int) -> bytes:
-        return self._files.map(self._path)[start:end]
+        return self._cache.map(self._path)[start:end]
 
 
-class Gzip:
-    """A .gz file, which has no random access: `chunks` also unpacks it to a temporary file."""
+class GzipContent:
+    """The unpacked bytes of a .gz file, which `chunks` writes to a temporary file for `read`."""
 
-    def __init__(self, path: Path, files: Files):
-        self._path, self._files, self._start = path, files, 0
+    def __init__(self, path: Path, cache: FileCache):
+        self._path, self._cache, self._start = path, cache, 0
 
     def chunks(self) -> Iterator[bytes]:
-        spool = self._files.spool
+        spool = self._cache.spool
         self._start = spool.seek(0, 2)
         for chunk in gzip_chunks(self._path):
             spool.write(chunk)
             yield chunk
 
     def read(self, start: int, end: int) -> bytes:
-        return self._files.spooled(self._start + start, self._start + end)
+        return self._cache.read_spool(self._start + start, self._start + end)
 
 
-class Zstd:
-    """A .zst file, read by its frames: the one or two that hold a document are unpacked for it.
+class ZstdContent:
+    """The unpacked bytes of a .zst file; `read` unpacks only the frames that it needs.
 
-    Memory: 16 bytes a frame, and the frames read last, up to 1 GiB for all files of a source.
+    A zstd file is a sequence of frames (RFC 8878), each compressed on its own. Within a frame no
+    byte can be read without all bytes before it. The headers alone give the ends of the frames.
+    `chunks` must run once before `read`. Memory: 16 bytes a frame, and the frames used last, up to
+    1 GiB for all files of a source.
     """
 
-    def __init__(self, path: Path, files: Files):
-        self._path, self._files = path, files
-        self._frames = zstd.Frames(path, self._map)
+    def __init__(self, path: Path, cache: FileCache):
+        self._path, self._cache = path, cache
+        self._ends = np.zeros(1, np.int64)  # frame ends in the unpacked content, after a first 0
+        self._bounds = np.zeros((0, 2), np.int64)  # start and end of each frame in the file
 
     def chunks(self) -> Iterator[bytes]:
-        return self._frames.chunks()
+        self._bounds = np.array(self._find_frames(), np.int64).reshape(-1, 2)
+        ends = [0]
+        for index in range(len(self._bounds)):
+            size = 0
+            for chunk in self._stream(index):
+                size += len(chunk)
+                if size > LARGEST_FRAME:
+                    raise self._too_large(index)
+                yield chunk
+            ends.append(ends[-1] + size)
+        self._ends = np.array(ends, np.int64)
 
     def read(self, start: int, end: int) -> bytes:
+        first = int(np.searchsorted(self._ends, start, side="right")) - 1
+        last = int(np.searchsorted(self._ends, end, side="left"))
         pieces = []
-        for index in self._frames.covering(start, end):
-            block = self._files.blocks.get(
-                (self._path, index), lambda index=index: memoryview(self._frames.unpack(index))
+        for index in range(first, last):
+            block = self._cache.blocks.get(
+                (self._path, index), lambda index=index: memoryview(self.unpack(index))
             )
-            at = self._frames.start(index)
-            pieces.append(block[max(start - at, 0) : end - at])
+            offset = int(self._ends[index])
+            pieces.append(block[max(start - offset, 0) : end - offset])
         return b"".join(pieces)
 
-    def _map(self):
-        return self._files.map(self._path)
+    def unpack(self, index: int) -> bytes:
+        """Returns the content of one frame."""
+        return b"".join(self._stream(index))
+
+    def _find_frames(self) -> list[tuple[int, int]]:
+        if self._path.stat().st_size == 0:
+            return []
+        try:
+            return frame_bounds(self._cache.map(self._path))
+        except (struct.error, IndexError, ValueError) as error:
+            reason = error if type(error) is ValueError else "it ends inside a frame"
+            raise InputError(f"{self._path} is damaged or cut short: {reason}") from None
+
+    def _stream(self, index: int) -> Iterator[bytes]:
+        pyarrow = _pyarrow()
+        start, end = self._bounds[index].tolist()
+        frame = memoryview(self._cache.map(self._path))[start:end]
+        try:
+            buffer = pyarrow.BufferReader(pyarrow.py_buffer(frame))
+            with pyarrow.CompressedInputStream(buffer, "zstd") as stream:
+                while chunk := stream.read(_CHUNK):
+                    yield chunk
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"{self._path} is damaged at byte {start}: {error}") from None
+
+    def _too_large(self, index: int) -> InputError:
+        name = self._path.name
+        return InputError(
+            f"{self._path}: the zstd frame at byte {self._bounds[index][0]} unpacks to more than"
+            f" {LARGEST_FRAME >> 20} MiB, and a frame can only be read from its start: write"
+            f" smaller frames (`zstd -dc {name} | split -C 64M --filter=zstd - > new.jsonl.zst`) or"
+            " unpack it"
+        )
 
 
-def content(path: Path, files: Files) -> Plain | Gzip | Zstd:
-    """The plain bytes of a file, whatever packs it."""
-    return {".gz": Gzip, ".zst": Zstd}.get(path.suffix.lower(), Plain)(path, files)
+def frame_bounds(data: bytes) -> list[tuple[int, int]]:
+    """Lists (start, end) of all zstd frames with content, from the sizes in the headers."""
+    bounds, start = [], 0
+    while start < len(data):
+        (magic,) = struct.unpack_from("<I", data, start)
+        if magic & ~0xF == _SKIPPABLE:
+            (size,) = struct.unpack_from("<I", data, start + 4)
+            end = start + 8 + size
+        elif magic == _MAGIC:
+            end = _frame_end(data, start)
+            bounds.append((start, end))
+        else:
+            raise ValueError(f"no zstd frame begins at byte {start}")
+        if end > len(data):
+            raise ValueError(f"the frame at byte {start} exceeds the end of the file")
+        start = end
+    return bounds
+
+
+def _frame_end(data: bytes, start: int) -> int:
+    descriptor = data[start + 4]
+    single, checksum = descriptor >> 5 & 1, descriptor >> 2 & 1
+    if descriptor & 3:
+        raise ValueError(f"the frame at byte {start} needs a dictionary; unpack it first")
+    size = _CONTENT_SIZE[descriptor >> 6] or single
+    offset = start + 5 + (not single) + size
+    is_last = False
+    while not is_last:
+        header = data[offset] | data[offset + 1] << 8 | data[offset + 2] << 16
+        is_last, is_run = header & 1, header >> 1 & 3 == 1
+        offset += 3 + (1 if is_run else header >> 3)  # a run stores the byte that it repeats
+    return offset + 4 * checksum
+
+
+def content(path: Path, cache: FileCache) -> PlainContent | GzipContent | ZstdContent:
+    """Returns the uncompressed content of a file, by its suffix."""
+    classes = {".gz": GzipContent, ".zst": ZstdContent}
+    return classes.get(path.suffix.lower(), PlainContent)(path, cache)
 
 
 def gzip_chunks(path: Path) -> Iterator[bytes]:
+    """Yields the unpacked bytes of a .gz file in order."""
     with open_file(path) as raw:
         stream = gzip.GzipFile(fileobj=raw)
         try:
@@ -150,6 +387,7 @@ def gzip_chunks(path: Path) -> Iterator[bytes]:
 
 
 def open_file(path: Path):
+    """Opens a file for reading bytes; raises `InputError` where it cannot."""
     try:
         return open(path, "rb")
     except OSError as error:
@@ -159,3 +397,13 @@ def open_file(path: Path):
 def _map(path: Path) -> mmap.mmap:
     with open_file(path) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _pyarrow():
+    try:
+        import pyarrow
+    except ImportError:
+        raise InputError(
+            "reading .zst files needs `pip install pyarrow`; .gz needs no package"
+        ) from None
+    return pyarrow

@@ -1,8 +1,8 @@
-"""`python -m lcjax.data prepare`: text becomes token ids on disk, once.
+"""`python -m lcjax.data prepare`: tokenises text once, for many trainings.
 
-The work is cut into jobs that depend on nothing but the text and the settings; each makes one shard
-(`lcjax.data.token_files`), whole or not at all. So any number of processes writes the same folder,
-and after a kill the same command goes on with the shards that are missing.
+The work is divided into jobs that depend on the text and the settings only. Each job writes one
+shard (`lcjax.data.token_files`) atomically. So any number of processes writes the same folder, and
+after a kill the same command writes the missing shards.
 """
 
 import collections
@@ -10,42 +10,46 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data import report
-from lcjax.data.opening import source_files
-from lcjax.data.prepare_job import Job, Settings, finished, plan, scan, start, tokenise, write_json
-from lcjax.data.sources import INDEX, PLAN, Source, TextSource
-from lcjax.data.token_files import FORMAT
+from lcjax.data.config import INDEX, PLAN, Source, TextSource
+from lcjax.data.corpus import derived_seed, order, source_files
+from lcjax.data.files import FileCache, FileList
+from lcjax.data.readers import Document
+from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
 
 TOKENIZER = "tokenizer"  # folder beside the shards
+# Minimum and maximum bytes of a job, and the number of jobs that is aimed at within these limits
+_MIN_JOB_BYTES, _MAX_JOB_BYTES, _NUM_JOBS = 1 << 20, 1 << 26, 64
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """What to tokenise, and where to."""
+    """Settings of `python -m lcjax.data prepare`."""
 
-    path: str = ""  # one source in short, as data.path; for labels or up-sampling use sources
-    sources: list[Source] = field(default_factory=list)  # of type text; weights have no meaning
-    tokenizer: str = ""  # of the model that will read it: what model.path may name
+    path: str = ""  # one source, as data.path; for labels or up-sampling: sources
+    sources: list[Source] = field(default_factory=list)  # of type text; weights are ignored
+    tokenizer: str = ""  # tokenizer of the model, as model.path
     out: str = ""  # folder to write
-    shuffle: bool = True  # files, and the documents of each, lie in random order
-    seed: int = 0  # of that order; data.seed of a training run that up-samples the same text
-    min_document_tokens: int = 1  # documents with fewer tokens are left out
-    on_bad_text: str = "error"  # bytes that are not UTF-8: error, skip the document, or replace
-    dtype: str = "auto"  # of the ids: uint16 where the vocabulary fits it, else uint32
+    shuffle: bool = True  # write files, and the documents of each, in random order
+    seed: int = 0  # of that order; data.seed gives the order of a stream with this seed
+    min_document_tokens: int = 1  # shorter documents are left out
+    on_bad_text: str = "error"  # invalid UTF-8: error, skip the document, or replace the bytes
+    dtype: str = "auto"  # of the ids; auto: uint16 where the vocabulary fits, else uint32
     workers: int = 0  # processes; 0: one for each core
 
     def __post_init__(self):
@@ -68,26 +72,56 @@ class PrepareConfig:
         return self.sources or [TextSource(self.path)]
 
 
+class Job(NamedTuple):
+    """Part `part` of `parts` of some files of a source; files are indices in reading order."""
+
+    number: int
+    source: int
+    files: tuple[int, ...]
+    part: int
+    parts: int
+    size: int  # bytes on disk, for the progress bar
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that all jobs share."""
+
+    sources: tuple[TextSource, ...]
+    seed: int | None  # None: files and documents stay in order
+    min_tokens: int
+    on_bad_text: str
+    dtype: str
+    out: Path
+
+
 def prepare(config: PrepareConfig) -> dict[str, Any]:
-    """Writes what is missing of the folder; returns its index."""
+    """Writes the missing shards of a token folder.
+
+    Returns:
+      The index of the folder, the content of `index.json`.
+
+    Raises:
+      InputError: the folder belongs to other text or settings, or no document remains.
+    """
     out = Path(config.out).expanduser()
     tokenizer = _tokenizer(config.tokenizer)
     settings = Settings(
         sources=tuple(config.text_sources()),
         seed=config.seed if config.shuffle else None,
-        least=config.min_document_tokens,
+        min_tokens=config.min_document_tokens,
         on_bad_text=config.on_bad_text,
         dtype=_dtype(config.dtype, tokenizer),
         out=out,
     )
-    found = [source_files(s, config.on_bad_text).found for s in settings.sources]
-    asked = _asked(config, settings, tokenizer.fingerprint, [f.fingerprint for f in found])
-    if (index := begin(out, asked)) is None:
-        jobs = plan(found, settings)
+    files = [source_files(s, config.on_bad_text).paths for s in settings.sources]
+    identity = _identity(config, settings, tokenizer.fingerprint, [f.fingerprint for f in files])
+    if (index := begin(out, identity)) is None:
+        jobs = make_jobs(files, settings)
         _run(config, settings, tokenizer, jobs)
-        index = _finish(config, settings, tokenizer, asked, len(jobs))
+        index = _finish(config, settings, tokenizer, identity, len(jobs))
         (out / PLAN).unlink()
-    print(report.table(index))
+    print(length_table(index))
     print(f"{out}: train on it with --data.path={config.out}")
     return index
 
@@ -99,20 +133,20 @@ def _tokenizer(name: str) -> Any:
         raise InputError(f"tokenizer={name}: {str(error).removeprefix(f'{name}: ')}") from error
 
 
-def _dtype(asked: str, tokenizer: Any) -> str:
-    fits = tokenizer.vocab_size <= 1 << 16
-    if asked == "uint16" and not fits:
+def _dtype(dtype: str, tokenizer: Any) -> str:
+    fits_uint16 = tokenizer.vocab_size <= 1 << 16
+    if dtype == "uint16" and not fits_uint16:
         raise InputError(
             f"dtype=uint16 holds 65536 ids, and the tokenizer has {tokenizer.vocab_size}: set"
             " dtype=uint32 or auto"
         )
-    return ("uint16" if fits else "uint32") if asked == "auto" else asked
+    return ("uint16" if fits_uint16 else "uint32") if dtype == "auto" else dtype
 
 
-def _asked(
+def _identity(
     config: PrepareConfig, settings: Settings, tokenizer: str, text: list[str]
 ) -> dict[str, Any]:
-    """What the shards depend on."""
+    """Returns everything that determines the shards."""
     fields = {
         "sources": [
             {k: v for k, v in dataclasses.asdict(s).items() if k not in ("path", "weight")}
@@ -130,67 +164,125 @@ def _asked(
 
 
 def begin(
-    out: Path, asked: dict[str, Any], index: str = INDEX, plan: str = PLAN
+    out: Path, identity: dict[str, Any], index: str = INDEX, plan: str = PLAN
 ) -> dict[str, Any] | None:
-    """The index of a folder that is finished; else makes it, or checks that it is the same.
+    """Creates a folder of shards, or checks that an existing one has the same identity.
 
-    `index` and `plan` are files in it; `asked` is what its content depends on.
+    Args:
+      out: the folder.
+      identity: everything that determines its content.
+      index: name of the file that makes the folder complete.
+      plan: name of the file with the identity of an incomplete folder.
+
+    Returns:
+      The index of a complete folder, None for an incomplete one.
+
+    Raises:
+      InputError: the folder has another identity, or holds other files.
     """
     for file in (index, plan):
         if (out / file).is_file():
-            there = json.loads((out / file).read_text(encoding="utf-8"))
-            before = there.get("asked", {})
-            for key, value in asked.items():
-                if before.get(key) != value:
+            content = json.loads((out / file).read_text(encoding="utf-8"))
+            saved = content.get("asked", {})
+            for key, value in identity.items():
+                if saved.get(key) != value:
                     raise InputError(
-                        f"out={out} was made with {key} {before.get(key)}, which is {value} now:"
+                        f"out={out} was made with {key} {saved.get(key)}, which is {value} now:"
                         " name another folder, or delete this one"
                     )
-            return there if file == index else None
+            return content if file == index else None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out={out} exists and is not empty: name another folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / plan, {"asked": asked})
+    write_json(out / plan, {"asked": identity})
     return None
 
 
+def make_jobs(sources: list[FileList], settings: Settings) -> list[Job]:
+    """Divides the files into jobs of similar size.
+
+    The jobs depend on the files and the settings, not on the number of processes.
+    """
+    total = sum(files.size for files in sources)
+    limit = min(max(total // _NUM_JOBS, _MIN_JOB_BYTES), _MAX_JOB_BYTES)
+    jobs: list[Job] = []
+    for source, files in enumerate(sources):
+        group, size = [], 0
+
+        def close():
+            nonlocal group, size
+            if group:
+                jobs.append(Job(len(jobs), source, tuple(group), 0, 1, size))  # noqa: B023
+            group, size = [], 0
+
+        for file in _order(len(files), settings, source):
+            num_bytes, path = files.sizes[file], files[file][1]
+            if size + num_bytes > limit:
+                close()
+            # A .gz has no random access: each part would unpack all of it.
+            parts = 1 if path.suffix.lower() == ".gz" else -(-num_bytes // (2 * limit))
+            if parts > 1:
+                share = num_bytes // parts
+                jobs += [
+                    Job(len(jobs) + part, source, (int(file),), part, parts, share)
+                    for part in range(parts)
+                ]
+                continue
+            group, size = [*group, int(file)], size + num_bytes
+        close()
+    return jobs
+
+
+def _order(count: int, settings: Settings, source: int, *more: int) -> np.ndarray:
+    """The order of the first epoch of a stream with the same seed."""
+    if settings.seed is None:
+        return np.arange(count)
+    return order(count, derived_seed(settings.seed, source), 0, *more)
+
+
 def _run(config: PrepareConfig, settings: Settings, tokenizer: Any, jobs: list[Job]) -> None:
-    workers = config.workers or os.cpu_count() or 1
-    done = tokens = 0
+    num_workers = config.workers or os.cpu_count() or 1
+    num_done = tokens = 0
     # Forking a process with threads, such as those of jax, may hang it.
     context = multiprocessing.get_context("spawn")
-    arguments = {"initializer": start, "initargs": (settings, tokenizer), "mp_context": context}
-    if workers == 1:
-        pool = _Here(settings, tokenizer)
+    arguments = {
+        "initializer": _start_worker,
+        "initargs": (settings, tokenizer),
+        "mp_context": context,
+    }
+    if num_workers == 1:
+        pool = _SameProcess(settings, tokenizer)
     else:
-        pool = ProcessPoolExecutor(min(workers, len(jobs)), **arguments)
+        pool = ProcessPoolExecutor(min(num_workers, len(jobs)), **arguments)
     size = sum(job.size for job in jobs)
+    # In a log file one line a minute is enough.
+    interval = 0.1 if sys.stderr.isatty() else 60.0
+    bar_options = {"unit": "B", "unit_scale": True, "desc": "tokenise", "mininterval": interval}
     try:
-        # In a log file a line a minute will do.
-        every = 0.1 if sys.stderr.isatty() else 60.0
-        shown = {"unit": "B", "unit_scale": True, "desc": "tokenise", "mininterval": every}
-        with tqdm(total=size, **shown) as bar:
-            for job, made in _ahead(pool, tokenise, _chosen(pool, settings, jobs), 2 * workers):
-                done, tokens = done + 1, tokens + made["tokens"]
+        with tqdm(total=size, **bar_options) as bar:
+            tasks = _select_documents(pool, settings, jobs)
+            for job, shard in _map_ahead(pool, _tokenise, tasks, 2 * num_workers):
+                num_done, tokens = num_done + 1, tokens + shard["tokens"]
                 bar.update(job.size)
                 bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
     except KeyboardInterrupt:
-        message = f"{done} of {len(jobs)} shards are in {config.out}; the same command goes on"
-        raise KeyboardInterrupt(message) from None
+        raise KeyboardInterrupt(
+            f"{num_done} of {len(jobs)} shards are in {config.out}; the same command resumes"
+        ) from None
     except BrokenProcessPool:
         raise InputError(
-            f"a process ended early, perhaps for want of memory; {done} of {len(jobs)} shards are"
-            " there: run the same command again, with fewer workers"
+            f"a process ended early, perhaps for lack of memory; {num_done} of {len(jobs)} shards"
+            " are written: run the same command again, with fewer workers"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _Here(Executor):
-    """Runs everything at once in this process: `workers: 1`."""
+class _SameProcess(Executor):
+    """Runs every task at once in this process: `workers: 1`."""
 
     def __init__(self, settings: Settings, tokenizer: Any):
-        start(settings, tokenizer)
+        _start_worker(settings, tokenizer)
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
         future: Future = Future()
@@ -198,47 +290,153 @@ class _Here(Executor):
         return future
 
 
-def _chosen(
+def _select_documents(
     pool: Executor, settings: Settings, jobs: list[Job]
 ) -> Iterator[tuple[Job, np.ndarray | None]]:
-    """The jobs with the documents that each takes (None: all), in order; none once it is full."""
+    """Yields each job with the mask of its selected documents (None: all).
+
+    Ends the jobs of a source once its up-sampled epoch is full.
+    """
     for number, source in enumerate(settings.sources):
-        own = [job for job in jobs if job.source == number]
+        source_jobs = [job for job in jobs if job.source == number]
         if source.upsample is None:
-            yield from ((job, None) for job in own)
+            yield from ((job, None) for job in source_jobs)
             continue
         selection = Selection(source.upsample)
-        for job, (characters, labels) in _ahead(pool, scan, ((job, None) for job in own), 8):
-            taken = np.zeros(len(characters), bool)
+        tasks = ((job, None) for job in source_jobs)
+        for job, (characters, labels) in _map_ahead(pool, _scan, tasks, 8):
+            is_selected = np.zeros(len(characters), bool)
             for i, length in enumerate(characters.tolist()):
-                taken[i] = selection.keep(length, labels[i], source.path)
-                if taken[i] and selection.full:
+                is_selected[i] = selection.keep(length, labels[i], source.path)
+                if is_selected[i] and selection.full:
                     break
-            yield job, taken
+            yield job, is_selected
             if selection.full:
                 break
 
 
-def _ahead(
+def _map_ahead(
     pool: Executor, function: Callable, tasks: Iterable[tuple[Job, Any]], depth: int
 ) -> Iterator[tuple[Job, Any]]:
-    """The results in the order of the tasks, of which `depth` are under way."""
-    waiting: collections.deque = collections.deque()
-    for job, more in tasks:
-        waiting.append((job, pool.submit(function, job, more)))
-        if len(waiting) >= depth:
-            job, future = waiting.popleft()
+    """Yields results in the order of the tasks, and runs up to `depth` tasks ahead.
+
+    Unlike `Executor.map` it draws the tasks lazily.
+    """
+    queue: collections.deque = collections.deque()
+    for job, argument in tasks:
+        queue.append((job, pool.submit(function, job, argument)))
+        if len(queue) >= depth:
+            job, future = queue.popleft()
             yield job, future.result()
-    while waiting:
-        job, future = waiting.popleft()
+    while queue:
+        job, future = queue.popleft()
         yield job, future.result()
 
 
+_worker: "Worker"
+
+
+def _start_worker(settings: Settings, tokenizer: Any) -> None:
+    """Initialises every process of the pool."""
+    global _worker
+    _worker = Worker(settings, tokenizer)
+    if (parent := multiprocessing.parent_process()) is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends the workers
+        # A killed parent cannot end its workers, which would wait for work for ever.
+        watch = threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True)
+        watch.start()
+
+
+def _scan(job: Job, _: None) -> tuple[np.ndarray, list[str]]:
+    """Returns characters and labels of the documents of a job, for the up-sampling."""
+    documents = [(d.characters, d.label) for d, _ in _worker.documents(job)]
+    return np.array([c for c, _ in documents], np.int64), [label for _, label in documents]
+
+
+def _tokenise(job: Job, is_selected: np.ndarray | None) -> dict[str, Any]:
+    """Writes the shard of a job where it is missing, and returns its description."""
+    return _read_shard(_worker.settings.out, job.number) or _worker.write(job, is_selected)
+
+
+def _read_shard(out: Path, number: int) -> dict[str, Any] | None:
+    """Reads the description of a shard; None where the shard is incomplete."""
+    file = out / f"{number:06d}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+class Worker:
+    """The state of a process between jobs."""
+
+    def __init__(self, settings: Settings, tokenizer: Any):
+        self.settings, self._tokenizer = settings, tokenizer
+        bad = settings.on_bad_text
+        self._sources = [source_files(source, bad) for source in settings.sources]
+        self._reader: tuple[tuple[int, int] | None, Any] = (None, None)
+
+    def documents(self, job: Job) -> Iterator[tuple[Document, float]]:
+        """Yields (document, hash of its name) in reading order."""
+        files = self._sources[job.source]
+        for file in job.files:
+            if self._reader[0] != (job.source, file):  # the parts of a file share its index
+                self._reader = (job.source, file), files.open(file, FileCache())
+            reader = self._reader[1]
+            count = len(reader)
+            indices = _order(count, self.settings, job.source, file)
+            first, last = (count * part // job.parts for part in (job.part, job.part + 1))
+            for index in indices[first:last].tolist():
+                yield files.document(reader, index), reader.split_hash(index)
+
+    def write(self, job: Job, is_selected: np.ndarray | None) -> dict[str, Any]:
+        """Writes the ids, the table of documents, and the description that completes the shard."""
+        out, name = self.settings.out, f"{job.number:06d}"
+        dtype, labels, rows, lengths = DTYPES[self.settings.dtype], {}, [], []
+        start = 0
+        draft = out / f"{name}.bin.tmp"
+        with open(draft, "wb") as file:
+            for i, (document, split_hash) in enumerate(self.documents(job)):
+                ids = self._ids(document) if is_selected is None or is_selected[i] else ()
+                if len(ids) < self.settings.min_tokens:
+                    continue
+                file.write(np.asarray(ids, dtype).tobytes())
+                label = labels.setdefault(document.label, len(labels))
+                rows.append((start, document.characters, split_hash, label))
+                lengths.append(len(ids))
+                start += len(ids)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(out / f"{name}.bin")
+        table = np.array(rows, DOCUMENT)
+        with open(out / f"{name}.npy.tmp", "wb") as file:
+            np.save(file, table)
+        (out / f"{name}.npy.tmp").replace(out / f"{name}.npy")
+        shard = {"name": name, "documents": len(rows), "tokens": start, "labels": list(labels)}
+        shard["lengths"] = lengths_by_label(np.array(lengths, np.int64), table["label"], labels)
+        write_json(out / f"{name}.json", shard)
+        return shard
+
+    def _ids(self, document: Document) -> list[int]:
+        return self._tokenizer.encode(document.value) if document.value.strip() else []
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file atomically."""
+    draft = path.with_name(path.name + ".tmp")
+    with open(draft, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
 def _finish(
-    config: PrepareConfig, settings: Settings, tokenizer: Any, asked: dict[str, Any], jobs: int
+    config: PrepareConfig,
+    settings: Settings,
+    tokenizer: Any,
+    identity: dict[str, Any],
+    num_jobs: int,
 ) -> dict[str, Any]:
-    """The index over all shards, and the report; the index is the last that is written."""
-    shards = [shard for i in range(jobs) if (shard := finished(settings.out, i))]
+    """Writes the report, and last the index over all shards."""
+    shards = [shard for i in range(num_jobs) if (shard := _read_shard(settings.out, i))]
     index = {
         "format": FORMAT,
         "dtype": settings.dtype,
@@ -247,19 +445,130 @@ def _finish(
         "vocab_size": tokenizer.vocab_size,
         "documents": sum(shard["documents"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
-        "lengths": report.total(shards),
+        "lengths": total_lengths(shards),
         "shards": [{k: s[k] for k in ("name", "documents", "tokens", "labels")} for s in shards],
-        "asked": asked,
+        "asked": identity,
     }
     if not index["tokens"]:
         raise InputError(
-            f"no document is left (empty, below min_document_tokens={settings.least}, or not taken"
-            " by upsample): nothing was prepared"
+            f"no document is left (empty, below min_document_tokens={settings.min_tokens}, or not"
+            " selected by upsample): nothing was prepared"
         )
     tokenizer.save(settings.out / TOKENIZER)
-    report.plot(index, settings.out / "lengths.png")
-    (settings.out / "report.md").write_text(report.table(index) + "\n", encoding="utf-8")
+    plot_lengths(index, settings.out / "lengths.png")
+    (settings.out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
     write_json(settings.out / INDEX, index)
-    for i in range(jobs):
+    for i in range(num_jobs):
         (settings.out / f"{i:06d}.json").unlink(missing_ok=True)
     return index
+
+
+_BINS = 40  # length bin b holds documents of 2**b ... 2**(b + 1) - 1 tokens
+_LONG = (4096, 32768)  # document lengths in the reports of long-context studies
+_MAX_LABELS = 12  # labels with a line of their own in a report, those with the most tokens
+_BAR_WIDTH = 30  # characters of the longest bar
+
+
+def lengths_by_label(
+    lengths: np.ndarray, labels: np.ndarray, names: Iterable[str]
+) -> dict[str, dict[str, list[int]]]:
+    """Counts documents and tokens of a shard by label and by length bin."""
+    bins = np.log2(np.maximum(lengths, 1)).astype(int)
+    counts = {}
+    for number, name in enumerate(names):
+        is_label = labels == number
+        documents = np.bincount(bins[is_label], minlength=_BINS)
+        tokens = np.zeros(_BINS, np.int64)
+        np.add.at(tokens, bins[is_label], lengths[is_label])
+        counts[name] = {"documents": documents.tolist(), "tokens": tokens.tolist()}
+    return counts
+
+
+def total_lengths(shards: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
+    """Sums the counts of all shards."""
+    sums: dict[str, dict[str, list[int]]] = {}
+    for shard in shards:
+        for label, counts in shard["lengths"].items():
+            label_sums = sums.setdefault(label, {key: [0] * _BINS for key in counts})
+            for key, values in counts.items():
+                label_sums[key] = [a + b for a, b in zip(label_sums[key], values, strict=True)]
+    return dict(sorted(sums.items()))
+
+
+def length_table(index: dict[str, Any]) -> str:
+    """Returns the tokens of every label, and a histogram of document lengths, as Markdown."""
+    rows = [(name, *_sums(counts)) for name, counts in _largest(index["lengths"]).items()]
+    if len(rows) > 1:
+        rows.append(("all", *_sums(_all(index))))
+    total = max(1, index["tokens"])
+    lines = [
+        "| source | documents | tokens | share | mean | "
+        + " | ".join(f"in documents >= {length:,}" for length in _LONG)
+        + " |",
+        "|---|" + "---:|" * (4 + len(_LONG)),
+    ]
+    for name, documents, tokens, *long in rows:
+        parts = " | ".join(f"{part / max(1, tokens):.1%}" for part in long)
+        lines.append(
+            f"| {name} | {documents:,} | {tokens:,} | {tokens / total:.2%}"
+            f" | {tokens / max(1, documents):,.0f} | {parts} |"
+        )
+    return "\n".join([*lines, "", *_histogram(_all(index)["tokens"])])
+
+
+def _largest(lengths: dict[str, dict]) -> dict[str, dict]:
+    """Returns the labels with the most tokens, and the sum of all others."""
+    names = sorted(lengths, key=lambda name: -sum(lengths[name]["tokens"]))
+    if len(names) <= _MAX_LABELS + 1:
+        return lengths
+    rest = names[_MAX_LABELS:]
+    largest = {name: lengths[name] for name in names[:_MAX_LABELS]}
+    return largest | {f"{len(rest)} others": _all({"lengths": {n: lengths[n] for n in rest}})}
+
+
+def _all(index: dict[str, Any]) -> dict[str, list[int]]:
+    return {
+        key: np.sum([counts[key] for counts in index["lengths"].values()], axis=0).tolist()
+        for key in ("documents", "tokens")
+    }
+
+
+def _sums(counts: dict[str, list[int]]) -> tuple[int, ...]:
+    """Returns documents, tokens, and tokens in documents of at least each length of `_LONG`."""
+    long = [sum(counts["tokens"][int(np.log2(length)) :]) for length in _LONG]
+    return sum(counts["documents"]), sum(counts["tokens"]), *long
+
+
+def _histogram(tokens: Sequence[int]) -> list[str]:
+    """Returns a table of the share of tokens by document length."""
+    bins = [b for b, count in enumerate(tokens) if count]
+    total, largest = max(1, sum(tokens)), max([1, *tokens])
+    lines = ["| tokens of a document | share of all tokens | |", "|---:|---:|---|"]
+    for b in range(bins[0], bins[-1] + 1) if bins else ():
+        bar = "█" * round(_BAR_WIDTH * tokens[b] / largest)
+        lines.append(f"| {2**b:,} - {2 ** (b + 1) - 1:,} | {tokens[b] / total:.1%} | {bar} |")
+    return lines
+
+
+def plot_lengths(index: dict[str, Any], path: Path) -> None:
+    """Draws the histogram of document lengths, stacked by label, as PNG."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    (bins,) = np.nonzero(_all(index)["tokens"])
+    bins = np.arange(bins[0], bins[-1] + 1)
+    bottom = np.zeros(len(bins))
+    for number, (name, counts) in enumerate(_largest(index["lengths"]).items()):
+        share = np.array(counts["tokens"])[bins] / index["tokens"]
+        axes.bar(
+            bins, share, bottom=bottom, width=0.9, label=name, color=colormaps["tab20"](number)
+        )
+        bottom += share
+    axes.set_xticks(bins, [f"{2**b:,}" for b in bins], rotation=45)
+    axes.set_xlabel("tokens of a document, from")
+    axes.set_ylabel("share of all tokens")
+    axes.set_title(f"{index['tokens']:,} tokens in {index['documents']:,} documents")
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,26 +1,38 @@
-"""Random access to the records of one file: whole text files, lines of JSON.
+"""Random access to the records of one file: text, lines of JSON, Parquet, Arrow, ArrayRecord.
 
-A record is a str, the document itself, or a mapping of fields, one of which holds it. Names are the
-same on every machine; `where` is for messages.
+A record is a str, which is the document, or a mapping of fields, one of which holds the document.
+Names of records are the same on every machine. Locations are for error messages.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tqdm import tqdm
 
-from lcjax.data.files import Files, content, gzip_chunks
+from lcjax.data.config import Source, TextSource
+from lcjax.data.files import FileCache, FileList, content, find_files, gzip_chunks, kind
 from lcjax.errors import InputError
 
-_SHOW_PROGRESS = 1 << 28  # bytes of a file from which on indexing shows a bar
+_PROGRESS_BYTES = 1 << 28  # indexing a file of at least this size shows a progress bar
 
 
-def decode(data: bytes, *, where: str, offset: int = 0, on_bad_text: str = "error") -> str:
-    """UTF-8 text without its byte order mark; `offset` places an error within the file."""
+def decode(data: bytes, *, location: str, offset: int = 0, on_bad_text: str = "error") -> str:
+    """Decodes UTF-8 text and removes its byte order mark.
+
+    Args:
+      data: the bytes.
+      location: file and record, for error messages.
+      offset: offset of `data` in the file, for error messages.
+      on_bad_text: for invalid bytes: error, skip (returns an empty text) or replace.
+
+    Raises:
+      InputError: the bytes are not UTF-8 and `on_bad_text` is error.
+    """
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -30,19 +42,32 @@ def decode(data: bytes, *, where: str, offset: int = 0, on_bad_text: str = "erro
             return data.decode("utf-8", "replace")
         guess = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
         raise InputError(
-            f"{where} is not UTF-8: byte 0x{data[error.start]:02x} at offset"
+            f"{location} is not UTF-8: byte 0x{data[error.start]:02x} at offset"
             f" {offset + error.start}; convert it (`iconv -f {guess} -t UTF-8`) or set"
             " data.on_bad_text=skip (or replace)"
         ) from None
 
 
 def unit_hash(data: bytes) -> float:
-    """A number in [0, 1) that depends on nothing but `data`."""
+    """Hashes `data` to a number in [0, 1) that is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64
 
 
+class Document(NamedTuple):
+    """A document, and the fields that decide whether it is read."""
+
+    name: str
+    value: Any  # text, token ids, or a conversation
+    label: str
+    characters: int
+
+    @property
+    def pair(self) -> tuple[str, Any]:
+        return self.name, self.value
+
+
 class Reader:
-    """What all readers share; those of files with one document have no numbers in the names."""
+    """Base class of the readers of one file."""
 
     def __init__(self, name: str, path: Path):
         self._name, self._path = name, path
@@ -56,20 +81,35 @@ class Reader:
     def name(self, index: int) -> str:
         return f"{self._name}:{index + 1}"
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}:{index + 1}"
 
-    def unit(self, index: int) -> float:
-        """A number in [0, 1) that belongs to the document for good."""
+    def split_hash(self, index: int) -> float:
+        """The hash in [0, 1) that decides about the validation split."""
         return unit_hash(self.name(index).encode())
 
 
-class TextFile(Reader):
+class SourceFiles(Protocol):
+    """The files of one source, and how documents are read from them."""
+
+    source: Source
+    paths: FileList
+
+    def open(self, index: int, cache: FileCache) -> Reader:
+        """Opens one file."""
+        ...
+
+    def document(self, reader: Reader, index: int) -> Document:
+        """Returns the document in a record."""
+        ...
+
+
+class TextReader(Reader):
     """A file that is one document."""
 
-    def __init__(self, name: str, path: Path, on_bad_text: str, files: Files):
+    def __init__(self, name: str, path: Path, on_bad_text: str, cache: FileCache):
         super().__init__(name, path)
-        self._on_bad_text, self._files = on_bad_text, files
+        self._on_bad_text, self._cache = on_bad_text, cache
 
     def __len__(self) -> int:
         return 1
@@ -77,90 +117,404 @@ class TextFile(Reader):
     def name(self, index: int) -> str:
         return self._name
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return str(self._path)
 
     def record(self, index: int) -> str:
-        packed = self._path.suffix.lower() == ".gz"  # read at once: no need of a temporary file
-        chunks = gzip_chunks(self._path) if packed else content(self._path, self._files).chunks()
-        return decode(b"".join(chunks), where=str(self._path), on_bad_text=self._on_bad_text)
+        is_gzip = self._path.suffix.lower() == ".gz"  # read at once, without the temporary file
+        chunks = gzip_chunks(self._path) if is_gzip else content(self._path, self._cache).chunks()
+        return decode(b"".join(chunks), location=str(self._path), on_bad_text=self._on_bad_text)
 
 
-class JsonLines(Reader):
-    """A file with one JSON object per line, found by byte offset (8 bytes of memory a line)."""
+class JsonLinesReader(Reader):
+    """A file with one JSON object per line, indexed by byte offset (8 bytes of memory a line)."""
 
-    def __init__(self, name: str, path: Path, on_bad_text: str, files: Files):
+    def __init__(self, name: str, path: Path, on_bad_text: str, cache: FileCache):
         super().__init__(name, path)
         self._on_bad_text = on_bad_text
-        self._content = content(path, files)
+        self._content = content(path, cache)
         self._starts = line_starts(self._content.chunks(), path.name, path.stat().st_size)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def record(self, index: int) -> dict[str, Any] | str:
-        """The object; an empty document for a blank line."""
+        """Returns the object of a line, or an empty document for a blank line."""
         start, end = int(self._starts[index]), int(self._starts[index + 1])
         data = self._content.read(start, end)
-        where = self.where(index)
-        line = decode(data, where=where, offset=start, on_bad_text=self._on_bad_text)
-        return parse_json(line, where) if line.strip() else ""
+        location = self.location(index)
+        line = decode(data, location=location, offset=start, on_bad_text=self._on_bad_text)
+        return _parse_json(line, location) if line.strip() else ""
 
 
-def parse_json(line: str, where: str) -> dict[str, Any]:
+def _parse_json(line: str, location: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}; each line of a .jsonl"
+            f"{location} is not JSON: {error.msg} at column {error.colno}; each line of a .jsonl"
             ' file is one object such as {"text": ...}'
         ) from None
     if not isinstance(record, dict):
-        raise InputError(f"{where} is a JSON {type(record).__name__}, not an object")
+        raise InputError(f"{location} is a JSON {type(record).__name__}, not an object")
     return record
 
 
 def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
-    """Byte offsets of the lines of a content, and its end: int64 [lines + 1].
+    """Finds the byte offsets of the lines of a content, and of its end.
 
-    `size`, the bytes of the file, decides whether a bar shows how much was read.
+    Args:
+      chunks: the content in order.
+      label: name of the file for the progress bar.
+      size: bytes of the file; a large one shows a progress bar.
+
+    Returns:
+      int64 [lines + 1].
     """
-    starts, read, ended = [np.zeros(1, np.int64)], 0, True
+    starts, num_bytes, ends_with_newline = [np.zeros(1, np.int64)], 0, True
     # None shows the bar on a terminal only.
-    hide = True if size < _SHOW_PROGRESS else None
-    with tqdm(unit="B", unit_scale=True, desc=f"index {label}", disable=hide) as bar:
+    disable = True if size < _PROGRESS_BYTES else None
+    with tqdm(unit="B", unit_scale=True, desc=f"index {label}", disable=disable) as bar:
         for chunk in chunks:
-            starts.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + (read + 1))
-            read, ended = read + len(chunk), chunk[-1] == 10
+            newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10)
+            starts.append(newlines + (num_bytes + 1))
+            num_bytes, ends_with_newline = num_bytes + len(chunk), chunk[-1] == 10
             bar.update(len(chunk))
     # The last line may lack its line feed.
-    return np.concatenate(starts if ended else [*starts, np.array([read])])
+    return np.concatenate(starts if ends_with_newline else [*starts, np.array([num_bytes])])
 
 
-def field_of(record: Any, name: str, where: str, key: str = "text_field") -> Any:
-    """The value of a field, which the setting `key` names; `a.b` is field b of that in field a."""
+class ParquetReader(Reader):
+    """The rows of a Parquet file, read by row groups, which the cache of the source holds."""
+
+    def __init__(self, name: str, path: Path, fields: Mapping[str, str], cache: FileCache):
+        super().__init__(name, path)
+        self._cache = cache
+        self._lock = threading.Lock()
+        file = self._file()
+        self._columns = _columns(fields, file.schema_arrow.names, path)
+        meta = file.metadata
+        rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+        self._starts = np.cumsum([0, *rows])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def location(self, index: int) -> str:
+        return f"{self._path}: row {index + 1}"
+
+    def record(self, index: int) -> dict[str, Any]:
+        group = int(np.searchsorted(self._starts, index, side="right")) - 1
+        with self._lock:  # a ParquetFile is not safe to read from two threads
+            table = self._cache.blocks.get((self._path, group), lambda: self._read(group))
+        row = index - int(self._starts[group])
+        return {name: table.column(name)[row].as_py() for name in table.column_names}
+
+    def _file(self):
+        return self._cache.handles.get(self._path, self._open)
+
+    def _open(self):
+        pyarrow = _pyarrow(".parquet")
+        try:
+            return pyarrow.parquet.ParquetFile(self._path, memory_map=True)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"{self._path} is not a readable Parquet file: {error}") from None
+
+    def _read(self, group: int):
+        pyarrow, file = _pyarrow(".parquet"), self._file()
+        try:
+            return file.read_row_group(group, columns=self._columns)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"{self._path}: row group {group} is damaged: {error}") from None
+
+
+class ArrowReader(Reader):
+    """The rows of an Arrow file (stream or file format), as Hugging Face `datasets` writes them.
+
+    The file is mapped into memory through pyarrow; the package `datasets` is not needed.
+    """
+
+    def __init__(self, name: str, path: Path, fields: Mapping[str, str], cache: FileCache):
+        super().__init__(name, path)
+        self._cache = cache
+        table = self._table()
+        self._columns = _columns(fields, table.column_names, path)
+        self._num_rows = table.num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def location(self, index: int) -> str:
+        return f"{self._path}: row {index + 1}"
+
+    def record(self, index: int) -> dict[str, Any]:
+        table = self._table()
+        return {name: table.column(name)[index].as_py() for name in self._columns}
+
+    def _table(self):
+        return self._cache.handles.get(self._path, self._open)
+
+    def _open(self):
+        pyarrow = _pyarrow(".arrow")
+        try:
+            memory_map = pyarrow.memory_map(str(self._path))
+            try:
+                return pyarrow.ipc.open_stream(memory_map).read_all()
+            except pyarrow.ArrowInvalid:
+                return pyarrow.ipc.open_file(memory_map).read_all()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"{self._path} is not a readable Arrow file: {error}") from None
+
+
+def _columns(fields: Mapping[str, str], names: Sequence[str], path: Path) -> list[str]:
+    """Returns the columns that hold `fields` {setting: field}; `a.b` lies in column a."""
+    columns = []
+    for setting, name in fields.items():
+        column = name if name in names else name.split(".")[0]
+        if column not in names:
+            raise _no_field(str(path), name, names, setting)
+        columns.append(column)
+    return list(dict.fromkeys(columns))
+
+
+def _pyarrow(suffix: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"reading {suffix} files needs `pip install pyarrow`") from None
+    return pyarrow
+
+
+class ArrayRecordReader(Reader):
+    """The records of an ArrayRecord file, through grain.
+
+    A record is bytes without a type. The first record decides for the whole file: a
+    `tf.train.Example` (TFDS and MaxText write these), a JSON object, or a document in UTF-8.
+    """
+
+    def __init__(self, name: str, path: Path, on_bad_text: str, cache: FileCache):
+        super().__init__(name, path)
+        self._cache, self._on_bad_text = cache, on_bad_text
+        self._length = len(self._file())
+        self._kind = _record_kind(self._bytes(0)) if self._length else "text"
+
+    def __len__(self) -> int:
+        return self._length
+
+    def location(self, index: int) -> str:
+        return f"{self._path}: record {index + 1}"
+
+    def record(self, index: int) -> dict[str, Any] | str:
+        data, location = self._bytes(index), self.location(index)
+        if self._kind == "example":
+            example = parse_example(data)
+            if example is None:
+                raise InputError(
+                    f"{location} is no tf.train.Example, but the first record of the file is one"
+                )
+            return {key: self._feature(value, location) for key, value in example.items()}
+        text = decode(data, location=location, on_bad_text=self._on_bad_text)
+        return _parse_json(text, location) if self._kind == "json" and text else text
+
+    def _feature(self, values: list, location: str) -> Any:
+        """Decodes bytes; a list of one value becomes that value."""
+        if values and isinstance(values[0], bytes):
+            values = [
+                decode(value, location=location, on_bad_text=self._on_bad_text) for value in values
+            ]
+        return values[0] if len(values) == 1 else values
+
+    def _bytes(self, index: int) -> bytes:
+        try:
+            return self._file()[index]
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise InputError(f"{self.location(index)} is damaged: {_one_line(error)}") from None
+
+    def _file(self) -> Any:
+        return self._cache.handles.get(self._path, self._open)
+
+    def _open(self) -> Any:
+        import grain
+
+        try:
+            return grain.sources.ArrayRecordDataSource([str(self._path)])
+        except ImportError:
+            raise InputError(
+                "reading .array_record files needs `pip install array-record`"
+            ) from None
+        except (RuntimeError, ValueError, OSError) as error:
+            raise InputError(
+                f"{self._path} is not a readable ArrayRecord file: {_one_line(error)}"
+            ) from None
+
+
+def _record_kind(data: bytes) -> str:
+    if parse_example(data):
+        return "example"
+    try:
+        return "json" if isinstance(json.loads(data), dict) else "text"
+    except ValueError:
+        return "text"
+
+
+def parse_example(data: bytes) -> dict[str, list] | None:
+    """Parses a `tf.train.Example` into {feature: values}; None for other bytes.
+
+    Example{1: Features{1: entries {1: name, 2: Feature{1: bytes | 2: floats | 3: ints}}}},
+    where the three kinds of list hold their values as field 1.
+    """
+    try:
+        features = {}
+        for _, message in _fields(data, only=1):
+            for _, entry in _fields(message, only=1):
+                pair = dict(_fields(entry))
+                name, feature = pair[1].decode(), dict(_fields(pair.get(2, b"")))
+                features[name] = next((_values(k, v) for k, v in feature.items()), [])
+        return features
+    except (ValueError, KeyError, IndexError, AttributeError, UnicodeDecodeError):
+        return None
+
+
+def _values(kind: int, data: bytes) -> list:
+    fields = list(_fields(data, only=1))
+    if kind == 1:
+        return [value for _, value in fields]
+    if kind == 2:
+        return [float(v) for _, part in fields for v in np.frombuffer(part, "<f4")]
+    if kind != 3:
+        raise ValueError("no list of a Feature")
+    values = []
+    for _, part in fields:
+        if isinstance(part, int):
+            values.append(part)
+            continue
+        offset = 0
+        while offset < len(part):
+            value, offset = _varint(part, offset)
+            values.append(value)
+    return [value - 2**64 if value >= 2**63 else value for value in values]
+
+
+def _fields(data: bytes, only: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Yields (number, value) of the fields of a protocol buffer message; lengths must match."""
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
+        number, wire = key >> 3, key & 7
+        if only is not None and number != only:
+            raise ValueError("another message")
+        if wire == 0:
+            value, offset = _varint(data, offset)
+        elif wire in (1, 2, 5):
+            size = {1: 8, 5: 4}.get(wire, 0)
+            if wire == 2:
+                size, offset = _varint(data, offset)
+            value, offset = data[offset : offset + size], offset + size
+            if offset > len(data):
+                raise ValueError("cut short")
+        else:
+            raise ValueError("no such wire type")
+        yield number, value
+
+
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[offset]
+        value, offset, shift = value | (byte & 127) << shift, offset + 1, shift + 7
+        if byte < 128:
+            return value, offset
+        if shift > 63:
+            raise ValueError("no integer")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+class RecordFiles:
+    """The files of a source of records."""
+
+    def __init__(self, source: Source, settings: Iterable[str], on_bad_text: str = "error"):
+        """`settings` are the fields of `source` that name fields of a record."""
+        self.source, self._on_bad_text = source, on_bad_text
+        self._fields: dict[str, str] = {
+            setting: name for setting in settings if (name := getattr(source, setting))
+        }
+        self.paths = FileList(find_files(source.path))
+
+    def open(self, index: int, cache: FileCache) -> Reader:
+        (name, path), on_bad_text = self.paths[index], self._on_bad_text
+        match kind(path):
+            case ".jsonl":
+                return JsonLinesReader(name, path, on_bad_text, cache)
+            case ".array_record":
+                return ArrayRecordReader(name, path, on_bad_text, cache)
+            case ".parquet":
+                return ParquetReader(name, path, self._fields, cache)
+            case ".arrow":
+                return ArrowReader(name, path, self._fields, cache)
+            case _:
+                return TextReader(name, path, on_bad_text, cache)
+
+    def document(self, reader: Reader, index: int) -> Document:
+        raise NotImplementedError
+
+
+class TextFiles(RecordFiles):
+    """Sources of type text: a document is one field of a record, or a whole file."""
+
+    source: TextSource
+
+    def __init__(self, source: TextSource, on_bad_text: str = "error"):
+        super().__init__(source, ("text_field", "label_field"), on_bad_text)
+
+    def document(self, reader: Reader, index: int) -> Document:
+        record, location, name = reader.record(index), reader.location(index), reader.name(index)
+        text = _text(record, self.source.text_field, location)
+        return Document(name, text, self._label(record, location, name), len(text))
+
+    def _label(self, record: Any, location: str, name: str) -> str:
+        field = self.source.label_field
+        if field and isinstance(record, dict):
+            return str(field_value(record, field, location, "label_field"))
+        folder, separator, _ = name.partition("/")
+        # A top-level file of many documents is a label of its own; single documents share ".".
+        return folder if separator else folder.split(".")[0] if ":" in folder else "."
+
+
+def field_value(record: Any, name: str, location: str, setting: str = "text_field") -> Any:
+    """Returns the value of a field; `a.b` is field b of the mapping in field a.
+
+    Args:
+      record: mapping of fields.
+      name: the field.
+      location: file and record, for error messages.
+      setting: the field of the source that holds `name`, for error messages.
+    """
     value = record
     for part in [name] if name in record else name.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise no_field(where, name, record, key)
+            raise _no_field(location, name, record, setting)
         value = value[part]
     return value
 
 
-def text_of(record: Any, name: str, where: str) -> str:
-    """The document in a record."""
+def _text(record: Any, name: str, location: str) -> str:
     if isinstance(record, str):
         return record
-    value = field_of(record, name, where)
+    value = field_value(record, name, location)
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise InputError(f"{where}: field {name!r} holds a {type(value).__name__}, not text")
+        raise InputError(f"{location}: field {name!r} holds a {type(value).__name__}, not text")
     return value
 
 
-def no_field(where: str, name: str, present: Iterable[str], key: str) -> InputError:
+def _no_field(location: str, name: str, names: Iterable[str], setting: str) -> InputError:
     return InputError(
-        f"{where} has no field {name!r}; it has {', '.join(sorted(present)) or 'none'}:"
-        f" name the right one with data.sources.0.{key}"
+        f"{location} has no field {name!r}; it has {', '.join(sorted(names)) or 'none'}:"
+        f" name the right one with data.sources.0.{setting}"
     )

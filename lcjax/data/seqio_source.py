@@ -1,101 +1,103 @@
-"""Documents of a Task or Mixture from seqio's registries, as a stream with an exact position.
+"""Sources of type seqio: documents, or rows with context chunks, of a Task or Mixture.
 
-A task is a TensorFlow pipeline that can only be read in order. Its own shuffling and mixing, with
-the seed of the data, are deterministic, so the number of examples read is the whole position: to
-resume, the pipeline is built again and that many examples are skipped, which costs reading them
-again. seqio and TensorFlow are imported only where a source of this type is opened.
+seqio and TensorFlow are imported only when such a source is opened, or a converter is made.
 """
 
+import contextlib
 import copy
 import difflib
 import importlib
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import grain
 import numpy as np
 
-from lcjax.data.chat_files import Plain
+from lcjax.data.chat import PromptAnswer
+from lcjax.data.chunks import Chunks
 from lcjax.data.config import SeqioSource
 from lcjax.data.readers import decode, unit_hash
-from lcjax.data.seqio_chunks import import_seqio
 from lcjax.errors import InputError
 
-# Tokenizers that give the same ids here, words, digits, spaces, scripts and code, are the same.
+# Equal ids for these words, digits, spaces, scripts and code show that two tokenizers are equal.
 _PROBES = (
     "The quick brown fox doesn't jump over 1234567890 lazy dogs; it's 3.14 times too slow.",
     "Naïve café, Straße, Привет мир, 日本語のテキスト, 🙂 and \t two  spaces.",
     "def f(x, *y):\n    return x ** 2 != {'a': [1, 22, 333]}  # --- end",
 )
 
-
-Value = str | np.ndarray | Plain  # text, int32 ids, or what is read beside what is learned
+Value = str | np.ndarray | PromptAnswer  # text, int32 ids, or a prompt and its answer
 
 
 class SeqioCorpus:
-    """The documents of one split, or one side of the validation split within it.
+    """The documents of one split of a Task or Mixture of seqio, as a stream.
 
-    A stream has no names that stay the same in every order, so a document is held out for
-    validation when the hash of its content, a number in [0, 1), is below `holdout`.
+    A task is a TensorFlow pipeline, which can only be read in order. Its shuffling and mixing are
+    deterministic for a seed, so the number of examples is the whole position. To resume, the
+    pipeline is built again and skips that many examples, at the cost of reading them again.
+
+    Examples have no names that are the same in every order. So a document belongs to the validation
+    split when the hash of its content, a number in [0, 1), is below `holdout`.
     """
 
     count = size = None  # known only after reading everything
 
     def __init__(self, source: SeqioSource, *, on_bad_text: str = "error"):
         self.source, self._on_bad_text = source, on_bad_text
-        self._holdout, self._side = 0.0, "train"
+        self._holdout, self._split = 0.0, "train"
         self._provider = _provider(source)
-        self.mixes = isinstance(self._provider, import_seqio()[0].Mixture)
-        self._tokens = source.tokens or bool(source.converter)
+        self.is_mixture = isinstance(self._provider, import_seqio()[0].Mixture)
+        self._reads_ids = source.tokens or bool(source.converter)
         self._features = [f for f in (source.prompt, source.context, source.feature) if f]
         specs = self._pipeline(shuffle=False, seed=0, repeat=1).element_spec
         self._keys = [self._find_key(name, specs) for name in self._features]
 
-    def split(self, holdout: float, which: str) -> "SeqioCorpus":
-        """The documents held out for validation, or the others."""
-        side = copy.copy(self)
-        side._holdout, side._side = holdout, which
-        return side
+    def split(self, holdout: float, split: str) -> "SeqioCorpus":
+        """Returns the documents of the `train` or the `validation` split."""
+        corpus = copy.copy(self)
+        corpus._holdout, corpus._split = holdout, split
+        return corpus
 
     def __iter__(self) -> Iterator[tuple[str, Value]]:
-        """(name, value) of every document once, in the order of the task's source."""
+        """Yields (name, value) of every document once, in the order of the task's source."""
         return (document for document in self.read() if document is not None)
 
     def read(self, *, skip: int = 0, **order: Any) -> Iterator[tuple[str, Value] | None]:
-        """The examples after the first `skip`; None for one of the other side of the split."""
+        """Yields documents after the first `skip` examples; None for those of the other split."""
         examples = self._pipeline(**order)
         keys = self._keys
         examples = examples.map(lambda example: tuple(example[key] for key in keys)).skip(skip)
-        for number, found in enumerate(self._numpy(examples), start=skip + 1):
-            where = f"{self._label}:{number}"
-            values = [self._value(value, where) for value in found]
-            document = Plain(*values) if self.source.prompt else values[-1]
-            yield (where, document) if self._belongs(values[-1]) else None
+        for number, features in enumerate(self._numpy(examples), start=skip + 1):
+            location = f"{self._label}:{number}"
+            values = [self._value(value, location) for value in features]
+            document = PromptAnswer(*values) if self.source.prompt else values[-1]
+            yield (location, document) if self._in_split(values[-1]) else None
 
     def rows(self, convert: Callable[..., Any], **order: Any) -> grain.IterDataset:
-        """The rows that the feature converter `convert(context=, targets=)` makes of examples."""
+        """Returns the rows of the feature converter `convert(context=, targets=)`."""
         context, targets = self.source.context or None, self.source.feature
         converter = convert(context=context, targets=targets)
-        self._pipeline(**order)  # refused here, not in a thread
+        self._pipeline(**order)  # raises its errors here, not in a thread
 
         def read(skip: int) -> Iterator[dict[str, np.ndarray]]:
-            examples = self._held(self._pipeline(**order)).map(self._ids)
+            examples = self._filter_split(self._pipeline(**order)).map(self._converter_features)
             rows = converter(examples, dict.fromkeys(converter.TASK_FEATURES, None))
             return self._numpy(rows.skip(skip))
 
-        return _Elements(read, lambda row: row)
+        return _SeqioDataset(read, lambda row: row)
 
     def elements(self, tokenise: Callable, **order: Any) -> grain.IterDataset:
-        """What `tokenise` makes of the documents, as a grain dataset."""
-        self._pipeline(**order)  # refused here, not in a thread
-        return _Elements(lambda skip: self.read(skip=skip, **order), tokenise)
+        """Returns a grain dataset of `tokenise(document)`."""
+        self._pipeline(**order)  # raises its errors here, not in a thread
+        return _SeqioDataset(lambda skip: self.read(skip=skip, **order), tokenise)
 
     def check_vocabulary(self, tokenizer) -> None:
-        """Token ids can only be taken over when the task and the model agree about them."""
-        for feature in self._features if self._tokens else ():
+        """Raises an `InputError` where the ids of the task are not those of the tokenizer."""
+        for feature in self._features if self._reads_ids else ():
             vocabulary = self._provider.output_features[feature].vocabulary
-            if not _agree(vocabulary, tokenizer):
-                way_out = "give a task of the model's own"
+            if not _same_ids(vocabulary, tokenizer):
+                way_out = "give a task with the model's vocabulary"
                 if not self.source.converter:
                     way_out = "set tokens: false to read its text instead"
                 raise InputError(
@@ -108,40 +110,40 @@ class SeqioCorpus:
     def _label(self) -> str:
         return f"{self.source.name}[{self.source.split}]"
 
-    def _value(self, value: bytes | np.ndarray, where: str) -> str | np.ndarray:
+    def _value(self, value: bytes | np.ndarray, location: str) -> str | np.ndarray:
         if isinstance(value, bytes):
-            return decode(value, where=where, on_bad_text=self._on_bad_text)
+            return decode(value, location=location, on_bad_text=self._on_bad_text)
         return value.astype(np.int32)
 
-    def _belongs(self, document: str | np.ndarray) -> bool:
+    def _in_split(self, document: str | np.ndarray) -> bool:
         if self._holdout == 0.0:
             return True
         data = document.encode() if isinstance(document, str) else document.tobytes()
-        return (unit_hash(data) < self._holdout) == (self._side == "validation")
+        return (unit_hash(data) < self._holdout) == (self._split == "validation")
 
-    def _held(self, examples: Any) -> Any:
-        """The examples of this side of the split, as a `tf.data.Dataset`."""
+    def _filter_split(self, examples: Any) -> Any:
+        """Filters a `tf.data.Dataset` of examples by the split."""
         import tensorflow as tf
 
-        def belongs(ids: np.ndarray) -> np.bool_:
-            return np.bool_(self._belongs(ids.astype(np.int32)))
+        def in_split(ids: np.ndarray) -> np.bool_:
+            return np.bool_(self._in_split(ids.astype(np.int32)))
 
         if self._holdout == 0.0:
             return examples
         key = self._keys[-1]
         return examples.filter(
-            lambda e: tf.ensure_shape(tf.numpy_function(belongs, [e[key]], tf.bool), [])
+            lambda e: tf.ensure_shape(tf.numpy_function(in_split, [e[key]], tf.bool), [])
         )
 
-    def _ids(self, example: dict) -> dict:
-        """The features of a converter, and their dtype."""
+    def _converter_features(self, example: dict) -> dict:
+        """Selects the features of a converter, as int32."""
         import tensorflow as tf
 
         named = zip(self._features, self._keys, strict=True)
         return {name: tf.cast(example[key], tf.int32) for name, key in named}
 
     def _numpy(self, examples: Any) -> Iterator[Any]:
-        """The elements as NumPy arrays, in an order that the seed alone decides."""
+        """Yields the elements as NumPy arrays, in an order that depends on the seed only."""
         import tensorflow as tf
 
         options = tf.data.Options()
@@ -149,21 +151,21 @@ class SeqioCorpus:
         iterator = examples.with_options(options).as_numpy_iterator()
         while True:
             try:
-                found = next(iterator, None)
+                element = next(iterator, None)
             except tf.errors.OpError as error:
-                raise InputError(f"{self._label}: {_line(error)}") from error
-            if found is None:
+                raise InputError(f"{self._label}: {_one_line(error)}") from error
+            if element is None:
                 return
-            yield found
+            yield element
 
     def _pipeline(self, *, shuffle: bool = False, seed: int = 0, repeat: int | None = 1) -> Any:
-        """The task's `tf.data.Dataset`.
+        """Builds the task's `tf.data.Dataset`.
 
-        Built anew for each reading: one that is read twice has another order the second time.
+        Each reading needs a new one: a dataset has another order when it is read again.
         """
         features, length = self._provider.output_features, self.source.task_length
-        # Mixtures drop the text behind the ids unless asked not to.
-        more = {"copy_pretokenized": True} if self.mixes else {}
+        # Mixtures drop the pretokenized text by default.
+        options = {"copy_pretokenized": True} if self.is_mixture else {}
         try:
             return self._provider.get_dataset(
                 sequence_length=length and dict.fromkeys(features, length),
@@ -172,45 +174,47 @@ class SeqioCorpus:
                 shuffle=shuffle,
                 seed=seed,
                 num_epochs=repeat,
-                trim_output_features=False,  # documents come whole; rows are cut by data.pack
-                **more,
+                trim_output_features=False,  # data.pack cuts whole documents into rows
+                **options,
             )
         except (ValueError, TypeError, AssertionError) as error:
-            raise InputError(f"{self.source.name}: seqio refuses it: {_line(error)}") from error
+            raise InputError(f"{self.source.name}: seqio raises: {_one_line(error)}") from error
 
     def _find_key(self, name: str, specs: dict[str, Any]) -> str:
-        """Where a feature is read: ids, or the text that they were made from."""
-        tokens = self._tokens
-        wanted = [name] if tokens else [f"{name}_pretokenized", name]
-        for key in wanted:
+        """Returns the key of a feature: that of its ids, or of its pretokenized text."""
+        reads_ids = self._reads_ids
+        keys = [name] if reads_ids else [f"{name}_pretokenized", name]
+        for key in keys:
             spec = specs.get(key)
-            if spec is not None and (spec.dtype.is_integer if tokens else spec.dtype == "string"):
-                if spec.shape.rank != int(tokens):
+            if spec is not None and (
+                spec.dtype.is_integer if reads_ids else spec.dtype == "string"
+            ):
+                if spec.shape.rank != int(reads_ids):
                     raise InputError(
                         f"{self.source.name}: feature {key} has {spec.shape.rank} axes; a document"
                         " is one text, or one list of ids"
                     )
                 return key
-        known = ", ".join(f"{key} ({spec.dtype.name})" for key, spec in sorted(specs.items()))
-        other = "" if self.source.converter else f", or tokens: {str(not tokens).lower()}"
+        features = ", ".join(f"{key} ({spec.dtype.name})" for key, spec in sorted(specs.items()))
+        other = "" if self.source.converter else f", or tokens: {str(not reads_ids).lower()}"
         raise InputError(
-            f"{self.source.name} has no {'ids' if tokens else 'text'} in {' or '.join(wanted)};"
-            f" it has {known}: name another feature{other}"
+            f"{self.source.name} has no {'ids' if reads_ids else 'text'} in {' or '.join(keys)};"
+            f" it has {features}: name another feature{other}"
         )
 
 
-class _Elements(grain.IterDataset):
-    """An endless or finite stream that can be entered anywhere."""
+class _SeqioDataset(grain.IterDataset):
+    """The elements of a stream, with a restorable position."""
 
     def __init__(self, read: Callable[[int], Iterator], tokenise: Callable):
         super().__init__()
         self._read, self._tokenise = read, tokenise
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _ElementsIterator(self._read, self._tokenise)
+        return _SeqioIterator(self._read, self._tokenise)
 
 
-class _ElementsIterator(grain.DatasetIterator):
+class _SeqioIterator(grain.DatasetIterator):
     def __init__(self, read: Callable[[int], Iterator], tokenise: Callable):
         super().__init__()
         self._read, self._tokenise = read, tokenise
@@ -233,9 +237,9 @@ class _ElementsIterator(grain.DatasetIterator):
         self._examples, self._stream = int(state["examples"]), None
 
 
-def _agree(vocabulary: Any, tokenizer: Any) -> bool:
-    """Whether a task's vocabulary gives the ids of the tokenizer."""
-    if isinstance(vocabulary, import_seqio()[0].PassThroughVocabulary):  # of an unnamed tokenizer
+def _same_ids(vocabulary: Any, tokenizer: Any) -> bool:
+    """Whether a vocabulary gives the same ids as the tokenizer, on `_PROBES`."""
+    if isinstance(vocabulary, import_seqio()[0].PassThroughVocabulary):  # of an unknown tokenizer
         return vocabulary.vocab_size == tokenizer.vocab_size
     return vocabulary.vocab_size <= tokenizer.vocab_size and all(
         list(vocabulary.encode(text)) == tokenizer.encode(text) for text in _PROBES
@@ -243,7 +247,7 @@ def _agree(vocabulary: Any, tokenizer: Any) -> bool:
 
 
 def _provider(source: SeqioSource) -> Any:
-    """The Task or Mixture that the source names."""
+    """Returns the Task or Mixture that the source names."""
     seqio, _ = import_seqio()
     if source.module:
         try:
@@ -255,11 +259,11 @@ def _provider(source: SeqioSource) -> Any:
             ) from error
     names = sorted({*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()})
     if source.task not in names:
-        near = difflib.get_close_matches(source.task, names, n=3, cutoff=0.4)
+        matches = difflib.get_close_matches(source.task, names, n=3, cutoff=0.4)
         raise InputError(
             f"{source.name}: no Task or Mixture of that name is registered"
-            + (f"; did you mean {' or '.join(near)}?" if near else "")
-            + f" (module={source.module or 'none'} is what registers it)"
+            + (f"; did you mean {' or '.join(matches)}?" if matches else "")
+            + f" (module={source.module or 'none'} should register it)"
         )
     provider = seqio.get_mixture_or_task(source.task)
     if source.split not in provider.splits:
@@ -269,12 +273,157 @@ def _provider(source: SeqioSource) -> Any:
     uncached = [t.name for t in seqio.get_subtasks(provider) if not t.supports_caching]
     if source.cached and uncached:
         raise InputError(
-            f"{source.name}: cached=true, but {', '.join(uncached)} has no step that is cached"
+            f"{source.name}: cached=true, but {', '.join(uncached)} has no step with a cache"
             " (CacheDatasetPlaceholder): set cached: false"
         )
     return provider
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:300] + " ..."
+
+
+def context_chunks(
+    chunks: Chunks,
+    length: int,
+    *,
+    targets: str = "targets",
+    context: str | None = None,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+) -> Any:
+    """Returns a `seqio.FeatureConverter` whose rows have the fields of `lcjax.data.make_loader`.
+
+        converter = context_chunks(Chunks(16, 256), 4096, context="context")
+        dataset = seqio.get_dataset(mixture, {"context": 4096, "targets": 4096},
+                                    feature_converter=converter, dataset_split="train")
+
+    The text of an example is its feature `context`, followed by its feature `targets`. Each row has
+    `length` tokens of the targets for the decoder, and as chunks the tokens right before them. So
+    an example of up to `length` tokens is one row, and no token of a longer one is lost. All target
+    tokens but the first are learned; with `bos_id` the first one, too.
+
+    Args:
+      chunks: number, length and text of the chunks.
+      length: tokens that the decoder reads in a row.
+      targets: feature that the decoder reads.
+      context: feature whose text precedes the targets; None: the first row has no context.
+      bos_id: token to put before the targets unless they begin with it.
+      eos_id: token to put after the targets unless they end with it.
+
+    Returns:
+      The converter. Its rows have these fields, with ids of one vocabulary:
+        tokens, targets, segments, positions: int32 [length]; weights: float32 [length].
+        chunks: int32 [K, Tc]; chunk_mask: bool [K, Tc], as of `lcjax.data.chunks.split_context`.
+
+    Raises:
+      InputError: seqio is not installed.
+    """
+    seqio, tf = import_seqio()
+    if length < 1:
+        raise InputError(f"length={length} must be 1 or more: tokens that the decoder reads")
+    spec = seqio.FeatureConverter.FeatureSpec
+    integers = ("tokens", "targets", "segments", "positions")
+    make_rows = _Rows(tf, chunks, length, bos_id, eos_id)
+
+    class ContextChunks(seqio.FeatureConverter):
+        TASK_FEATURES: ClassVar = {
+            name: spec(tf.int32) for name in filter(None, (context, targets))
+        }
+        MODEL_FEATURES: ClassVar = {name: spec(tf.int32) for name in integers} | {
+            "weights": spec(tf.float32),
+            "chunks": spec(tf.int32, rank=2),
+            "chunk_mask": spec(tf.bool, rank=2),
+        }
+        PACKING_FEATURE_DTYPES: ClassVar = {}
+
+        def _convert_features(self, ds, task_feature_lengths):
+            return ds.flat_map(lambda e: make_rows(e[context] if context else None, e[targets]))
+
+        def get_model_feature_lengths(self, task_feature_lengths):
+            return dict.fromkeys((*integers, "weights"), length) | {
+                "chunks": chunks.count,
+                "chunk_mask": chunks.count,
+            }
+
+    # `_Rows` fixes the lengths of the output; the length of the input has no limit.
+    return ContextChunks(pack=False, apply_length_check=False)
+
+
+class _Rows:
+    """Example -> its rows, as a `tf.data.Dataset`."""
+
+    def __init__(
+        self, tf: Any, chunks: Chunks, length: int, bos_id: int | None, eos_id: int | None
+    ):
+        self._tf, self._chunks, self._length = tf, chunks, length
+        self._bos_id, self._eos_id = bos_id, eos_id
+
+    def __call__(self, context: Any, targets: Any) -> Any:
+        tf, length = self._tf, self._length
+        context = tf.zeros([0], tf.int32) if context is None else context
+        ids = self._with_special(targets)
+        # The last token has no target, so it needs no row of its own.
+        count = (tf.maximum(tf.size(ids) - 1, 0) + length - 1) // length
+
+        def row(start):
+            tokens, next_tokens = (ids[i : i + length] for i in (start, start + 1))
+            text = tokens if self._chunks.text == "same" else self._before(context, ids, start)
+            return self._chunk_fields(text) | {
+                "tokens": self._pad(tokens),
+                "targets": self._pad(next_tokens),
+                "segments": self._pad(tf.ones_like(tokens)),
+                "positions": self._pad(tf.range(tf.size(tokens))),
+                "weights": tf.cast(self._pad(tf.ones_like(next_tokens)), tf.float32),
+            }
+
+        return tf.data.Dataset.from_tensor_slices(tf.range(count) * length).map(row)
+
+    def _with_special(self, ids: Any) -> Any:
+        """Adds BOS and EOS where they are missing."""
+        tf = self._tf
+        for token, is_bos in ((self._bos_id, True), (self._eos_id, False)):
+            if token is None:
+                continue
+            end = ids[:1] if is_bos else ids[-1:]
+            missing = tf.logical_not(tf.reduce_all(end == token))  # an empty text stays empty
+            count = tf.cast(missing, tf.int32)
+            ids = tf.pad(ids, [[count, 0] if is_bos else [0, count]], constant_values=token)
+        return ids
+
+    def _before(self, context: Any, ids: Any, start: Any) -> Any:
+        tf, size = self._tf, self._chunks.tokens
+        return tf.concat([context[-size:], ids[tf.maximum(start - size, 0) : start]], 0)
+
+    def _chunk_fields(self, text: Any) -> dict[str, Any]:
+        tf, shape = self._tf, [self._chunks.count, self._chunks.length]
+        text = text[-self._chunks.tokens :]
+        padding = [[self._chunks.tokens - tf.size(text), 0]]
+        return {
+            "chunks": tf.reshape(tf.pad(text, padding), shape),
+            "chunk_mask": tf.reshape(tf.pad(tf.ones_like(text, tf.bool), padding), shape),
+        }
+
+    def _pad(self, values: Any) -> Any:
+        tf = self._tf
+        values = tf.pad(values, [[0, self._length - tf.size(values)]])
+        return tf.ensure_shape(values, [self._length])
+
+
+def import_seqio() -> tuple[Any, Any]:
+    """Returns the modules seqio and tensorflow."""
+    # Hides pages of warnings about GPU libraries.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        import seqio
+        import tensorflow as tf
+    except ImportError as error:
+        raise InputError(
+            "data.sources of type seqio need `pip install 'lcjax[seqio]'`, which brings TensorFlow"
+            f" (2.4 GB): {error}"
+        ) from None
+    # TensorFlow would allocate all GPU memory. This fails where the caller already uses its GPUs.
+    with contextlib.suppress(RuntimeError):
+        tf.config.set_visible_devices([], "GPU")
+    return seqio, tf

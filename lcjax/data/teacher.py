@@ -1,10 +1,9 @@
-"""`python -m lcjax.data teacher`: what a model makes of rows of text, kept for a student.
+"""`python -m lcjax.data teacher`: stores a model's next-token probabilities, to train a student.
 
-CEPED (Yen et al. 2024, arXiv 2402.16617, sec. 4): the original decoder reads a row's context and
-the tokens behind it as one text, and for each of these the probabilities of the next token are
-stored, the largest ones. Rows come from `data:` as they would in training, in the same order; they
-are written shard by shard, whole or not at all, and after a kill the same command goes on where the
-last shard ends.
+CEPED (Yen et al. 2024, arXiv 2402.16617, sec. 4): the original decoder reads the context and the
+tokens of a row as one text. For each of these tokens the largest next-token probabilities are
+stored. Rows come from `data:` as in training, in the same order. Each shard is written atomically,
+and after a kill the same command resumes after the last complete shard.
 """
 
 import functools
@@ -24,12 +23,10 @@ from tqdm.auto import tqdm
 from lcjax.attention import Landmark
 from lcjax.checkpoints.build import ModelSection, build, check_source
 from lcjax.checkpoints.run_folder import fingerprint
-from lcjax.data.config import DataConfig
+from lcjax.data.config import TEACHER_INDEX, TEACHER_PLAN, DataConfig, TeacherSource
+from lcjax.data.corpus import check_sources
 from lcjax.data.loader import Loader, make_loader
-from lcjax.data.opening import check_sources
-from lcjax.data.prepare import begin
-from lcjax.data.prepare_job import write_json
-from lcjax.data.sources import TEACHER_INDEX, TEACHER_PLAN, TeacherSource
+from lcjax.data.prepare import begin, write_json
 from lcjax.data.teacher_files import FORMAT, row_type
 from lcjax.errors import InputError, whole_numbers
 from lcjax.models import Decoder, head
@@ -43,15 +40,15 @@ Row = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """Which model reads which rows, and where to what it says is written."""
+    """Settings of `python -m lcjax.data teacher`."""
 
     model: ModelSection = field(default_factory=ModelSection)  # the teacher: a plain decoder
     data: DataConfig = field(default_factory=DataConfig)  # rows as the student will read them
     out: str = ""  # folder to write
-    rows: int | None = None  # how many; null: until the text ends (data.repeat)
-    top: int = 50  # probabilities that are stored of each distribution, the largest
+    rows: int | None = None  # number of rows; null: to the end of the text (data.repeat)
+    top: int = 50  # largest probabilities of each distribution that are stored
     batch_size: int = 8  # rows at once, over all devices
-    save_every: int = 16  # batches of a shard: what a kill can cost
+    save_every: int = 16  # batches in a shard; a kill loses at most one shard
     mesh: Mesh = field(default_factory=Mesh)
     distributed: Distributed = field(default_factory=Distributed)
 
@@ -66,7 +63,7 @@ class TeacherConfig:
         chunks = self.data.chunks
         if chunks is None or chunks.text != "before":
             raise InputError(
-                "data.chunks: the teacher reads a context and the text behind it; give"
+                "data.chunks: the teacher reads a context and the text after it; give"
                 " data.chunks.count and data.chunks.length, with text: before"
             )
         if chunks.noise is not None:
@@ -75,36 +72,44 @@ class TeacherConfig:
                 " the student's config, and leave it out here"
             )
         if any(isinstance(source, TeacherSource) for source in self.data.sources):
-            raise InputError("data.sources: rows of type teacher have been read; name their text")
+            raise InputError(
+                "data.sources: rows of type teacher hold probabilities already; name their text"
+            )
 
 
 def teach(config: TeacherConfig) -> dict[str, Any]:
-    """Writes what is missing of the folder; returns its index."""
+    """Writes the missing shards of a folder of teacher rows.
+
+    Returns:
+      The index of the folder, the content of `teacher.json`.
+
+    Raises:
+      InputError: the folder belongs to other text, weights or settings, or the model is no decoder.
+    """
     mesh = make_mesh(config.mesh)
-    own = process_rows(mesh, config.batch_size)  # refuses a batch that the devices do not divide
+    rows = process_rows(mesh, config.batch_size)  # checks that the devices divide the batch
     check_source(config.model)
     check_sources(config.data)
     model, params, tokenizer = build(config.model, mesh)
     _check_teacher(config, model)
     loader = make_loader(config.data, tokenizer, config.batch_size)
-    out, asked = Path(config.out).expanduser(), _asked(config, model, params, loader)
+    out, identity = Path(config.out).expanduser(), _identity(config, model, params, loader)
     if distributed.first():
-        begin(out, asked, TEACHER_INDEX, TEACHER_PLAN)
+        begin(out, identity, TEACHER_INDEX, TEACHER_PLAN)
     distributed.wait("teacher's folder ready")
     if (out / TEACHER_INDEX).is_file():
         index = json.loads((out / TEACHER_INDEX).read_text(encoding="utf-8"))
     else:
-        ask = functools.partial(_ask, model, params, config, own)
-        Writing(config, out, tokenizer, loader, ask).run()
-        index = _finish(config, out, tokenizer, asked)
+        read = functools.partial(_add_probabilities, model, params, config, rows)
+        ShardWriter(config, out, tokenizer, loader, read).run()
+        index = _finish(config, out, tokenizer, identity)
     loader.close()
     if distributed.first():
-        print(f"{out}: {index['rows']:,} rows; read them with data.sources: {_use(out)}")
+        print(
+            f"{out}: {index['rows']:,} rows; read them with data.sources:"
+            f" [{{type: teacher, path: {out}}}], and train.distill"
+        )
     return index
-
-
-def _use(out: Path) -> str:
-    return f"[{{type: teacher, path: {out}}}], and train.distill"
 
 
 def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
@@ -120,63 +125,76 @@ def _check_teacher(config: TeacherConfig, model: Decoder) -> None:
         )
 
 
-def _asked(config: TeacherConfig, model: Decoder, params: dict, loader: Loader) -> dict[str, Any]:
-    """What the rows depend on."""
-    chosen = {name: getattr(model.config, name) for name in ("rope", "pattern")}
-    fields = {f"model.{name}": draccus.encode(value) for name, value in chosen.items()}
+def _identity(
+    config: TeacherConfig, model: Decoder, params: dict, loader: Loader
+) -> dict[str, Any]:
+    """Returns everything that determines the rows."""
+    fields = {
+        f"model.{name}": draccus.encode(getattr(model.config, name)) for name in ("rope", "pattern")
+    }
     fields |= {"model.dtype": model.config.dtype, "weights of the teacher": fingerprint(params)}
     fields |= {"top": config.top, "rows": config.rows} | loader.get_state()["identity"]
     return json.loads(json.dumps(fields))
 
 
-def _ids(vocabulary: int) -> str:
-    return "uint16" if vocabulary <= 1 << 16 else "uint32"
-
-
-def _shape(config: TeacherConfig, vocabulary: int) -> dict[str, Any]:
-    """The arguments of `row_type`."""
+def _row_shape(config: TeacherConfig, vocab_size: int) -> dict[str, Any]:
+    """Returns the arguments of `row_type`."""
     chunks = config.data.chunks
     shape = {"count": chunks.count, "length": chunks.length, "decoder": config.data.decoder_length}
-    return shape | {"top": config.top, "ids": _ids(vocabulary)}
+    return shape | {"top": config.top, "ids": "uint16" if vocab_size <= 1 << 16 else "uint32"}
 
 
-def _ask(model: Decoder, params: dict, config: TeacherConfig, own: list[int], batch: Row) -> Row:
-    """The rows of `batch` with what the teacher says, complete on every process."""
+def _add_probabilities(
+    model: Decoder, params: dict, config: TeacherConfig, rows: list[int], batch: Row
+) -> Row:
+    """Adds the teacher's probabilities to a global batch, on every process.
+
+    `rows` are the rows that the devices of this process compute.
+    """
     context, mask = (
         batch[name].reshape(config.batch_size, -1) for name in ("chunks", "chunk_mask")
     )
     tokens = np.concatenate([context, batch["tokens"]], 1)
-    # One text, padded before it where context is missing, and behind it at the end of all rows.
-    there = np.concatenate([mask, batch["segments"] > 0], 1).astype(np.int32)
-    where = batch_sharding(model.mesh)
-    tokens, there = (jax.make_array_from_process_local_data(where, x[own]) for x in (tokens, there))
-    found = _probabilities(model, params, tokens, there, context.shape[1], config.top)
-    ids, p, rest = map(distributed.gather, found)
-    said = {"teacher_ids": ids, "teacher_probabilities": np.append(p, rest[..., None], axis=2)}
-    kept = ("chunks", "chunk_mask", "tokens", "targets", "segments", "weights")
-    return {name: batch[name] for name in kept} | said
+    # One text per row, with padding on the left where context is missing, and on the right at
+    # the end of the data.
+    is_text = np.concatenate([mask, batch["segments"] > 0], 1).astype(np.int32)
+    sharding = batch_sharding(model.mesh)
+    tokens, is_text = (
+        jax.make_array_from_process_local_data(sharding, x[rows]) for x in (tokens, is_text)
+    )
+    largest = _probabilities(model, params, tokens, is_text, context.shape[1], config.top)
+    ids, p, rest = map(distributed.gather, largest)
+    teacher = {"teacher_ids": ids, "teacher_probabilities": np.append(p, rest[..., None], axis=2)}
+    names = ("chunks", "chunk_mask", "tokens", "targets", "segments", "weights")
+    return {name: batch[name] for name in names} | teacher
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
-def _probabilities(model: Decoder, params: dict, tokens, there, context: int, top: int) -> Teacher:
-    """Of the places behind the first `context` ones, of rows [B, T] with text where `there`."""
+def _probabilities(
+    model: Decoder, params: dict, tokens, is_text, context: int, top: int
+) -> Teacher:
+    """Computes the largest probabilities after the first `context` places of rows [B, T].
+
+    `is_text` int32 [B, T] is 0 on padding.
+    """
     model = Decoder(model.config.for_inference(), model.mesh)
-    positions = jax.numpy.maximum(there.cumsum(1) - 1, 0)
-    hidden, _ = model.apply({"params": params}, tokens, positions=positions, segments=there)
+    positions = jax.numpy.maximum(is_text.cumsum(1) - 1, 0)
+    hidden, _ = model.apply({"params": params}, tokens, positions=positions, segments=is_text)
     hidden = hidden[:, context:]
     return largest_probabilities(hidden, head(params, model.config), top, mesh=model.mesh)
 
 
-class Writing:
-    """The rows of a folder that are not there yet, shard after shard."""
+class ShardWriter:
+    """Writes the missing rows of a folder, shard by shard."""
 
-    def __init__(self, config: TeacherConfig, out: Path, tokenizer: Any, loader: Loader, ask):
-        self._config, self._out, self._loader, self._ask = config, out, loader, ask
-        self._type = row_type(**_shape(config, tokenizer.vocab_size))
-        shards = finished(out)
-        self._shards, self._rows = len(shards), sum(shard["rows"] for shard in shards)
-        self._ended = bool(shards) and shards[-1]["ended"]
-        if not distributed.same(str(self._rows)):
+    def __init__(self, config: TeacherConfig, out: Path, tokenizer: Any, loader: Loader, read):
+        """`read` adds the teacher's probabilities to a batch."""
+        self._config, self._out, self._loader, self._read = config, out, loader, read
+        self._type = row_type(**_row_shape(config, tokenizer.vocab_size))
+        shards = _read_shards(out)
+        self._num_shards, self._num_rows = len(shards), sum(shard["rows"] for shard in shards)
+        self._data_ended = bool(shards) and shards[-1]["ended"]
+        if not distributed.same(str(self._num_rows)):
             raise InputError(
                 f"out={out} is not the same folder for all processes; name one on storage that all"
                 " machines share"
@@ -186,91 +204,92 @@ class Writing:
 
     def run(self) -> None:
         self._check_disk()
-        # In a log file a line a minute will do.
-        every = 0.1 if sys.stderr.isatty() else 60.0
-        shown = {"unit": "row", "desc": "teacher", "mininterval": every, "initial": self._rows}
-        quiet = not distributed.first()
-        with tqdm(total=self._config.rows, disable=quiet, **shown) as self._bar:
+        # In a log file one line a minute is enough.
+        interval = 0.1 if sys.stderr.isatty() else 60.0
+        options = {"unit": "row", "desc": "teacher", "mininterval": interval}
+        options |= {"initial": self._num_rows, "disable": not distributed.first()}
+        with tqdm(total=self._config.rows, **options) as self._bar:
             try:
-                while not self._ended and self._rows != self._config.rows:
-                    self._shard()
+                while not self._data_ended and self._num_rows != self._config.rows:
+                    self._write_shard()
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
-                    f"{self._rows:,} rows are in {self._out}; the same command goes on"
+                    f"{self._num_rows:,} rows are in {self._out}; the same command resumes"
                 ) from None
 
     def _check_disk(self) -> None:
         size, rows = self._type.itemsize, self._config.rows
-        missing = 0 if rows is None else (rows - self._rows) * size
+        missing = 0 if rows is None else (rows - self._num_rows) * size
         free = shutil.disk_usage(self._out).free
         if missing > free:
             raise InputError(
-                f"rows={rows}: those that are missing take {missing / 1e9:,.1f} GB ({size:,} bytes"
+                f"rows={rows}: the missing ones take {missing / 1e9:,.1f} GB ({size:,} bytes"
                 f" each), and out={self._out} has {free / 1e9:,.1f} GB free; ask for fewer rows, a"
                 " smaller top, or name a larger disk"
             )
 
-    def _shard(self) -> None:
-        """Some batches: the rows, then the file that says they are complete."""
-        name, made = f"{self._shards:06d}", []
+    def _write_shard(self) -> None:
+        """Writes the rows of some batches, then the description that completes the shard."""
+        name, parts = f"{self._num_shards:06d}", []
         for _ in range(self._config.save_every):
             batch = next(self._loader, None)
             if batch is None:
-                self._ended = True
+                self._data_ended = True
                 break
-            rows = self._packed(self._ask(batch))[: self._left(sum(map(len, made)))]
-            made.append(rows)
+            rows = self._to_disk_rows(self._read(batch))
+            rows = rows[: self._num_missing(sum(map(len, parts)))]
+            parts.append(rows)
             self._bar.update(len(rows))
-            if self._left(sum(map(len, made))) == 0:
+            if self._num_missing(sum(map(len, parts))) == 0:
                 break
-        count, state = sum(map(len, made)), self._loader.get_state()
+        count, state = sum(map(len, parts)), self._loader.get_state()
         if distributed.first():
             draft = self._out / f"{name}.bin.tmp"
             with open(draft, "wb") as file:
-                file.writelines(rows.tobytes() for rows in made)
+                file.writelines(rows.tobytes() for rows in parts)
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(self._out / f"{name}.bin")
-            note = {"name": name, "rows": count, "ended": self._ended, "position": state}
-            write_json(self._out / f"{name}.json", note)
-        self._shards, self._rows = self._shards + 1, self._rows + count
+            shard = {"name": name, "rows": count, "ended": self._data_ended, "position": state}
+            write_json(self._out / f"{name}.json", shard)
+        self._num_shards, self._num_rows = self._num_shards + 1, self._num_rows + count
 
-    def _left(self, more: int) -> int | None:
-        """Rows that are lacking behind `more` new ones; None without end."""
+    def _num_missing(self, more: int) -> int | None:
+        """Returns the rows to write after `more` further ones; None without a limit."""
         rows = self._config.rows
-        return None if rows is None else rows - self._rows - more
+        return None if rows is None else rows - self._num_rows - more
 
-    def _packed(self, batch: Row) -> np.ndarray:
-        """As they lie on disk, without rows of padding."""
+    def _to_disk_rows(self, batch: Row) -> np.ndarray:
+        """Converts a batch to the dtype on disk, without rows of padding."""
         rows = np.zeros(self._config.batch_size, self._type)
         for name in self._type.names:
             rows[name] = batch[name]
         return rows[(batch["segments"] > 0).any(1)]
 
 
-def finished(out: Path) -> list[dict[str, Any]]:
-    """What is known of the shards that are complete, in order."""
-    notes = []
-    while (file := out / f"{len(notes):06d}.json").is_file():
-        notes.append(json.loads(file.read_text(encoding="utf-8")))
-    return notes
+def _read_shards(out: Path) -> list[dict[str, Any]]:
+    """Reads the descriptions of the complete shards, in order."""
+    shards = []
+    while (file := out / f"{len(shards):06d}.json").is_file():
+        shards.append(json.loads(file.read_text(encoding="utf-8")))
+    return shards
 
 
 def _finish(
-    config: TeacherConfig, out: Path, tokenizer: Any, asked: dict[str, Any]
+    config: TeacherConfig, out: Path, tokenizer: Any, identity: dict[str, Any]
 ) -> dict[str, Any]:
-    """The index over all shards, the last that is written."""
+    """Writes the index over all shards, the last file."""
     distributed.wait("teacher's rows written")
-    shards = finished(out)
+    shards = _read_shards(out)
     index = {
         "format": FORMAT,
         "rows": sum(shard["rows"] for shard in shards),
-        **_shape(config, tokenizer.vocab_size),
+        **_row_shape(config, tokenizer.vocab_size),
         "tokenizer": tokenizer.fingerprint,
         "teacher": config.model.path or f"random weights of {config.model.preset}",
-        "weights": asked["weights of the teacher"],
+        "weights": identity["weights of the teacher"],
         "shards": [{k: s[k] for k in ("name", "rows")} for s in shards if s["rows"]],
-        "asked": asked,
+        "asked": identity,
     }
     if distributed.first():
         write_json(out / TEACHER_INDEX, index)

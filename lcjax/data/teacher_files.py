@@ -1,36 +1,36 @@
-"""Sources of type teacher: rows of text with the largest probabilities that a model gave in them.
+"""Sources of type teacher: rows of text with the largest next-token probabilities of a model.
 
-What `python -m lcjax.data teacher` writes is a folder: `teacher.json`, and shards `.bin` of rows of
-equal size (`row_type`), one after the other. A row is complete: the decoder's tokens with their
-targets, its chunks of context, and for every token the teacher's distribution of the one after it.
+`python -m lcjax.data teacher` writes a folder: `teacher.json`, and `.bin` shards of rows of equal
+size (`row_type`). A row holds the decoder's tokens and their targets, the chunks of context, and
+for every token the teacher's distribution of the next one.
 """
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lcjax.data.chunks import positions_in
-from lcjax.data.corpus import Document, FoundFiles
-from lcjax.data.files import Files
-from lcjax.data.readers import Reader
-from lcjax.data.sources import TEACHER_INDEX, TEACHER_PLAN, TeacherSource
+from lcjax.data.chunks import segment_positions
+from lcjax.data.config import TEACHER_INDEX, TEACHER_PLAN, DataConfig, TeacherSource
+from lcjax.data.files import FileCache, FileList
+from lcjax.data.readers import Document, Reader
 from lcjax.data.token_files import DTYPES
 from lcjax.errors import InputError
-
-if TYPE_CHECKING:
-    from lcjax.data.config import DataConfig
 
 FORMAT = 1
 Row = dict[str, np.ndarray]
 
 
 def row_type(count: int, length: int, decoder: int, top: int, ids: str) -> np.dtype:
-    """A row on disk: `count` chunks of `length` tokens, `decoder` tokens, `top` probabilities.
+    """Returns the dtype of a row on disk.
 
-    `ids` is the type of token ids, as in `lcjax.data.token_files`. Behind the `top` probabilities
-    stands the mass of all other tokens.
+    Args:
+      count: number of chunks.
+      length: tokens in a chunk.
+      decoder: tokens of the decoder.
+      top: number of probabilities; the probability of all other tokens is stored after them.
+      ids: dtype of token ids, a key of `lcjax.data.token_files.DTYPES`.
     """
     token = DTYPES[ids]
     return np.dtype(
@@ -48,26 +48,26 @@ def row_type(count: int, length: int, decoder: int, top: int, ids: str) -> np.dt
 
 
 class TeacherFiles:
-    """The shards of a folder."""
+    """The shards of a folder of teacher rows."""
 
     def __init__(self, source: TeacherSource, tokenizer: Any = None):
         self.source, folder = source, Path(source.path).expanduser()
         self.index = _read_index(folder)
-        asked = {key: self.index[key] for key in ("count", "length", "decoder", "top", "ids")}
-        self._type = row_type(**asked)
+        shape = {key: self.index[key] for key in ("count", "length", "decoder", "top", "ids")}
+        self._type = row_type(**shape)
         shards = self.index["shards"]
         for shard in shards:
             _check_shard(folder / f"{shard['name']}.bin", shard["rows"], self._type.itemsize)
-        self.found = FoundFiles([(s["name"], folder / f"{s['name']}.bin") for s in shards])
+        self.paths = FileList([(s["name"], folder / f"{s['name']}.bin") for s in shards])
         if tokenizer is not None and self.index["tokenizer"] != tokenizer.fingerprint:
             raise InputError(
                 f"{source.path} was made with the tokenizer of {self.index['teacher']}"
                 f" ({self.index['tokenizer']}), the model's is another ({tokenizer.fingerprint}):"
-                " a student needs its teacher's; make the rows again with one that has it"
+                " a student needs its teacher's tokenizer; make the rows again with such a teacher"
             )
 
-    def check_rows(self, config: "DataConfig") -> None:
-        """Refuses settings under which rows would have another shape."""
+    def check_rows(self, config: DataConfig) -> None:
+        """Raises an `InputError` where the settings give rows of another shape."""
         stored, chunks = self.index, config.chunks
         shape = f"{{count: {stored['count']}, length: {stored['length']}}}"
         if chunks is None:
@@ -76,7 +76,9 @@ class TeacherFiles:
                 f" {shape}"
             )
         if (chunks.count, chunks.length, chunks.text) != (
-            *(stored["count"], stored["length"], "before"),
+            stored["count"],
+            stored["length"],
+            "before",
         ):
             raise InputError(
                 f"data.chunks of {chunks.count} x {chunks.length}, text={chunks.text}, are not"
@@ -88,32 +90,32 @@ class TeacherFiles:
                 f" it to {length}"
             )
 
-    def open(self, index: int, files: Files) -> "TeacherShard":
-        return TeacherShard(*self.found[index], self._type, files)
+    def open(self, index: int, cache: FileCache) -> "TeacherReader":
+        return TeacherReader(*self.paths[index], self._type, cache)
 
-    def document(self, reader: "TeacherShard", index: int) -> Document:
+    def document(self, reader: "TeacherReader", index: int) -> Document:
         return Document(reader.name(index), reader.record(index), "", 0)
 
 
-class TeacherShard(Reader):
-    """Rows that a teacher has read."""
+class TeacherReader(Reader):
+    """The rows of one shard."""
 
-    def __init__(self, name: str, path: Path, kind: np.dtype, files: Files):
+    def __init__(self, name: str, path: Path, row_dtype: np.dtype, cache: FileCache):
         super().__init__(name, path)
-        self._type, self._files = kind, files
-        self._count = path.stat().st_size // kind.itemsize
+        self._type, self._cache = row_dtype, cache
+        self._count = path.stat().st_size // row_dtype.itemsize
 
     def __len__(self) -> int:
         return self._count
 
     def record(self, index: int) -> Row:
-        """The fields of a training batch, without the axis of rows."""
+        """Returns the fields of a training batch, without the batch axis."""
         start, size = index * self._type.itemsize, self._type.itemsize
-        row = np.frombuffer(self._files.map(self._path)[start : start + size], self._type)[0]
-        whole = ("chunks", "tokens", "targets", "segments", "teacher_ids")
-        return {name: row[name].astype(np.int32) for name in whole} | {
+        row = np.frombuffer(self._cache.map(self._path)[start : start + size], self._type)[0]
+        integers = ("chunks", "tokens", "targets", "segments", "teacher_ids")
+        return {name: row[name].astype(np.int32) for name in integers} | {
             "chunk_mask": row["chunk_mask"].copy(),
-            "positions": positions_in(row["segments"]),
+            "positions": segment_positions(row["segments"]),
             "weights": row["weights"].astype(np.float32),
             "teacher_probabilities": row["teacher_probabilities"][:, :-1].copy(),
             "teacher_rest": row["teacher_probabilities"][:, -1].copy(),
@@ -126,7 +128,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         if (folder / TEACHER_PLAN).is_file():
             raise InputError(
                 f"data.sources: {folder} is not finished; run the same `python -m lcjax.data"
-                " teacher` once more, it goes on from where it was"
+                " teacher` once more; it resumes"
             )
         raise InputError(
             f"data.sources: {folder} has no {TEACHER_INDEX}; name a folder that `python -m"
@@ -142,11 +144,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_shard(path: Path, rows: int, size: int) -> None:
-    found = path.stat().st_size if path.is_file() else -1
-    if found == rows * size:
+    num_bytes = path.stat().st_size if path.is_file() else -1
+    if num_bytes == rows * size:
         return
-    what = "is missing" if found < 0 else f"has {found:,} bytes, and {rows:,} rows of {size:,} take"
-    more = "" if found < 0 else f" {rows * size:,}"
-    raise InputError(
-        f"{path} {what}{more}: it was cut or moved; copy it again, or make the rows anew"
-    )
+    fault = "is missing"
+    if num_bytes >= 0:
+        fault = f"has {num_bytes:,} bytes, and {rows:,} rows of {size:,} take {rows * size:,}"
+    raise InputError(f"{path} {fault}: it was cut or moved; copy it again, or make the rows again")

@@ -1,9 +1,9 @@
-"""Length up-sampling: short documents are left out, so that long ones have more of the tokens.
+"""Length up-sampling: drops short documents, so that long ones have a larger share of the tokens.
 
-Fu et al. 2024 (arXiv 2402.10171, sec. 3): within a budget of tokens per source of the corpus, nine
-of ten documents below 4,096 tokens are dropped. The shares of the sources stay, the share of long
-documents in each of them grows. Lengths are estimated from characters, so that nothing is tokenised
-in vain. Same numbers as the authors' program, given the documents in the same order.
+Fu et al. 2024 (arXiv 2402.10171, sec. 3): within a token budget per source of the corpus, nine of
+ten documents below 4,096 tokens are dropped. The shares of the sources are preserved; the share of
+long documents in each source grows. Lengths are estimated from characters, so dropped documents
+need not be tokenised. For documents in the same order the selection equals the authors' program.
 """
 
 import math
@@ -14,18 +14,18 @@ import numpy as np
 from lcjax.errors import InputError
 
 MODES = ("per_source", "code_arxiv_book", "global", "none")
-_DRAWS = 1 << 20  # random numbers made at once when a position is restored
+_DRAWS = 1 << 20  # random numbers drawn at once when a position is restored
 
 
 @dataclass(frozen=True)
 class Share:
-    """A kind of text, as its label says, and its share of the tokens."""
+    """The share of the tokens of a label."""
 
     label: str
     share: float
 
 
-# SlimPajama's own shares, as the authors' program has them; the paper prints rounder ones.
+# SlimPajama's shares in the authors' program; the paper prints rounded ones.
 SLIMPAJAMA = (
     Share("RedPajamaC4", 0.26609933),
     Share("RedPajamaCommonCrawl", 0.53374772),
@@ -35,22 +35,23 @@ SLIMPAJAMA = (
     Share("RedPajamaArXiv", 0.04290379),
     Share("RedPajamaBook", 0.0414836),
 )
-_MORE = ("RedPajamaGithub", "RedPajamaArXiv", "RedPajamaBook")  # of mode code_arxiv_book: 0.6 each
+# The share of each is 0.6 in mode code_arxiv_book.
+_LONG_LABELS = ("RedPajamaGithub", "RedPajamaArXiv", "RedPajamaBook")
 
 
 @dataclass(frozen=True)
 class Upsample:
-    """Which documents an epoch takes, and when it is full."""
+    """Settings of the selection of documents in an epoch."""
 
-    # per_source (a budget for each label), code_arxiv_book (the same with more of these), global
-    # (no budgets), none (everything, up to `tokens`)
+    # per_source: a budget for each label. code_arxiv_book: the same with more of these labels.
+    # global: no budgets by label. none: all documents, up to `tokens`
     mode: str = "per_source"
-    tokens: int = 5_000_000_000  # of an epoch, as estimated from characters
-    ratio: float = 0.1  # part of the short documents that is kept
+    tokens: int = 5_000_000_000  # of an epoch, estimated from characters
+    ratio: float = 0.1  # fraction of the short documents that is kept
     below: int = 4096  # estimated tokens below which a document is short
     characters_per_token: float = 3.68  # Llama-2's on SlimPajama
     seed: int = 15213
-    # Labels and shares that per_source keeps, [{label: a, share: 0.5}, ...]; SlimPajama's if empty
+    # Shares for per_source, [{label: a, share: 0.5}, ...]; empty: SlimPajama's
     shares: list[Share] = field(default_factory=list)
     normalise: bool = False  # divide the shares by their sum, which must be 1 otherwise
 
@@ -65,9 +66,7 @@ class Upsample:
         if not 0 <= self.seed < 2**32:
             raise InputError(f"upsample.seed={self.seed} must lie in 0 ... 4294967295")
         if self.shares and self.mode != "per_source":
-            raise InputError(
-                f"upsample.mode={self.mode} has no use for shares: set mode: per_source"
-            )
+            raise InputError(f"upsample.mode={self.mode} does not use shares: set mode: per_source")
         self._check_shares()
 
     def _check_shares(self) -> None:
@@ -80,22 +79,22 @@ class Upsample:
         if values and not self.normalise and abs(sum(values) - 1) > 1e-3:
             raise InputError(
                 f"upsample.shares sum to {sum(values):.6g}, not to 1: correct them, or set"
-                " upsample.normalise=true to have them divided by it"
+                " upsample.normalise=true to divide them by it"
             )
 
     def budgets(self) -> dict[str, float] | None:
-        """Estimated tokens of each label in an epoch; None where labels do not count."""
+        """Returns the estimated tokens of each label in an epoch; None for modes without labels."""
         if self.mode in ("global", "none"):
             return None
         shares = {share.label: share.share for share in self.shares or SLIMPAJAMA}
         if self.mode == "code_arxiv_book":
-            shares |= dict.fromkeys(_MORE, 0.6)
+            shares |= dict.fromkeys(_LONG_LABELS, 0.6)
         scale = sum(shares.values()) if self.normalise or self.mode == "code_arxiv_book" else 1
         return {label: self.tokens * (share / scale) for label, share in shares.items()}
 
 
 class Selection:
-    """The documents of one epoch, decided one after the other in the order they are read."""
+    """Selects the documents of one epoch, in the order in which they are read."""
 
     def __init__(self, config: Upsample, epoch: int = 0):
         self._config, self._budgets = config, config.budgets()
@@ -105,24 +104,30 @@ class Selection:
 
     @property
     def full(self) -> bool:
-        """Whether the epoch has all the tokens that it takes."""
+        """Whether the epoch has reached its number of tokens."""
         if self._budgets is None:
             return self.used[""] > self._config.tokens
         return all(self.used[label] >= budget for label, budget in self._budgets.items())
 
-    def keep(self, characters: int, label: str, where: str) -> bool:
-        """Whether the next document, of so many characters, is taken."""
+    def keep(self, characters: int, label: str, location: str) -> bool:
+        """Decides whether the next document is selected.
+
+        Args:
+          characters: length of its text.
+          label: its label.
+          location: its name or path, for error messages.
+        """
         length = characters / self._config.characters_per_token
         if self._budgets is None:
             label = ""
         elif label not in self._budgets:
             raise InputError(
-                f"{where} has the label {label!r}, which upsample.shares lack; they have"
+                f"{location} has the label {label!r}, which upsample.shares lack; they have"
                 f" {', '.join(self._budgets)}: add it (share 0 leaves its documents out), or name"
                 " another label_field"
             )
         elif self._budgets[label] == 0 or self.used[label] > self._budgets[label]:
-            return False  # without a random number, as in the authors' program
+            return False  # draws no random number, as in the authors' program
         if self._config.mode != "none" and length < self._config.below:
             self._draws += 1
             if self._random.random_sample() > self._config.ratio:
@@ -136,5 +141,5 @@ class Selection:
     def set_state(self, state: dict) -> None:
         self.used = {label: float(value) for label, value in state["used"].items()}
         self._random, self._draws = np.random.RandomState(self._seed), int(state["draws"])
-        for done in range(0, self._draws, _DRAWS):
-            self._random.random_sample(min(_DRAWS, self._draws - done))
+        for i in range(0, self._draws, _DRAWS):
+            self._random.random_sample(min(_DRAWS, self._draws - i))

@@ -8,7 +8,7 @@ import pytest
 from data_support import BOS, EOS, Bytes, make_texts, write_jsonl
 
 from lcjax.data import ChatSource, Chunks, DataConfig, TextSource, make_loader
-from lcjax.data.beginning import context_chunks
+from lcjax.data.chunks import num_context_chunks
 from lcjax.errors import InputError
 
 FIVE = Chunks(count=5, length=8, text="beginning", decoder=24)
@@ -102,17 +102,17 @@ def test_conversations_and_texts_share_batches_and_every_turn_is_learned(tmp_pat
 def test_the_papers_rows_have_the_chunks_of_the_released_code():
     sft = Chunks(count=15, length=512, text="beginning", decoder=4096, most=8)
     for question, answer in [(600, 50), (1024, 100), (5000, 500), (7900, 292)]:
-        found = context_chunks(sft, question, question + answer)
+        found = num_context_chunks(sft, question, question + answer)
         assert found == max(question // 512 - 1, 1)
     for length in (1200, 2048, 4095, 8192):
-        assert context_chunks(sft, length, length) == min(max(length // 512 - 1, 1), 8)
+        assert num_context_chunks(sft, length, length) == min(max(length // 512 - 1, 1), 8)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"overlong": "split"}, "data.overlong=split would part questions from their answers"),
-        ({"pack": "windows"}, "data.chunks.text=beginning is of documents: set pack: single"),
+        ({"overlong": "split"}, "data.overlong=split would separate questions from their answers"),
+        ({"pack": "windows"}, "data.chunks.text=beginning cuts whole documents: set pack: single"),
         ({"length": 65}, "data.length=65 is more than.*set it to 64 or less"),
     ],
 )

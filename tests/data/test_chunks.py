@@ -10,7 +10,7 @@ from data_support import BOS, EOS, Bytes, assert_same, make_texts, write_jsonl
 from lcjax import config as configs
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.data import ChatSource, Chunks, DataConfig, Masking, Noise, TextSource, make_loader
-from lcjax.data.chunks import split
+from lcjax.data.chunks import split_context
 from lcjax.errors import InputError
 
 FOUR = Chunks(count=4, length=6)  # 24 tokens
@@ -40,7 +40,7 @@ def rows_of(config, tokenizer=None, **more):
 
 
 def test_the_last_tokens_are_the_decoders_and_chunks_are_those_right_before():
-    chunks, mask, rest = split(np.arange(1, 41), 4, 6, 8)
+    chunks, mask, rest = split_context(np.arange(1, 41), 4, 6, 8)
     assert rest.tolist() == list(range(33, 41))
     np.testing.assert_array_equal(chunks, np.arange(9, 33).reshape(4, 6))
     assert mask.all() and mask.dtype == bool and chunks.dtype == np.int32
@@ -49,7 +49,7 @@ def test_the_last_tokens_are_the_decoders_and_chunks_are_those_right_before():
 @pytest.mark.parametrize("count", range(34))
 def test_text_that_is_too_short_leaves_the_first_chunks_empty(count):
     tokens = np.arange(1, count + 1)
-    chunks, mask, rest = split(tokens, 4, 6, 8)
+    chunks, mask, rest = split_context(tokens, 4, 6, 8)
     assert chunks.shape == mask.shape == (4, 6)
     assert (chunks[~mask] == 0).all()
     np.testing.assert_array_equal(np.concatenate([chunks[mask], rest]), tokens[-32:])
@@ -185,11 +185,11 @@ def test_the_section_is_read_from_yaml_and_the_command_line(tmp_path):
     [
         (
             {"length": 24},
-            r"data.length=24 leaves the decoder nothing .* of 4 x 6 = 24 tokens: .*48",
+            r"data.length=24 leaves fewer than 2 tokens .* of 4 x 6 = 24 tokens; .*48",
         ),
-        ({"length": 25}, r"data.length=25 leaves the decoder nothing"),
+        ({"length": 25}, r"data.length=25 leaves fewer than 2 tokens"),
         ({"chunks": Chunks(4, 6, "same")}, r"data.length=32 must equal .*chunks.text=same"),
-        ({"document_mask": True}, r"document_mask=true cannot hold with data.chunks"),
+        ({"document_mask": True}, r"document_mask=true conflicts with data.chunks"),
         ({"masking": Masking()}, r"data.chunks give the decoder .* keep one of them"),
     ],
 )
@@ -205,7 +205,10 @@ def test_settings_that_do_not_go_together_are_refused(fields, match):
         ({"length": 0}, r"chunks.length=0 must be a whole number of at least 1"),
         ({"count": 0}, r"chunks.count=0 must be a whole number of at least 1"),
         ({"text": "after"}, r"chunks.text=after is not one of before, same"),
-        ({"text": "same", "learned": True}, r"chunks.learned=true learns the tokens before"),
+        (
+            {"text": "same", "learned": True},
+            r"chunks.learned=true adds targets",
+        ),
     ],
 )
 def test_chunks_that_cannot_be_are_refused(fields, match):

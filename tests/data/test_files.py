@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
-from lcjax.data import DataConfig, documents, files, make_loader, zstd
+from lcjax.data import DataConfig, documents, files, make_loader
 from lcjax.data.config import TextSource
-from lcjax.data.opening import open_corpus
+from lcjax.data.corpus import open_corpus
 from lcjax.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
@@ -60,8 +60,8 @@ def test_frames_end_where_their_headers_say():
     contents = [b"", b"a", b"a" * 300_000, rng.bytes(70_000), rng.bytes(300_000)]
     packed = [make(data) for data in contents for make in (frame, streamed)]
     ends = np.cumsum([len(p) for p in packed]).tolist()
-    assert [end for _, end in zstd.frame_bounds(b"".join(packed))] == ends
-    assert zstd.frame_bounds(SKIPPABLE * 2) == []
+    assert [end for _, end in files.frame_bounds(b"".join(packed))] == ends
+    assert files.frame_bounds(SKIPPABLE * 2) == []
 
 
 def test_only_the_frames_of_a_document_are_unpacked_and_they_are_kept(tmp_path, monkeypatch):
@@ -71,16 +71,16 @@ def test_only_the_frames_of_a_document_are_unpacked_and_they_are_kept(tmp_path, 
         TextSource(write_frames(tmp_path / "a.jsonl.zst", lines_of(texts), 2 * line))
     )
     unpacked = []
-    original = zstd.Frames.unpack
+    original = files.ZstdContent.unpack
     monkeypatch.setattr(
-        zstd.Frames, "unpack", lambda self, i: unpacked.append(i) or original(self, i)
+        files.ZstdContent, "unpack", lambda self, i: unpacked.append(i) or original(self, i)
     )
     assert [corpus[i][1] for i in (6, 7, 19, 6)] == [texts[i] for i in (6, 7, 19, 6)]
     assert unpacked == [3, 9]
 
 
 def test_a_zstd_frame_too_large_to_be_read_for_one_document_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(zstd, "LARGEST", 1000)
+    monkeypatch.setattr(files, "LARGEST_FRAME", 1000)
     data = lines_of(make_texts(40))
     write_frames(tmp_path / "a.jsonl.zst", data, 1000)
     assert len(list(documents(str(tmp_path / "a.jsonl.zst")))) == 40
@@ -98,7 +98,7 @@ def test_damaged_zstd_files_are_named(tmp_path):
     dictionary = bytearray(whole)
     dictionary[4] |= 1
     for data, match in [
-        (whole[:-3], "is damaged or cut short: the frame at byte 0 goes on"),
+        (whole[:-3], "is damaged or cut short: the frame at byte 0 exceeds"),
         (whole[:5], "is damaged or cut short: it ends inside a frame"),
         (whole + whole[:2], "is damaged or cut short: it ends inside a frame"),
         (b"no zstd file", "is damaged or cut short: no zstd frame begins at byte 0"),
@@ -128,7 +128,7 @@ def few_open_files():
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 def test_more_shards_than_files_may_be_open(suffix, tmp_path, few_open_files, monkeypatch):
-    monkeypatch.setattr(files, "_OPEN", 8)
+    monkeypatch.setattr(files, "_MAX_OPEN", 8)
     import pyarrow.parquet
 
     texts = make_texts(120, low=5)
@@ -150,10 +150,10 @@ def test_more_shards_than_files_may_be_open(suffix, tmp_path, few_open_files, mo
 
 def test_recent_values_are_kept_within_the_limit_and_one_always():
     made = []
-    recent = files.Recent(10, size=len)
+    cache = files.LRUCache(10, size=len)
 
     def get(key, size):
-        return recent.get(key, lambda: made.append(key) or key * size)
+        return cache.get(key, lambda: made.append(key) or key * size)
 
     for key, size in [("a", 4), ("b", 4), ("a", 4), ("c", 4), ("b", 4), ("d", 11), ("d", 11)]:
         assert get(key, size) == key * size
@@ -164,7 +164,7 @@ def test_recent_values_are_kept_within_the_limit_and_one_always():
 
 
 def test_threads_read_the_right_lines_while_files_are_closed_under_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_OPEN", 1)
+    monkeypatch.setattr(files, "_MAX_OPEN", 1)
     texts = make_texts(60)
     for i in range(6):
         write_jsonl(tmp_path / f"{i}.jsonl", texts[i::6])

@@ -9,8 +9,8 @@ import pytest
 from data_support import Bytes, assert_same, make_texts, write_jsonl
 
 from lcjax.data import DataConfig, TextSource, documents, make_loader
-from lcjax.data.array_record import parse_example
-from lcjax.data.opening import open_corpus
+from lcjax.data.corpus import open_corpus
+from lcjax.data.readers import parse_example
 from lcjax.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
@@ -152,7 +152,7 @@ def test_an_example_is_told_from_other_bytes():
 def test_bad_records_are_placed(tmp_path, monkeypatch):
     good = example({"text": "fine and long enough"})
     path = write_records(tmp_path / "a.array_record", [good, b"no example"])
-    refuse(r"a.array_record: record 2 is no tf.train.Example, as the first one", path)
+    refuse(r"a.array_record: record 2 is no tf.train.Example, but the first", path)
     refuse(r"record 1 has no field 'body'; it has text: .*text_field", path, text_field="body")
     path = write_records(tmp_path / "b.array_record", [b'{"text": "a"}', b"{"])
     refuse(r"b.array_record: record 2 is not JSON", path)

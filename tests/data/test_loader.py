@@ -299,7 +299,7 @@ def test_more_epochs_may_be_added_but_none_that_were_read_taken_away(path):
     longer.set_state(state)
     more = list(longer)
     assert len(batches) / 2 == pytest.approx(len(more), abs=1)
-    with pytest.raises(InputError, match=r"behind the end of the data: raise data.repeat"):
+    with pytest.raises(InputError, match=r"after the end of the data: raise data.repeat"):
         make_loader(config_for(path, repeat=1), Bytes(), 2).set_state(state)
 
 

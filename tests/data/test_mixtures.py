@@ -232,10 +232,10 @@ def test_conversations_that_cannot_be_read_are_placed(tmp_path):
             return f"{len(messages)}" + super().render_chat(messages, add_generation_prompt)
 
     talk = [message("user", "q"), message("assistant", "r")]
-    refuse({"messages": talk}, r"writes earlier turns anew for message 2", Rewriting())
+    refuse({"messages": talk}, r"changes earlier turns at message 2", Rewriting())
     with pytest.raises(InputError, match=r"learn=x is not one of answers, all"):
         ChatSource("a", learn="x")
-    with pytest.raises(InputError, match=r"prompt='{': .*a brace of the text is written twice"):
+    with pytest.raises(InputError, match=r"prompt='{': .*write a brace of the text twice"):
         ChatSource("a", prompt="{")
     (tmp_path / "b.txt").write_text("plain")
     with pytest.raises(InputError, match=r"b.txt is plain text, not a record"):
@@ -274,5 +274,5 @@ def test_masks_are_seeded_resume_exactly_and_do_not_depend_on_the_batch(path):
     np.testing.assert_array_equal(next(resumed)["tokens"], whole[20:22])
     with pytest.raises(InputError, match=r"masking.rate=1.0 must lie between 0 and 1"):
         Masking(rate=1.0)
-    with pytest.raises(InputError, match=r"data.masking hides tokens that landmarks look at"):
+    with pytest.raises(InputError, match=r"data.masking hides tokens that landmarks attend to"):
         make_loader(config, Bytes(), 1, landmarks=Landmarks(300))

@@ -8,13 +8,13 @@ import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
 from lcjax.data import Chunks, DataConfig, Noise, TextSource, make_loader
-from lcjax.data.chunks import Hide
+from lcjax.data.chunks import HideContext
 from lcjax.errors import InputError
 
 
 def masks(noise, count, length, rows, seed=0):
     """bool [rows, count, length] of rows that are all text."""
-    hide, random = Hide(noise), np.random.default_rng(seed)
+    hide, random = HideContext(noise), np.random.default_rng(seed)
     row = {"chunk_mask": np.ones((count, length), bool)}
     return np.stack([hide(row, random)["chunk_mask"] for _ in range(rows)])
 
@@ -53,7 +53,7 @@ def test_the_ends_of_the_rates_are_nothing_and_everything(rate, whole, kept):
 
 def test_padding_stays_padding():
     mask = np.arange(24).reshape(4, 6) >= 8
-    found = Hide(Noise())({"chunk_mask": mask}, np.random.default_rng(1))["chunk_mask"]
+    found = HideContext(Noise())({"chunk_mask": mask}, np.random.default_rng(1))["chunk_mask"]
     assert not (found & ~mask).any()
 
 
@@ -108,7 +108,7 @@ def test_noise_is_the_same_after_a_resume_and_on_any_number_of_processes(path):
         ({"rate": 1.5}, r"^noise.rate=1.5 must lie in 0 ... 1"),
         ({"whole": -0.1}, r"^noise.whole=-0.1 must lie in 0 ... 1"),
         ({"leave": -1}, r"^noise.leave=-1 must be a whole number of at least 0"),
-        ({"leave": 6}, r"chunks.noise.leave=6 leaves nothing to hide in chunks.length=6; set"),
+        ({"leave": 6}, r"chunks.noise.leave=6 hides no token of chunks.length=6; set"),
     ],
 )
 def test_noise_that_cannot_be_is_refused(fields, match):

@@ -18,15 +18,14 @@ import lcjax
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data import DataConfig, Share, TextSource, TokenSource, Upsample, make_loader, prepare
 from lcjax.data import __main__ as command
-from lcjax.data import prepare_job as jobs
-from lcjax.data.opening import open_corpus
+from lcjax.data.corpus import open_corpus
 from lcjax.errors import InputError
 
 
 @pytest.fixture(autouse=True)
 def byte_tokenizer(monkeypatch):
     monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Bytes())
-    monkeypatch.setattr(jobs, "_SMALLEST", 400)  # several shards of tiny texts
+    monkeypatch.setattr(prepare, "_MIN_JOB_BYTES", 400)  # several shards of tiny texts
 
 
 @pytest.fixture
@@ -130,7 +129,7 @@ def test_the_labels_of_a_folder_can_be_read_alone_and_are_reported(text, tmp_pat
 
 def test_what_is_finished_is_not_made_again(text, tmp_path, monkeypatch):
     whole = run(text, tmp_path / "whole")
-    write, made = jobs.Worker.write, []
+    write, made = prepare.Worker.write, []
 
     def stop_after_five(worker, job, taken):
         if len(made) == 5:
@@ -138,13 +137,13 @@ def test_what_is_finished_is_not_made_again(text, tmp_path, monkeypatch):
         made.append(job.number)
         return write(worker, job, taken)
 
-    monkeypatch.setattr(jobs.Worker, "write", stop_after_five)
+    monkeypatch.setattr(prepare.Worker, "write", stop_after_five)
     with pytest.raises(InputError, match="killed"):
         run(text, tmp_path / "out")
     with pytest.raises(InputError, match=r"is not finished: run the same .* prepare` once more"):
         open_corpus(TokenSource(str(tmp_path / "out")))
     made.clear()
-    monkeypatch.setattr(jobs.Worker, "write", lambda *a: made.append(a[1].number) or write(*a))
+    monkeypatch.setattr(prepare.Worker, "write", lambda *a: made.append(a[1].number) or write(*a))
     assert run(text, tmp_path / "out") == whole
     assert made == list(range(5, len(whole["shards"])))
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -167,12 +166,12 @@ def runs(process):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
     code = (
-        "import time, data_support, lcjax.data.prepare as p, lcjax.data.prepare_job as j\n"
+        "import time, data_support, lcjax.data.prepare as p\n"
         "class Slow(data_support.Bytes):\n"
         "    def encode(self, text): time.sleep(0.02); return list(text.encode())\n"
         "if __name__ == '__main__':\n"
         "    p.load_tokenizer = lambda name: Slow()\n"
-        f"    j._SMALLEST = 400\n"
+        "    p._MIN_JOB_BYTES = 400\n"
         f"    p.prepare(p.PrepareConfig(path={text!r}, out={str(tmp_path / 'out')!r},"
         " tokenizer='x', workers=2))\n"
     )
@@ -230,7 +229,7 @@ def test_ids_of_another_tokenizer_and_changed_shards_are_refused(text, tmp_path)
     with pytest.raises(InputError, match=r"000001.bin has .* ids, and had .* was changed or cut"):
         open_corpus(source)
     (tmp_path / "out" / "index.json").write_text("{}")
-    with pytest.raises(InputError, match=r"is no index of format 1: write it anew"):
+    with pytest.raises(InputError, match=r"is no index of format 1: write it again"):
         open_corpus(source)
     with pytest.raises(InputError, match=r"holds no tokens: give a folder"):
         open_corpus(TokenSource(text))
@@ -251,8 +250,8 @@ def test_a_vocabulary_decides_how_wide_ids_are(text, tmp_path, monkeypatch):
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
     for words, match in [
-        ([], "error: nothing was asked for; write: python -m lcjax.data prepare --help"),
-        (["prep"], "error: prep is not known"),
+        ([], "error: no command; write: python -m lcjax.data prepare --help"),
+        (["prep"], "error: prep is not a command"),
         (["prepare", "--path=a"], "error: tokenizer is empty: give --tokenizer="),
         (["prepare", "--tokenizer=a"], "error: give --path= or sources"),
         (["prepare"], "error: give --path= or sources"),
@@ -261,10 +260,7 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
         assert command.main(words) == 2
         error = capsys.readouterr().err
         assert match in error and error.count("\n") == 1
-    assert (
-        command.main(["--help"]) == 0
-        and "lcjax.data prepare, or teacher" in capsys.readouterr().out
-    )
+    assert command.main(["--help"]) == 0 and "lcjax.data prepare|teacher" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["prepare", "--help"])
     assert "--sources.0.upsample.ratio" in capsys.readouterr().out
@@ -316,7 +312,7 @@ def test_bare_files_may_mark_the_ends_of_documents_or_nothing(tmp_path):
 
 def test_a_bare_file_cannot_be_upsampled(tmp_path):
     path = write_bin(tmp_path / "a.bin", [[256, 1]])
-    with pytest.raises(InputError, match=r"a.bin has ids alone, and upsample counts .*prepare it"):
+    with pytest.raises(InputError, match=r"a.bin has ids only, and upsample counts .*prepare it"):
         open_corpus(TokenSource(path, upsample=Upsample()))
 
 

@@ -8,8 +8,8 @@ import pytest
 from data_support import Bytes, assert_same, make_texts
 
 from lcjax.data import Chunks, DataConfig, SeqioSource, TextSource, make_loader
-from lcjax.data.chunks import split
-from lcjax.data.seqio_chunks import context_chunks
+from lcjax.data.chunks import split_context
+from lcjax.data.seqio_source import context_chunks
 from lcjax.errors import InputError
 
 seqio = pytest.importorskip("seqio", reason="seqio is not installed: pip install 'lcjax[seqio]'")
@@ -82,7 +82,7 @@ def expected(context, targets, *, length=8, chunks=FOUR, bos=None):
     for start in range(0, len(targets) - 1, length):
         here = targets[start : start + length]
         text = np.array(context + targets[: start + len(here)], np.int32)
-        pieces, mask, rest = split(text, chunks.count, chunks.length, len(here))
+        pieces, mask, rest = split_context(text, chunks.count, chunks.length, len(here))
         assert rest.tolist() == here
         after = targets[start + 1 : start + 1 + length]
         row = {
@@ -237,7 +237,9 @@ def test_prompts_are_read_and_only_targets_learned(tokens):
 
 def test_a_tasks_ids_of_another_vocabulary_are_refused():
     config = config_for("lcjax_pairs", converter="chunks", context="context")
-    with pytest.raises(InputError, match=r"feature context has .*ByteVocabulary .*the model's own"):
+    with pytest.raises(
+        InputError, match=r"feature context has .*ByteVocabulary .*the model's vocabulary"
+    ):
         make_loader(config, Bytes(), 1)
 
 

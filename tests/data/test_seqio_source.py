@@ -189,11 +189,11 @@ def test_token_ids_of_another_vocabulary_are_refused():
         ({"split": "test"}, "split=test is not one of train, validation"),
         ({"module": "no_such_module"}, "module=no_such_module cannot be imported"),
         ({"feature": "inputs"}, r"has no text in inputs_pretokenized or inputs; it has targets"),
-        ({"cached": True}, "cached=true, but lcjax_bytes has no step that is cached"),
-        ({"task": "lcjax_ordered"}, "seqio refuses it: Shuffling is disallowed"),
+        ({"cached": True}, "cached=true, but lcjax_bytes has no step with a cache"),
+        ({"task": "lcjax_ordered"}, "seqio raises: Shuffling is disallowed"),
         (
             {"task": "lcjax_cached", "cached": True},
-            "seqio refuses it: .*does not exist in any of the",
+            "seqio raises: .*does not exist in any of the",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from data_support import BOS, EOS, Bytes, assert_same, make_texts, write_jsonl
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.data import ChatSource, Chunks, DataConfig, SeqioSource, TextSource, make_loader
 from lcjax.data.prepare import PrepareConfig, prepare
-from lcjax.data.seqio_chunks import context_chunks
+from lcjax.data.seqio_source import context_chunks
 from lcjax.data.seqio_tasks import register
 from lcjax.errors import InputError
 

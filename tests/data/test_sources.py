@@ -62,7 +62,7 @@ def test_every_format_gives_the_same_documents_and_the_same_batches(texts, tmp_p
 
 def test_parquet_rows_are_right_in_any_order(texts, tmp_path):
     path = write_all(tmp_path, texts)["parquet"]
-    from lcjax.data.opening import open_corpus
+    from lcjax.data.corpus import open_corpus
 
     corpus = open_corpus(TextSource(path))
     for i in np.random.default_rng(0).permutation(len(texts)).tolist() * 2:
@@ -153,10 +153,10 @@ def test_the_section_is_read_from_yaml_and_the_command_line(tmp_path):
 def test_a_missing_path_and_a_path_without_text_are_named(tmp_path):
     refuse(r"data.path is empty: give a file", "")
     refuse(r"data.path=.*nowhere does not exist", tmp_path / "nowhere")
-    refuse(r"data.path=.*\*.txt has no file that can be read; these can: .txt", tmp_path / "*.txt")
+    refuse(r"data.path=.*\*.txt has no readable file; readable are .txt", tmp_path / "*.txt")
     (tmp_path / "image.png").write_bytes(b"x")
-    refuse(r"has no file that can be read; these can: .txt, .md, .py, .jsonl, .parq", tmp_path)
-    refuse(r"image.png has no file that can be read", tmp_path / "image.png")
+    refuse(r"has no readable file; readable are .txt, .md, .py, .jsonl, .parq", tmp_path)
+    refuse(r"image.png has no readable file", tmp_path / "image.png")
     refuse(r"only python:stdlib", "python:tests")
     refuse(r"no package 'not_there_at_all' is installed here", "package:not_there_at_all")
     refuse(r"data.path=package:json/nowhere does not exist", "package:json/nowhere")
@@ -261,7 +261,7 @@ def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"data.holdout=0.5 leaves no document for \w+ out of 1"):
         for split in ("train", "validation"):
             make_loader(DataConfig(path=path, length=8, holdout=0.5), Bytes(), 1, split=split)
-    with pytest.raises(InputError, match=r"data.holdout=0.0 keeps nothing for validation"):
+    with pytest.raises(InputError, match=r"data.holdout=0.0 leaves nothing for validation"):
         make_loader(DataConfig(path=path, length=8), Bytes(), 1, split="validation")
 
 
@@ -272,7 +272,7 @@ def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
         ({"pack": "tight"}, "data.pack=tight is not one of concat, first_fit, best_fit"),
         ({"overlong": "x"}, "data.overlong=x is not one of"),
         ({"on_bad_text": "x"}, "data.on_bad_text=x is not one of"),
-        ({"repeat": 0}, "data.repeat=0 must be 1 or more: null repeats for ever"),
+        ({"repeat": 0}, "data.repeat=0 must be 1 or more: null repeats without end"),
         ({"seed": -1}, "data.seed=-1 must lie in"),
         ({"holdout": 1.0}, "data.holdout=1.0 must be a fraction"),
         ({"packing_bins": 0}, "data.packing_bins=0 must be"),

@@ -113,7 +113,7 @@ def test_a_context_that_is_not_full_is_read_without_its_padding(path):
     missing = np.arange(8) * 18 // 7
     batch["chunk_mask"] = (np.arange(18) >= missing[:, None]).reshape(8, 3, 6)
     batch["segments"][:4, 7:] = 0  # and the text ends within the row
-    found = teacher._ask(model, params, config, list(range(8)), batch)
+    found = teacher._add_probabilities(model, params, config, list(range(8)), batch)
     contexts = (row.ravel()[gap:] for row, gap in zip(batch["chunks"], missing))
     p = probabilities([np.append(c, t) for c, t in zip(contexts, batch["tokens"])])
     stored = found["teacher_probabilities"]
@@ -131,7 +131,7 @@ def content(folder):
 def test_after_a_kill_the_same_command_makes_the_same_folder(path, made, tmp_path, monkeypatch):
     asked = []
 
-    def killed(*args, ask=teacher._ask):
+    def killed(*args, ask=teacher._add_probabilities):
         asked.append(1)
         if len(asked) == 3:
             raise KeyboardInterrupt
@@ -139,15 +139,15 @@ def test_after_a_kill_the_same_command_makes_the_same_folder(path, made, tmp_pat
 
     config = config_for(path, tmp_path / "rows")
     with monkeypatch.context() as patch:
-        patch.setattr(teacher, "_ask", killed)
-        with pytest.raises(KeyboardInterrupt, match="16 rows are in .*; the same command goes on"):
+        patch.setattr(teacher, "_add_probabilities", killed)
+        with pytest.raises(KeyboardInterrupt, match="16 rows are in .*; the same command resumes"):
             teach(config)
     with pytest.raises(InputError, match=r"rows is not finished; run the same .* once more"):
         make_loader(student_config(tmp_path / "rows"), ByteTokenizer(), 1)
     (tmp_path / "rows" / "000002.bin.tmp").write_bytes(b"half")
     teach(config)
     assert content(tmp_path / "rows") == content(made[0])
-    monkeypatch.setattr(teacher, "_ask", None)
+    monkeypatch.setattr(teacher, "_add_probabilities", None)
     assert teach(config)["rows"] == ROWS, "what is finished is not made again"
 
 
@@ -228,9 +228,9 @@ def test_a_shard_that_was_cut_or_moved_is_refused(path, made, tmp_path):
         make_loader(config, ByteTokenizer(), 1)
     with pytest.raises(InputError, match=r"nowhere has no teacher.json; name a folder that"):
         make_loader(student_config(tmp_path / "nowhere"), ByteTokenizer(), 1)
-    with pytest.raises(InputError, match=r"type teacher: its rows are made already; leave pack"):
+    with pytest.raises(InputError, match=r"type teacher: its rows are stored; leave pack"):
         TeacherSource("a", pack="concat")
-    with pytest.raises(InputError, match=r"data.sources.1 has no teacher and others are of type"):
+    with pytest.raises(InputError, match=r"data.sources.1 is not of type teacher, and others are"):
         student_config("a", sources=[TeacherSource("a"), TextSource(path)])
 
 
@@ -242,10 +242,13 @@ def test_a_shard_that_was_cut_or_moved_is_refused(path, made, tmp_path):
         ({"rows": 0}, r"rows=0 must be a whole number of at least 1"),
         ({"data": {"chunks": None}}, r"data.chunks: the teacher reads a context"),
         ({"data": {"chunks": Chunks(3, 6, noise=Noise())}}, r"data.chunks.noise hides context"),
-        ({"data": {"sources": [TeacherSource("a")]}}, r"rows of type teacher have been read"),
+        (
+            {"data": {"sources": [TeacherSource("a")]}},
+            r"rows of type teacher hold probabilities already",
+        ),
         ({"top": 300}, r"top=300 is more than the 259 tokens of the model"),
         ({"batch_size": 6}, r"batch size 6 must be a positive multiple of .* = 4"),
-        ({"rows": 10**12}, r"rows=1000000000000: those that are missing take .* GB free; ask"),
+        ({"rows": 10**12}, r"rows=1000000000000: the missing ones take .* GB free; ask"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_line(fields, match, path, tmp_path):
@@ -270,4 +273,4 @@ def test_the_command_reads_a_file_and_says_what_is_wrong(path, tmp_path, capsys)
     config = configs.parse(TeacherConfig, ["--config", str(file), "--top=9"])
     assert (config.top, config.rows, config.data.chunks) == (9, 8, CHUNKS)
     assert command.main(["teacher", "--config", str(file), "--data.chunks.count=9"]) == 2
-    assert "error: data.length=28 leaves the decoder nothing" in capsys.readouterr().err
+    assert "error: data.length=28 leaves fewer than 2 tokens" in capsys.readouterr().err

@@ -11,8 +11,7 @@ from data_support import Bytes, assert_same, make_texts, write_jsonl
 
 from lcjax import config as configs
 from lcjax.data import DataConfig, Share, TextSource, Upsample, documents, make_loader
-from lcjax.data.opening import open_corpus
-from lcjax.data.stream import order
+from lcjax.data.corpus import open_corpus, order
 from lcjax.data.upsample import SLIMPAJAMA, Selection
 from lcjax.errors import InputError
 
@@ -244,7 +243,7 @@ def test_a_source_that_upsampling_empties_is_named(tmp_path):
         ({"shares": [Share("a", 0.5), Share("b", 0.4)]}, "sum to 0.9, not to 1: .*normalise=true"),
         ({"shares": [Share("a", 0.5), Share("a", 0.5)]}, "name a label twice: a, a"),
         ({"shares": [Share("a", -1.0), Share("b", 2.0)]}, "must be 0 or more"),
-        ({"shares": [Share("a", 1.0)], "mode": "global"}, "global has no use for shares"),
+        ({"shares": [Share("a", 1.0)], "mode": "global"}, "global does not use shares"),
     ],
 )
 def test_settings_out_of_range_are_refused(fields, match):
