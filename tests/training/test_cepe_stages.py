@@ -14,7 +14,7 @@ from lcjax.memory import CepeSection
 from lcjax.models.distill import Distill
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 from lcjax.tree import flatten, split
 
 BOTH = ("encoder", "cross_attention")
@@ -35,10 +35,12 @@ def taught(out, **more):
 
 def stopped_at(config, step):
     """The run up to `step`, as if SIGTERM had come then."""
-    wanted = loop.StopRequest.wanted
+    original = loop.StopRequest.should_stop
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.StopRequest, "wanted", lambda self, at: at == step or wanted(self, at))
-        patch.setattr(loop.Training, "_stopped", lambda *args: {})
+        patch.setattr(
+            loop.StopRequest, "should_stop", lambda self, at: at == step or original(self, at)
+        )
+        patch.setattr(loop.Training, "_finish_early", lambda *args: {})
         run(config)
 
 
@@ -179,7 +181,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     from lcjax.checkpoints.build import resolve
     from lcjax.models import preset
     from lcjax.parallel.sharding import make_mesh
-    from lcjax.training import abstract_step, batches
+    from lcjax.training import batches, compile_only
 
     config = tiny(
         *(tmp_path / "run", ""), data=taught(stored), model=WITH_MEMORY, distill=Distill(top=5)
@@ -189,7 +191,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     loader = batches.open_loader(config, model, ByteTokenizer(), "train", mesh)
     put = batches.put(next(loader), mesh)
     loader.close()
-    described = abstract_step._batch(config, model, mesh)
+    described = compile_only.abstract_batch(config, model, mesh)
     assert {k: (v.shape, v.dtype, v.sharding) for k, v in put.items()} == {
         k: (v.shape, v.dtype, v.sharding) for k, v in described.items()
     }

@@ -15,7 +15,7 @@ from lcjax import cost
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.training import TrainConfig, abstract_step, compile_only, estimate
+from lcjax.training import TrainConfig, compile_only, estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -56,26 +56,26 @@ def test_gpus_need_the_plugin_and_the_way_to_it_is_said(capsys):
 
 
 def test_a_checkpoint_that_is_not_here_is_known_by_its_name_or_refused():
-    llama = abstract_step.model_of(parse("--model.path=meta-llama/Llama-2-7b-hf"))
+    llama = estimate.model_of(parse("--model.path=meta-llama/Llama-2-7b-hf"))
     assert (llama.width, llama.num_layers, llama.dtype) == (4096, 32, "bfloat16")
     with pytest.raises(InputError, match="--model.preset=llama2-7b"):
-        abstract_step.model_of(parse("--model.path=nobody/model"))
+        estimate.model_of(parse("--model.path=nobody/model"))
 
 
 def test_adapters_and_new_tokens_are_part_of_the_model():
     recipe = str(ROOT / "configs" / "landmark_7b.yaml")
-    assert abstract_step.model_of(parse("--config", recipe)).vocab_size == 32_002
+    assert estimate.model_of(parse("--config", recipe)).vocab_size == 32_002
     recipe = str(ROOT / "configs" / "longlora_7b_32k.yaml")
-    assert abstract_step.model_of(parse("--config", recipe)).lora.rank == 8
+    assert estimate.model_of(parse("--config", recipe)).lora.rank == 8
 
 
 def test_the_step_is_lowered_without_an_array(tmp_path):
     config = parse(*TINY)
     before = len(jax.live_arrays())
-    model = abstract_step.model_of(config)
+    model = estimate.model_of(config)
     mesh = make_mesh(Mesh(fsdp=4, context=2))
     with quick_compilation(tmp_path):
-        memory = abstract_step.lower(config, model, mesh).compile().memory_analysis()
+        memory = compile_only.lower(config, model, mesh).compile().memory_analysis()
     assert len(jax.live_arrays()) == before
     # Weights and both moments, a few of them whole on all devices; tokens beside them.
     share = 12 * cost.estimate(model, 64).parameters / 8

@@ -7,7 +7,7 @@ import pytest
 from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.training import TrainConfig, abstract_step, compile_only, estimate
+from lcjax.training import TrainConfig, compile_only, estimate
 from lcjax.training.compile_only import FLAG
 
 LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768")
@@ -15,7 +15,7 @@ LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768"
 
 def memory(mesh):
     config = config_lib.parse(TrainConfig, [*LLAMA, "--train.batch_size=16"])
-    return estimate.training_memory(config, abstract_step.model_of(config), mesh)
+    return estimate.training_memory(config, estimate.model_of(config), mesh)
 
 
 def test_state_and_activations_are_shared_by_the_devices_of_a_text():
@@ -69,14 +69,14 @@ def test_help_needs_no_devices(main, words, capsys):
 def test_a_run_is_told_its_memory_and_warned_where_a_device_has_less(limit, lines):
     words = ["--model.preset=tiny", "--train.batch_size=8", "--data.length=64"]
     config = config_lib.parse(TrainConfig, words)
-    said = estimate.of_run(config, abstract_step.model_of(config), make_mesh(Mesh()), limit)
+    said = estimate.of_run(config, estimate.model_of(config), make_mesh(Mesh()), limit)
     assert len(said) == lines and "GB per device" in said[0]
     assert lines == 1 or said[1].startswith("warning: a device has 0.0 GB")
 
 
 def test_what_a_mesh_does_not_divide_is_named_with_its_bytes(capsys):
     words = ["--model.preset=tiny", "--train.batch_size=6", "--data.length=64", "--mesh.fsdp=6"]
-    model = abstract_step.model_of(config_lib.parse(TrainConfig, words))
+    model = estimate.model_of(config_lib.parse(TrainConfig, words))
     assert estimate.undivided(model, Mesh(fsdp=8)) == []
     (line,) = estimate.undivided(model, Mesh(fsdp=6))
     assert "the mesh (fsdp=6) asks" in line and "mlp/down/kernel [2, 160, 64], " in line

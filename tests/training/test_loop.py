@@ -26,7 +26,7 @@ from lcjax.parallel.sharding import Mesh
 from lcjax.training import batches, loop, run
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import EvalSection, Rate, TrackSection, TrainConfig
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 from lcjax.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_and_names_the_batch(
 
 
 def test_skipping_leaves_the_batch_out_and_counts_it(tmp_path, corpus, monkeypatch, capfd):
-    monkeypatch.setattr(loop, "_SKIPPED_IN_A_ROW", 3)
+    monkeypatch.setattr(loop, "_MAX_SKIPS", 3)
     poison(monkeypatch, 3)
     run(tiny(tmp_path / "run", corpus, on_nan="skip", export=False))
     rows = {row["step"]: row for row in read(tmp_path / "run" / "metrics.jsonl")}
@@ -206,7 +206,7 @@ def test_skipping_leaves_the_batch_out_and_counts_it(tmp_path, corpus, monkeypat
 
 
 def test_skipping_for_ever_is_refused(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(loop, "_SKIPPED_IN_A_ROW", 3)
+    monkeypatch.setattr(loop, "_MAX_SKIPS", 3)
     poison(monkeypatch, *range(5, 20))
     with pytest.raises(loop.NonFiniteError, match="stopped at step 7"):
         run(tiny(tmp_path / "run", corpus, on_nan="skip"))

@@ -1,6 +1,7 @@
 """What waits in the host's memory: the same numbers, the same checkpoints, less of the device."""
 
 import dataclasses
+import functools
 import importlib.util
 
 import jax
@@ -21,12 +22,11 @@ from lcjax.models.offloaded import boxed, unboxed
 from lcjax.parallel.offload import host_shardings, is_offloaded, to_host
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.rope.positions import PlainPositions
-from lcjax.training import TrainConfig, abstract_step, optim, run
-from lcjax.training.config import EvalSection, TrainSection
+from lcjax.training import TrainConfig, compile_only, optim, run
+from lcjax.training.config import EvalSection, TrainSection, trainable
 from lcjax.training.objective import language_model
-from lcjax.training.partition import trainable
 from lcjax.training.state import init_state, state_shardings
-from lcjax.training.step import accumulate, make_train_step
+from lcjax.training.step import accumulate, train_step
 from lcjax.tree import flatten, nest, split
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32, remat="full")
@@ -64,8 +64,8 @@ def steps(offload, *, config=CONFIG, shape=ONE, rules=("all",), accumulation=2, 
     optimizer = optim.optimizer(SETTINGS)
     state = init_state(params, optimizer, mesh, seed=0, ema=True, offload=offload)
     objective = language_model(config, PlainPositions(), mesh=mesh)
-    step = make_train_step(
-        objective, optimizer, optim.schedule(SETTINGS),
+    step = functools.partial(
+        train_step, objective=objective, optimizer=optimizer, schedule=optim.schedule(SETTINGS),
         accumulation=accumulation, ema_decay=SETTINGS.ema,
     )  # fmt: skip
     layout = state_shardings(state, mesh, offload), replicated(mesh)
@@ -112,7 +112,10 @@ def toy_steps(offload):
     params = away(params) if offload == "parameters" else params
     optimizer = optim.optimizer(SETTINGS)
     state = init_state(params, optimizer, mesh, seed=0, ema=True, offload=offload)
-    step = make_train_step(toy, optimizer, optim.schedule(SETTINGS), ema_decay=SETTINGS.ema)
+    step = functools.partial(
+        train_step, objective=toy, optimizer=optimizer, schedule=optim.schedule(SETTINGS),
+        ema_decay=SETTINGS.ema,
+    )  # fmt: skip
     layout = state_shardings(state, mesh, offload), replicated(mesh)
     step, losses = jax.jit(step, donate_argnums=0, out_shardings=layout), []
     for scale in (1.0, jnp.inf, 3.0):  # the second one is skipped
@@ -270,7 +273,7 @@ def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device(optimised)
                 f"--train.offload={offload}",
             ],
         )
-        found[offload] = verdict(abstract_step.lower(config, model, mesh), topology.chip)
+        found[offload] = verdict(compile_only.lower(config, model, mesh), topology.chip)
     weights = cost.estimate(model, 512).parameters  # the bytes of a float32 copy on 4 devices
     none, away = found.values()
     assert none.host == 0 and away.host == pytest.approx(3 * weights, rel=0.02)

@@ -15,7 +15,7 @@ from lcjax.models.initial import random_params
 from lcjax.models.lora import LoRA, is_adapter, merge
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 from lcjax.tree import flatten, union
 
 STEPS = 4

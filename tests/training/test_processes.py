@@ -15,7 +15,7 @@ from lcjax.checkpoints.adapter_folder import read_adapters
 from lcjax.checkpoints.run_folder import load_run
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 from lcjax.tree import flatten
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]

@@ -17,12 +17,10 @@ from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shard
 from lcjax.rope import E2LLM, Clex
 from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions
 from lcjax.training import optim
-from lcjax.training.assemble import new_adapters
-from lcjax.training.config import TrainSection
+from lcjax.training.config import TrainSection, trainable
 from lcjax.training.objective import language_model
-from lcjax.training.partition import trainable
-from lcjax.training.state import abstract_state, init_state
-from lcjax.training.step import accumulate, make_eval_step, make_train_step, microbatches
+from lcjax.training.state import abstract_state, init_state, new_adapters
+from lcjax.training.step import accumulate, make_eval_step, microbatches, train_step
 from lcjax.tree import flatten, split, union
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32)
@@ -63,10 +61,11 @@ def random_batch(seed, rows=8, length=16):
 
 @functools.cache
 def compiled(config, settings, halt_after):
-    step = make_train_step(
-        language_model(config, settings.positions),
-        optim.optimizer(settings),
-        optim.schedule(settings),
+    step = functools.partial(
+        train_step,
+        objective=language_model(config, settings.positions),
+        optimizer=optim.optimizer(settings),
+        schedule=optim.schedule(settings),
         accumulation=settings.accumulation,
         ema_decay=settings.ema,
         halt_after=halt_after,
@@ -95,9 +94,9 @@ def many_steps(settings, batches):
     """(final state, infos, values before the last step) under `settings`."""
     mesh, params = one_device(), jax.tree.map(jnp.copy, random_params())
     state = init_state(params, optim.optimizer(settings), mesh, seed=0, ema=True)
-    step = make_train_step(
-        PLAIN, optim.optimizer(settings), optim.schedule(settings),
-        ema_decay=0.9, spike=settings.spike,
+    step = functools.partial(
+        train_step, objective=PLAIN, optimizer=optim.optimizer(settings),
+        schedule=optim.schedule(settings), ema_decay=0.9, spike=settings.spike,
     )  # fmt: skip
     step, infos = jax.jit(step, donate_argnums=0), []
     for batch in batches:

@@ -9,10 +9,7 @@ import pytest
 
 from lcjax.errors import InputError
 from lcjax.training.config import Profile, TrackSection
-from lcjax.training.meter import Meter
-from lcjax.training.progress import Progress
-from lcjax.training.trace import Trace
-from lcjax.training.track import JsonLines, open_tracker, plot_loss, read
+from lcjax.training.tracking import JsonLines, Meter, Progress, Trace, open_tracker, plot_loss, read
 
 
 def test_metrics_after_the_resumed_step_are_dropped(tmp_path):
