@@ -93,9 +93,9 @@ def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> j
     )
     settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
     state = abstract_state(trained, optim.optimizer(train), mesh, **settings)
-    bad = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    num_nonfinite = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
     step = jitted_step(config, model, mesh, state)
-    return step.trace(state, frozen, abstract_batch(config, model, mesh), bad).lower()
+    return step.trace(state, frozen, abstract_batch(config, model, mesh), num_nonfinite).lower()
 
 
 def abstract_batch(

@@ -1,8 +1,8 @@
 """The training loop: `run(config)` is the body of train.py.
 
 The loop fetches the metrics of a step while the devices compute the next one, so an accelerator
-never waits for the host. The loop therefore learns of a bad step too late to prevent the next one:
-the step itself has to leave the state unchanged (`lcjax.training.step`).
+never waits for the host. The loop therefore learns of a non-finite step only after it has
+dispatched the next one, so the step itself must leave the state unchanged (`lcjax.training.step`).
 """
 
 import collections
@@ -133,7 +133,9 @@ class Training:
         self.validation = Validation(config, self.model, self.tokenizer, mesh)
         self.pending: collections.deque[PendingStep] = collections.deque()
         self.halt_after = 1 if config.train.on_nan == "stop" else _MAX_SKIPS
-        self.bad = jax.device_put(np.int32(0), replicated(mesh))  # non-finite steps in a row
+        self.num_nonfinite = jax.device_put(
+            np.int32(0), replicated(mesh)
+        )  # non-finite steps in a row
         self.state, self.first = self._restore_or_init(assembly)
         self.train_step = jitted_step(
             config, self.model, mesh, self.state, halt_after=self.halt_after
@@ -153,11 +155,11 @@ class Training:
             self._print_summary()
             while step < train.steps and not stop.should_stop(step):
                 batch, position = self._next_batch(step)
-                self._start_or_end_trace(step)
+                self._toggle_trace(step)
                 self.state, info = self.train_step(
-                    self.state, self.frozen, self._put(batch), self.bad
+                    self.state, self.frozen, self._put(batch), self.num_nonfinite
                 )
-                step, self.bad = step + 1, info["bad"]
+                step, self.num_nonfinite = step + 1, info["num_nonfinite"]
                 self.pending.append(PendingStep(step, info, batch, position))
                 self._report(max_pending=1)
                 if eval_every and (step % eval_every == 0 or step == train.steps):
@@ -217,11 +219,11 @@ class Training:
     def _put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return batches.put(batch, self.mesh)
 
-    def _start_or_end_trace(self, step: int) -> None:
-        if self.trace.turns(step):
+    def _toggle_trace(self, step: int) -> None:
+        if self.trace.is_boundary(step):
             self._report()
-            if message := self.trace.turn(step):
-                self.progress.say(message)
+            if message := self.trace.toggle(step):
+                self.progress.write(message)
 
     def _report(self, max_pending: int = 0) -> None:
         """Waits for the results of all steps but the last `max_pending`, and logs them."""
@@ -232,7 +234,7 @@ class Training:
             if not info["finite"]:
                 self._handle_nonfinite(pending, info)
             if info["spike"]:
-                self.progress.say(
+                self.progress.write(
                     f"skipped step {step}: gradient norm {info['grad_norm']:.3g} against the usual"
                     f" {info['usual_norm']:.3g} (train.spike={train.spike})"
                 )
@@ -252,8 +254,8 @@ class Training:
             f"step {step}: loss {float(info['loss'])}, gradient norm {float(info['grad_norm'])};"
             f" the batch and its place in the data are in {file}"
         )
-        if info["bad"] < self.halt_after:
-            self.progress.say(f"skipped {message}")
+        if info["num_nonfinite"] < self.halt_after:
+            self.progress.write(f"skipped {message}")
             return
         # Neither this step nor those dispatched after it have changed the state.
         self.checkpoints.save(step - 1, self.state, pending.position)
@@ -272,7 +274,7 @@ class Training:
         self._report()
         loss, tokens = self.validation.loss(self._final_params(), self.frozen)
         self.tracker.log(step, {"validation_loss": loss, "validation_tokens": tokens})
-        self.progress.say(f"step {step}: validation loss {loss:.4f} over {tokens:,.0f} tokens")
+        self.progress.write(f"step {step}: validation loss {loss:.4f} over {tokens:,.0f} tokens")
         self.meter.restart()
 
     def _final_params(self) -> dict:
@@ -285,14 +287,14 @@ class Training:
 
         trained, frozen = count(self.state.params), count(self.frozen)
         devices = jax.devices()
-        self.progress.say(
+        self.progress.write(
             f"training {trained:,} of {trained + frozen:,} parameters on {len(devices)} x"
             f" {devices[0].device_kind}; MFU against {self.meter.peak_source}"
         )
         for line in estimate.of_run(self.config, self.model, self.mesh):
-            self.progress.say(line)
+            self.progress.write(line)
         if self.first:
-            self.progress.say(f"resumed from step {self.first} in {self.folder}")
+            self.progress.write(f"resumed from step {self.first} in {self.folder}")
 
     def _finish_early(self, step: int, stop_signal: signal.Signals) -> dict[str, Any]:
         message = (

@@ -35,9 +35,16 @@ def jitted_step(
     *,
     halt_after: int = 1,
 ) -> Callable:
-    """Returns `train_step(state, frozen, batch, bad)` of `config`, compiled for states like this.
+    """Returns the compiled `train_step` of `config`, for states with the shapes of `state`.
 
-    The step donates its state. `state` may hold shapes instead of arrays.
+    Its arguments are those of `train_step` up to `num_nonfinite`. It donates its state.
+
+    Args:
+      config: sets the loss, the optimizer and the options of the step.
+      model: of the decoder.
+      mesh: the devices.
+      state: arrays, or their shapes and dtypes.
+      halt_after: see `train_step`.
     """
     train = config.train
     objective = language_model(
@@ -61,7 +68,7 @@ def train_step(
     state: TrainState,
     frozen: dict,
     batch: Batch,
-    bad: jax.typing.ArrayLike = 0,
+    num_nonfinite: jax.typing.ArrayLike = 0,
     *,
     objective: Objective,
     optimizer: optax.GradientTransformation,
@@ -75,17 +82,18 @@ def train_step(
 
     A step whose loss or gradient is not finite changes only the counters. The same holds for a
     step whose gradient norm is more than `spike` times its running average (after `_SPIKE_WARMUP`
-    steps): a bad batch would stay in Adam's moments for long.
+    steps): an outlier would stay in Adam's moments for long.
 
     The loop reads the info of a step only after it has dispatched the next one. So the step at
-    which `bad` reaches `halt_after`, and all steps after it, do not even count: the state stays
-    the one before that step's batch.
+    which `num_nonfinite` reaches `halt_after`, and all steps after it, change nothing, not even
+    the counters: the state stays the one before that step's batch.
 
     Args:
       state: the state before the step. Offloaded arrays are fetched layer by layer and put back.
       frozen: parameters that are not trained.
       batch: arrays of B rows, see `objective`.
-      bad: `info["bad"]` of the step before, int32 []: number of non-finite steps in a row.
+      num_nonfinite: `info["num_nonfinite"]` of the step before, int32 []: number of non-finite
+        steps in a row.
       objective: the loss, a sum over the batch.
       optimizer: computes the update without the learning rate.
       schedule: the learning rate as a function of the step.
@@ -103,7 +111,7 @@ def train_step(
     )
     norm, lr = optax.tree.norm(grads), schedule(state.step)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    halted = jnp.bool_(False) if halt_after is None else jnp.asarray(bad >= halt_after)
+    halted = jnp.bool_(False) if halt_after is None else jnp.asarray(num_nonfinite >= halt_after)
     is_spike = _is_spike(state, norm, spike) & finite
     should_update = finite & ~halted & ~is_spike
 
@@ -121,8 +129,8 @@ def train_step(
             new = optim.layerwise_update(update, should_update, old, grads)
         else:
             new = jax.lax.cond(should_update, update, lambda old, _: old, old, grads)
-    bad = jnp.where(should_update | is_spike, 0, bad + 1).astype(jnp.int32)
-    counted = 1 if halt_after is None else (bad < halt_after).astype(jnp.int32)
+    num_nonfinite = jnp.where(should_update | is_spike, 0, num_nonfinite + 1).astype(jnp.int32)
+    counted = 1 if halt_after is None else (num_nonfinite < halt_after).astype(jnp.int32)
     skipped = state.skipped + jnp.where(finite & ~is_spike, 0, counted)
     usual = _average_norm(state, jnp.where(finite & ~halted, norm, state.usual), spike)
     info = {
@@ -134,7 +142,7 @@ def train_step(
         "spike": is_spike,
         "usual_norm": state.usual,
         "skipped": skipped,
-        "bad": bad,
+        "num_nonfinite": num_nonfinite,
         "parts": parts,
     }
     return TrainState(state.step + counted, skipped, usual, *new, state.rng), info

@@ -39,7 +39,7 @@ class Progress:
         has_bar = shown and (sys.stderr.isatty() or "ipykernel" in sys.modules)
         self._bar = tqdm(total=steps, initial=start, unit="step") if has_bar else None
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Prints a separate line, above the bar."""
         if not self._shown:
             return
@@ -65,7 +65,7 @@ class Progress:
             self._bar.set_postfix_str(", ".join(parts))
         else:
             eta = f"  ETA {_clock(self._remaining_seconds(step))}" if step < self._steps else ""
-            self.say(f"step {step}/{self._steps}  " + "  ".join(parts) + eta)
+            self.write(f"step {step}/{self._steps}  " + "  ".join(parts) + eta)
 
     def _remaining_seconds(self, step: int) -> float | None:
         if self._first is None or step <= self._first[0]:
@@ -144,12 +144,12 @@ class Trace:
     def __init__(self, profile: Profile | None, folder: Path):
         self._profile, self._folder, self._running = profile, folder, False
 
-    def turns(self, step: int) -> bool:
+    def is_boundary(self, step: int) -> bool:
         """Whether the trace starts or ends before this step, counted from 0."""
         profile = self._profile
         return profile is not None and step in (profile.start, profile.start + profile.steps)
 
-    def turn(self, step: int) -> str | None:
+    def toggle(self, step: int) -> str | None:
         """Starts or ends the trace; returns a message after the end."""
         if self._running:
             return self._stop()

@@ -1,4 +1,4 @@
-"""What a model asks of its text: [MASK] among its tokens, chunks where it has a memory."""
+"""Checks of a model's input: the mask token's embedding, and chunks for its memory."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained."""
+"""Rules that select the trained parameters."""
 
 import jax.numpy as jnp
 import pytest
