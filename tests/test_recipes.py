@@ -16,9 +16,8 @@ from lcjax.evaluation.config import EvalConfig
 from lcjax.models import ModelConfig, preset
 from lcjax.parallel.sharding import mesh_sizes
 from lcjax.rope import Bf16Positions, Default, PlainPositions, Rope
-from lcjax.training import abstract_step, batches, estimate
-from lcjax.training.config import TrainConfig
-from lcjax.training.partition import trainable
+from lcjax.training import batches, estimate
+from lcjax.training.config import TrainConfig, trainable
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -269,7 +268,7 @@ def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memo
     assert float(needed) < float(usable)
     mesh = mesh_sizes(recipe.mesh, topology.devices)
     batches.check_rows(recipe, dataclasses.asdict(mesh))
-    memory = estimate.training_memory(recipe, abstract_step.model_of(recipe), mesh).total
+    memory = estimate.training_memory(recipe, estimate.model_of(recipe), mesh).total
     # Where most weights are frozen a compiler saves more than is counted.
     most = 1.25 if recipe.train.rules() == ("all",) else 1.3
     # Of windows that are read one after another a compiler keeps more than is counted.
@@ -291,7 +290,7 @@ def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_it
         mesh = mesh_sizes(recipe.mesh, topology.devices)
         batches.check_rows(recipe, dataclasses.asdict(mesh))
         assert float(usable) == pytest.approx(topology.chip.usable / 1e9, abs=0.05)
-        memory = estimate.training_memory(recipe, abstract_step.model_of(recipe), mesh).total / 1e9
+        memory = estimate.training_memory(recipe, estimate.model_of(recipe), mesh).total / 1e9
         assert 0.6 < memory / float(needed) < 1.3 and float(needed) < float(usable)
         seconds = flops / (0.4 * topology.devices * topology.chip.peak)
         assert float(hours) == pytest.approx(seconds / 3600, abs=0.5)
@@ -311,7 +310,7 @@ def test_hours_on_a_recipe_follow_from_its_flops(file):
     recipe, reads_context = read(file), any(name in file.stem for name in MEMORIES)
     if file in TRAININGS and reads_context:
         tokens = recipe.train.steps * recipe.train.batch_size * recipe.data.decoder_length
-        expected = tokens * estimate.flops(recipe, abstract_step.model_of(recipe)).training_flops
+        expected = tokens * estimate.flops(recipe, estimate.model_of(recipe)).training_flops
     elif reads_context:
         expected = flops  # its methods do not only differ in their pattern
     elif file in TRAININGS:

@@ -22,8 +22,7 @@ from lcjax.training import TrainConfig
 from lcjax.training import folder as folder_lib
 from lcjax.training import run as train
 from lcjax.training.config import RunSection
-from lcjax.training.progress import announce
-from lcjax.training.track import read
+from lcjax.training.tracking import announce, read
 
 # In their order: stages by the name of their file (its path, where two have one name), the base
 # model, methods by their name.

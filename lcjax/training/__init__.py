@@ -1,4 +1,4 @@
-"""Training: config, state, step and loop. `run(config)` does what train.py does."""
+"""Training: `run(config)` is the body of `train.py`, from the config to the exported model."""
 
 from lcjax.training.config import TrainConfig
 from lcjax.training.loop import run

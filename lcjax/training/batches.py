@@ -1,4 +1,4 @@
-"""From `data:` to the devices: loaders of this process, and batches spread over the mesh."""
+"""Batches of a run: checks of rows against model and mesh, the loader, transfer to the devices."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,15 @@ from lcjax.training.config import TrainConfig
 def open_loader(
     config: TrainConfig, model: ModelConfig, tokenizer: Any, split: str, mesh: jax.sharding.Mesh
 ) -> Loader:
-    """Batches of the rows of this process' devices, with the landmarks that `model` reads."""
+    """Opens the rows of this process' devices, with the landmark tokens that `model` needs.
+
+    Args:
+      config: its sections `data` and `train` describe the batches.
+      model: of the decoder.
+      tokenizer: encodes the text.
+      split: "train" or "validation".
+      mesh: the devices over which the rows of a batch are sharded.
+    """
     check_context(config, model)
     check_mask(config, model, tokenizer)
     return make_loader(
@@ -34,14 +42,40 @@ def open_loader(
     )
 
 
+def put(local: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """Returns the global batch; `local` holds the rows of this process."""
+    sharding = batch_sharding(mesh)
+    return {
+        name: jax.make_array_from_process_local_data(sharding, value)
+        for name, value in local.items()
+    }
+
+
 def row_length(config: TrainConfig, model: ModelConfig) -> int:
-    """Tokens in a row of a batch: of data.length the decoder's, and landmarks among them."""
+    """Returns the number of tokens that the decoder reads per row, landmark tokens included."""
     landmarks, length = Landmarks.read_by(model.pattern), config.data.decoder_length
     return landmarks.row_length(length) if landmarks else length
 
 
+def check_text(config: TrainConfig) -> None:
+    """Runs all checks of rows against the model that need no weights.
+
+    Raises:
+      InputError: if model and data do not fit together.
+    """
+    check_teacher(config)
+    section = config.model
+    try:
+        model = preset(section.preset) if section.preset else checkpoints.load_config(section.path)
+    except InputError:
+        return  # adapters, or an error that loading the model will report
+    model = resolve(section, model)
+    check_context(config, model)
+    check_mask(config, model)
+
+
 def check_context(config: TrainConfig, model: ModelConfig) -> None:
-    """A model that reads a context needs chunks of it, and no other model has a use for them."""
+    """Raises an InputError unless `data.chunks` fits `model.memory`, or both are absent."""
     chunks, memory = config.data.chunks, model.memory
     if memory is None and chunks is not None:
         raise InputError(
@@ -63,9 +97,9 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
     memory.check_chunk(chunks.length, "data.chunks.length")
     if memory.leads and memory.reach and not chunks.learned and chunks.count % memory.reach == 0:
         raise InputError(
-            f"model.memory.gradient_segments={memory.reach} lets no gradient through from the text"
-            f" behind data.chunks.count={chunks.count}; set data.chunks.learned=true, or leave it"
-            " out"
+            f"model.memory.gradient_segments={memory.reach} lets no gradient pass from the text"
+            f" after data.chunks.count={chunks.count}; set data.chunks.learned=true, or"
+            " leave gradient_segments out"
         )
     if chunks.learned and (not memory.leads or config.train.distill is not None):
         raise InputError(
@@ -76,80 +110,61 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
 
 
 def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -> None:
-    """The model must have a row for the token that hides others."""
+    """Raises an InputError if the mask token of `data.masking` has no row in the embedding."""
     if (masking := config.data.masking) is None:
         return
-    token, way_out = masking.token, "name one that the model has"
+    token, hint = masking.token, "name one that the model has"
     if token is None and tokenizer is not None:
-        token, way_out = tokenizer.vocab_size, "set data.masking.token to one that the model has"
+        token, hint = tokenizer.vocab_size, "set data.masking.token to one that the model has"
     if token is not None and token >= model.vocab_size:
         raise InputError(
             f"data.masking.token={token} is beyond the {model.vocab_size} tokens of the model;"
-            f" {way_out}"
+            f" {hint}"
         )
 
 
 def check_teacher(config: TrainConfig) -> None:
-    """Rows with a teacher's probabilities, and what learns from them, go together."""
-    distill, key = config.train.distill, "data.sources"
+    """Raises an InputError unless `train.distill` and sources with a teacher's rows are both set.
+
+    Also checks that the rows hold as many probabilities as `train.distill.top` needs.
+    """
+    distill = config.train.distill
     sources = config.data.resolved_sources()
-    taught = [source for source in sources if isinstance(source, TeacherSource)]
-    if taught and distill is None:
+    sources = [source for source in sources if isinstance(source, TeacherSource)]
+    if sources and distill is None:
         raise InputError(
-            f"train.distill=null does not read the probabilities in the rows of {taught[0].path};"
+            f"train.distill=null does not read the probabilities in the rows of {sources[0].path};"
             " set train.distill.kl, as 2, or train on the text itself"
         )
-    if distill is not None and not taught:
+    if distill is not None and not sources:
         raise InputError(
-            f"train.distill needs a teacher's rows, and {key} are none; make them with `python -m"
-            " lcjax.data teacher` and name them as {type: teacher, path: FOLDER}"
+            "train.distill needs a teacher's rows, and data.sources are none; make them with"
+            " `python -m lcjax.data teacher` and name them as {type: teacher, path: FOLDER}"
         )
-    for source in taught:
+    for source in sources:
         check_top(distill, TeacherFiles(source).index["top"], source.path)
 
 
-def check_text(config: TrainConfig) -> None:
-    """What can be said of rows and model before the weights are read."""
-    check_teacher(config)
-    section = config.model
-    try:
-        known = preset(section.preset) if section.preset else checkpoints.load_config(section.path)
-    except InputError:
-        return  # adapters, or what reading the model will say
-    model = resolve(section, known)
-    check_context(config, model)
-    check_mask(config, model)
-
-
 def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
-    """Every device must get the same number of rows of every microbatch, and of tokens."""
+    """Raises an InputError unless the devices of `mesh` get equal shares of every microbatch."""
     check_rows(config, mesh.shape)
 
 
 def check_rows(config: TrainConfig, sizes: Mapping[str, int]) -> None:
-    """`check_batch` by the sizes of the mesh's axes."""
-    devices, rows = sizes["data"] * sizes["fsdp"], config.train.batch_size
-    unit = devices * config.train.accumulation
+    """`check_batch` for the sizes of a mesh's axes."""
+    shards, rows = sizes["data"] * sizes["fsdp"], config.train.batch_size
+    unit = shards * config.train.accumulation
     if rows % unit:
         raise InputError(
             f"train.batch_size={rows} must be a multiple of mesh.data x mesh.fsdp x "
             f"train.accumulation = {unit}; nearest: {max(1, round(rows / unit)) * unit}"
         )
-    # Twice as many pieces as devices: one from each end of a text makes their work equal.
+    # Two pieces per device, one from each end of a text, make the work of devices equal.
     pieces, length = 2 * sizes[LENGTH], config.data.decoder_length
     if pieces > 2 and length % pieces:
         context = config.data.length - length
-        behind = f" less the {context} of its chunks" if context else ""
+        reduced = f" less the {context} of its chunks" if context else ""
         raise InputError(
-            f"data.length={config.data.length}{behind} must be a multiple of 2 x mesh.context ="
+            f"data.length={config.data.length}{reduced} must be a multiple of 2 x mesh.context ="
             f" {pieces}; nearest: {max(1, round(length / pieces)) * pieces + context}"
         )
-
-
-def put(local: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """The global batch, of which `local` is the part that this process read."""
-    sharding = batch_sharding(mesh)
-    return {
-        name: jax.make_array_from_process_local_data(sharding, value)
-        for name, value in local.items()
-    }

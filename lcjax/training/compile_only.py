@@ -1,9 +1,14 @@
-"""`train.py --compile_only --topology v5e:4x4`: the compiler's verdict before a chip is rented."""
+"""`train.py --compile_only --topology v5e:4x4`: compiles the training step for other devices.
+
+It lowers the same step that a run uses, from shapes only, so the compiler's result holds for the
+run. Nothing is loaded, and the devices need not be present.
+"""
 
 import sys
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from lcjax import config as config_lib
 from lcjax.cost import gpu_compiler, tpu_compiler
@@ -11,20 +16,24 @@ from lcjax.cost.chips import Topology
 from lcjax.cost.verdict import Verdict, verdict
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
-from lcjax.parallel.sharding import AXES, make_mesh
-from lcjax.training import abstract_step, batches, estimate
-from lcjax.training.config import TrainConfig
+from lcjax.models.initial import abstract_params
+from lcjax.parallel.sharding import AXES, batch_sharding, make_mesh, replicated
+from lcjax.training import batches, estimate, optim
+from lcjax.training.config import TrainConfig, trainable
+from lcjax.training.state import abstract_state
+from lcjax.training.step import jitted_step
+from lcjax.tree import flatten, split
 
 FLAG = "--compile_only"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: the step fits; 1: it does not; 2: it cannot be asked."""
+    """Compiles and reports. Returns 0: the step fits; 1: it does not; 2: wrong input."""
     words = list(sys.argv[1:] if argv is None else argv)
-    found = []
+    verdicts = []
 
     def run(config: TrainConfig) -> None:
-        found.append(report(config, topology))
+        verdicts.append(report(config, topology))
 
     try:
         words, options = estimate.options_of([word for word in words if word != FLAG], "topology")
@@ -34,38 +43,83 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # The devices are another machine's: those of this one must not be opened for it.
+    # Compiling for another machine must not open this machine's devices.
     jax.config.update("jax_platforms", "cpu")
     code = config_lib.main(TrainConfig, run, words)
-    return code or int(not found[0].fits)
+    return code or int(not verdicts[0].fits)
 
 
 def report(config: TrainConfig, topology: Topology) -> Verdict:
-    """Compiles the step of `config` for `topology` and prints what the compiler says."""
-    found, model, mesh = compile_step(config, topology)
+    """Compiles the step of `config` for `topology` and prints the compiler's figures."""
+    compiled, model, mesh = compile_step(config, topology)
     sizes = " ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES)
     print(f"one update on {topology} ({mesh.size} devices, {sizes}), compiled in", end=" ")
-    print(f"{found.seconds:.0f} s; per device:")
+    print(f"{compiled.seconds:.0f} s; per device:")
     flops = step_flops(config, model) / mesh.size
     print(
         f"FLOPs              {flops / 1e12:9.1f} T (the model's, nothing counted twice);"
         f" {flops / topology.chip.peak:.2f} s at the peak of {topology.chip.name}"
     )
-    print(found)
+    print(compiled)
     print(*(f"{line}\n" for line in estimate.undivided(model, mesh)), sep="", end="")
-    return found
+    return compiled
 
 
 def compile_step(
     config: TrainConfig, topology: Topology
 ) -> tuple[Verdict, ModelConfig, jax.sharding.Mesh]:
+    """Compiles the step; returns the compiler's verdict, the model and the mesh."""
     compiler = tpu_compiler if topology.tpu else gpu_compiler
     mesh = make_mesh(config.mesh, compiler.devices(topology))
-    model = abstract_step.model_of(config)
-    return verdict(abstract_step.lower(config, model, mesh), topology.chip), model, mesh
+    model = estimate.model_of(config)
+    return verdict(lower(config, model, mesh), topology.chip), model, mesh
 
 
 def step_flops(config: TrainConfig, model: ModelConfig) -> float:
-    """Of one update on all devices: products forward and backward, repeated ones counted once."""
+    """Returns the FLOPs of one update on all devices, without recomputation."""
     per_token = estimate.flops(config, model).training_flops
     return per_token * batches.row_length(config, model) * config.train.batch_size
+
+
+def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+    """Lowers the training step for the devices of `mesh`, which need not be present."""
+    batches.check_batch(config, mesh)
+    batches.check_context(config, model)
+    train = config.train
+    params = abstract_params(model, mesh, host=train.offload == "parameters")
+    trained, frozen = split(params, trainable(flatten(params), train.rules()))
+    trained = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), trained
+    )
+    settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
+    state = abstract_state(trained, optim.optimizer(train), mesh, **settings)
+    num_nonfinite = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    step = jitted_step(config, model, mesh, state)
+    return step.trace(state, frozen, abstract_batch(config, model, mesh), num_nonfinite).lower()
+
+
+def abstract_batch(
+    config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes, dtypes and shardings of a batch."""
+    shape = config.train.batch_size, batches.row_length(config, model)
+    dtypes = dict.fromkeys(("tokens", "targets", "segments", "positions"), jnp.int32)
+    dtypes["weights"] = jnp.float32
+    arrays = {name: (shape, dtype) for name, dtype in dtypes.items()}
+    if (chunks := config.data.chunks) is not None:
+        shape_of_chunks = shape[0], chunks.count, chunks.length
+        arrays["chunks"] = shape_of_chunks, jnp.int32
+        arrays["chunk_mask"] = shape_of_chunks, jnp.bool_
+        if chunks.learned:
+            arrays["chunk_targets"] = shape_of_chunks, jnp.int32
+            arrays["chunk_weights"] = shape_of_chunks, jnp.float32
+    if (distill := config.train.distill) is not None:
+        arrays["teacher_ids"] = (*shape, distill.top), jnp.int32
+        arrays["teacher_probabilities"] = (*shape, distill.top), jnp.float16
+        arrays["teacher_rest"] = shape, jnp.float16
+    spread = batch_sharding(mesh)
+    return {name: jax.ShapeDtypeStruct(*kind, sharding=spread) for name, kind in arrays.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,9 @@
-"""The YAML sections of `train.py`."""
+"""The configuration of `train.py`, and the rules that select parameters by their paths."""
 
 import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,12 +18,73 @@ from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.offload import Offload
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope.positions import PlainPositions, Positions
-from lcjax.training.partition import matcher
+
+# Names of common rules. Any other rule is a regular expression that is searched in the path.
+NAMED_RULES = {
+    "all": r"",
+    "lora": r"(^|/)lora_[ab]$",
+    "embeddings": r"^embed/",  # of the input, as in LongLoRA; also the head where they are tied
+    "head": r"^head/",
+    "norms": r"norm/(scale|bias)$",
+    "rope": r"^rope/",
+    "encoder": r"^encoder/",
+    "cross_attention": r"(^|/)memory/",
+    "memory": r"^encoder/|(^|/)memory/",  # all parameters that a memory adds to a decoder
+}
+
+_HINTS = {
+    "lora": "set train.lora too",
+    "head": "this model's head is its embedding, for which the rule is embeddings",
+}
+
+_TYPICAL = {"betas": "[0.9, 0.999]", "ema": "0.999"}
+
+
+def matcher(rules: Iterable[str], key: str) -> Callable[[str], bool]:
+    """Returns a predicate that is true for parameter paths which match any of the rules.
+
+    Args:
+      rules: keys of `NAMED_RULES`, or regular expressions.
+      key: the config field that holds the rules; used in error messages.
+
+    Raises:
+      InputError: if a rule is not a valid regular expression.
+    """
+    patterns = []
+    for rule in rules:
+        try:
+            patterns.append(re.compile(NAMED_RULES.get(rule, rule)))
+        except re.error as error:
+            raise InputError(
+                f"{key}: rule {rule!r} is no regular expression ({error}); "
+                f"names: {', '.join(NAMED_RULES)}"
+            ) from None
+    return lambda path: any(pattern.search(path) for pattern in patterns)
+
+
+def trainable(
+    paths: Iterable[str], rules: Iterable[str], key: str = "train.trainable"
+) -> Callable[[str], bool]:
+    """Returns `matcher(rules, key)`, after a check that every rule matches one of the paths.
+
+    Only the trainable tree is differentiated. Frozen parameters have no gradient and no moments,
+    and checkpoints do not contain them.
+
+    Raises:
+      InputError: if a rule matches none of the paths.
+    """
+    paths, rules = list(paths), tuple(rules)
+    for rule in rules:
+        if not any(map(matcher((rule,), key), paths)):
+            near = difflib.get_close_matches(rule, [*NAMED_RULES, *paths], n=3, cutoff=0.3)
+            hint = _HINTS.get(rule) or f"near: {', '.join(near) or 'all'}"
+            raise InputError(f"{key}: rule {rule!r} matches no parameter; {hint}")
+    return matcher(rules, key)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A trace of some steps for xprof or Perfetto, in `<run>/profile`."""
+    """A profiler trace of some steps in `<run>/profile`, for xprof or Perfetto."""
 
     start: int = 10  # first step of the trace; compilation is over by then
     steps: int = 3
@@ -31,7 +95,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate of its own for some parameters."""
+    """A multiple of the learning rate for the parameters that match a rule."""
 
     rule: str  # as in train.trainable
     factor: float  # times train.lr
@@ -40,58 +104,58 @@ class Rate:
         matcher((self.rule,), "train.rates")
         if not self.factor > 0:
             raise InputError(
-                f"train.rates: factor={self.factor} of rule {self.rule!r} must be above 0; what is"
-                " not to be trained is left out of train.trainable"
+                f"train.rates: factor={self.factor} of rule {self.rule!r} must be above 0; to"
+                " freeze parameters, leave them out of train.trainable"
             )
-
-
-_USUAL = {"betas": "[0.9, 0.999]", "ema": "0.999"}
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    """How the weights change."""
+    """The optimizer, its schedule, and what a run saves."""
 
-    steps: int = 1000  # updates in all
+    steps: int = 1000  # number of updates
     batch_size: int = 8  # rows per update, over all devices and microbatches
-    accumulation: int = 1  # microbatches that an update is split into, to save memory
+    accumulation: int = 1  # microbatches per update; more of them need less memory
     lr: float = 2e-5  # the highest learning rate
     schedule: Literal["cosine", "linear", "constant", "lceg"] = "cosine"  # after the warm-up
     warmup_steps: int = 20
-    min_lr: float = 0.0  # where cosine and linear end, as a fraction of lr
+    min_lr: float = 0.0  # final value of cosine and linear, as a fraction of lr
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     # Rules for parameters without decay: Hugging Face's and LLaMA's practice, norms and biases.
     no_decay: tuple[str, ...] = ("norms", r"(^|/)bias$", "rope")
-    # Learning rates of their own, such as {rule: rope, factor: 0.01}; the first that holds decides
+    # Multiples of lr for some parameters, such as {rule: rope, factor: 0.01}. The first rule that
+    # matches a path decides.
     rates: tuple[Rate, ...] = ()
     clip: float | None = 1.0  # largest global norm of the gradient; null: none
-    ema: float | None = None  # decay of a running average of the weights, such as 0.999; below 1
+    ema: float | None = None  # decay of the weights' moving average, such as 0.999; below 1
     # What is trained: rules out of all, lora, embeddings (of the input; where tied, the head, too),
-    # head, norms, rope, encoder, cross_attention, memory (these two: all that a memory adds), or
-    # regular expressions on parameter paths. Empty: lora where train.lora is set, else all.
-    # LongLoRA trains [lora, embeddings, norms]; it calls that LoRA+, as another method is called.
+    # head, norms, rope, encoder, cross_attention, memory (both of these: all that a memory adds),
+    # or regular expressions on parameter paths. Empty: lora if train.lora is set, else all.
+    # LongLoRA's "LoRA+" is [lora, embeddings, norms]; LoRA+ is also the name of another method.
     trainable: tuple[str, ...] = ()
-    lora: LoRA | None = None  # adapters beside the kernels
-    distill: Distill | None = None  # learns from a teacher, too: data.sources of type teacher
-    positions: Positions = field(default_factory=PlainPositions)  # where training tokens stand
-    on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite
-    # Updates whose gradient is so many times as long as usual are left out, such as 5; null: none
+    lora: LoRA | None = None  # adds low-rank adapters to kernels
+    distill: Distill | None = None  # distillation; needs data.sources of type teacher
+    positions: Positions = field(default_factory=PlainPositions)  # position ids of training tokens
+    on_nan: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite
+    # Skips updates whose gradient norm is more than this multiple of its running average, such as
+    # 5; null: none.
     spike: float | None = None
-    # What waits in the host's memory, from which every update fetches it layer by layer: optimizer
-    # (Adam's moments and the average) or parameters (these and the weights, frozen ones, too; needs
-    # model.remat). Of it a device has a layer or two at a time; gradients stay there. Saves 8 bytes
-    # a trained number (12 with ema), or all weights, too. Costs the link to the host as many in
-    # both directions for every update, and with parameters every weight twice a microbatch.
+    # What is stored in the host's memory and fetched layer by layer: optimizer (Adam's moments and
+    # the moving average) or parameters (the weights as well, including frozen ones; needs
+    # model.remat). The device holds one or two layers of it at a time; gradients stay on the
+    # device. Saves 8 bytes per trained parameter (12 with ema), or all weights as well. Each
+    # update transfers as many bytes in both directions, and with parameters every microbatch also
+    # transfers each weight twice.
     offload: Offload = "none"
     seed: int = 0  # of new weights and of sampled positions
-    loss_chunk: int | None = None  # positions projected to the vocabulary at once; null: fitting
+    loss_chunk: int | None = None  # positions per chunk of logits; null: chosen by size
     log_every: int = 10
     save_every: int = 500
-    keep: int = 2  # newest checkpoints that are kept
+    keep: int = 2  # number of checkpoints to keep, the newest ones
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
-    # Of the weights in <run>/model; null: model.param_dtype, or what the checkpoint is stored in.
+    # Dtype of <run>/model; null: model.param_dtype, or the dtype of the checkpoint.
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     profile: Profile | None = None
 
@@ -115,12 +179,12 @@ class TrainSection:
         for name, high in (("min_lr", 1), ("weight_decay", 10)):
             if not 0 <= getattr(self, name) <= high:
                 raise InputError(f"train.{name}={getattr(self, name)} must lie in 0 ... {high}")
-        # A decay of 1 would never let go of the first value.
+        # With a decay of 1 an average would keep its first value for ever.
         for name, decays in (("betas", self.betas), ("ema", [self.ema or 0.0])):
             if not all(0 <= decay < 1 for decay in decays):
                 raise InputError(
                     f"train.{name}={getattr(self, name)} must be at least 0 and below 1, such as"
-                    f" {_USUAL[name]}"
+                    f" {_TYPICAL[name]}"
                 )
         if self.spike is not None and not self.spike > 1:
             raise InputError(
@@ -131,13 +195,13 @@ class TrainSection:
             matcher(getattr(self, name), f"train.{name}")
 
     def rules(self) -> tuple[str, ...]:
-        """`trainable`, with what an empty list stands for."""
+        """Returns `trainable`, or its default if it is empty."""
         return self.trainable or (("lora",) if self.lora is not None else ("all",))
 
 
 @dataclass(frozen=True)
 class RunSection(RunFolder):
-    """Where checkpoints, metrics and the model go."""
+    """The folder for checkpoints, metrics and the trained model."""
 
     folder: str = "runs/train"
     accept: tuple[str, ...] = ()  # keys that may differ from the run that is resumed
@@ -145,9 +209,9 @@ class RunSection(RunFolder):
 
 @dataclass(frozen=True)
 class EvalSection:
-    """Loss on the held-out documents (`data.holdout`) while training."""
+    """Loss on the held-out documents (`data.holdout`) during training."""
 
-    every: int = 0  # steps; 0: never
+    every: int = 0  # steps between evaluations; 0: never
     batches: int | None = 16  # of train.batch_size rows; null: all
 
     def __post_init__(self):
@@ -158,7 +222,7 @@ class EvalSection:
 
 @dataclass(frozen=True)
 class TrackSection:
-    """Where metrics go besides <run>/metrics.jsonl."""
+    """Destinations of metrics besides <run>/metrics.jsonl."""
 
     tensorboard: bool = False  # event files in <run>/tensorboard (extra: tensorboard)
     wandb: str | None = None  # project name on Weights & Biases (extra: wandb)
@@ -166,7 +230,7 @@ class TrackSection:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that `train.py` reads."""
+    """All sections of a training config."""
 
     model: ModelSection = field(default_factory=ModelSection)
     data: DataConfig = field(default_factory=DataConfig)
@@ -186,8 +250,8 @@ class TrainConfig:
         if pattern is not None and pattern.prefill_only:
             kind = Pattern.get_choice_name(type(pattern))
             raise InputError(
-                f"model.pattern.type={kind} lets later tokens choose what earlier ones see, so"
-                " nothing can be trained under it; it is for reading prompts"
+                f"model.pattern.type={kind} is for reading prompts only: it selects keys by later"
+                " queries, which is not causal, so nothing can be trained under it"
             )
         if self.model.param_dtype == "float16":
             raise InputError(
@@ -208,6 +272,6 @@ class TrainConfig:
         return dataclasses.replace(self, **changes)
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
+def _nearest_divisor(number: int, target: int) -> int:
     divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: abs(d - wanted))
+    return min(divisors, key=lambda d: abs(d - target))

@@ -1,34 +1,41 @@
-"""What training a config costs on given devices, by arithmetic: memory, speed and hours."""
+"""Estimates the cost of training a config on given devices: memory, FLOPs, speed and hours.
+
+All numbers come from arithmetic on shapes; nothing is loaded or compiled.
+"""
 
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 
+from lcjax import checkpoints, cost
 from lcjax import config as config_lib
-from lcjax import cost
+from lcjax.attention.landmark.tokens import Landmarks
+from lcjax.checkpoints.build import ModelSection, resolve
+from lcjax.checkpoints.load import SMOLLM2
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
-from lcjax.models import ModelConfig
+from lcjax.models import PRESETS, ModelConfig, preset
+from lcjax.models.presets import HUB
 from lcjax.parallel import sharding
 from lcjax.parallel.sharding import AXES, Mesh, mesh_sizes
-from lcjax.training import abstract_step, batches
-from lcjax.training.config import TrainConfig
-from lcjax.training.partition import matcher
+from lcjax.training import batches
+from lcjax.training.config import TrainConfig, matcher, trainable
 
-# Share of the peak that Llama-like models of 7B reach on TPUs and GPUs when things go well.
+# Fraction of the peak that Llama-like models of 7B reach on TPUs and GPUs in good conditions.
 MFU = 0.4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: it fits; 1: it does not; 2: it cannot be said."""
-    words, fits = list(sys.argv[1:] if argv is None else argv), []
+    """Runs `python -m lcjax.cost`. Returns 0: it fits; 1: it does not; 2: wrong input."""
+    words, results = list(sys.argv[1:] if argv is None else argv), []
     try:
         words, options = options_of(words, "length", "topology", "mfu")
         topology = Topology.parse(options["topology"] or "")
-        mfu = _number(options["mfu"] or str(MFU), "mfu")
+        mfu = _fraction(options["mfu"] or str(MFU), "mfu")
         if options["length"]:
             words.append(f"--data.length={options['length']}")
     except InputError as error:
@@ -36,38 +43,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     def run(config: TrainConfig) -> None:
-        fits.append(report(config, topology, mfu))
+        results.append(report(config, topology, mfu))
 
     code = config_lib.main(TrainConfig, run, words)
-    return code or int(not all(fits))
+    return code or int(not all(results))
 
 
 def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
-    """Prints the estimate; returns whether the memory of a device is enough."""
-    mesh, model = mesh_sizes(config.mesh, topology.devices), abstract_step.model_of(config)
+    """Prints the estimate; returns whether the memory of a device is sufficient."""
+    mesh, model = mesh_sizes(config.mesh, topology.devices), model_of(config)
     batches.check_rows(config, dataclasses.asdict(mesh))
     length, train, chip = batches.row_length(config, model), config.train, topology.chip
-    found = flops(config, model)
+    work = flops(config, model)
     memory = training_memory(config, model, mesh)
-    cached = cost.generation_memory(model, length, 1, mesh).cache
+    kv_cache = cost.generation_memory(model, length, 1, mesh).cache
     tokens = train.steps * train.batch_size * length
-    speed = mfu * chip.peak * topology.devices / found.training_flops
+    speed = mfu * chip.peak * topology.devices / work.training_flops
     sizes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
     print(
         f"{topology}: {topology.devices} devices, {sizes}; rows of {length:,} tokens,"
-        f" {train.batch_size} an update\n"
-        f"parameters         {found.parameters:,}, of which {found.trained_parameters:,} trained\n"
-        f"FLOPs per token    {found.training_flops / 1e9:.1f} G ({found.forward_flops / 1e9:.1f} G"
-        f" forward); {found.training_flops * tokens:.2e} in all\n"
+        f" {train.batch_size} per update\n"
+        f"parameters         {work.parameters:,}, of which {work.trained_parameters:,} trained\n"
+        f"FLOPs per token    {work.training_flops / 1e9:.1f} G ({work.forward_flops / 1e9:.1f} G"
+        f" forward); {work.training_flops * tokens:.2e} in all\n"
         "memory per device, estimated: a quarter more or less, with adapters a third less"
     )
     notes = {
-        "cache": " (of one text of this length being generated; not in training)",
-        "host": " (beside the device, in its host's memory)",
+        "cache": " (when generating one text of this length; not in training)",
+        "host": " (in the memory of the device's host)",
     }
-    waiting = {"host": memory.host} if memory.host else {}
-    for name, size in (memory.parts | {"cache": cached} | waiting).items():
-        if size or name != "context":  # that of texts which are generated
+    host = {"host": memory.host} if memory.host else {}
+    for name, size in (memory.parts | {"cache": kv_cache} | host).items():
+        if size or name != "context":  # the encoded context of a text that is generated
             print(f"  {name:16} {size / 1e9:8.2f} GB{notes.get(name, '')}")
     print(*(f"  {line}\n" for line in undivided(model, mesh)), sep="", end="")
     fits = memory.total <= chip.usable
@@ -81,10 +88,33 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     return fits
 
 
+def of_run(
+    config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh, limit: int | None = None
+) -> list[str]:
+    """Returns the lines that a run prints at its start: its memory, and a warning if it is short.
+
+    Args:
+      config: of the run.
+      model: of the run.
+      mesh: its devices.
+      limit: memory of a device in bytes; None: as reported by the device, which CPUs do not.
+    """
+    memory = training_memory(config, model, mesh)
+    lines = [f"memory, estimated: {memory}", *undivided(model, mesh)]
+    limit = limit or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit and memory.total > limit:
+        lines.append(
+            f"warning: a device has {limit / 1e9:.1f} GB; if memory runs out, raise"
+            " train.accumulation or mesh.context, set model.remat=full or train.offload, or use"
+            " more devices"
+        )
+    return lines
+
+
 def training_memory(
     config: TrainConfig, model: ModelConfig, mesh: Mesh | jax.sharding.Mesh
 ) -> cost.Memory:
-    """`cost.training_memory` of the largest moment of `config`: one microbatch's update."""
+    """Returns the peak memory per device, which one microbatch's update needs."""
     train = config.train
     return cost.training_memory(
         model,
@@ -99,7 +129,7 @@ def training_memory(
 
 
 def flops(config: TrainConfig, model: ModelConfig) -> cost.Cost:
-    """`cost.estimate` of the rows that `config` trains on, and of the weights that it trains."""
+    """Returns parameters and FLOPs per token for the rows and trained weights of `config`."""
     return cost.estimate(
         model,
         batches.row_length(config, model),
@@ -113,62 +143,112 @@ def _context(config: TrainConfig) -> tuple[int, int] | None:
     return None if chunks is None else (chunks.count, chunks.length)
 
 
-def of_run(
-    config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh, limit: int | None = None
-) -> list[str]:
-    """What a run is told when it starts: its memory, and a warning where that is too much.
-
-    `limit`: bytes of a device; None asks the device, which a CPU does not answer.
-    """
-    memory = training_memory(config, model, mesh)
-    said = [f"memory, estimated: {memory}", *undivided(model, mesh)]
-    limit = limit or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
-    if limit and memory.total > limit:
-        said.append(
-            f"warning: a device has {limit / 1e9:.1f} GB; if memory runs out, raise"
-            " train.accumulation or mesh.context, set model.remat=full or train.offload, or take"
-            " more devices"
-        )
-    return said
-
-
 def undivided(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> list[str]:
-    """A line about the parameters that a mesh does not split as far as it goes; none if it does."""
-    sizes = SimpleNamespace(shape=dataclasses.asdict(mesh)) if isinstance(mesh, Mesh) else mesh
+    """Returns a line about parameters that the mesh's axes do not divide, or an empty list."""
+    mesh = SimpleNamespace(shape=dataclasses.asdict(mesh)) if isinstance(mesh, Mesh) else mesh
     shapes = cost.parameter_shapes(model)
-    found = sharding.undivided(sizes, shapes)
-    if not found:
+    num_bytes = sharding.undivided(mesh, shapes)
+    if not num_bytes:
         return []
-    first = sorted(found, key=found.get, reverse=True)[:3]
-    named = ", ".join(f"{path} {list(shapes[path].shape)}" for path in first)
-    more = f" and {len(found) - len(first)} more" if len(found) > len(first) else ""
-    each = " ".join(f"{axis}={size}" for axis, size in sizes.shape.items() if size > 1)
+    largest = sorted(num_bytes, key=num_bytes.get, reverse=True)[:3]
+    names = ", ".join(f"{path} {list(shapes[path].shape)}" for path in largest)
+    more = f" and {len(num_bytes) - 3} more" if len(num_bytes) > 3 else ""
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return [
-        f"not split as the mesh ({each}) asks, since it does not divide them: {named}{more};"
-        f" {sum(found.values()) / 1e6:,.1f} MB more of weights on each device, and what is trained"
-        " has its gradient and moments beside it"
+        f"not split as the mesh ({sizes}) asks, since it does not divide them: {names}{more};"
+        f" {sum(num_bytes.values()) / 1e6:,.1f} MB more of weights on each device, plus the"
+        " gradients and moments of those that are trained"
     ]
 
 
-def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str | None]]:
-    """The words that are keys of a config, and the values of the options `names` among them.
+def model_of(config: TrainConfig) -> ModelConfig:
+    """Returns the model that `config` trains on an accelerator, adapters included."""
+    section = config.model
+    if section.dtype is None:
+        section = dataclasses.replace(section, dtype="bfloat16")
+    memory = section.memory
+    if memory is not None and memory.encoder is not None:
+        memory = dataclasses.replace(memory, encoder=_local_encoder(memory.encoder))
+        section = dataclasses.replace(section, memory=memory)
+    model = resolve(section, _architecture(section))
+    landmarks = Landmarks.read_by(model.pattern)
+    if landmarks is not None and landmarks.token == model.vocab_size + 1:
+        model = model.replace(vocab_size=model.vocab_size + 2)  # [PAD] and <landmark> are added
+    return model.replace(lora=config.train.lora or model.lora)
 
-    Ends where they ask for help, which must not depend on what else is given.
+
+def _architecture(section: ModelSection) -> ModelConfig:
+    """The config of a local checkpoint, or the preset with the architecture of a known one."""
+    if section.preset is not None:
+        return preset(section.preset)
+    if section.path is None:
+        raise InputError("model.path=null: give a checkpoint, or model.preset")
+    if _is_local(section.path):
+        return checkpoints.load_config(section.path)
+    if (recipe := _recipe_of(section.path)) is not None:
+        return model_of(recipe)
+    if section.path not in HUB:
+        raise InputError(
+            f"model.path={section.path} is not on this machine, and nothing is downloaded here;"
+            " name its architecture: --model.path=null --model.preset=llama2-7b"
+        )
+    return preset(HUB[section.path])
+
+
+def _is_local(path: str) -> bool:
+    return path == SMOLLM2 or Path(path).expanduser().exists()
+
+
+def _local_encoder(encoder: str) -> str:
+    """`encoder` of `model.memory` if it is a preset or local, else a preset of its architecture."""
+    if encoder in PRESETS or _is_local(encoder):
+        return encoder
+    if (recipe := _recipe_of(encoder)) is not None and recipe.model.preset is not None:
+        return recipe.model.preset
+    return HUB.get(encoder, encoder)
+
+
+def _recipe_of(path: str) -> TrainConfig | None:
+    """The recipe `configs/NAME.yaml` that trains `runs/NAME/model`: one recipe may need another."""
+    match Path(path).parts:
+        case ("runs", name, "model") if (file := Path("configs", f"{name}.yaml")).is_file():
+            return config_lib.parse(TrainConfig, ["--config", str(file)])
+    return None
+
+
+def check_rules(config: TrainConfig) -> None:
+    """Raises an InputError if a rule of `train` matches no parameter; needs shapes only.
+
+    Checks nothing if the shapes are not known before loading (adapters of other libraries, unknown
+    checkpoints of the hub). `assemble` checks the loaded parameters again.
+    """
+    try:
+        shapes = cost.parameter_shapes(model_of(config))
+    except InputError:
+        return
+    trained = filter(trainable(shapes, config.train.rules()), shapes)
+    trainable(trained, [rate.rule for rate in config.train.rates], "train.rates")
+
+
+def options_of(words: list[str], *names: str) -> tuple[list[str], dict[str, str | None]]:
+    """Splits command-line words into those of the config and the values of the options `names`.
+
+    Prints the help and exits if the words contain `--help`, even if options are missing.
     """
     if {"-h", "--help"} & set(words):
         config_lib.parse(TrainConfig, ["--help"])
-    words, rest, found = list(words), [], dict.fromkeys(names)
+    words, rest, options = list(words), [], dict.fromkeys(names)
     while words:
         word = words.pop(0)
         key, equals, value = word.partition("=")
-        if key.removeprefix("--") in found and key.startswith("--"):
-            found[key[2:]] = value if equals else (words.pop(0) if words else "")
+        if key.removeprefix("--") in options and key.startswith("--"):
+            options[key[2:]] = value if equals else (words.pop(0) if words else "")
         else:
             rest.append(word)
-    return rest, found
+    return rest, options
 
 
-def _number(text: str, name: str) -> float:
+def _fraction(text: str, name: str) -> float:
     try:
         value = float(text)
     except ValueError:

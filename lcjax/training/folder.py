@@ -1,12 +1,12 @@
-"""The run folder: what lies where, and whether a run that is there may go on or be replaced.
+"""The run folder: its files, and whether an existing run may be resumed or replaced.
 
-config.yaml      the resolved settings        model.yaml   the model's numbers
+config.yaml      the resolved settings        model.yaml   the model's config
 checkpoints/     train states                 tokenizer/   the tokenizer
-metrics.jsonl    one line per log             loss.png     the curve
-model/           the result, a Hugging Face folder         base.json  which frozen weights it needs
+metrics.jsonl    one line per log             loss.png     the loss curve
+model/           the result, a Hugging Face folder         base.json  the frozen weights it needs
 adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batches that gave NaN
 tensorboard/     event files                               wandb/, wandb.json  its files, its run
-profile/         traces                         error.txt    traceback of a failed file or device
+profile/         profiler traces                error.txt    traceback of an I/O or device error
 """
 
 import json
@@ -43,7 +43,7 @@ RUN_FOLDER = FolderFormat(  # without model/ and adapter/, which have formats of
     files=(
         *(*_FILES, _BAD_BATCHES),
         *(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES),
-        # Written by orbax, wandb and JAX's profiler, whose file names change with their versions.
+        # orbax, wandb and JAX's profiler change their file names between versions.
         *(f"{FOLDER}/[0-9]*/**", f"{WANDB}/**", f"{PROFILE}/plugins/**"),
         f"{TENSORBOARD}/*tfevents*",
     ),
@@ -51,10 +51,10 @@ RUN_FOLDER = FolderFormat(  # without model/ and adapter/, which have formats of
     keys=frozenset({"model", "data", "train", "run"}),
 )
 
-_VISIBLE = 60  # seconds within which network storage shows a new file to all machines
+_VISIBLE = 60  # seconds until network storage shows a new file to all machines
 
-# Keys that do not change what a run computes (up to rounding): a resumed run may have others.
-# The loader itself checks that the text behind data.path is the same.
+# Keys that do not change what a run computes (up to rounding), so a resumed run may change them.
+# The loader itself checks that the text in data.path is the same.
 _FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "data.prefetch")
 _FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
 _FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
@@ -62,29 +62,33 @@ _FREE += ("train.export", "train.profile", "train.offload")
 
 
 def check(config: TrainConfig) -> Path:
-    """The folder of this run, or an error when what is there may not be gone on with.
+    """Returns the folder of this run, after checks that change nothing on disk.
 
-    Changes nothing: a run that cannot start must not cost the one before it.
+    A run that fails at its start must not damage the previous run in the folder.
+
+    Raises:
+      InputError: if the run in the folder may not be resumed or replaced.
     """
     folder = Path(config.run.folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"run.folder={folder} is a file; name a folder")
-    # Without a checkpoint there is nothing to go on with: a run that failed at its start.
-    saved = (folder / CONFIG).exists() and any(p.name.isdigit() for p in folder.glob(f"{FOLDER}/*"))
-    if saved and config.run.existing == "refuse":
+    # A run without a checkpoint failed at its start and cannot be resumed.
+    has_checkpoint = any(path.name.isdigit() for path in folder.glob(f"{FOLDER}/*"))
+    has_run = (folder / CONFIG).exists() and has_checkpoint
+    if has_run and config.run.existing == "refuse":
         raise InputError(
             f"run.folder={folder} holds a run; name another folder, or set run.existing to resume"
             " or overwrite"
         )
-    if saved and config.run.existing == "resume":
-        _check_same(config, folder)
+    if has_run and config.run.existing == "resume":
+        _check_settings(config, folder)
     if config.run.existing == "overwrite":
-        _old_run(folder)
+        _run_files(folder)
     return folder
 
 
 def check_results(config: TrainConfig, folder: Path) -> None:
-    """Refuses a folder whose `model/` or `adapter/` cannot be replaced when the run is complete."""
+    """Raises an InputError if the run could not write `model/` or `adapter/` at its end."""
     if config.train.export:
         check_destination(folder / MODEL, HF_FOLDER, overwrite=True)
         if config.train.lora is not None:
@@ -92,29 +96,30 @@ def check_results(config: TrainConfig, folder: Path) -> None:
 
 
 def begin(config: TrainConfig, folder: Path) -> None:
-    """Empties the folder of an old run if that is wanted, and notes the settings of this one."""
+    """Writes the settings of this run; first removes the old run if it is to be overwritten."""
     if distributed.first():
         if config.run.existing == "overwrite":
-            _clear(folder)
+            for path in [folder / name for name in _run_files(folder)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         config_lib.dump(config, folder / CONFIG)
     distributed.wait("run folder ready")
     _check_shared(folder)
 
 
 def _check_shared(folder: Path) -> None:
-    """Refuses a disk of each machine's own: checkpoints are written by all processes together."""
-    until = time.monotonic() + _VISIBLE
-    while not (there := (folder / CONFIG).exists()) and time.monotonic() < until:
+    """Raises an InputError if machines do not share the folder: all processes write checkpoints."""
+    deadline = time.monotonic() + _VISIBLE
+    while not (is_visible := (folder / CONFIG).exists()) and time.monotonic() < deadline:
         time.sleep(0.5)
-    if distributed.worst(int(not there)):
+    if distributed.worst(int(not is_visible)):
         raise InputError(
             f"run.folder={folder} is not the same folder for all {jax.process_count()} processes;"
             " name one on storage that all machines share"
         )
 
 
-def _old_run(folder: Path) -> list[str]:
-    """Names of what an old run wrote into `folder`; refuses other files under such a name."""
+def _run_files(folder: Path) -> list[str]:
+    """Returns the names of an old run's files; raises an InputError if others are among them."""
     batches = [path.name for path in folder.glob(_BAD_BATCHES)]
     names = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(folder / name)] + batches
     if set(names) <= {ERROR}:  # a run that failed before it wrote its settings
@@ -125,27 +130,22 @@ def _old_run(folder: Path) -> list[str]:
     return names
 
 
-def _clear(folder: Path) -> None:
-    """Removes what a run wrote, and nothing else that lies there."""
-    for path in [folder / name for name in _old_run(folder)]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
 def finished(config: TrainConfig) -> bool:
-    """Whether the folder holds this run, complete. Refuses what `check` refuses."""
+    """Whether the folder holds this run, complete. Raises the errors of `check`."""
     folder, train = check(config), config.train
     if config.run.existing == "overwrite":
         return False
-    exported = (folder / "model" / "config.json").is_file() or not train.export
+    exported = (folder / MODEL / "config.json").is_file() or not train.export
     return exported and (folder / FOLDER / str(train.steps)).is_dir()
 
 
 def decisive(config: TrainConfig) -> dict[str, Any]:
-    """The keys that decide what a run computes, as in `flat`."""
+    """Returns the keys that determine what a run computes, as in `flat`."""
     return {key: value for key, value in flat(config).items() if not key.startswith(_FREE)}
 
 
-def _check_same(config: TrainConfig, folder: Path) -> None:
+def _check_settings(config: TrainConfig, folder: Path) -> None:
+    """Raises an InputError if the run in `folder` computes something else than `config`."""
     old = flat(config_lib.parse(TrainConfig, ["--config", str(folder / CONFIG)]))
     new = flat(config)
     for key in sorted(old.keys() | new.keys()):
@@ -159,5 +159,5 @@ def _check_same(config: TrainConfig, folder: Path) -> None:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """{"train.lr": 1e-4, ...} of a config; lists are values."""
+    """Returns {"train.lr": 1e-4, ...}; lists are values."""
     return flatten(json.loads(json.dumps(draccus.encode(config))), separator=".")

@@ -1,15 +1,19 @@
-"""The training loop: `run(config)` is what train.py calls.
+"""The training loop: `run(config)` is the body of train.py.
 
-The metrics of a step are fetched while the next one is being computed: an accelerator never waits
-for the host. What must not happen after a bad step is therefore prevented in the step itself.
+The loop fetches the metrics of a step while the devices compute the next one, so an accelerator
+never waits for the host. The loop therefore learns of a non-finite step only after it has
+dispatched the next one, so the step itself must leave the state unchanged (`lcjax.training.step`).
 """
 
 import collections
+import signal
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
 from lcjax import cost
@@ -18,53 +22,57 @@ from lcjax.checkpoints.orbax_io import Checkpoints
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, check_frozen
 from lcjax.data import Loader, check_sources
 from lcjax.errors import InputError
+from lcjax.models import ModelConfig
+from lcjax.models.lora import is_adapter
 from lcjax.parallel.sharding import make_mesh, replicated
-from lcjax.training import abstract_step, batches, estimate, optim, results
+from lcjax.rope.positions import PlainPositions
+from lcjax.training import batches, estimate, optim
 from lcjax.training import folder as folder_lib
-from lcjax.training.assemble import Assembly, assemble, base_of, jitted_step
 from lcjax.training.config import TrainConfig
-from lcjax.training.meter import Meter
-from lcjax.training.progress import Progress, announce
-from lcjax.training.state import TrainState, abstract_state, init_state
-from lcjax.training.stop import StopRequest
-from lcjax.training.trace import Trace
-from lcjax.training.track import Tracker, check_packages, open_tracker
-from lcjax.training.validation import Validation
-from lcjax.tree import flatten
+from lcjax.training.objective import language_model
+from lcjax.training.state import (
+    Assembly,
+    TrainState,
+    abstract_state,
+    assemble,
+    base_of,
+    init_state,
+)
+from lcjax.training.step import jitted_step, make_eval_step
+from lcjax.training.tracking import (
+    Meter,
+    Progress,
+    Trace,
+    Tracker,
+    announce,
+    check_packages,
+    open_tracker,
+    plot_loss,
+    read,
+)
+from lcjax.tree import flatten, union
 
-_SKIPPED_IN_A_ROW = 20  # after so many, skipping batches is not the cure
+_MAX_SKIPS = 20  # non-finite steps in a row; after more of them the run will not recover
 
 
 class NonFiniteError(InputError):
-    """The loss or a gradient is not a number; the message names step, batch and checkpoint."""
-
-
-class Dispatched(NamedTuple):
-    """A step whose results may still be on their way."""
-
-    number: int  # from 1
-    info: dict[str, jax.Array]
-    batch: dict[str, np.ndarray]
-    position: dict  # of its batch in the data
+    """The loss or a gradient is not finite; the message names step, batch and checkpoint."""
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
-    """Trains as `config` says, going on where the run folder's last checkpoint stands.
+    """Trains a model as `config` describes; resumes from the run folder's last checkpoint.
 
-    Returns the final metrics: step, loss, folder, what stopped it (None at the end), and the
-    validation loss if there is one.
+    Returns:
+      The final metrics: step, loss, folder, the signal that stopped the run (None at the end), and
+      the validation loss if there is one.
+
+    Raises:
+      InputError: if the config, the data or the run folder cannot be used.
+      NonFiniteError: if the loss or a gradient is not finite and the run does not skip the batch.
+      KeyboardInterrupt: after Ctrl-C, with a saved checkpoint.
     """
     mesh = make_mesh(config.mesh)
-    batches.check_batch(config, mesh)
-    folder = folder_lib.check(config)
-    folder_lib.check_results(config, folder)
-    # A wrong path must not cost the minutes that a large model takes to read.
-    check_source(config.model)
-    check_sources(config.data)
-    batches.check_text(config)
-    if jax.process_index() == 0:
-        check_packages(config.track)
-    abstract_step.check_rules(config)
+    folder = _check(config, mesh)
     announce(f"loading {config.model.path or config.model.preset}")
     assembly = assemble(config, mesh)
     announce(
@@ -78,8 +86,34 @@ def run(config: TrainConfig) -> dict[str, Any]:
         return Training(config, folder, mesh, assembly, loader, checkpoints).run()
 
 
+def _check(config: TrainConfig, mesh: jax.sharding.Mesh) -> Path:
+    """Returns the run folder, after all checks that do not need the model's weights.
+
+    Loading a large model takes minutes, so a wrong path must be reported before.
+    """
+    batches.check_batch(config, mesh)
+    folder = folder_lib.check(config)
+    folder_lib.check_results(config, folder)
+    check_source(config.model)
+    check_sources(config.data)
+    batches.check_text(config)
+    if jax.process_index() == 0:
+        check_packages(config.track)
+    estimate.check_rules(config)
+    return folder
+
+
+class PendingStep(NamedTuple):
+    """A dispatched step whose results may not be computed yet."""
+
+    number: int  # from 1
+    info: dict[str, jax.Array]
+    batch: dict[str, np.ndarray]  # rows of this process
+    position: dict  # of the batch in the data
+
+
 class Training:
-    """One run in one process: its state, its data and the loop over them."""
+    """One run in one process: its state, its data, and the loop over batches."""
 
     def __init__(
         self,
@@ -93,170 +127,292 @@ class Training:
         self.config, self.folder, self.mesh = config, folder, mesh
         self.model, self.frozen = assembly.config, assembly.frozen
         self.tokenizer, self.loader, self.checkpoints = assembly.tokenizer, loader, checkpoints
-        self.main = jax.process_index() == 0
-        self.trace = Trace(config.train.profile if self.main else None, folder / folder_lib.PROFILE)
+        self.is_main = jax.process_index() == 0
+        profile = config.train.profile if self.is_main else None
+        self.trace = Trace(profile, folder / folder_lib.PROFILE)
         self.validation = Validation(config, self.model, self.tokenizer, mesh)
-        self.pending: collections.deque[Dispatched] = collections.deque()
-        self.patience = 1 if config.train.on_nan == "stop" else _SKIPPED_IN_A_ROW
-        self.bad = jax.device_put(np.int32(0), replicated(mesh))  # steps not finite, up to now
-        self.state, self.first = self._begin(assembly)
-        self.step = jitted_step(config, self.model, mesh, self.state, halt_after=self.patience)
-
-    def _begin(self, assembly: Assembly) -> tuple[TrainState, int]:
-        """The state of the last good checkpoint, with the data put to its place; or a new run."""
-        train, base = self.config.train, base_of(self.config, assembly)
-        make = assembly.trained, optim.optimizer(train), self.mesh
-        settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
-        if self.checkpoints.steps:
-            check_frozen(self.folder, base)
-            target = abstract_state(*make, **settings)
-            for leaf in flatten(assembly.trained).values():
-                leaf.delete()  # now: the checkpoint's weights take their place
-            step, state, position = self.checkpoints.restore(target)
-            self.loader.set_state(position)
-        else:
-            step, state = 0, init_state(*make, **settings)
-            if self.main:
-                config_lib.dump(self.model, self.folder / MODEL_CONFIG)
-                (self.folder / folder_lib.TOKENIZER).mkdir(exist_ok=True)
-                self.tokenizer.save(self.folder / folder_lib.TOKENIZER)
-        if self.main:
-            base.write(self.folder)
-        return state, step
+        self.pending: collections.deque[PendingStep] = collections.deque()
+        self.halt_after = 1 if config.train.on_nan == "stop" else _MAX_SKIPS
+        self.num_nonfinite = jax.device_put(
+            np.int32(0), replicated(mesh)
+        )  # non-finite steps in a row
+        self.state, self.first = self._restore_or_init(assembly)
+        self.train_step = jitted_step(
+            config, self.model, mesh, self.state, halt_after=self.halt_after
+        )
 
     def run(self) -> dict[str, Any]:
-        """The loop, then what is left to write."""
-        train, step = self.config.train, self.first
-        keep = self.first if self.first else None
-        settings = folder_lib.flat(self.config)
+        """Trains until the last step or a stop signal, saves, and writes the results."""
+        train, eval_every, step = self.config.train, self.config.eval.every, self.first
         with (
             StopRequest() as stop,
-            open_tracker(self.config.track, self.folder, keep_until=keep, settings=settings)
-            if self.main
-            else Tracker([]) as self.tracker,
-            Progress(steps=train.steps, start=step, shown=self.main) as self.progress,
+            self._open_tracker() as self.tracker,
+            Progress(steps=train.steps, start=step, shown=self.is_main) as self.progress,
             self.trace,
         ):
-            self.meter = Meter(self._flops_per_token(), *cost.machine_peak(self.model.dtype))
-            self._greet()
-            while step < train.steps and not stop.wanted(step):
-                step = self._one(step)
+            flops_per_token = estimate.flops(self.config, self.model).training_flops
+            self.meter = Meter(flops_per_token, *cost.machine_peak(self.model.dtype))
+            self._print_summary()
+            while step < train.steps and not stop.should_stop(step):
+                batch, position = self._next_batch(step)
+                self._toggle_trace(step)
+                self.state, info = self.train_step(
+                    self.state, self.frozen, self._put(batch), self.num_nonfinite
+                )
+                step, self.num_nonfinite = step + 1, info["num_nonfinite"]
+                self.pending.append(PendingStep(step, info, batch, position))
+                self._report(max_pending=1)
+                if eval_every and (step % eval_every == 0 or step == train.steps):
+                    self._validate(step)
+                if step % train.save_every == 0:
+                    self._save(step)
             self._save(step)
             self.checkpoints.wait()
         if stop.signal is not None and step < train.steps:
-            return self._stopped(step, stop)
-        last = results.finish(
-            *(self.config, self.folder, self.model, self._result_params(), self.frozen),
-            self.tokenizer,
+            return self._finish_early(step, stop.signal)
+        return self._finish(step)
+
+    def _restore_or_init(self, assembly: Assembly) -> tuple[TrainState, int]:
+        """Returns the state and its step: of the last readable checkpoint, or of a new run."""
+        train, base = self.config.train, base_of(self.config, assembly)
+        args = assembly.trained, optim.optimizer(train), self.mesh
+        settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
+        if self.checkpoints.steps:
+            check_frozen(self.folder, base)
+            target = abstract_state(*args, **settings)
+            for leaf in flatten(assembly.trained).values():
+                leaf.delete()  # before restoring, so that the weights are not in memory twice
+            step, state, position = self.checkpoints.restore(target)
+            self.loader.set_state(position)
+        else:
+            step, state = 0, init_state(*args, **settings)
+            if self.is_main:
+                config_lib.dump(self.model, self.folder / MODEL_CONFIG)
+                (self.folder / folder_lib.TOKENIZER).mkdir(exist_ok=True)
+                self.tokenizer.save(self.folder / folder_lib.TOKENIZER)
+        if self.is_main:
+            base.write(self.folder)
+        return state, step
+
+    def _open_tracker(self) -> Tracker:
+        if not self.is_main:
+            return Tracker([])
+        return open_tracker(
+            self.config.track,
+            self.folder,
+            keep_until=self.first or None,
+            settings=folder_lib.flat(self.config),
         )
-        return last | {"step": step, "folder": str(self.folder), "stopped": None}
 
-    def _one(self, step: int) -> int:
-        """One batch: update, log, save. Returns the number of batches seen."""
-        train = self.config.train
+    def _next_batch(self, step: int) -> tuple[dict[str, np.ndarray], dict]:
+        """Returns the rows of this process, and their position in the data."""
         position = self.loader.get_state()
-        local = next(self.loader, None)
-        if local is None:
-            self._settle()
+        batch = next(self.loader, None)
+        if batch is None:
+            self._report()
             raise InputError(
-                f"the data ended after {step} of train.steps={train.steps}; set data.repeat=null"
-                " to read it again, or lower train.steps"
+                f"the data ended after {step} of train.steps={self.config.train.steps}; set"
+                " data.repeat=null to read it again, or lower train.steps"
             )
-        if self.trace.turns(step):
-            self._settle()
-            if message := self.trace.turn(step):
-                self.progress.say(message)
-        self.state, info = self.step(self.state, self.frozen, self._put(local), self.bad)
-        step, self.bad = step + 1, info["bad"]
-        self.pending.append(Dispatched(step, info, local, position))
-        self._settle(leave=1)
-        every = self.config.eval.every
-        if every and (step % every == 0 or step == train.steps):
-            self._validate(step)
-        if step % train.save_every == 0:
-            self._save(step)
-        return step
+        return batch, position
 
-    def _put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return batches.put(local, self.mesh)
+    def _put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return batches.put(batch, self.mesh)
 
-    def _settle(self, leave: int = 0) -> None:
-        """Waits for the results of all steps but the last `leave`, and reports them."""
+    def _toggle_trace(self, step: int) -> None:
+        if self.trace.is_boundary(step):
+            self._report()
+            if message := self.trace.toggle(step):
+                self.progress.write(message)
+
+    def _report(self, max_pending: int = 0) -> None:
+        """Waits for the results of all steps but the last `max_pending`, and logs them."""
         train = self.config.train
-        while len(self.pending) > leave:
-            done = self.pending.popleft()
-            info = jax.device_get(done.info)
+        while len(self.pending) > max_pending:
+            pending = self.pending.popleft()
+            step, info = pending.number, jax.device_get(pending.info)
             if not info["finite"]:
-                self._not_finite(done, info)
+                self._handle_nonfinite(pending, info)
             if info["spike"]:
-                self.progress.say(
-                    f"skipped step {done.number}: gradient norm {info['grad_norm']:.3g} against the"
-                    f" usual {info['usual_norm']:.3g} (train.spike={train.spike})"
+                self.progress.write(
+                    f"skipped step {step}: gradient norm {info['grad_norm']:.3g} against the usual"
+                    f" {info['usual_norm']:.3g} (train.spike={train.spike})"
                 )
             self.meter.add(info)
-            self.progress.advance(done.number)
-            if done.number % train.log_every == 0 or done.number in (1, train.steps):
+            self.progress.advance(step)
+            if step % train.log_every == 0 or step in (1, train.steps):
                 metrics = self.meter.read()
-                self.tracker.log(done.number, metrics)
-                self.progress.report(done.number, metrics)
+                self.tracker.log(step, metrics)
+                self.progress.report(step, metrics)
 
-    def _save(self, step: int) -> None:
-        self._settle()
-        self.checkpoints.save(step, self.state, self.loader.get_state())
-
-    def _not_finite(self, done: Dispatched, info: dict) -> None:
-        """Names the batch; stops the run where it was before it, or lets it go on."""
-        step, file = done.number, self.folder / f"bad_batch_{done.number}.npz"
-        if self.main:
-            np.savez(file, position=np.array(str(done.position)), **done.batch)
-        what = (
+    def _handle_nonfinite(self, pending: PendingStep, info: dict) -> None:
+        """Writes the batch to a file; raises a NonFiniteError if it is not to be skipped."""
+        step, file = pending.number, self.folder / f"bad_batch_{pending.number}.npz"
+        if self.is_main:
+            np.savez(file, position=np.array(str(pending.position)), **pending.batch)
+        message = (
             f"step {step}: loss {float(info['loss'])}, gradient norm {float(info['grad_norm'])};"
             f" the batch and its place in the data are in {file}"
         )
-        if info["bad"] < self.patience:
-            self.progress.say(f"skipped {what}")
+        if info["num_nonfinite"] < self.halt_after:
+            self.progress.write(f"skipped {message}")
             return
-        # This step and those that were dispatched after it have left the state as it was.
-        self.checkpoints.save(step - 1, self.state, done.position)
+        # Neither this step nor those dispatched after it have changed the state.
+        self.checkpoints.save(step - 1, self.state, pending.position)
         self.checkpoints.wait()
         raise NonFiniteError(
-            f"stopped at {what}; the checkpoint of step {step - 1} is from before it: resume with"
-            " train.on_nan=skip, or with run.accept=[train.lr] and a lower train.lr"
+            f"stopped at {message}; the checkpoint of step {step - 1} is from before it: resume"
+            " with train.on_nan=skip, or with run.accept=[train.lr] and a lower train.lr"
         )
 
+    def _save(self, step: int) -> None:
+        self._report()
+        self.checkpoints.save(step, self.state, self.loader.get_state())
+
     def _validate(self, step: int) -> None:
-        """Mean loss on held-out documents; with the averaged weights, where there are some."""
-        self._settle()
-        loss, tokens = self.validation.loss(self._result_params(), self.frozen)
+        """Logs the mean loss on held-out documents, with the averaged weights if there are any."""
+        self._report()
+        loss, tokens = self.validation.loss(self._final_params(), self.frozen)
         self.tracker.log(step, {"validation_loss": loss, "validation_tokens": tokens})
-        self.progress.say(f"step {step}: validation loss {loss:.4f} over {tokens:,.0f} tokens")
+        self.progress.write(f"step {step}: validation loss {loss:.4f} over {tokens:,.0f} tokens")
         self.meter.restart()
 
-    def _result_params(self) -> dict:
+    def _final_params(self) -> dict:
+        """The parameters to validate and export."""
         return self.state.params if self.state.ema is None else self.state.ema
 
-    def _flops_per_token(self) -> float:
-        return estimate.flops(self.config, self.model).training_flops
-
-    def _greet(self) -> None:
+    def _print_summary(self) -> None:
         def count(tree):
             return sum(leaf.size for leaf in flatten(tree).values())
 
         trained, frozen = count(self.state.params), count(self.frozen)
         devices = jax.devices()
-        self.progress.say(
+        self.progress.write(
             f"training {trained:,} of {trained + frozen:,} parameters on {len(devices)} x"
             f" {devices[0].device_kind}; MFU against {self.meter.peak_source}"
         )
         for line in estimate.of_run(self.config, self.model, self.mesh):
-            self.progress.say(line)
+            self.progress.write(line)
         if self.first:
-            self.progress.say(f"resumed from step {self.first} in {self.folder}")
+            self.progress.write(f"resumed from step {self.first} in {self.folder}")
 
-    def _stopped(self, step: int, stop: StopRequest) -> dict[str, Any]:
-        message = f"stopped by {stop.signal.name}; step {step} is saved in {self.folder}, the same"
-        message += " command goes on from there"
-        if stop.signal.name == "SIGINT":
+    def _finish_early(self, step: int, stop_signal: signal.Signals) -> dict[str, Any]:
+        message = (
+            f"stopped by {stop_signal.name}; step {step} is saved in {self.folder}, the same"
+            " command goes on from there"
+        )
+        if stop_signal == signal.SIGINT:
             raise KeyboardInterrupt(message)
-        print(message) if self.main else None
-        return {"step": step, "folder": str(self.folder), "stopped": stop.signal.name}
+        if self.is_main:
+            print(message)
+        return {"step": step, "folder": str(self.folder), "stopped": stop_signal.name}
+
+    def _finish(self, step: int) -> dict[str, Any]:
+        """Exports the model and plots the loss; returns the last metrics."""
+        export, metrics = self.config.train.export, self.folder / folder_lib.METRICS
+        rows = read(metrics)
+        if export:
+            self._export()
+        if self.is_main:
+            plot_loss(metrics, self.folder / folder_lib.CURVE)
+            names = f"{folder_lib.METRICS}, {folder_lib.CURVE}, checkpoints/"
+            names += ", model/ (a Hugging Face folder)" if export else ""
+            print(f"results in {self.folder}: {names}")
+        last = {key: value for row in rows for key, value in row.items()}
+        return last | {"step": step, "folder": str(self.folder), "stopped": None}
+
+    def _export(self) -> None:
+        """Writes the merged model; also the adapters alone, if nothing else was trained.
+
+        Adapters are merged one layer at a time while writing, so no second model is in memory. All
+        processes must call this: each holds a part of the weights, and the first one writes.
+        """
+        from lcjax.checkpoints import save_hf
+        from lcjax.checkpoints.peft import save_peft
+
+        config, trained = self.config, self._final_params()
+        folder = self.folder / folder_lib.MODEL
+        announce(f"writing {folder}")
+        if all(map(is_adapter, flatten(trained))):
+            base = config.model.path or str(config.model.preset)
+            adapter = self.folder / folder_lib.ADAPTER
+            save_peft(adapter, trained, self.model, base=base, overwrite=True)
+        params, dtype = union(trained, self.frozen), config.train.export_dtype
+        save_hf(folder, params, self.model, self.tokenizer, dtype=dtype, overwrite=True)
+
+
+class Validation:
+    """Mean loss on `data.holdout`: the same batches every time, with plain positions."""
+
+    def __init__(
+        self, config: TrainConfig, model: ModelConfig, tokenizer: Any, mesh: jax.sharding.Mesh
+    ):
+        self._config, self._tokenizer, self._mesh = config, tokenizer, mesh
+        self._model = model = model.for_inference()
+        objective = language_model(
+            model, PlainPositions(), chunk=config.train.loss_chunk, mesh=mesh
+        )
+        self._step = jax.jit(make_eval_step(objective, accumulation=config.train.accumulation))
+        self._loader: Loader | None = None
+        self._start: dict = {}
+
+    def loss(self, params: dict, frozen: dict) -> tuple[float, float]:
+        """Returns (mean loss per token, number of tokens)."""
+        sums = []
+        for batch in self._batches():
+            if len(sums) == self._config.eval.batches:
+                break
+            sums.append(self._step(params, frozen, batches.put(batch, self._mesh)))
+        sums = jax.device_get(sums)  # one transfer at the end, so that the devices do not wait
+        nll, tokens = (sum(float(info[name]) for info in sums) for name in ("nll", "tokens"))
+        return nll / max(tokens, 1.0), tokens
+
+    def _batches(self) -> Loader:
+        """The held-out batches from the first one; the corpus is opened only once."""
+        if self._loader is None:
+            self._loader = batches.open_loader(
+                self._config, self._model, self._tokenizer, "validation", self._mesh
+            )
+            self._start = self._loader.get_state()
+        else:
+            self._loader.set_state(self._start)
+        return self._loader
+
+
+class StopRequest:
+    """Catches SIGTERM (sent by schedulers) and Ctrl-C, so that a run ends with a checkpoint.
+
+    A second Ctrl-C interrupts at once. Use it as a context manager.
+    """
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+        self._previous: dict = {}
+
+    def __enter__(self) -> "StopRequest":
+        # With several processes JAX itself watches for SIGTERM and agrees on a common step.
+        # Python allows handlers in the main thread only.
+        is_single = jax.process_count() == 1
+        if is_single and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous.items():
+            if handler is not None:  # None: not set by Python, which cannot restore it
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame) -> None:
+        del frame
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt("stopped at once; the last checkpoint is the one to resume")
+        self.signal = signal.Signals(number)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether the run has to end after `step`; all processes get the same answer."""
+        # Without the preemption service SIGTERM ends every process at once.
+        has_service = jax.process_count() > 1 and jax.config.jax_enable_preemption_service
+        if has_service and multihost_utils.reached_preemption_sync_point(step):
+            self.signal = signal.SIGTERM
+        return self.signal is not None

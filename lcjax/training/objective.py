@@ -1,4 +1,4 @@
-"""The training objective: the next token's negative log-likelihood, and what a teacher says."""
+"""The training loss: next-token cross-entropy, and optionally distillation from a teacher."""
 
 from collections.abc import Callable
 
@@ -16,66 +16,60 @@ from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.tree import union
 
 Batch = dict[str, jax.Array]
-# (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights), and where
-# the losses have parts that a log should tell apart, their sums by name
+# (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights) and, where
+# the loss has parts that are logged, a dict with the sum of each part by name
 Objective = Callable[[dict, dict, Batch, jax.Array], tuple]
 
-# What a teacher's rows hold beside the text (`lcjax.data.teacher_files`).
+# Fields of a batch with the teacher's probabilities (`lcjax.data.teacher_files`).
 TEACHER = ("teacher_ids", "teacher_probabilities", "teacher_rest")
 
 
 def language_model(
     config: ModelConfig,
-    positions,
+    positions: Positions,
     *,
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
     distill: Distill | None = None,
 ) -> Objective:
-    """Cross-entropy of `targets`, weighted by `weights`, summed over the batch.
+    """Returns the cross-entropy of `targets`, weighted by `weights` and summed over the batch.
 
-    With `distill` also the divergence from the teacher whose probabilities are in the batch; its
-    parts `ce` and `kl` are told apart.
+    Args:
+      config: of the decoder.
+      positions: chooses the position ids of tokens: consecutive ones, or a sample from a longer
+        context, drawn for every batch.
+      chunk: number of positions per chunk of logits; None: chosen by size.
+      mesh: the devices over which the rows of a batch are sharded.
+      distill: adds the divergence from the teacher whose probabilities are in the batch. The
+        loss then has the parts `ce` and `kl`.
 
-    `positions` (`lcjax.rope.positions`) places the tokens: where they stand, or somewhere in a
-    longer context, drawn anew for every batch. Rows are spread over the devices of `mesh`.
+    Raises:
+      InputError: if the model cannot use these positions.
     """
-    if config.position != "rope" and not isinstance(positions, PlainPositions):
-        kind = Positions.get_choice_name(type(positions))
-        raise InputError(
-            f"train.positions.type={kind} spreads tokens for rotations, and model.position="
-            f"{config.position} has none; leave it out"
-        )
-    if config.memory is not None and config.memory.leads and type(positions) is not PlainPositions:
-        kind = Positions.get_choice_name(type(positions))
-        raise InputError(
-            f"train.positions.type={kind} moves the text's tokens, and model.memory stands right"
-            " before them; leave it out"
-        )
+    _check_positions(config, positions)
     model = Decoder(config, mesh)
 
     def objective(trained, frozen, batch, key):
         params = boxed(union(trained, frozen))
-        places, rotation = positions.sample(
+        position_ids, rotation = positions.sample(
             key,
             batch["positions"],
             rope=config.rope,
             head_dim=config.rotary_dim,
             params=unboxed(params.get("rope")),
         )
-        rotation = config.pattern.at_length(rotation, places.shape[1])
+        rotation = config.pattern.at_length(rotation, position_ids.shape[1])
         targets, weights = batch["targets"], batch["weights"]
         order, memory = model.token_order(targets.shape[1]), None
         if config.memory is not None:
-            where = {"positions": places, "rotation": rotation}
-            memory = _encoded(model, params, batch, where, key)
+            memory = _encode(model, params, batch, position_ids, rotation, key)
             windows = memory.hidden
             if mesh is None or mesh.shape[LENGTH] == 1:  # else all text would go to one device
                 memory = memory.packed()
         hidden, _ = model.apply(
             {"params": params},
             batch["tokens"],
-            positions=places,
+            positions=position_ids,
             segments=batch["segments"],
             rotation=rotation,
             order=order,
@@ -83,44 +77,73 @@ def language_model(
         )
         hidden = model.apply({"params": params}, hidden, method="before_head")
         if "chunk_weights" in batch:
-            behind = hidden, targets, weights
-            hidden, targets, weights = map(
-                _joined, (windows, batch["chunk_targets"], batch["chunk_weights"]), behind
-            )
+            hidden = _prepend(windows, hidden)
+            targets = _prepend(batch["chunk_targets"], targets)
+            weights = _prepend(batch["chunk_weights"], weights)
         teacher = () if distill is None else tuple(batch[name] for name in TEACHER)
         if order is not None:
             targets, weights, *teacher = (x[:, order] for x in (targets, weights, *teacher))
-        known = hidden, head(params, config), targets, weights
+        inputs = hidden, head(params, config), targets, weights
         with jax.named_scope("loss"):
             if distill is None:
-                return cross_entropy(*known, chunk=chunk, mesh=mesh)
-            return distillation(*known, Teacher(*teacher), distill, chunk=chunk, mesh=mesh)
+                return cross_entropy(*inputs, chunk=chunk, mesh=mesh)
+            return distillation(*inputs, Teacher(*teacher), distill, chunk=chunk, mesh=mesh)
 
     return objective
 
 
-def _joined(windows: jax.Array, text: jax.Array) -> jax.Array:
-    """[B, C P + T, ...] of what there is of the tokens of windows [B, C, P, ...] and of a text."""
+def _check_positions(config: ModelConfig, positions: Positions) -> None:
+    if type(positions) is PlainPositions:
+        return
+    kind = Positions.get_choice_name(type(positions))
+    if config.position != "rope" and not isinstance(positions, PlainPositions):
+        raise InputError(
+            f"train.positions.type={kind} spreads tokens for rotations, and model.position="
+            f"{config.position} has none; leave it out"
+        )
+    if config.memory is not None and config.memory.leads:
+        raise InputError(
+            f"train.positions.type={kind} changes the positions of the text, but model.memory is"
+            " placed right before them; leave it out"
+        )
+
+
+def _prepend(windows: jax.Array, text: jax.Array) -> jax.Array:
+    """Joins windows [B, C, P, ...] and a text [B, T, ...] to [B, C P + T, ...]."""
     flat = windows.reshape(windows.shape[0], -1, *text.shape[2:])
     return jnp.concatenate([flat, text], axis=1)
 
 
-def _encoded(model: Decoder, params: dict, batch: Batch, where: dict, key: jax.Array) -> Encoded:
-    """The context of a batch.
+def _encode(
+    model: Decoder,
+    params: dict,
+    batch: Batch,
+    position_ids: jax.Array,
+    rotation: jax.Array,
+    key: jax.Array,
+) -> Encoded:
+    """Encodes the context chunks of a batch.
 
-    Asked for it is what the last token before the first one that is learned needs, since later ones
-    are not there yet when the model answers. A row that is learned from its first token on, or not
-    at all, asks nothing: it is a text, and not an answer.
+    A memory that retrieves chunks takes its query from the token before the first target with a
+    weight: at inference later tokens do not exist yet when the answer starts. A row whose first
+    token already has a weight, or that has no weights, is plain text and has no query.
     """
     options, memory = {}, model.config.memory
     if memory.ordered or memory.leads:
         options["key"] = jax.random.fold_in(key, 2)
     if memory.leads:
-        options |= {"rotation": where["rotation"], "hidden": "chunk_weights" in batch}
+        options |= {"rotation": rotation, "hidden": "chunk_weights" in batch}
     if memory.asks:
-        at = jnp.argmax(batch["weights"] > 0, axis=1)
-        own = {"segments": batch["segments"], **where}
-        asked = model.apply({"params": params}, batch["tokens"], at, method="asked", **own)
-        options |= {"query": asked, "asked": at > 0}
-    context = batch["chunks"], batch["chunk_mask"]
-    return model.apply({"params": params}, *context, method="encode", **options)
+        first_target = jnp.argmax(batch["weights"] > 0, axis=1)
+        query = model.apply(
+            {"params": params},
+            batch["tokens"],
+            first_target,
+            segments=batch["segments"],
+            positions=position_ids,
+            rotation=rotation,
+            method="asked",
+        )
+        options |= {"query": query, "asked": first_target > 0}
+    chunks = batch["chunks"], batch["chunk_mask"]
+    return model.apply({"params": params}, *chunks, method="encode", **options)

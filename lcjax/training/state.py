@@ -1,4 +1,4 @@
-"""What changes from step to step, where it lies on the mesh, and how it starts."""
+"""What a training step reads and writes: the model's parameters and the state of the optimizer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,13 +8,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.parallel.offload import Offload, fetched, host_shardings
+from lcjax.checkpoints.build import build
+from lcjax.checkpoints.landmark import with_landmark
+from lcjax.checkpoints.run_folder import Base, fingerprint
+from lcjax.errors import InputError
+from lcjax.models import Decoder, ModelConfig
+from lcjax.models import lora as lora_lib
+from lcjax.parallel.offload import Offload, fetched, host_shardings, to_host
 from lcjax.parallel.sharding import param_shardings
-from lcjax.training.layerwise_update import joined
-from lcjax.training.optim import wide
-from lcjax.tree import flatten, nest
+from lcjax.training.batches import check_context
+from lcjax.training.config import TrainConfig, trainable
+from lcjax.training.optim import joined, wide
+from lcjax.tree import flatten, nest, split, union
 
-# What of the state is offloaded.
+# Fields of TrainState that are offloaded to the host's memory.
 _OFFLOADED = {
     "none": (),
     "optimizer": ("opt_state", "ema"),
@@ -25,14 +32,17 @@ _OFFLOADED = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """A pytree, saved and donated as a whole. Frozen weights are not in it."""
+    """All values that change from step to step; saved and donated as one pytree.
 
-    step: jax.Array  # int32, batches seen, skipped ones included
-    skipped: jax.Array  # int32, batches that changed nothing: not finite, or a spike
-    usual: jax.Array  # float32, running average of the gradient's norm; 0 before the first
+    Frozen parameters are not part of it.
+    """
+
+    step: jax.Array  # int32, number of batches seen, including skipped ones
+    skipped: jax.Array  # int32, number of batches without an update: not finite, or a spike
+    usual: jax.Array  # float32, running average of the gradient norm; 0 before the first step
     params: dict  # the trained parameters, float32
     opt_state: Any  # float32 moments of the trained parameters
-    ema: dict | None  # float32 running average of the trained parameters
+    ema: dict | None  # float32 moving average of the trained parameters
     rng: jax.Array  # key of the run; step i draws from fold_in(rng, i)
 
 
@@ -45,20 +55,28 @@ def init_state(
     ema: bool,
     offload: Offload = "none",
 ) -> TrainState:
-    """The state before the first step, every array made where it will stay; `params` is donated.
+    """Creates the state before the first step, with its final shardings.
 
-    What is offloaded is made one parameter after another, so that a device never has to hold all of
-    it.
+    With `offload`, the state of one parameter is created after another, so no device ever holds
+    all of it.
+
+    Args:
+      params: the trained parameters; donated.
+      optimizer: its state is initialised here.
+      mesh: the devices.
+      seed: of the run's random key.
+      ema: whether the state has a moving average of the parameters.
+      offload: the part of the state that is stored in the host's memory.
     """
-    start = _starter(optimizer, seed, ema)
+    init = _init_function(optimizer, seed, ema)
 
-    def made(params):
-        shardings = state_shardings(jax.eval_shape(start, params), mesh, offload)
-        return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
+    def sharded_init(params):
+        shardings = state_shardings(jax.eval_shape(init, params), mesh, offload)
+        return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
 
     if offload == "none":
-        return made(params)
-    return joined([made(nest({path: leaf})) for path, leaf in flatten(params).items()])
+        return sharded_init(params)
+    return joined([sharded_init(nest({path: leaf})) for path, leaf in flatten(params).items()])
 
 
 def abstract_state(
@@ -70,11 +88,11 @@ def abstract_state(
     ema: bool,
     offload: Offload = "none",
 ) -> TrainState:
-    """Shapes, dtypes and shardings of `init_state`'s result, for a checkpoint to be restored into.
+    """Returns shapes, dtypes and shardings of `init_state`'s result, as a target for restoring.
 
-    Nothing is computed: a run that is resumed has only one state in memory.
+    It allocates nothing: a resumed run has only one state in memory.
     """
-    shapes = jax.eval_shape(_starter(optimizer, seed, ema), params)
+    shapes = jax.eval_shape(_init_function(optimizer, seed, ema), params)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -82,10 +100,10 @@ def abstract_state(
     )
 
 
-def _starter(
+def _init_function(
     optimizer: optax.GradientTransformation, seed: int, ema: bool
 ) -> Callable[[dict], TrainState]:
-    def start(params):
+    def init(params):
         params = wide(fetched(params))
         return TrainState(
             step=jnp.int32(0),
@@ -93,24 +111,122 @@ def _starter(
             usual=jnp.float32(0),
             params=params,
             opt_state=optimizer.init(params),
-            # A copy: two donated arrays must not be one buffer.
+            # A copy: two donated arrays must not share a buffer.
             ema=jax.tree.map(jnp.copy, params) if ema else None,
             rng=jax.random.key(seed),
         )
 
-    return start
+    return init
 
 
 def state_shardings(
     state: TrainState, mesh: jax.sharding.Mesh, offload: Offload = "none"
 ) -> TrainState:
-    """Moments and averages lie where their parameter lies; everything else on every device.
+    """Returns the sharding of every array of `state`.
 
-    What `offload` names lies in the memory of that device's host, but for vectors.
+    Moments and moving averages are sharded like their parameter; everything else is replicated.
+    Arrays that `offload` names, except vectors, are in the host's memory.
     """
-    layout = param_shardings(mesh, state)
+    shardings = param_shardings(mesh, state)
     offloaded = {
-        name: host_shardings(getattr(state, name), getattr(layout, name))
+        name: host_shardings(getattr(state, name), getattr(shardings, name))
         for name in _OFFLOADED[offload]
     }
-    return dataclasses.replace(layout, **offloaded)
+    return dataclasses.replace(shardings, **offloaded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """A model that is ready for training, on its mesh."""
+
+    config: ModelConfig  # includes the adapters; param_dtype is the dtype of exported weights
+    trained: dict  # float32: bfloat16 would round most updates to nothing
+    frozen: dict  # in the dtypes of the checkpoint
+    tokenizer: Any
+
+
+def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
+    """Loads or initialises the model of `config.model`, adds adapters, and splits its parameters.
+
+    Raises:
+      InputError: if a rule matches no parameter, or leaves new parameters untrained.
+    """
+    to_offload = config.train.offload == "parameters"
+    model, params, tokenizer = build(config.model, mesh, host=to_offload)
+    check_context(config, model.config)
+    params, model_config, tokenizer = with_landmark(params, model.config, tokenizer, mesh)
+    has_new_tokens = model_config.vocab_size > model.config.vocab_size
+    if config.train.lora is not None:
+        model_config = model_config.replace(lora=config.train.lora)
+        params = union(params, new_adapters(model_config, mesh, seed=config.train.seed))
+    trained, frozen = split(params, trainable(flatten(params), config.train.rules()))
+    del params
+    trainable(flatten(trained), [rate.rule for rate in config.train.rates], "train.rates")
+    _check_adapters(frozen, config)
+    if has_new_tokens:
+        _check_new_tokens(frozen, config)
+    if to_offload:
+        trained = _map_leaves(trained, lambda path, leaf: to_host(path, leaf, jnp.float32))
+        frozen = _map_leaves(frozen, to_host)
+    else:
+        trained = _map_leaves(trained, lambda _, leaf: wide(leaf))
+    return Assembly(model_config, trained, frozen, tokenizer)
+
+
+def _check_adapters(frozen: dict, config: TrainConfig) -> None:
+    paths = [path for path in flatten(frozen) if lora_lib.is_adapter(path)]
+    if paths:
+        raise InputError(
+            f"train.trainable={list(config.train.trainable)} leaves adapters of train.lora"
+            f" untrained ({paths[0]}); add the rule lora, or drop train.lora"
+        )
+
+
+def _check_new_tokens(frozen: dict, config: TrainConfig) -> None:
+    paths = [path for path in flatten(frozen) if path.startswith(("embed/", "head/"))]
+    if paths:
+        rules = ["head" if path.startswith("head/") else "embeddings" for path in paths]
+        raise InputError(
+            f"train.trainable={list(config.train.rules())} leaves the rows of [PAD] and <landmark>"
+            f" untrained ({paths[0]}); add the rule {' and '.join(dict.fromkeys(rules))}, or train"
+            " all"
+        )
+
+
+def _map_leaves(tree: dict, change: Callable[[str, jax.Array], jax.Array]) -> dict:
+    """Replaces one leaf after another and empties `tree`, so no two copies are in memory."""
+    flat = flatten(tree)
+    tree.clear()
+    for path in list(flat):
+        flat[path] = change(path, flat[path])
+    return nest(flat)
+
+
+def new_adapters(config: ModelConfig, mesh: jax.sharding.Mesh, *, seed: int) -> dict:
+    """Initialises LoRA adapters in float32; the model's outputs do not change."""
+
+    def init(key):
+        tokens = jnp.zeros((1, 8), jnp.int32)
+        params = Decoder(config).init(key, tokens)["params"]
+        return wide(split(params, lora_lib.is_adapter)[0])
+
+    key = jax.random.fold_in(jax.random.key(seed), 1)
+    shardings = param_shardings(mesh, jax.eval_shape(init, key))
+    return jax.jit(init, out_shardings=shardings)(key)
+
+
+def base_of(config: TrainConfig, assembly: Assembly) -> Base:
+    """Describes the frozen parameters, which the run's checkpoints leave out.
+
+    Its fingerprint is a collective operation: all processes must call this function.
+    """
+    return Base(
+        path=config.model.path,
+        param_dtype=config.model.param_dtype,
+        seed=config.model.seed,
+        trained=tuple(flatten(assembly.trained)),
+        average=config.train.ema is not None,
+        frozen=fingerprint(assembly.frozen),
+        base=config.model.base,
+        memory=config.model.memory and config.model.memory.note(),
+    )

@@ -1,154 +1,211 @@
 """One update: gradients over microbatches, clipping, AdamW, and a guard against non-finite numbers.
 
-The loss is the sum of negative log-likelihoods over all weights of the *global* batch. Dividing by
-that one total before the microbatches are summed makes any accumulation equal to one large batch,
-also when microbatches hold different numbers of tokens.
+The loss is the sum of negative log-likelihoods divided by the sum of the weights of the *global*
+batch. Each microbatch is divided by that total before the sum over microbatches. So accumulation
+equals one large batch, also when microbatches hold different numbers of tokens.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lcjax.models import ModelConfig
 from lcjax.models.offloaded import differentiable, with_gradients
 from lcjax.parallel.offload import is_offloaded
+from lcjax.parallel.sharding import replicated
 from lcjax.training import optim
-from lcjax.training.layerwise_update import layerwise_update
-from lcjax.training.objective import Batch, Objective
-from lcjax.training.state import TrainState
+from lcjax.training.config import TrainConfig
+from lcjax.training.objective import Batch, Objective, language_model
+from lcjax.training.state import TrainState, state_shardings
 
 Info = dict[str, jax.Array]
 
-_LEARN = 20  # steps after which the usual norm of the gradient is known
-_MEMORY = 0.98  # decay of its average: about 50 steps
+_SPIKE_WARMUP = 20  # steps before the average gradient norm is reliable
+_NORM_DECAY = 0.98  # of the average gradient norm: about 50 steps
 
 
-def make_train_step(
+def jitted_step(
+    config: TrainConfig,
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    state: TrainState,
+    *,
+    halt_after: int = 1,
+) -> Callable:
+    """Returns the compiled `train_step` of `config`, for states with the shapes of `state`.
+
+    Its arguments are those of `train_step` up to `num_nonfinite`. It donates its state.
+
+    Args:
+      config: sets the loss, the optimizer and the options of the step.
+      model: of the decoder.
+      mesh: the devices.
+      state: arrays, or their shapes and dtypes.
+      halt_after: see `train_step`.
+    """
+    train = config.train
+    objective = language_model(
+        *(model, train.positions), chunk=train.loss_chunk, mesh=mesh, distill=train.distill
+    )
+    step = functools.partial(
+        train_step,
+        objective=objective,
+        optimizer=optim.optimizer(train),
+        schedule=optim.schedule(train),
+        accumulation=train.accumulation,
+        ema_decay=train.ema,
+        halt_after=halt_after,
+        spike=train.spike,
+    )
+    layout = state_shardings(state, mesh, train.offload), replicated(mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=layout)
+
+
+def train_step(
+    state: TrainState,
+    frozen: dict,
+    batch: Batch,
+    num_nonfinite: jax.typing.ArrayLike = 0,
+    *,
     objective: Objective,
     optimizer: optax.GradientTransformation,
     schedule: optim.Schedule,
-    *,
     accumulation: int = 1,
     ema_decay: float | None = None,
     halt_after: int | None = None,
     spike: float | None = None,
-) -> Callable[..., tuple[TrainState, Info]]:
-    """`train_step(state, frozen, batch, bad=0) -> (state, info)`: pure, to be jitted with donation.
+) -> tuple[TrainState, Info]:
+    """Computes one update. A pure function, to be jitted with donation of `state`.
 
-    A step whose loss or gradient is not finite leaves parameters, moments and average as they
-    were; it only counts. So does one whose gradient is more than `spike` times as long as usual
-    (after `_LEARN` steps): a bad batch, of which the moments would carry traces for long. `bad` is
-    the `info["bad"]` of the step before: how many of the last steps were not finite. The step at
-    which it reaches `halt_after` and all steps after it change nothing at all, so that the loop may
-    learn of it late: the state is the one before that step's batch. What lies in the
-    host's memory is fetched layer by layer and goes back there.
+    A step whose loss or gradient is not finite changes only the counters. The same holds for a
+    step whose gradient norm is more than `spike` times its running average (after `_SPIKE_WARMUP`
+    steps): an outlier would stay in Adam's moments for long.
+
+    The loop reads the info of a step only after it has dispatched the next one. So the step at
+    which `num_nonfinite` reaches `halt_after`, and all steps after it, change nothing, not even
+    the counters: the state stays the one before that step's batch.
+
+    Args:
+      state: the state before the step. Offloaded arrays are fetched layer by layer and put back.
+      frozen: parameters that are not trained.
+      batch: arrays of B rows, see `objective`.
+      num_nonfinite: `info["num_nonfinite"]` of the step before, int32 []: number of non-finite
+        steps in a row.
+      objective: the loss, a sum over the batch.
+      optimizer: computes the update without the learning rate.
+      schedule: the learning rate as a function of the step.
+      accumulation: number of microbatches; divides B.
+      ema_decay: decay of the weights' moving average; None: no average.
+      halt_after: number of non-finite steps in a row that halts the run; None: never.
+      spike: multiple of the average gradient norm above which a step is skipped; None: never.
+
+    Returns:
+      The new state and the metrics of the step, scalars by name.
     """
+    key = jax.random.fold_in(state.rng, state.step)
+    loss, tokens, grads, parts = accumulate(
+        objective, state.params, frozen, batch, key, accumulation
+    )
+    norm, lr = optax.tree.norm(grads), schedule(state.step)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    halted = jnp.bool_(False) if halt_after is None else jnp.asarray(num_nonfinite >= halt_after)
+    is_spike = _is_spike(state, norm, spike) & finite
+    should_update = finite & ~halted & ~is_spike
 
-    def train_step(
-        state: TrainState, frozen: dict, batch: Batch, bad: jax.typing.ArrayLike = 0
-    ) -> tuple[TrainState, Info]:
-        key = jax.random.fold_in(state.rng, state.step)
-        loss, tokens, grads, parts = accumulate(
-            objective, state.params, frozen, batch, key, accumulation
-        )
-        norm, lr = optax.tree.norm(grads), schedule(state.step)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        with jax.named_scope("update"):
-            halted = False if halt_after is None else bad >= halt_after
-            jumped = _is_spike(state, norm, spike) & finite
-            good = finite & jnp.logical_not(halted) & jnp.logical_not(jumped)
+    def update(old, grads):
+        params, opt_state, ema = old
+        updates, opt_state = optimizer.update(grads, opt_state, optim.wide(params), norm=norm)
+        params = optim.apply(params, updates, lr)
+        if ema_decay is not None:
+            ema = optim.average(ema, params, ema_decay)
+        return params, opt_state, ema
 
-            def update(old, grads):
-                params, opt_state, ema = old
-                updates, opt_state = optimizer.update(
-                    grads, opt_state, optim.wide(params), norm=norm
-                )
-                params = optim.apply(params, updates, lr)
-                if ema_decay is not None:
-                    ema = optim.average(ema, params, ema_decay)
-                return params, opt_state, ema
-
-            old = state.params, state.opt_state, state.ema
-            if any(map(is_offloaded, jax.tree.leaves(old))):
-                kept = layerwise_update(update, good, old, grads)
-            else:
-                kept = jax.lax.cond(good, update, lambda old, _: old, old, grads)
-        bad = jnp.where(good | jumped, 0, bad + 1).astype(jnp.int32)
-        counts = 1 if halt_after is None else (bad < halt_after).astype(jnp.int32)
-        skipped = state.skipped + jnp.where(finite & jnp.logical_not(jumped), 0, counts)
-        counted = finite & jnp.logical_not(halted)
-        usual = _usual(state, jnp.where(counted, norm, state.usual), spike)
-        info = {
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": jnp.asarray(lr, jnp.float32),
-            "tokens": tokens,
-            "finite": finite,
-            "spike": jumped,
-            "usual_norm": state.usual,
-            "skipped": skipped,
-            "bad": bad,
-            "parts": parts,
-        }
-        return TrainState(state.step + counts, skipped, usual, *kept, state.rng), info
-
-    return train_step
+    old = state.params, state.opt_state, state.ema
+    with jax.named_scope("update"):
+        if any(map(is_offloaded, jax.tree.leaves(old))):
+            new = optim.layerwise_update(update, should_update, old, grads)
+        else:
+            new = jax.lax.cond(should_update, update, lambda old, _: old, old, grads)
+    num_nonfinite = jnp.where(should_update | is_spike, 0, num_nonfinite + 1).astype(jnp.int32)
+    counted = 1 if halt_after is None else (num_nonfinite < halt_after).astype(jnp.int32)
+    skipped = state.skipped + jnp.where(finite & ~is_spike, 0, counted)
+    usual = _average_norm(state, jnp.where(finite & ~halted, norm, state.usual), spike)
+    info = {
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": jnp.asarray(lr, jnp.float32),
+        "tokens": tokens,
+        "finite": finite,
+        "spike": is_spike,
+        "usual_norm": state.usual,
+        "skipped": skipped,
+        "num_nonfinite": num_nonfinite,
+        "parts": parts,
+    }
+    return TrainState(state.step + counted, skipped, usual, *new, state.rng), info
 
 
 def _is_spike(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array:
     if spike is None:
         return jnp.bool_(False)
-    return (state.step >= _LEARN) & (norm > spike * state.usual)
+    return (state.step >= _SPIKE_WARMUP) & (norm > spike * state.usual)
 
 
-def _usual(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array:
-    """The average with one more norm, which counts for no more than a spike would have to be.
+def _average_norm(state: TrainState, norm: jax.Array, spike: float | None) -> jax.Array:
+    """The running average with one more norm, which is clipped to `spike` times the average.
 
-    So a run whose gradients have grown for good goes on after a while.
+    Because spikes count too, a run whose gradients have grown for good continues after a while.
     """
     if spike is not None:
-        norm = jnp.where(state.step >= _LEARN, jnp.minimum(norm, spike * state.usual), norm)
-    first = state.usual == 0
-    return jnp.where(first, norm, _MEMORY * state.usual + (1 - _MEMORY) * norm)
+        clipped = jnp.minimum(norm, spike * state.usual)
+        norm = jnp.where(state.step >= _SPIKE_WARMUP, clipped, norm)
+    average = _NORM_DECAY * state.usual + (1 - _NORM_DECAY) * norm
+    return jnp.where(state.usual == 0, norm, average)
 
 
 def accumulate(
     objective: Objective, params: dict, frozen: dict, batch: Batch, key: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, dict, dict]:
-    """Of a whole batch: mean loss per weight, sum of weights, float32 gradients of the mean, and
-    the means of the loss's parts by name.
+    """Computes the mean loss of a batch and its gradients, over `count` microbatches.
+
+    Returns:
+      Mean loss per weight, sum of weights, float32 gradients of the mean, and the means of the
+      loss's parts by name.
     """
-    learned = (batch[name] for name in ("weights", "chunk_weights") if name in batch)
-    total = sum(weights.astype(jnp.float32).sum() for weights in learned)
-    # A batch of padding only has no loss rather than 0 / 0.
+    weights = (batch[name] for name in ("weights", "chunk_weights") if name in batch)
+    total = sum(x.astype(jnp.float32).sum() for x in weights)
+    # A batch of padding only has a loss of 0, not 0 / 0.
     inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
 
-    def mean_share(by, micro, key):
-        loss, _, *parts = objective(with_gradients(params, by), frozen, micro, key)
+    def mean_loss(variables, micro, key):
+        loss, _, *parts = objective(with_gradients(params, variables), frozen, micro, key)
         return loss * inverse, {name: x * inverse for part in parts for name, x in part.items()}
 
-    def one(carry, xs):
-        (loss, parts), grads = jax.value_and_grad(mean_share, has_aux=True)(by, *xs)
-        added = jax.tree.map(lambda sum, x: sum + x.astype(jnp.float32), carry, (loss, grads))
-        return added, parts
+    def add_microbatch(sums, xs):
+        (loss, parts), grads = jax.value_and_grad(mean_loss, has_aux=True)(variables, *xs)
+        sums = jax.tree.map(lambda sum, x: sum + x.astype(jnp.float32), sums, (loss, grads))
+        return sums, parts
 
-    by = differentiable(params)
-    start = (jnp.float32(0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    variables = differentiable(params)
+    zeros = (jnp.float32(0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     if count == 1:
-        (loss, grads), parts = one(start, (batch, key))
+        (loss, grads), parts = add_microbatch(zeros, (batch, key))
     else:
         keys = jax.random.split(key, count)
-        (loss, grads), parts = jax.lax.scan(one, start, (microbatches(batch, count), keys))
+        xs = microbatches(batch, count), keys
+        (loss, grads), parts = jax.lax.scan(add_microbatch, zeros, xs)
         parts = jax.tree.map(lambda x: x.sum(0), parts)
     return loss, total, grads, parts
 
 
 def microbatches(batch: Batch, count: int) -> Batch:
-    """[B, ...] -> [count, B / count, ...], microbatch m holding the rows m, m + count, ...
+    """[B, ...] -> [count, B / count, ...], where microbatch m holds the rows m, m + count, ...
 
-    Each device holds consecutive rows of a sharded batch. Taken with a stride, every microbatch
-    has rows of every device, and nothing moves between devices.
+    Each device holds consecutive rows of a sharded batch. With a stride, every microbatch has rows
+    of every device, and no row moves between devices.
     """
 
     def one(x):
@@ -160,17 +217,17 @@ def microbatches(batch: Batch, count: int) -> Batch:
 def make_eval_step(
     objective: Objective, *, accumulation: int = 1
 ) -> Callable[[dict, dict, Batch], Info]:
-    """`eval_step(params, frozen, batch) -> {"nll": sum, "tokens": sum of weights}`.
+    """Returns `eval_step(params, frozen, batch) -> {"nll": sum, "tokens": sum of weights}`.
 
-    Takes as many rows at once as the training step does: what can be trained can be validated.
+    It uses microbatches like the training step, so it needs no more memory than training.
     """
 
     def eval_step(params, frozen, batch):
-        def one(carry, micro):
+        def add_microbatch(sums, micro):
             nll, tokens, *_ = objective(params, frozen, micro, jax.random.key(0))
-            return {"nll": carry["nll"] + nll, "tokens": carry["tokens"] + tokens}, None
+            return {"nll": sums["nll"] + nll, "tokens": sums["tokens"] + tokens}, None
 
-        start = {"nll": jnp.float32(0), "tokens": jnp.float32(0)}
-        return jax.lax.scan(one, start, microbatches(batch, accumulation))[0]
+        zeros = {"nll": jnp.float32(0), "tokens": jnp.float32(0)}
+        return jax.lax.scan(add_microbatch, zeros, microbatches(batch, accumulation))[0]
 
     return eval_step

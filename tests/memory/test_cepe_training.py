@@ -21,11 +21,10 @@ from lcjax.memory import CepeSection
 from lcjax.models import preset
 from lcjax.models.distill import Distill
 from lcjax.rope.positions import PlainPositions
-from lcjax.training import abstract_step
-from lcjax.training.config import TrainConfig
+from lcjax.training import compile_only, estimate
+from lcjax.training.config import TrainConfig, trainable
 from lcjax.training.objective import language_model
 from lcjax.training.optim import schedule
-from lcjax.training.partition import trainable
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = ("encoder", "cross_attention")
@@ -102,7 +101,7 @@ def test_ceped_reads_the_rows_that_its_teacher_makes():
 )
 def test_what_a_recipe_trains_has_the_papers_size(name, overrides, trained, at_the_root):
     recipe = read(name, *overrides)
-    shapes = cost.parameter_shapes(abstract_step.model_of(recipe))
+    shapes = cost.parameter_shapes(estimate.model_of(recipe))
     chosen = trainable(shapes, recipe.train.rules())
     assert sum(math.prod(leaf.shape) for path, leaf in shapes.items() if chosen(path)) == trained
 
@@ -112,13 +111,13 @@ def test_recipes_go_on_from_what_the_recipe_before_them_makes(at_the_root, tmp_p
         recipe, warmup = read(name), read(before)
         assert recipe.model.path == f"{warmup.run.folder}/model" == f"runs/{before}/model"
         assert recipe.model.memory is None and warmup.model.memory is not None
-        assert abstract_step.model_of(recipe).memory == abstract_step.model_of(warmup).memory
-    assert abstract_step.model_of(read("cepe_7b")).memory.states == preset("cepe-encoder")
-    assert abstract_step.model_of(read("cepe_smollm2")).memory.states == preset("smollm2-encoder")
-    assert abstract_step.model_of(read("cepe_mlm_encoder")).pattern == Bidirectional()
+        assert estimate.model_of(recipe).memory == estimate.model_of(warmup).memory
+    assert estimate.model_of(read("cepe_7b")).memory.states == preset("cepe-encoder")
+    assert estimate.model_of(read("cepe_smollm2")).memory.states == preset("smollm2-encoder")
+    assert estimate.model_of(read("cepe_mlm_encoder")).pattern == Bidirectional()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"runs/cepe_warmup_7b/model is not on this machine"):
-        abstract_step.model_of(read("cepe_7b"))
+        estimate.model_of(read("cepe_7b"))
 
 
 def switches(name):
@@ -146,7 +145,7 @@ def test_the_ablations_are_switches(at_the_root):
     memory = "--model.memory={type: cepe, encoder: hyen/LLaMA-MLM-Large}"
     bare = read("cepe_7b", "--model.path=meta-llama/Llama-2-7b-hf", memory)
     assert bare.model.memory == CepeSection(encoder="hyen/LLaMA-MLM-Large"), "no warm-up"
-    assert abstract_step.model_of(bare).memory == abstract_step.model_of(read("cepe_7b")).memory
+    assert estimate.model_of(bare).memory == estimate.model_of(read("cepe_7b")).memory
     random = read("cepe_warmup_7b", "--model.memory.encoder=cepe-encoder")
     assert random.model.memory.encoder == "cepe-encoder"
     assert read("cepe_7b", "--data.chunks.noise=null").data.chunks.noise is None
@@ -211,7 +210,7 @@ def test_the_compile_check_knows_the_shapes_of_a_teachers_rows(at_the_root):
     from lcjax.parallel.sharding import Mesh, make_mesh
 
     mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
-    shapes = abstract_step._batch(recipe, abstract_step.model_of(recipe), mesh)
+    shapes = compile_only.abstract_batch(recipe, estimate.model_of(recipe), mesh)
     found = {name: (leaf.shape, leaf.dtype) for name, leaf in shapes.items() if "teacher" in name}
     assert found == {
         "teacher_ids": ((2, 2048, 5), jnp.int32),

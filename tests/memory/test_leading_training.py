@@ -20,8 +20,8 @@ from lcjax.models import preset
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope.positions import E2Positions, PlainPositions
-from lcjax.training.assemble import new_adapters
 from lcjax.training.objective import language_model
+from lcjax.training.state import new_adapters
 from lcjax.training.step import accumulate
 from lcjax.tree import flatten, union
 

@@ -6,9 +6,8 @@ import pytest
 
 from lcjax import config, cost
 from lcjax.memory import QueryAware, Right
-from lcjax.training import abstract_step
-from lcjax.training.config import TrainConfig
-from lcjax.training.partition import trainable
+from lcjax.training import estimate
+from lcjax.training.config import TrainConfig, trainable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +31,7 @@ def test_sharedllm_trains_what_its_papers_settings_say(name, layers, chunk, nois
     assert (data.chunks.count, data.length, data.decoder_length, train.batch_size) == rows
     assert data.chunks.length == chunk and section.ratios == (16, 8, 4)
     assert (train.lr, train.schedule, train.weight_decay) == (1e-5, "cosine", 0.0)
-    shapes = cost.parameter_shapes(abstract_step.model_of(recipe))
+    shapes = cost.parameter_shapes(estimate.model_of(recipe))
     trained = trainable(shapes, train.rules())
     found = {path for path in shapes if trained(path)}
     if name == "sharedllm_7b":

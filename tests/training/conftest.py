@@ -1,4 +1,4 @@
-"""What the runs of a file share: programs that compile quickly, and a corpus."""
+"""Fixtures that the runs of a file share: quick compilation and a corpus."""
 
 import pytest
 from training_support import quick_compilation, write_corpus
@@ -8,9 +8,9 @@ from lcjax.training import estimate
 
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory):
-    """Quick compilation; the folder with the programs, for processes that a test starts.
+    """Compiles quickly; returns the compilation cache, for processes that a test starts.
 
-    Runs do not say what memory they need either: that takes three more traces of the model.
+    Runs skip the estimate of their memory too, which traces the model three more times.
     """
     folder = str(tmp_path_factory.mktemp("xla"))
     with quick_compilation(folder), pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ from lcjax import config as config_lib
 ROOT = Path(__file__).resolve().parents[2]
 HEARTBEAT = 10  # seconds; a machine under load may keep a thread waiting for a few
 
-# train.py, which does what ACTION says, as "1 6 SIGKILL": to process 1 when it has seen step 6.
+# train.py with a signal that ACTION describes: "1 6 SIGKILL" kills process 1 after step 6.
 TRAIN = """
 import os, runpy, signal, time
 from lcjax.training import loop
@@ -51,7 +51,7 @@ def environment(cache, devices, **more):
 class Job:
     """Processes that run `code` on a config (or its YAML), each with its own devices.
 
-    `extra`: more arguments of each process. `started`: how many of them there really are.
+    `extra`: more arguments of each process. `started`: number of processes that are started.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Job:
             shared += [f"--distributed.heartbeat={HEARTBEAT}"]
         self.processes, self.logs = [], []
         for number in range(started or processes):
-            own = [f"--distributed.process={number}"] if processes > 1 else []
+            number_option = [f"--distributed.process={number}"] if processes > 1 else []
             self.logs.append(file.with_suffix(f".{number}.log"))
             with self.logs[-1].open("w") as output:
-                command = [sys.executable, "-c", code, *shared, *own, *extra[number]]
+                command = [sys.executable, "-c", code, *shared, *number_option, *extra[number]]
                 self.processes.append(
                     subprocess.Popen(
                         command,

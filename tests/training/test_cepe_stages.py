@@ -1,4 +1,4 @@
-"""CEPE from an encoder without weights to a distilled decoder, by runs; and what is refused."""
+"""CEPE's training stages, from a random encoder to a distilled decoder, and input errors."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from lcjax.memory import CepeSection
 from lcjax.models.distill import Distill
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 from lcjax.tree import flatten, split
 
 BOTH = ("encoder", "cross_attention")
@@ -35,10 +35,12 @@ def taught(out, **more):
 
 def stopped_at(config, step):
     """The run up to `step`, as if SIGTERM had come then."""
-    wanted = loop.StopRequest.wanted
+    original = loop.StopRequest.should_stop
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.StopRequest, "wanted", lambda self, at: at == step or wanted(self, at))
-        patch.setattr(loop.Training, "_stopped", lambda *args: {})
+        patch.setattr(
+            loop.StopRequest, "should_stop", lambda self, at: at == step or original(self, at)
+        )
+        patch.setattr(loop.Training, "_finish_early", lambda *args: {})
         run(config)
 
 
@@ -55,7 +57,7 @@ def parts(path):
     return [flatten(tree) for tree in (decoder, encoder, crossing)]
 
 
-def same(a, b):
+def equal_leaves(a, b):
     return [np.array_equal(a[path], b[path]) for path in a]
 
 
@@ -73,14 +75,14 @@ def test_the_stages_follow_one_another_and_the_decoder_stays_what_it_was(corpus,
         data=rows(Chunks(count=6, length=4, text="same")),
     )  # fmt: skip
     run(warm)
-    begun = {"path": str(tmp_path / "warm" / "model")}
-    decoder, encoder, crossing = parts(begun["path"])
+    initial = {"path": str(tmp_path / "warm" / "model")}
+    decoder, encoder, crossing = parts(initial["path"])
     _, params, _ = build(ModelSection(preset="tiny"))
-    assert all(same(flatten(params), decoder))
-    assert not any(same(parts_of(tmp_path / "mlm" / "model"), encoder))
+    assert all(equal_leaves(flatten(params), decoder))
+    assert not any(equal_leaves(parts_of(tmp_path / "mlm" / "model"), encoder))
 
-    main = tiny(tmp_path / "main", corpus, model=begun, trainable=BOTH, data=rows(NOISY))
-    whole = tiny(tmp_path / "whole", corpus, model=begun, trainable=BOTH, data=rows(NOISY))
+    main = tiny(tmp_path / "main", corpus, model=initial, trainable=BOTH, data=rows(NOISY))
+    whole = tiny(tmp_path / "whole", corpus, model=initial, trainable=BOTH, data=rows(NOISY))
     stopped_at(main, 5)
     run(main)
     run(whole)
@@ -89,10 +91,10 @@ def test_the_stages_follow_one_another_and_the_decoder_stays_what_it_was(corpus,
     data = DataConfig(path=str(corpus), length=24, chunks=BEFORE, document_mask=False)
     shape = {"rows": 40, "batch_size": 8, "top": 9, "mesh": Mesh(data=2, fsdp=2, tensor=2)}
     # The student's own folder: without a context it is the original decoder.
-    teach(TeacherConfig(ModelSection(**begun), data, str(tmp_path / "rows"), **shape))
+    teach(TeacherConfig(ModelSection(**initial), data, str(tmp_path / "rows"), **shape))
     for name in ("distilled", "undisturbed"):
         config = tiny(
-            *(tmp_path / name, ""), model=begun, trainable=BOTH, data=taught(tmp_path / "rows"),
+            *(tmp_path / name, ""), model=initial, trainable=BOTH, data=taught(tmp_path / "rows"),
             distill=Distill(top=9), accumulation=2,
         )  # fmt: skip
         if name == "distilled":
@@ -103,9 +105,9 @@ def test_the_stages_follow_one_another_and_the_decoder_stays_what_it_was(corpus,
     ce, kl = losses(folder, "ce"), losses(folder, "kl")
     np.testing.assert_allclose(losses(folder), ce + 2 * kl, rtol=1e-5)
     # Without weight on it the divergence is only watched.
-    found = parts(folder / "model")
-    assert all(same(decoder, found[0]))
-    assert not any(same(encoder, found[1])) and not any(same(crossing, found[2]))
+    actual = parts(folder / "model")
+    assert all(equal_leaves(decoder, actual[0]))
+    assert not any(equal_leaves(encoder, actual[1])) and not any(equal_leaves(crossing, actual[2]))
 
 
 def parts_of(encoder):
@@ -123,10 +125,10 @@ def test_an_encoder_that_is_left_out_of_training_stays_as_it_is(corpus, tmp_path
     run(frozen)
     _, encoder, crossing = parts(tmp_path / "run" / "model")
     _, params, _ = build(ModelSection(**model))
-    begun = {f"encoder/{path}": x for path, x in flatten(params["encoder"]).items()}
-    assert all(same(begun, encoder))
-    started = flatten(split(params, lambda path: "/memory/" in path)[0])
-    assert not any(same(started, crossing))
+    initial = {f"encoder/{path}": x for path, x in flatten(params["encoder"]).items()}
+    assert all(equal_leaves(initial, encoder))
+    initial_memory = flatten(split(params, lambda path: "/memory/" in path)[0])
+    assert not any(equal_leaves(initial_memory, crossing))
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +181,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     from lcjax.checkpoints.build import resolve
     from lcjax.models import preset
     from lcjax.parallel.sharding import make_mesh
-    from lcjax.training import abstract_step, batches
+    from lcjax.training import batches, compile_only
 
     config = tiny(
         *(tmp_path / "run", ""), data=taught(stored), model=WITH_MEMORY, distill=Distill(top=5)
@@ -189,7 +191,7 @@ def test_a_batch_of_a_teachers_rows_lies_over_the_mesh(stored, tmp_path):
     loader = batches.open_loader(config, model, ByteTokenizer(), "train", mesh)
     put = batches.put(next(loader), mesh)
     loader.close()
-    described = abstract_step._batch(config, model, mesh)
+    described = compile_only.abstract_batch(config, model, mesh)
     assert {k: (v.shape, v.dtype, v.sharding) for k, v in put.items()} == {
         k: (v.shape, v.dtype, v.sharding) for k, v in described.items()
     }
@@ -208,11 +210,11 @@ def test_two_processes_write_the_rows_of_one(corpus, stored, tmp_path):
     config = TeacherConfig(ModelSection(preset="tiny"), data, str(tmp_path / "rows"), **shape)
     for code, log in Job(config, tmp_path, tmp_path / "xla", code=TEACHER).end():
         assert code == 0, log[-3000:]
-    found, wanted = (
+    actual, expected = (
         np.fromfile(folder / "000000.bin", row_type(4, 4, 8, 5, "uint16"))
         for folder in (tmp_path / "rows", stored)
     )
-    for name in wanted.dtype.names:
+    for name in expected.dtype.names:
         np.testing.assert_allclose(
-            found[name].astype(np.float32), wanted[name].astype(np.float32), rtol=2e-3
+            actual[name].astype(np.float32), expected[name].astype(np.float32), rtol=2e-3
         )

@@ -1,4 +1,4 @@
-"""The step of a config for devices that are not here: what is lowered, said and refused."""
+"""Compiling the training step for devices that are not present: shapes, reports and errors."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from lcjax import cost
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.training import TrainConfig, abstract_step, compile_only, estimate
+from lcjax.training import TrainConfig, compile_only, estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -44,38 +44,38 @@ def parse(*words):
 )
 def test_what_cannot_be_compiled_is_one_line(words, message, capsys):
     assert compile_only.main(["--compile_only", *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output and output.count("\n") == 1
 
 
 @pytest.mark.skipif(CUDA is not None, reason="jax's CUDA plugin is installed")
 def test_gpus_need_the_plugin_and_the_way_to_it_is_said(capsys):
     assert compile_only.main(["--compile_only", "--topology", "h200:8", *TINY]) == 2
-    said = capsys.readouterr().err
-    assert "pip install lcjax[cuda]" in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "pip install lcjax[cuda]" in output and output.count("\n") == 1
 
 
 def test_a_checkpoint_that_is_not_here_is_known_by_its_name_or_refused():
-    llama = abstract_step.model_of(parse("--model.path=meta-llama/Llama-2-7b-hf"))
+    llama = estimate.model_of(parse("--model.path=meta-llama/Llama-2-7b-hf"))
     assert (llama.width, llama.num_layers, llama.dtype) == (4096, 32, "bfloat16")
     with pytest.raises(InputError, match="--model.preset=llama2-7b"):
-        abstract_step.model_of(parse("--model.path=nobody/model"))
+        estimate.model_of(parse("--model.path=nobody/model"))
 
 
 def test_adapters_and_new_tokens_are_part_of_the_model():
     recipe = str(ROOT / "configs" / "landmark_7b.yaml")
-    assert abstract_step.model_of(parse("--config", recipe)).vocab_size == 32_002
+    assert estimate.model_of(parse("--config", recipe)).vocab_size == 32_002
     recipe = str(ROOT / "configs" / "longlora_7b_32k.yaml")
-    assert abstract_step.model_of(parse("--config", recipe)).lora.rank == 8
+    assert estimate.model_of(parse("--config", recipe)).lora.rank == 8
 
 
 def test_the_step_is_lowered_without_an_array(tmp_path):
     config = parse(*TINY)
     before = len(jax.live_arrays())
-    model = abstract_step.model_of(config)
+    model = estimate.model_of(config)
     mesh = make_mesh(Mesh(fsdp=4, context=2))
     with quick_compilation(tmp_path):
-        memory = abstract_step.lower(config, model, mesh).compile().memory_analysis()
+        memory = compile_only.lower(config, model, mesh).compile().memory_analysis()
     assert len(jax.live_arrays()) == before
     # Weights and both moments, a few of them whole on all devices; tokens beside them.
     share = 12 * cost.estimate(model, 64).parameters / 8
@@ -112,10 +112,12 @@ def test_a_step_is_compiled_for_gpus_that_are_not_here():
 def test_llama_2_7b_at_32768_tokens_fits_64_chips_as_its_recipe_says(monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe = parse("--config", "configs/pi_7b_32k.yaml")
-    found, model, mesh = compile_only.compile_step(recipe, Topology.parse("v5e:8x8"))
-    assert found.fits and (model.num_layers, mesh.size) == (32, 64)
+    compiled, model, mesh = compile_only.compile_step(recipe, Topology.parse("v5e:8x8"))
+    assert compiled.fits and (model.num_layers, mesh.size) == (32, 64)
     estimated = estimate.training_memory(recipe, model, mesh).total
-    assert 0.75 < estimated / found.needed < 1.25
-    assert set(found.traffic) >= {"all-gather", "reduce-scatter", "all-to-all"}
+    assert 0.75 < estimated / compiled.needed < 1.25
+    assert set(compiled.traffic) >= {"all-gather", "reduce-scatter", "all-to-all"}
     # Every gradient is summed in parts: what all devices still sum is small.
-    assert found.traffic["all-reduce"].bytes < 0.01 * sum(t.bytes for t in found.traffic.values())
+    assert compiled.traffic["all-reduce"].bytes < 0.01 * sum(
+        t.bytes for t in compiled.traffic.values()
+    )

@@ -83,9 +83,9 @@ def loss_and_gradients(model, shape, places=PlainPositions()):
 def assert_as_on_one_device(model, shape, **options):
     loss, grads = loss_and_gradients(model, shape, **options)
     alone = model.replace(context_parallel=config().context_parallel)
-    wanted, wanted_grads = loss_and_gradients(alone, None, **options)
-    assert loss == pytest.approx(wanted, rel=1e-6)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+    expected, expected_grads = loss_and_gradients(alone, None, **options)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 

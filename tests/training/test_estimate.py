@@ -1,4 +1,4 @@
-"""What a config would cost on devices that are not here, by arithmetic."""
+"""Estimates of memory, FLOPs and hours for devices that are not present."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.training import TrainConfig, abstract_step, compile_only, estimate
+from lcjax.training import TrainConfig, compile_only, estimate
 from lcjax.training.compile_only import FLAG
 
 LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768")
@@ -15,7 +15,7 @@ LLAMA = ("--model.preset=llama2-7b", "--model.remat=full", "--data.length=32768"
 
 def memory(mesh):
     config = config_lib.parse(TrainConfig, [*LLAMA, "--train.batch_size=16"])
-    return estimate.training_memory(config, abstract_step.model_of(config), mesh)
+    return estimate.training_memory(config, estimate.model_of(config), mesh)
 
 
 def test_state_and_activations_are_shared_by_the_devices_of_a_text():
@@ -30,17 +30,17 @@ def test_hours_follow_from_flops_peak_and_mfu(capsys):
     words = [*LLAMA, "--train.batch_size=32", "--train.steps=961", "--topology=v5e:16x16"]
     words += ["--mesh.context=8", "--mfu=0.5"]
     assert estimate.main(words) == 0
-    said = capsys.readouterr().out
-    assert "6,738,415,616" in said and "6.59e+19 in all" in said and ": fits" in said
+    output = capsys.readouterr().out
+    assert "6,738,415,616" in output and "6.59e+19 in all" in output and ": fits" in output
     hours = 6.59e19 / (256 * 197e12 * 0.5) / 3600
-    assert f"{hours:.1f} h, {hours * 256:.0f}" in said
+    assert f"{hours:.1f} h, {hours * 256:.0f}" in output
 
 
 def test_the_length_given_is_that_of_the_rows(capsys):
     words = [*LLAMA, "--length", "131072", "--topology", "a100-80:8", "--train.batch_size=8"]
     assert estimate.main(words) == 1  # a row on each device, and the states of 32 layers
-    said = capsys.readouterr().out
-    assert "rows of 131,072 tokens" in said and "does not fit" in said
+    output = capsys.readouterr().out
+    assert "rows of 131,072 tokens" in output and "does not fit" in output
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_the_length_given_is_that_of_the_rows(capsys):
 )
 def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
     assert estimate.main([*LLAMA, *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output and output.count("\n") == 1
 
 
 @pytest.mark.parametrize(("main", "words"), [(estimate.main, []), (compile_only.main, [FLAG])])
@@ -69,14 +69,14 @@ def test_help_needs_no_devices(main, words, capsys):
 def test_a_run_is_told_its_memory_and_warned_where_a_device_has_less(limit, lines):
     words = ["--model.preset=tiny", "--train.batch_size=8", "--data.length=64"]
     config = config_lib.parse(TrainConfig, words)
-    said = estimate.of_run(config, abstract_step.model_of(config), make_mesh(Mesh()), limit)
-    assert len(said) == lines and "GB per device" in said[0]
-    assert lines == 1 or said[1].startswith("warning: a device has 0.0 GB")
+    output = estimate.of_run(config, estimate.model_of(config), make_mesh(Mesh()), limit)
+    assert len(output) == lines and "GB per device" in output[0]
+    assert lines == 1 or output[1].startswith("warning: a device has 0.0 GB")
 
 
 def test_what_a_mesh_does_not_divide_is_named_with_its_bytes(capsys):
     words = ["--model.preset=tiny", "--train.batch_size=6", "--data.length=64", "--mesh.fsdp=6"]
-    model = abstract_step.model_of(config_lib.parse(TrainConfig, words))
+    model = estimate.model_of(config_lib.parse(TrainConfig, words))
     assert estimate.undivided(model, Mesh(fsdp=8)) == []
     (line,) = estimate.undivided(model, Mesh(fsdp=6))
     assert "the mesh (fsdp=6) asks" in line and "mlp/down/kernel [2, 160, 64], " in line

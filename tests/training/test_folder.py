@@ -1,4 +1,4 @@
-"""What may be replaced in a run folder: what runs wrote, and nothing else."""
+"""`run.existing=overwrite` removes files that a run wrote, and no others."""
 
 import os
 import shutil

@@ -31,21 +31,21 @@ def test_rows_are_those_without_landmarks_with_landmarks_put_in(corpus):
     plain = make_loader(data(corpus), ByteTokenizer(), 4)
     marked = make_loader(data(corpus), ByteTokenizer(), 4, landmarks=LANDMARKS)
     for _ in range(3):
-        batch, want = next(marked), insert(next(plain), LANDMARKS)
+        batch, expected = next(marked), insert(next(plain), LANDMARKS)
         assert batch["tokens"].shape == (4, 36)
         assert (batch["tokens"] == 260).any()
-        for name, field in want.items():
+        for name, field in expected.items():
             np.testing.assert_array_equal(batch[name], field)
 
 
 def test_reading_goes_on_where_it_was_and_not_with_other_landmarks(corpus):
     loader = make_loader(data(corpus), ByteTokenizer(), 4, landmarks=LANDMARKS)
     next(loader)
-    state, want = loader.get_state(), next(loader)
+    state, expected = loader.get_state(), next(loader)
     again = make_loader(data(corpus), ByteTokenizer(), 4, landmarks=LANDMARKS)
     again.set_state(state)
     for name, field in next(again).items():
-        np.testing.assert_array_equal(field, want[name])
+        np.testing.assert_array_equal(field, expected[name])
     with pytest.raises(InputError, match="landmarks was .* and is None"):
         make_loader(data(corpus), ByteTokenizer(), 4).set_state(state)
 
@@ -56,9 +56,11 @@ def test_rows_that_are_not_whole_blocks_are_refused_before_training(corpus):
 
 
 def test_a_run_trains_new_tokens_and_leaves_a_landmark_checkpoint(tmp_path, corpus, monkeypatch):
-    folder, seen = tmp_path / "run", []
+    folder, local_batches = tmp_path / "run", []
     put = batches.put
-    monkeypatch.setattr(batches, "put", lambda local, mesh: seen.append(local) or put(local, mesh))
+    monkeypatch.setattr(
+        batches, "put", lambda local, mesh: local_batches.append(local) or put(local, mesh)
+    )
     model = {"preset": "tiny", "pattern": PATTERN}
     config = tiny(folder, corpus, model=model, steps=6, save_every=3)
     estimate, lengths = loop.cost.estimate, []
@@ -66,7 +68,7 @@ def test_a_run_trains_new_tokens_and_leaves_a_landmark_checkpoint(tmp_path, corp
         loop.cost, "estimate", lambda m, n, **k: lengths.append(n) or estimate(m, n, **k)
     )
     metrics = run(config)
-    assert metrics["loss"] < 5.4 and {batch["tokens"].shape for batch in seen} == {(8, 36)}
+    assert metrics["loss"] < 5.4 and {batch["tokens"].shape for batch in local_batches} == {(8, 36)}
     assert lengths == [36]
     params, config, tokenizer = load_run(folder)
     assert (config.vocab_size, config.pattern, tokenizer.vocab_size) == (261, PATTERN, 261)
@@ -96,8 +98,8 @@ def test_new_tokens_begin_as_the_mean_of_all_others():
     assert tokenizer.encode("[PAD]<landmark>", allow_special=True) == [259, 260]
     known = (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id, tokenizer.add_bos)
     assert known == (256, (257,), 258, True)
-    same = with_landmark(grown, wide, tokenizer)
-    assert same == (grown, wide, tokenizer)
+    unchanged = with_landmark(grown, wide, tokenizer)
+    assert unchanged == (grown, wide, tokenizer)
 
 
 @pytest.mark.parametrize(

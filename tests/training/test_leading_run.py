@@ -36,20 +36,20 @@ def test_a_run_trains_the_memory_and_its_folders_read_alike(section, learned, co
     model = {"preset": "tiny", "memory": section}
     lora = {} if section is BEACON else {"lora": LoRA(2, targets=("query", "value"))}
     rules = ("memory", "lora") if lora else ("memory",)
-    own = data(learned=learned)
+    rows = data(learned=learned)
     steps = {"steps": 2, "warmup_steps": 0, "save_every": 2}  # the second one moves lora_a as well
-    run(tiny(tmp_path / "run", corpus, model=model, trainable=rules, data=own, **lora, **steps))
-    _, begun, _ = build(ModelSection(**model))
-    found, params, _ = build(ModelSection(path=str(tmp_path / "run" / "model")))
-    begun, end = flatten(begun), flatten(params)
-    moved = {path for path in begun if not np.array_equal(begun[path], end[path])}
+    run(tiny(tmp_path / "run", corpus, model=model, trainable=rules, data=rows, **lora, **steps))
+    _, initial, _ = build(ModelSection(**model))
+    loaded, params, _ = build(ModelSection(path=str(tmp_path / "run" / "model")))
+    initial, final = flatten(initial), flatten(params)
+    moved = {path for path in initial if not np.array_equal(initial[path], final[path])}
     adapted = {f"layers/attention/{name}/kernel" for name in ("query", "value")} if lora else set()
-    added = {p for p in begun if "/memory/" in p or p.startswith("encoder/")}
+    added = {p for p in initial if "/memory/" in p or p.startswith("encoder/")}
     assert moved == added | adapted
     again, params, _ = build(ModelSection(path=str(tmp_path / "run")))
-    assert again.config.memory == found.config.memory
+    assert again.config.memory == loaded.config.memory
     for path, leaf in flatten(params).items():
-        np.testing.assert_allclose(leaf, end[path], atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(leaf, final[path], atol=1e-6, err_msg=path)
 
 
 def test_a_config_says_how_windows_are_kept(tmp_path):
@@ -59,12 +59,12 @@ def test_a_config_says_how_windows_are_kept(tmp_path):
     )
     words = ["--config", str(file)]
     assert configs.parse(TrainConfig, words).model.memory == BEACON
-    found = configs.parse(TrainConfig, [*words, "--model.memory.ratios=[]"]).model.memory
-    assert found.ratios == ()
+    loaded = configs.parse(TrainConfig, [*words, "--model.memory.ratios=[]"]).model.memory
+    assert loaded.ratios == ()
 
 
 @pytest.mark.parametrize(
-    ("model", "own", "words"),
+    ("model", "changes", "message"),
     [
         (BEACON, {"length": 12}, "data.chunks.length=12 must be a multiple of 8.*nearest: 8, 16"),
         (SUMMARY, {"length": 20, "count": 1}, "length=20 is more than the 16"),
@@ -77,12 +77,12 @@ def test_a_config_says_how_windows_are_kept(tmp_path):
     ],
 )
 def test_rows_that_do_not_suit_a_memory_are_refused_before_it_is_made(
-    model, own, words, corpus, tmp_path
+    model, changes, message, corpus, tmp_path
 ):
     config = tiny(
-        tmp_path / "run", corpus, model={"preset": "tiny", "memory": model}, data=data(**own)
+        tmp_path / "run", corpus, model={"preset": "tiny", "memory": model}, data=data(**changes)
     )
-    with pytest.raises(InputError, match=words) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         run(config)
     assert "\n" not in str(caught.value)
 

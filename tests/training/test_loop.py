@@ -26,7 +26,7 @@ from lcjax.parallel.sharding import Mesh
 from lcjax.training import batches, loop, run
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import EvalSection, Rate, TrackSection, TrainConfig
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 from lcjax.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -38,8 +38,8 @@ def traced_once():
     steps, begin = {}, loop.jitted_step
 
     def step(config, model, mesh, state, *, halt_after):
-        same = dataclasses.replace(config.train, save_every=1, export=True, on_nan="stop")
-        key = same, model, mesh, halt_after
+        settings = dataclasses.replace(config.train, save_every=1, export=True, on_nan="stop")
+        key = settings, model, mesh, halt_after
         if key not in steps:
             steps[key] = begin(config, model, mesh, state, halt_after=halt_after)
         return steps[key]
@@ -62,11 +62,11 @@ def losses(folder):
 
 
 def test_the_loss_falls_on_a_toy_corpus(reference):
-    _, metrics, found = reference
-    assert list(found) == list(range(1, STEPS + 1))
-    assert found[1] > 5.3 and found[STEPS] < 3.6  # ln 259 = 5.56 at the start
+    _, metrics, losses_by_step = reference
+    assert list(losses_by_step) == list(range(1, STEPS + 1))
+    assert losses_by_step[1] > 5.3 and losses_by_step[STEPS] < 3.6  # ln 259 = 5.56 at the start
     assert metrics["step"] == STEPS and metrics["stopped"] is None
-    assert metrics["loss"] == found[STEPS] and metrics["mfu"] > 0
+    assert metrics["loss"] == losses_by_step[STEPS] and metrics["mfu"] > 0
 
 
 def test_a_run_leaves_metrics_curve_config_and_checkpoints(reference):
@@ -118,11 +118,13 @@ loop.run(tiny(sys.argv[1], sys.argv[2]))
 
 
 def test_resuming_after_kill_9_has_bit_equal_losses(tmp_path, corpus, reference, compiled_once):
-    folder, here = tmp_path / "run", Path(__file__).parent
+    folder, tests_folder = tmp_path / "run", Path(__file__).parent
     env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), str(here.parents[1])])
+        "PYTHONPATH": os.pathsep.join(
+            [str(tests_folder), str(tests_folder.parent), str(tests_folder.parents[1])]
+        )
     }
-    command = [sys.executable, "-c", KILLED, folder, corpus, str(here), compiled_once]
+    command = [sys.executable, "-c", KILLED, folder, corpus, str(tests_folder), compiled_once]
     killed = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert losses(folder) == {step: reference[2][step] for step in range(1, 7)}
@@ -167,16 +169,16 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus, monkeypatch):
 
 def poison(monkeypatch, *bad):
     """Makes the weights of the batches with these numbers (from 1) not a number."""
-    put, seen = loop.Training._put, []
+    put, local_batches = loop.Training._put, []
 
     def poisoned(self, local):
-        seen.append(local)
-        if len(seen) in bad:
+        local_batches.append(local)
+        if len(local_batches) in bad:
             local = local | {"weights": local["weights"] * np.nan}
         return put(self, local)
 
     monkeypatch.setattr(loop.Training, "_put", poisoned)
-    return seen
+    return local_batches
 
 
 def test_a_loss_that_is_not_finite_stops_before_it_and_names_the_batch(
@@ -184,18 +186,18 @@ def test_a_loss_that_is_not_finite_stops_before_it_and_names_the_batch(
 ):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        seen = poison(patch, 7)
+        local_batches = poison(patch, 7)
         with pytest.raises(loop.NonFiniteError, match=r"step 7: loss nan.*bad_batch_7.npz"):
             run(tiny(folder, corpus))
     bad = np.load(folder / "bad_batch_7.npz")
-    np.testing.assert_array_equal(bad["tokens"], seen[6]["tokens"])
+    np.testing.assert_array_equal(bad["tokens"], local_batches[6]["tokens"])
     assert "position" in bad
     run(tiny(folder, corpus, export=False))  # the batch is read again, and is well this time
     assert losses(folder) == reference[2]
 
 
 def test_skipping_leaves_the_batch_out_and_counts_it(tmp_path, corpus, monkeypatch, capfd):
-    monkeypatch.setattr(loop, "_SKIPPED_IN_A_ROW", 3)
+    monkeypatch.setattr(loop, "_MAX_SKIPS", 3)
     poison(monkeypatch, 3)
     run(tiny(tmp_path / "run", corpus, on_nan="skip", export=False))
     rows = {row["step"]: row for row in read(tmp_path / "run" / "metrics.jsonl")}
@@ -206,7 +208,7 @@ def test_skipping_leaves_the_batch_out_and_counts_it(tmp_path, corpus, monkeypat
 
 
 def test_skipping_for_ever_is_refused(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(loop, "_SKIPPED_IN_A_ROW", 3)
+    monkeypatch.setattr(loop, "_MAX_SKIPS", 3)
     poison(monkeypatch, *range(5, 20))
     with pytest.raises(loop.NonFiniteError, match="stopped at step 7"):
         run(tiny(tmp_path / "run", corpus, on_nan="skip"))
@@ -291,7 +293,7 @@ def test_a_start_that_fails_costs_the_run_before_nothing(corpus, reference):
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "message"),
     [
         ({"data": {"path": "no-such-text"}}, r"data\.path=no-such-text does not exist"),
         ({"data": {"path": ""}}, r"data\.path is empty"),
@@ -307,10 +309,10 @@ def test_a_start_that_fails_costs_the_run_before_nothing(corpus, reference):
     ],
 )
 def test_what_is_wrong_with_paths_mesh_and_rules_is_said_before_a_model_is_read(
-    tmp_path, corpus, monkeypatch, capsys, sections, said
+    tmp_path, corpus, monkeypatch, capsys, sections, message
 ):
     monkeypatch.setattr(loop, "assemble", lambda *_: pytest.fail("a model was read"))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         run(tiny(tmp_path / "run", corpus, **sections))
     assert capsys.readouterr().err == "" and not (tmp_path / "run").exists()
 

@@ -1,6 +1,7 @@
-"""What waits in the host's memory: the same numbers, the same checkpoints, less of the device."""
+"""Offloading changes no number and no checkpoint, and needs less memory of the device."""
 
 import dataclasses
+import functools
 import importlib.util
 
 import jax
@@ -21,12 +22,11 @@ from lcjax.models.offloaded import boxed, unboxed
 from lcjax.parallel.offload import host_shardings, is_offloaded, to_host
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.rope.positions import PlainPositions
-from lcjax.training import TrainConfig, abstract_step, optim, run
-from lcjax.training.config import EvalSection, TrainSection
+from lcjax.training import TrainConfig, compile_only, optim, run
+from lcjax.training.config import EvalSection, TrainSection, trainable
 from lcjax.training.objective import language_model
-from lcjax.training.partition import trainable
 from lcjax.training.state import init_state, state_shardings
-from lcjax.training.step import accumulate, make_train_step
+from lcjax.training.step import accumulate, train_step
 from lcjax.tree import flatten, nest, split
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32, remat="full")
@@ -48,7 +48,7 @@ def batch(seed, rows=8, length=16):
     }
 
 
-def away(tree):
+def offload_all(tree):
     return nest({path: to_host(path, leaf) for path, leaf in flatten(tree).items()})
 
 
@@ -60,12 +60,12 @@ def steps(offload, *, config=CONFIG, shape=ONE, rules=("all",), accumulation=2, 
     params = jax.device_put(params, param_shardings(mesh, params))
     params, frozen = split(params, trainable(flatten(params), rules))
     if offload == "parameters":
-        params, frozen = away(params), away(frozen)
+        params, frozen = offload_all(params), offload_all(frozen)
     optimizer = optim.optimizer(SETTINGS)
     state = init_state(params, optimizer, mesh, seed=0, ema=True, offload=offload)
     objective = language_model(config, PlainPositions(), mesh=mesh)
-    step = make_train_step(
-        objective, optimizer, optim.schedule(SETTINGS),
+    step = functools.partial(
+        train_step, objective=objective, optimizer=optimizer, schedule=optim.schedule(SETTINGS),
         accumulation=accumulation, ema_decay=SETTINGS.ema,
     )  # fmt: skip
     layout = state_shardings(state, mesh, offload), replicated(mesh)
@@ -83,13 +83,14 @@ def on_host(tree):
     return {path for path, leaf in flatten(tree).items() if is_offloaded(leaf)}
 
 
-def assert_same_numbers(here, away):
+def assert_same_numbers(resident, offloaded):
     """Bit for bit, after several updates."""
-    np.testing.assert_array_equal(here[1], away[1])
-    wanted, found = (
-        jax.device_get((s.params, s.opt_state, s.ema, s.step, s.skipped)) for s, _ in (here, away)
+    np.testing.assert_array_equal(resident[1], offloaded[1])
+    expected, actual = (
+        jax.device_get((s.params, s.opt_state, s.ema, s.step, s.skipped))
+        for s, _ in (resident, offloaded)
     )
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def toy(trained, frozen, batch, key):
@@ -109,10 +110,13 @@ def toy_steps(offload):
     }
     params = nest({path: jax.random.normal(next(keys), shape) for path, shape in shapes.items()})
     params = jax.device_put(params, param_shardings(mesh, params))
-    params = away(params) if offload == "parameters" else params
+    params = offload_all(params) if offload == "parameters" else params
     optimizer = optim.optimizer(SETTINGS)
     state = init_state(params, optimizer, mesh, seed=0, ema=True, offload=offload)
-    step = make_train_step(toy, optimizer, optim.schedule(SETTINGS), ema_decay=SETTINGS.ema)
+    step = functools.partial(
+        train_step, objective=toy, optimizer=optimizer, schedule=optim.schedule(SETTINGS),
+        ema_decay=SETTINGS.ema,
+    )  # fmt: skip
     layout = state_shardings(state, mesh, offload), replicated(mesh)
     step, losses = jax.jit(step, donate_argnums=0, out_shardings=layout), []
     for scale in (1.0, jnp.inf, 3.0):  # the second one is skipped
@@ -123,12 +127,12 @@ def toy_steps(offload):
 
 
 def test_updates_of_what_waits_are_those_of_what_does_not():
-    here, moments, weights = map(toy_steps, ("none", "optimizer", "parameters"))
-    assert_same_numbers(here, moments)
-    assert_same_numbers(here, weights)
-    assert (int(here[0].step), int(here[0].skipped)) == (3, 1)
+    resident, moments, weights = map(toy_steps, ("none", "optimizer", "parameters"))
+    assert_same_numbers(resident, moments)
+    assert_same_numbers(resident, weights)
+    assert (int(resident[0].step), int(resident[0].skipped)) == (3, 1)
     large = {"embed/embedding", "layers/mlp/up/kernel"}
-    for (state, _), params, average in ((here, 0, 0), (moments, 0, 1), (weights, 1, 1)):
+    for (state, _), params, average in ((resident, 0, 0), (moments, 0, 1), (weights, 1, 1)):
         assert on_host(state.params) == (large if params else set())
         for tree in (state.ema, state.opt_state[1].mu, state.opt_state[1].nu):
             assert on_host(tree) == (large if average else set())
@@ -139,29 +143,29 @@ def test_weights_on_the_host_change_no_loss_and_no_gradient(tmp_path):
     objective = language_model(CONFIG, PlainPositions())
     with quick_compilation(tmp_path):
         params, summed = init(jax.random.key(0)), jax.jit(accumulate, static_argnums=(0, 5))
-        here, there = (
+        resident, offloaded = (
             summed(objective, weights, {}, batch(0), jax.random.key(0), 1)[::2]
-            for weights in (params, away(params))
+            for weights in (params, offload_all(params))
         )
-    assert not on_host(there[1])
-    jax.tree.map(np.testing.assert_array_equal, there, here)
+    assert not on_host(offloaded[1])
+    jax.tree.map(np.testing.assert_array_equal, offloaded, resident)
 
 
 @pytest.mark.slow
 def test_weights_on_the_host_change_no_number():
-    here, away = steps("none", accumulation=1), steps("parameters", accumulation=1)
-    assert_same_numbers(here, away)
-    state, large = away[0], {p for p in flatten(here[0].params) if "norm" not in p}
+    resident, offloaded = steps("none", accumulation=1), steps("parameters", accumulation=1)
+    assert_same_numbers(resident, offloaded)
+    state, large = offloaded[0], {p for p in flatten(resident[0].params) if "norm" not in p}
     for tree in (state.params, state.ema, state.opt_state[1].mu, state.opt_state[1].nu):
         assert on_host(tree) == large
-    assert not any(on_host(tree) for tree in (here[0].params, here[0].ema))
+    assert not any(on_host(tree) for tree in (resident[0].params, resident[0].ema))
 
 
 @pytest.mark.slow
 def test_moments_on_the_host_change_no_number():
-    here, away = steps("none"), steps("optimizer")
-    assert_same_numbers(here, away)
-    assert not on_host(away[0].params) and on_host(away[0].ema)
+    resident, offloaded = steps("none"), steps("optimizer")
+    assert_same_numbers(resident, offloaded)
+    assert not on_host(offloaded[0].params) and on_host(offloaded[0].ema)
 
 
 @pytest.mark.slow
@@ -178,12 +182,12 @@ def test_moments_on_the_host_change_no_number():
     ],
 )
 def test_nor_on_meshes_and_in_other_models(changes, options):
-    found = [
+    results = [
         steps(offload, config=CONFIG.replace(**changes), **options)
         for offload in ("none", "parameters")
     ]
-    assert_same_numbers(*found)
-    assert int(found[1][0].skipped) == len(options.get("bad", ()))
+    assert_same_numbers(*results)
+    assert int(results[1][0].skipped) == len(options.get("bad", ()))
 
 
 def test_gradients_stay_on_the_device():
@@ -230,7 +234,7 @@ def test_the_estimate_counts_what_a_device_has_at_a_time():
 @pytest.mark.slow
 def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
-    found = {}
+    results = {}
     for offload in ("none", "parameters"):
         config = tiny(
             tmp_path / offload, corpus, offload=offload, steps=4, ema=0.9, save_every=2,
@@ -246,10 +250,10 @@ def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
         constant = dataclasses.replace(config.train, schedule="constant")
         metrics = run(config.replace(train=constant))
         params, *_ = checkpoints.load(tmp_path / offload / "model")
-        found[offload] = metrics["loss"], metrics["validation_loss"], params
-    (loss, scored, params), (away, other, same) = found.values()
-    np.testing.assert_allclose((away, other), (loss, scored), rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), same, params)
+        results[offload] = metrics["loss"], metrics["validation_loss"], params
+    (loss, validation, params), (other_loss, other_validation, other_params) = results.values()
+    np.testing.assert_allclose((other_loss, other_validation), (loss, validation), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), other_params, params)
 
 
 @pytest.mark.slow
@@ -261,7 +265,7 @@ def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device(optimised)
     topology = Topology.parse("v5e:2x2")
     mesh = make_mesh(Mesh(), tpu_compiler.devices(topology))
     model = ModelConfig(512, 1024, 2816, 16, 8, 8, 128, 512, dtype="bfloat16", remat="full")
-    found = {}
+    results = {}
     for offload in ("none", "parameters"):
         config = config_lib.parse(
             TrainConfig,
@@ -270,9 +274,9 @@ def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device(optimised)
                 f"--train.offload={offload}",
             ],
         )
-        found[offload] = verdict(abstract_step.lower(config, model, mesh), topology.chip)
+        results[offload] = verdict(compile_only.lower(config, model, mesh), topology.chip)
     weights = cost.estimate(model, 512).parameters  # the bytes of a float32 copy on 4 devices
-    none, away = found.values()
-    assert none.host == 0 and away.host == pytest.approx(3 * weights, rel=0.02)
-    assert none.needed - away.needed > 2.5 * weights
-    assert away.arguments < 0.02 * weights
+    none, offloaded = results.values()
+    assert none.host == 0 and offloaded.host == pytest.approx(3 * weights, rel=0.02)
+    assert none.needed - offloaded.needed > 2.5 * weights
+    assert offloaded.arguments < 0.02 * weights

@@ -20,26 +20,26 @@ def rates(*steps, **settings):
 
 
 def test_warmup_rises_by_equal_steps_and_the_first_update_already_moves():
-    found = rates(0, 1, 3, 4, steps=10, warmup_steps=4, lr=8e-3, schedule="constant")
-    np.testing.assert_allclose(found, [2e-3, 4e-3, 8e-3, 8e-3], rtol=1e-6)
+    actual = rates(0, 1, 3, 4, steps=10, warmup_steps=4, lr=8e-3, schedule="constant")
+    np.testing.assert_allclose(actual, [2e-3, 4e-3, 8e-3, 8e-3], rtol=1e-6)
 
 
 def test_cosine_is_halfway_in_the_middle_and_ends_at_its_floor():
     settings = {"steps": 100, "warmup_steps": 20, "lr": 1.0, "min_lr": 0.1, "schedule": "cosine"}
-    found = rates(20, 60, 100, **settings)
-    np.testing.assert_allclose(found, [1.0, 0.55, 0.1], rtol=1e-6)
+    actual = rates(20, 60, 100, **settings)
+    np.testing.assert_allclose(actual, [1.0, 0.55, 0.1], rtol=1e-6)
 
 
 def test_linear_falls_to_its_floor():
-    found = rates(0, 25, 50, steps=50, warmup_steps=0, lr=2.0, min_lr=0.5, schedule="linear")
-    np.testing.assert_allclose(found, [2.0, 1.5, 1.0], rtol=1e-6)
+    actual = rates(0, 25, 50, steps=50, warmup_steps=0, lr=2.0, min_lr=0.5, schedule="linear")
+    np.testing.assert_allclose(actual, [2.0, 1.5, 1.0], rtol=1e-6)
 
 
 def test_lceg_warms_up_logarithmically_and_decays_linearly_to_zero():
     settings = {"steps": 120, "warmup_steps": 20, "lr": 2e-5, "schedule": "lceg"}
-    found = rates(0, 9, 19, 20, 70, 120, **settings)
+    actual = rates(0, 9, 19, 20, 70, 120, **settings)
     warm = 2e-5 * math.log(10) / math.log(20)
-    np.testing.assert_allclose(found, [0, warm, 2e-5, 2e-5, 1e-5, 0], rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(actual, [0, warm, 2e-5, 2e-5, 1e-5, 0], rtol=1e-5, atol=1e-12)
 
 
 def test_updates_equal_optax_adamw_with_clipping():
@@ -58,8 +58,8 @@ def test_updates_equal_optax_adamw_with_clipping():
         params = optim.apply(params, updates, jnp.float32(0.01))
         updates, reference = theirs.update(grads, reference, expected)
         expected = optax.apply_updates(expected, updates)
-    for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    for actual, target in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, target, rtol=1e-6)
 
 
 def test_a_gradient_above_the_clip_norm_is_scaled_to_it():
@@ -75,16 +75,16 @@ def test_rates_multiply_the_finished_update_of_what_their_first_rule_names():
     params = {"rope": {"up": jnp.ones(2)}, "head": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}}
     grads = jax.tree.map(lambda p: 3.0 * p, params)
     settings = {"weight_decay": 0.5, "clip": None}
-    plain, own = (
+    plain, scaled = (
         optim.optimizer(TrainSection(**settings, rates=rates)).update(
             grads, optim.optimizer(TrainSection(**settings, rates=rates)).init(params), params
         )[0]
         for rates in ((), (Rate("rope", 0.25), Rate("bias", 2.0), Rate("head", 3.0)))
     )
-    np.testing.assert_allclose(own["rope"]["up"], 0.25 * plain["rope"]["up"])
-    np.testing.assert_allclose(own["head"]["bias"], 2 * plain["head"]["bias"])
+    np.testing.assert_allclose(scaled["rope"]["up"], 0.25 * plain["rope"]["up"])
+    np.testing.assert_allclose(scaled["head"]["bias"], 2 * plain["head"]["bias"])
     # 1 from Adam, 0.5 from the decay: a rate is of both
-    np.testing.assert_allclose(own["head"]["kernel"], 3 * 1.5, rtol=1e-5)
+    np.testing.assert_allclose(scaled["head"]["kernel"], 3 * 1.5, rtol=1e-5)
 
 
 def test_norms_and_biases_are_not_decayed():

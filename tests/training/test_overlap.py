@@ -1,4 +1,4 @@
-"""What runs beside the devices' work: the next batch is on its way while a step still runs."""
+"""The next batch is transferred while the devices still compute a step."""
 
 import threading
 
@@ -21,7 +21,7 @@ def test_the_next_batch_is_put_on_the_devices_while_a_step_still_runs(
     sent = [threading.Event() for _ in range(steps)]
     overlapped = []
 
-    def noted(local, mesh):
+    def recording_put(local, mesh):
         arrays = put(local, mesh)
         next(event for event in sent if not event.is_set()).set()
         return arrays
@@ -44,7 +44,7 @@ def test_the_next_batch_is_put_on_the_devices_while_a_step_still_runs(
 
         return both
 
-    monkeypatch.setattr(batches, "put", noted)
+    monkeypatch.setattr(batches, "put", recording_put)
     monkeypatch.setattr(loop, "jitted_step", slowed)
     settings = {"save_every": 100, "export": False, "mesh": Mesh(data=8, fsdp=1)}
     run(tiny(tmp_path / "run", corpus, steps=steps, **settings))

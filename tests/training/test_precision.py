@@ -15,7 +15,7 @@ from lcjax.models.initial import random_params
 from lcjax.models.lora import LoRA, is_adapter, merge
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 from lcjax.tree import flatten, union
 
 STEPS = 4
@@ -38,9 +38,9 @@ def whole(tmp_path_factory, corpus, base):
     """A run that nothing disturbed: (folder, the training object)."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        seen = watched(patch)
+        trainings = watched(patch)
         run(settings(folder, corpus, base, ema=0.5))
-    return folder, seen[0]
+    return folder, trainings[0]
 
 
 def settings(folder, corpus, base, **train):
@@ -50,9 +50,9 @@ def settings(folder, corpus, base, **train):
 
 def watched(monkeypatch):
     """Remembers the training object of the next run."""
-    seen, begin = [], loop.Training.run
-    monkeypatch.setattr(loop.Training, "run", lambda self: seen.append(self) or begin(self))
-    return seen
+    trainings, begin = [], loop.Training.run
+    monkeypatch.setattr(loop.Training, "run", lambda self: trainings.append(self) or begin(self))
+    return trainings
 
 
 def test_every_trained_weight_of_a_bfloat16_checkpoint_moves(whole, base):
@@ -77,7 +77,7 @@ def test_every_trained_weight_of_a_bfloat16_checkpoint_moves(whole, base):
 def test_a_bfloat16_checkpoint_resumes_with_bit_equal_weights(
     tmp_path, corpus, base, whole, monkeypatch
 ):
-    seen = watched(monkeypatch)
+    trainings = watched(monkeypatch)
     report = loop.Progress.report
 
     def stop(self, step, metrics):
@@ -90,12 +90,12 @@ def test_a_bfloat16_checkpoint_resumes_with_bit_equal_weights(
         with pytest.raises(ConnectionError):
             run(settings(tmp_path / "parts", corpus, base, export=False, ema=0.5))
     run(settings(tmp_path / "parts", corpus, base, export=False, ema=0.5))
-    assert seen[1].first == 2
+    assert trainings[1].first == 2
     folders = whole[0], tmp_path / "parts"
     losses = [[row["loss"] for row in read(folder / "metrics.jsonl")] for folder in folders]
     assert losses[0] == losses[1]
     for name in ("params", "opt_state", "ema"):
-        one, other = (getattr(training.state, name) for training in (whole[1], seen[1]))
+        one, other = (getattr(training.state, name) for training in (whole[1], trainings[1]))
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -103,9 +103,9 @@ def test_a_bfloat16_checkpoint_resumes_with_bit_equal_weights(
 def test_adapters_on_a_bfloat16_base_are_rounded_once_with_their_sum(
     tmp_path, corpus, base, monkeypatch
 ):
-    seen, lora = watched(monkeypatch), LoRA(rank=2)
+    trainings, lora = watched(monkeypatch), LoRA(rank=2)
     run(settings(tmp_path / "run", corpus, base, lora=lora, lr=1e-2, export_dtype="float32"))
-    trained, frozen = seen[0].state.params, seen[0].frozen
+    trained, frozen = trainings[0].state.params, trainings[0].frozen
     assert all(is_adapter(path) and x.dtype == jnp.float32 for path, x in flatten(trained).items())
     assert all(leaf.dtype == jnp.bfloat16 for leaf in flatten(frozen).values())
     exact = flatten(merge(union(trained, frozen), lora, dtype="float32"))

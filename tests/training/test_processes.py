@@ -15,7 +15,7 @@ from lcjax.checkpoints.adapter_folder import read_adapters
 from lcjax.checkpoints.run_folder import load_run
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 from lcjax.tree import flatten
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]
@@ -42,10 +42,10 @@ def assert_ended_well(job):
     assert [code for code, _ in job] == [0] * len(job), "\n".join(log[-3000:] for _, log in job)
 
 
-def assert_close(found, wanted):
+def assert_close(actual, expected):
     """Sums of several machines are added in another order."""
-    assert list(found) == list(wanted)
-    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
+    assert list(actual) == list(expected)
+    np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +157,11 @@ def test_two_processes_evaluate_together_and_write_one_set_of_records(place):
     costs = {"seconds", "compile_seconds", "peak_bytes", "peak_bytes_at_most"}
     for key, row in one.items():
         for name in row.keys() - costs:
-            same = row[name], two[key][name]
+            values = row[name], two[key][name]
             if isinstance(row[name], float | list) and np.asarray(row[name]).dtype.kind in "fi":
-                np.testing.assert_allclose(*same, rtol=1e-4, err_msg=f"{key} {name}")
+                np.testing.assert_allclose(*values, rtol=1e-4, err_msg=f"{key} {name}")
             else:
-                assert same[0] == same[1], (key, name)
+                assert values[0] == values[1], (key, name)
 
 
 def test_a_process_with_other_settings_is_refused_by_all(place):

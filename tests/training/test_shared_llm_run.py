@@ -30,15 +30,15 @@ def test_a_run_trains_what_reads_and_keeps_the_lower_model(changes, corpus, tmp_
     model = {"preset": "tiny", "memory": section(**changes)}
     data = {"length": 48, "chunks": Chunks(count=2, length=16), "document_mask": False}
     run(tiny(tmp_path / "run", corpus, model=model, trainable=TRAINED, data=data))
-    _, begun, _ = build(ModelSection(**model))
-    found, params, _ = build(ModelSection(path=str(tmp_path / "run" / "model")))
-    begun, end = flatten(begun), flatten(params)
-    moved = {path for path in begun if not np.array_equal(begun[path], end[path])}
-    assert moved == {p for p in begun if "/memory/" in p or p.startswith("layers_1/")}
+    _, initial, _ = build(ModelSection(**model))
+    loaded, params, _ = build(ModelSection(path=str(tmp_path / "run" / "model")))
+    initial, final = flatten(initial), flatten(params)
+    moved = {path for path in initial if not np.array_equal(initial[path], final[path])}
+    assert moved == {p for p in initial if "/memory/" in p or p.startswith("layers_1/")}
     again, params, _ = build(ModelSection(path=str(tmp_path / "run")))
-    assert again.config.memory == found.config.memory
+    assert again.config.memory == loaded.config.memory
     for path, leaf in flatten(params).items():
-        np.testing.assert_array_equal(leaf, end[path], err_msg=path)
+        np.testing.assert_array_equal(leaf, final[path], err_msg=path)
 
 
 def test_a_config_says_which_trees_are_built(tmp_path):
@@ -47,11 +47,11 @@ def test_a_config_says_which_trees_are_built(tmp_path):
         "model:\n  preset: tiny\n  memory:\n    type: shared_llm\n    ratios: [1, 1, 1]\n"
         "    policy: {type: query}\n"
     )
-    found = configs.parse(TrainConfig, ["--config", str(file)]).model.memory
-    assert found == SharedLlmSection(ratios=(1, 1, 1), policy=QueryAware())
+    loaded = configs.parse(TrainConfig, ["--config", str(file)]).model.memory
+    assert loaded == SharedLlmSection(ratios=(1, 1, 1), policy=QueryAware())
     words = ["--config", str(file), "--model.memory.policy.type=random"]
-    found = configs.parse(TrainConfig, [*words, "--model.memory.noise=null"]).model.memory
-    assert found.policy == Random() and found.noise is None
+    loaded = configs.parse(TrainConfig, [*words, "--model.memory.noise=null"]).model.memory
+    assert loaded.policy == Random() and loaded.noise is None
     with pytest.raises(InputError, match="policy.type='best' is unknown; known: query, random"):
         configs.parse(TrainConfig, [*words[:2], "--model.memory.policy.type=best"])
 

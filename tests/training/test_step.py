@@ -17,12 +17,10 @@ from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shard
 from lcjax.rope import E2LLM, Clex
 from lcjax.rope.positions import ClexPositions, E2Positions, PlainPositions
 from lcjax.training import optim
-from lcjax.training.assemble import new_adapters
-from lcjax.training.config import TrainSection
+from lcjax.training.config import TrainSection, trainable
 from lcjax.training.objective import language_model
-from lcjax.training.partition import trainable
-from lcjax.training.state import abstract_state, init_state
-from lcjax.training.step import accumulate, make_eval_step, make_train_step, microbatches
+from lcjax.training.state import abstract_state, init_state, new_adapters
+from lcjax.training.step import accumulate, make_eval_step, microbatches, train_step
 from lcjax.tree import flatten, split, union
 
 CONFIG = ModelConfig(40, 16, 24, 2, 2, 2, 8, 32)
@@ -63,10 +61,11 @@ def random_batch(seed, rows=8, length=16):
 
 @functools.cache
 def compiled(config, settings, halt_after):
-    step = make_train_step(
-        language_model(config, settings.positions),
-        optim.optimizer(settings),
-        optim.schedule(settings),
+    step = functools.partial(
+        train_step,
+        objective=language_model(config, settings.positions),
+        optimizer=optim.optimizer(settings),
+        schedule=optim.schedule(settings),
         accumulation=settings.accumulation,
         ema_decay=settings.ema,
         halt_after=halt_after,
@@ -82,11 +81,11 @@ def train(mesh, batches, *, params=None, frozen=None, config=CONFIG, halt_after=
     params = random_params() if params is None else params
     params = jax.device_put(jax.tree.map(jnp.copy, params), param_shardings(mesh, params))
     state = init_state(params, optim.optimizer(settings), mesh, seed=0, ema=True)
-    infos, bad, step = [], jnp.int32(0), compiled(config, settings, halt_after)
+    infos, num_nonfinite, step = [], jnp.int32(0), compiled(config, settings, halt_after)
     for batch in batches:
         batch = jax.device_put(batch, batch_sharding(mesh))
-        state, info = step(state, frozen or {}, batch, bad)
-        bad = info["bad"]
+        state, info = step(state, frozen or {}, batch, num_nonfinite)
+        num_nonfinite = info["num_nonfinite"]
         infos.append(jax.device_get(info))
     return state, infos
 
@@ -95,9 +94,9 @@ def many_steps(settings, batches):
     """(final state, infos, values before the last step) under `settings`."""
     mesh, params = one_device(), jax.tree.map(jnp.copy, random_params())
     state = init_state(params, optim.optimizer(settings), mesh, seed=0, ema=True)
-    step = make_train_step(
-        PLAIN, optim.optimizer(settings), optim.schedule(settings),
-        ema_decay=0.9, spike=settings.spike,
+    step = functools.partial(
+        train_step, objective=PLAIN, optimizer=optim.optimizer(settings),
+        schedule=optim.schedule(settings), ema_decay=0.9, spike=settings.spike,
     )  # fmt: skip
     step, infos = jax.jit(step, donate_argnums=0), []
     for batch in batches:
@@ -126,7 +125,7 @@ def test_a_gradient_much_longer_than_usual_changes_nothing_but_the_count():
     assert jump > 1.1
     settings = dataclasses.replace(QUICK, spike=float(1 + (jump - 1) / 2))
     after, infos, before = many_steps(settings, batches)
-    assert infos[-1]["spike"] and infos[-1]["finite"] and infos[-1]["bad"] == 0
+    assert infos[-1]["spike"] and infos[-1]["finite"] and infos[-1]["num_nonfinite"] == 0
     assert after.skipped == 1 and after.step == 22
     jax.tree.map(np.testing.assert_array_equal, values(after), before)
     assert not any(info["spike"] for info in infos[:-1])
@@ -144,11 +143,11 @@ def test_a_gradient_that_is_not_long_enough_is_taken():
 sums = jax.jit(accumulate, static_argnums=(0, 5))
 
 
-def assert_close(found, wanted, **tolerance):
-    found, wanted = flatten(found), flatten(wanted)
-    assert found.keys() == wanted.keys()
-    for path, leaf in found.items():
-        np.testing.assert_allclose(leaf, wanted[path], err_msg=path, **tolerance)
+def assert_close(actual, expected, **tolerance):
+    actual, expected = flatten(actual), flatten(expected)
+    assert actual.keys() == expected.keys()
+    for path, leaf in actual.items():
+        np.testing.assert_allclose(leaf, expected[path], err_msg=path, **tolerance)
 
 
 def test_accumulation_equals_one_large_batch():
@@ -228,12 +227,12 @@ def test_after_as_many_bad_steps_as_allowed_nothing_changes_any_more():
     alone, _ = train(one_device(), [good, bad])
     # One bad step is skipped; the second in a row halts, and the good one after it is not taken.
     state, infos = train(one_device(), [good, bad, bad, good], halt_after=2)
-    assert [int(info["bad"]) for info in infos] == [0, 1, 2, 3]
+    assert [int(info["num_nonfinite"]) for info in infos] == [0, 1, 2, 3]
     assert (int(state.step), int(state.skipped)) == (2, 1)
     jax.tree.map(np.testing.assert_array_equal, values(state), values(alone))
     # A good step in between starts the count anew.
     state, infos = train(one_device(), [good, bad, good, bad], halt_after=2)
-    assert [int(info["bad"]) for info in infos] == [0, 1, 0, 1]
+    assert [int(info["num_nonfinite"]) for info in infos] == [0, 1, 0, 1]
     assert (int(state.step), int(state.skipped)) == (4, 2)
 
 
@@ -242,27 +241,27 @@ def values(state):
 
 
 def test_validation_takes_no_more_rows_at_once_than_training_and_sums_the_same():
-    seen, batch = [], random_batch(2)
+    row_counts, batch = [], random_batch(2)
 
     def watched(trained, frozen, micro, key):
-        seen.append(micro["tokens"].shape[0])
+        row_counts.append(micro["tokens"].shape[0])
         return PLAIN(trained, frozen, micro, key)
 
-    found = jax.jit(make_eval_step(watched, accumulation=4))(random_params(), {}, batch)
+    actual = jax.jit(make_eval_step(watched, accumulation=4))(random_params(), {}, batch)
     nll, tokens = total(random_params(), batch)
-    assert set(seen) == {2}
-    np.testing.assert_allclose(found["nll"], nll, rtol=1e-6)
-    assert found["tokens"] == tokens
+    assert set(row_counts) == {2}
+    np.testing.assert_allclose(actual["nll"], nll, rtol=1e-6)
+    assert actual["tokens"] == tokens
 
 
 def test_the_state_to_restore_into_is_that_of_a_new_run():
     mesh, optimizer = make_mesh(Mesh(2, 2, 2)), optim.optimizer(TrainSection())
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_params())
     half = jax.device_put(half, param_shardings(mesh, half))
-    wanted = abstract_state(half, optimizer, mesh, seed=3, ema=True)
+    expected = abstract_state(half, optimizer, mesh, seed=3, ema=True)
     state = init_state(half, optimizer, mesh, seed=3, ema=True)
-    assert jax.tree.structure(wanted) == jax.tree.structure(state)
-    for shape, leaf in zip(jax.tree.leaves(wanted), jax.tree.leaves(state), strict=True):
+    assert jax.tree.structure(expected) == jax.tree.structure(state)
+    for shape, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
         assert (shape.shape, shape.dtype, shape.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
     assert all(leaf.dtype == jnp.float32 for leaf in flatten(state.params).values())
 

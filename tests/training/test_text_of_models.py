@@ -1,4 +1,4 @@
-"""What a model asks of its text: [MASK] among its tokens, chunks where it has a memory."""
+"""Checks of a model's input: the mask token's embedding, and chunks for its memory."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from lcjax.memory import CepeSection
 from lcjax.models import preset
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh
 from lcjax.training import batches, loop, run
-from lcjax.training.track import read
+from lcjax.training.tracking import read
 
 CHUNKS = {"length": 24, "chunks": Chunks(count=4, length=4), "document_mask": False}
 WITH_MEMORY = {"preset": "tiny", "memory": CepeSection(encoder="tiny-encoder")}
@@ -83,12 +83,12 @@ def test_a_run_with_chunks_resumes_with_the_losses_of_one_that_was_not_stopped(c
 
     run(config("whole", save_every=3))
     first = config("parts", save_every=3)
-    stopped = loop.StopRequest.wanted
+    stopped = loop.StopRequest.should_stop
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            loop.StopRequest, "wanted", lambda self, step: step == 3 or stopped(self, step)
+            loop.StopRequest, "should_stop", lambda self, step: step == 3 or stopped(self, step)
         )
-        patch.setattr(loop.Training, "_stopped", lambda *args: {})
+        patch.setattr(loop.Training, "_finish_early", lambda *args: {})
         run(first)
     assert max(losses(tmp_path / "parts")) == 3
     run(first)

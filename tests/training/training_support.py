@@ -15,9 +15,9 @@ STEPS = 12
 
 
 def compile_quickly(cache):
-    """Code is compiled without optimisation, and each function once for all runs with `cache`.
+    """Turns off XLA's optimisations and caches compiled programs in the folder `cache`.
 
-    Returns the settings before. None of these tests depends on how fast the code runs.
+    Returns the previous settings. None of these tests depends on how fast the code runs.
     """
     settings = {
         "jax_compilation_cache_dir": str(cache),

@@ -1,4 +1,4 @@
-"""Where metrics go, and what is shown meanwhile."""
+"""Metrics files, trackers, terminal output, throughput and traces."""
 
 import json
 import sys
@@ -9,10 +9,7 @@ import pytest
 
 from lcjax.errors import InputError
 from lcjax.training.config import Profile, TrackSection
-from lcjax.training.meter import Meter
-from lcjax.training.progress import Progress
-from lcjax.training.trace import Trace
-from lcjax.training.track import JsonLines, open_tracker, plot_loss, read
+from lcjax.training.tracking import JsonLines, Meter, Progress, Trace, open_tracker, plot_loss, read
 
 
 def test_metrics_after_the_resumed_step_are_dropped(tmp_path):
@@ -60,12 +57,12 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
 
 def events_of(file, kind):
     """The records of an event file: length (8 bytes), check (4), message, check (4)."""
-    data, found = file.read_bytes(), []
+    data, events = file.read_bytes(), []
     while data:
         size = int.from_bytes(data[:8], "little")
-        found.append(kind.FromString(data[12 : 12 + size]))
+        events.append(kind.FromString(data[12 : 12 + size]))
         data = data[16 + size :]
-    return found
+    return events
 
 
 @pytest.fixture
@@ -152,22 +149,22 @@ def test_a_trace_covers_its_steps_and_ends_with_the_run(tmp_path, monkeypatch, c
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(folder))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
     with Trace(Profile(start=2, steps=3), tmp_path) as trace:
-        assert [step for step in range(10) if trace.turns(step)] == [2, 5]
-        assert trace.turn(2) is None
-        assert trace.turn(5) == f"trace written to {tmp_path}"
+        assert [step for step in range(10) if trace.is_boundary(step)] == [2, 5]
+        assert trace.toggle(2) is None
+        assert trace.toggle(5) == f"trace written to {tmp_path}"
     assert calls == [str(tmp_path), "stop"]
     with Trace(Profile(start=2, steps=3), tmp_path) as trace:
-        trace.turn(2)
+        trace.toggle(2)
     assert calls[2:] == [str(tmp_path), "stop"]  # a run that is over sooner
     assert capsys.readouterr().err == f"trace written to {tmp_path}\n"
     with Trace(None, tmp_path) as trace:
-        assert not any(map(trace.turns, range(10)))
+        assert not any(map(trace.is_boundary, range(10)))
 
 
 def test_a_run_that_is_resumed_within_its_trace_begins_none(tmp_path, monkeypatch):
     monkeypatch.setattr(jax.profiler, "start_trace", None)
     with Trace(Profile(start=2, steps=3), tmp_path) as trace:
-        assert trace.turn(5) is None
+        assert trace.toggle(5) is None
 
 
 def info(loss, tokens=100.0, finite=True):

@@ -1,10 +1,10 @@
-"""Which parameters are trained."""
+"""Rules that select the trained parameters."""
 
 import jax.numpy as jnp
 import pytest
 
 from lcjax.errors import InputError
-from lcjax.training.partition import trainable
+from lcjax.training.config import trainable
 from lcjax.tree import flatten, split
 
 TREE = {

@@ -1,0 +1,340 @@
+"""Progress and metrics of a run: terminal output, metrics files, throughput, profiler traces."""
+
+import importlib.util
+import json
+import math
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Protocol
+
+import jax
+from tqdm.auto import tqdm
+
+from lcjax.config.files import write_whole
+from lcjax.errors import InputError
+from lcjax.training import folder as folder_lib
+from lcjax.training.config import Profile, TrackSection
+
+Metrics = dict[str, float]
+
+
+def announce(text: str) -> None:
+    """Prints a line to stderr, in the first process only."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Shows steps, loss, tokens per second, MFU and remaining time.
+
+    A progress bar on a terminal or in a notebook, plain lines elsewhere.
+    """
+
+    def __init__(self, *, steps: int, start: int, shown: bool = True):
+        self._steps, self._shown = steps, shown
+        self._first: tuple[int, float] | None = None  # first step reported, and its time
+        # A notebook is no terminal, but tqdm.auto draws a bar there.
+        has_bar = shown and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        self._bar = tqdm(total=steps, initial=start, unit="step") if has_bar else None
+
+    def write(self, text: str) -> None:
+        """Prints a separate line, above the bar."""
+        if not self._shown:
+            return
+        if self._bar is not None:
+            tqdm.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def advance(self, step: int) -> None:
+        if self._first is None:
+            # The first step includes compilation; the forecast starts after it.
+            self._first = (step, time.perf_counter())
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def report(self, step: int, metrics: dict) -> None:
+        parts = [f"loss {metrics['loss']:.4f}"]
+        if "tokens_per_second" in metrics:
+            parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+        if "mfu" in metrics:
+            parts.append(f"MFU {metrics['mfu']:.1%}")
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(parts))
+        else:
+            eta = f"  ETA {_clock(self._remaining_seconds(step))}" if step < self._steps else ""
+            self.write(f"step {step}/{self._steps}  " + "  ".join(parts) + eta)
+
+    def _remaining_seconds(self, step: int) -> float | None:
+        if self._first is None or step <= self._first[0]:
+            return None
+        first_step, start = self._first
+        return (time.perf_counter() - start) / (step - first_step) * (self._steps - step)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Meter:
+    """Collects the info of steps; `read` returns the metrics since the last `read`."""
+
+    def __init__(self, flops_per_token: float, peak: float, peak_source: str):
+        self._flops, self._peak, self.peak_source = flops_per_token, peak, peak_source
+        self._clock: float | None = None  # starts after the first step, which includes compilation
+        self._timed_tokens = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._losses: list[dict[str, float]] = []  # per step: the loss and its parts
+        self._last: dict = {}
+
+    def add(self, info: dict) -> None:
+        """Adds the info of one step, which must be on the host."""
+        if info["finite"]:
+            losses = {"loss": info["loss"]} | info["parts"]
+            self._losses.append({name: float(value) for name, value in losses.items()})
+        self._last = info
+        if self._clock is None:
+            self._clock = time.perf_counter()
+        else:
+            self._timed_tokens += float(info["tokens"])
+
+    def restart(self) -> None:
+        """Restarts the clock, to exclude time that was not training, such as a validation."""
+        self._clock, self._timed_tokens = time.perf_counter(), 0.0
+
+    def read(self) -> dict[str, float]:
+        """Returns the mean loss, the last gradient norm and learning rate, tokens/s and MFU."""
+        count, names = len(self._losses), self._losses[-1] if self._losses else ()
+        metrics = {
+            "loss": math.nan,
+            **{name: sum(losses[name] for losses in self._losses) / count for name in names},
+            "grad_norm": float(self._last["grad_norm"]),
+            "lr": float(self._last["lr"]),
+            "tokens": float(self._last["tokens"]),
+            "skipped": int(self._last["skipped"]),
+        }
+        seconds = time.perf_counter() - self._clock
+        if self._timed_tokens:
+            metrics["tokens_per_second"] = self._timed_tokens / seconds
+            # Attention is counted as if every row were one document.
+            metrics["mfu"] = metrics["tokens_per_second"] * self._flops / self._peak
+        self.restart()
+        self._clear()
+        return metrics
+
+
+class Trace:
+    """Starts and stops the profiler (`train.profile`); a context manager."""
+
+    def __init__(self, profile: Profile | None, folder: Path):
+        self._profile, self._folder, self._running = profile, folder, False
+
+    def is_boundary(self, step: int) -> bool:
+        """Whether the trace starts or ends before this step, counted from 0."""
+        profile = self._profile
+        return profile is not None and step in (profile.start, profile.start + profile.steps)
+
+    def toggle(self, step: int) -> str | None:
+        """Starts or ends the trace; returns a message after the end."""
+        if self._running:
+            return self._stop()
+        if step == self._profile.start:
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+        return None
+
+    def _stop(self) -> str:
+        jax.profiler.stop_trace()
+        self._running = False
+        return f"trace written to {self._folder}"
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._running:
+            announce(self._stop())
+
+
+class Sink(Protocol):
+    """A destination of metrics."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """Writes one JSON object per line and flushes each line."""
+
+    def __init__(self, path: str | Path, *, keep_until: int | None = None):
+        """Opens the file.
+
+        Args:
+          path: of the file.
+          keep_until: the step of the checkpoint that a run resumes from. Lines of later steps are
+            dropped, because the run repeats these steps. None: a new run, which drops all lines.
+        """
+        self._path = Path(path)
+        rows = read(self._path) if keep_until is not None else []
+        rows = [row for row in rows if row["step"] <= keep_until]
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        # JSON has no NaN; other readers understand null.
+        row = {
+            k: v if not isinstance(v, float) or math.isfinite(v) else None
+            for k, v in metrics.items()
+        }
+        self._file.write(json.dumps({"step": step} | row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes scalars to event files."""
+
+    def __init__(self, folder: str | Path, *, keep_until: int | None = None):
+        """`keep_until` as in `JsonLines`; TensorBoard only hides later steps."""
+        from tensorboardX import SummaryWriter
+
+        purge_step = 0 if keep_until is None else keep_until + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Logs to a run of a Weights & Biases project; a resumed run continues the same one.
+
+    The run's id is stored in the run folder, so folders of the same name are different runs, and
+    a folder that starts from scratch gets a new one.
+    """
+
+    def __init__(self, project: str, folder: Path, settings: dict, *, resumed: bool = False):
+        import wandb
+
+        file = folder / folder_lib.WANDB_RUN
+        identity = {"project": project, "id": uuid.uuid4().hex[:12]}
+        if resumed and file.exists():
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            identity = stored if stored["project"] == project else identity
+        try:
+            self._run = wandb.init(
+                **identity, name=folder.name, resume="allow", dir=str(folder), config=settings
+            )
+        except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"track.wandb={project}: run {identity['id']} cannot be written ({reason}); remove"
+                f" {file} to start a new one, or set track.wandb=null"
+            ) from error
+        file.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tracker:
+    """Logs metrics to all sinks of a run; a context manager."""
+
+    def __init__(self, sinks: list[Sink]):
+        self._sinks = sinks
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def check_packages(section: TrackSection) -> None:
+    """Raises an InputError if a sink's package is missing; called before the model is loaded."""
+    for key, value, package in (
+        ("tensorboard", section.tensorboard and "true", "tensorboardX"),
+        ("wandb", section.wandb, "wandb"),
+    ):
+        if value and importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"track.{key}={value} needs {package}: pip install 'lcjax[{key}]', or leave"
+                f" track.{key} out"
+            )
+
+
+def open_tracker(
+    section: TrackSection, folder: Path, *, keep_until: int | None, settings: dict
+) -> Tracker:
+    """Opens the sinks of `section`, after `<run>/metrics.jsonl`; see `JsonLines`."""
+    check_packages(section)
+    sinks: list[Sink] = [JsonLines(folder / folder_lib.METRICS, keep_until=keep_until)]
+    if section.tensorboard:
+        sinks.append(TensorBoard(folder / folder_lib.TENSORBOARD, keep_until=keep_until))
+    if section.wandb:
+        resumed = keep_until is not None
+        sinks.append(WeightsAndBiases(section.wandb, folder, settings, resumed=resumed))
+    return Tracker(sinks)
+
+
+def read(path: str | Path) -> list[dict]:
+    """Returns the rows of a metrics file; skips a line that a killed run left incomplete."""
+    path, rows = Path(path), []
+    if not path.exists():
+        return rows
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def plot_loss(metrics: str | Path, image: str | Path) -> None:
+    """Plots training and validation loss over the steps to a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = read(metrics)
+    figure = Figure(figsize=(7, 4), layout="tight")
+    FigureCanvasAgg(figure)  # no global state, no display
+    axes = figure.add_subplot()
+    for name, style in (("loss", "-"), ("validation_loss", "o-")):
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(image, dpi=120)
