@@ -326,7 +326,7 @@ def _prompt(pair: tuple[int, Choice | GenerateUntil]) -> tuple[int, ...]:
 
 
 def _movable(model, prompts: Sequence[Sequence[int]]) -> tuple:
-    """For a split model the spans it may read beside its decoder: all but BOS and the last token."""
+    """The spans that a `SplitModel` may read beside its decoder: all but BOS and the last token."""
     if not isinstance(model, SplitModel):
         return ()
     bos = model.tokenizer.bos_id

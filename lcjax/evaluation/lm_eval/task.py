@@ -175,9 +175,7 @@ class LmEval(Task):
             "truncated": max(request.cut for request in requests),
             **document.facts,
         }
-        if index == 0 and not isinstance(
-            requests[0], Rolling
-        ):  # one prompt for readers of the records
+        if index == 0 and not isinstance(requests[0], Rolling):
             facts["prompt"] = encoder.tokenizer.decode(requests[0].prompt)
         samplings = (r.sampling for r in requests if isinstance(r, GenerateUntil))
         shape = (*dict.fromkeys(type(r).__name__ for r in requests), *dict.fromkeys(samplings))
