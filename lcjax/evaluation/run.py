@@ -18,9 +18,16 @@ from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
-from lcjax.evaluation.config import EvalConfig, Method
+from lcjax.evaluation.config import (
+    EvalConfig,
+    Method,
+    described,
+    sections,
+    split_of,
+    subject_of,
+    weights,
+)
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.methods import described, sections, split_of, subject_of, weights
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit, SplitModel

@@ -9,11 +9,11 @@ import pytest
 from evaluation_support import TASKS, ByteTokenizer, Page, check_page, run_of_three, with_path
 
 from lcjax.errors import InputError
-from lcjax.evaluation import LmEval, LongBench, RagLm, Ruler, finished
-from lcjax.evaluation.commands.compare import compare
-from lcjax.evaluation.commands.main import main
-from lcjax.evaluation.commands.score import score
+from lcjax.evaluation import LmEval, LongBench, RagLm, Ruler, results
+from lcjax.evaluation.cli import main
+from lcjax.evaluation.compare import compare
 from lcjax.evaluation.report import differences
+from lcjax.evaluation.results import score
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_run_of_one_method_has_nothing_to_compare(copied, undrawn):
         path.write_text("".join(f"{line}\n" for line in kept))
     with pytest.raises(InputError, match="first has one method, base; name a second run"):
         compare([copied])
-    report = finished.rebuild(finished.read(copied))
+    report = results.rebuild(results.read(copied))
     assert "paired" not in report.text
     assert "Paired differences" not in (copied / "report.html").read_text()
 
