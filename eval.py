@@ -6,7 +6,7 @@ there already; python eval.py report --help shows them all.
 
 import sys
 
-from lcjax.evaluation.commands.main import main
+from lcjax.evaluation.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,15 +1,22 @@
-"""The config of `eval.py`."""
+"""The config of `eval.py`, and the model, weights and tokenizer that a method stands for."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import draccus
 
 from lcjax.attention import Pattern
+from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
+from lcjax.checkpoints.identity import identity
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
-from lcjax.evaluation.split import ContextSplit, ReplugSplit
+from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
+from lcjax.models import PRESETS
 from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Rope
@@ -17,62 +24,127 @@ from lcjax.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One row of a table: the model as it is, or with another position method or checkpoint."""
+    """One row of a table: the model, with an optional position method, pattern or checkpoint."""
 
     name: str
     rope: Rope | None = None  # null: the checkpoint's own
     pattern: Pattern | None = None  # null: the checkpoint's own
     path: str | None = None  # another checkpoint than model.path, such as a training run
-    # How windows are cut for a model with a memory; null: as CEPE's Table 1 has it.
+    # How windows are split for a model with a memory; null: as in CEPE's Table 1.
     context: ContextSplit | None = None
-    replug: ReplugSplit | None = None  # or read chunk by chunk by any model; null: not so
-    # Instead of path, in a study: what is trained first, as keys over study.extend, such as
-    # [model.rope.type=yarn, model.rope.factor=4]; null: nothing
+    replug: ReplugSplit | None = None  # or read chunk by chunk by any model; null: not
+    # Instead of path, in a study: keys over study.extend of the training that makes the model, such
+    # as [model.rope.type=yarn, model.rope.factor=4]; null: no training
     train: tuple[str, ...] | None = None
 
     def __post_init__(self):
         if self.context is not None and self.replug is not None:
             raise InputError(
-                f"methods: {self.name} has context and replug, two ways to read what is beside the"
-                " decoder's text; give one"
+                f"methods: {self.name} has context and replug, two ways to read text beside the"
+                " decoder's; give one"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Trainings that come before the evaluation, and are done once."""
+    """Trainings that run once, before the evaluation."""
 
-    base: str | None = None  # config of train.py that makes the model; null: model.path is there
-    extend: str | None = None  # config of train.py for every method with `train`, from that model
-    # Configs of train.py that come first, in this order, each in the run folder that it names:
-    # parts of the models, such as an encoder, which later ones and model.path find there
+    base: str | None = None  # config of train.py that makes the model; null: use model.path
+    extend: str | None = None  # config of train.py for methods with `train`
+    # Configs of train.py that run first, in this order, each in its own run folder. They train
+    # parts of models, such as an encoder, that later configs and model.path load from there.
     stages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSection(RunFolder):
-    """Where records, tables and figures go."""
+    """The folder of records, tables and figures."""
 
     folder: str = "runs/eval"
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Which methods are compared, on what, at which lengths."""
+    """Methods, tasks and context lengths of an evaluation."""
 
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
-    study: Study | None = None  # what is trained first where it is not there yet
+    study: Study | None = None  # trainings that run before the evaluation
     methods: tuple[Method, ...] = (Method("base"),)  # rows of the tables, in this order
-    tasks: tuple[Task, ...] = (Perplexity(),)  # what is measured
+    tasks: tuple[Task, ...] = (Perplexity(),)  # the benchmarks
     lengths: tuple[int, ...] = (1024, 2048, 4096)  # context lengths in tokens, everything counted
     data: TextConfig = dataclasses.field(default_factory=TextConfig)
-    # Rows of a batch lie over data x fsdp (a batch with fewer leaves devices without work of their
-    # own), weights over fsdp x tensor.
+    # Rows of a batch are sharded over data x fsdp, weights over fsdp x tensor. A smaller batch than
+    # data x fsdp is padded with filler rows.
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     distributed: Distributed = dataclasses.field(default_factory=Distributed)
     stride: int = 256  # tokens from one perplexity window to the next
-    max_documents: int | None = None  # of the corpus; null: all that are long enough
+    max_documents: int | None = None  # of the corpus that are long enough; null: all
     max_windows: int | None = None  # perplexity windows per length; null: all
-    batch_size: int = 1  # windows that run at once; like mesh, may change when a run is resumed
-    seed: int = 0  # of random choices: keys, places, which windows
+    batch_size: int = 1  # windows per batch; like mesh, may change when a run is resumed
+    seed: int = 0  # of random keys, depths and choices of windows
     run: RunSection = dataclasses.field(default_factory=RunSection)
+
+
+def sections(config: EvalConfig) -> list[ModelSection]:
+    """The model section of each method; a method's `path` resets the position method to its own."""
+    defaults = dict.fromkeys(("base", "preset", "rope", "pattern", "memory", "tokenizer"))
+    return [
+        config.model
+        if method.path is None
+        else dataclasses.replace(config.model, path=method.path, **defaults)
+        for method in config.methods
+    ]
+
+
+def weights(config: EvalConfig) -> dict[str, str]:
+    """The identity of each method's checkpoint files, by the method's name."""
+    identities: list[str] = []
+    model_sections = sections(config)
+    for index, section in enumerate(model_sections):
+        first = model_sections.index(section)
+        identities.append(_weights_of(section) if first == index else identities[first])
+    return {method.name: value for method, value in zip(config.methods, identities, strict=True)}
+
+
+def _weights_of(section: ModelSection) -> str:
+    encoder = section.memory and section.memory.encoder
+    parts = [] if section.path is None else [identity(section.path, section.base)]
+    if encoder is not None and encoder not in PRESETS:
+        parts.append(identity(encoder))
+    return "+".join(parts) or "random"
+
+
+def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
+    """The tokenizer of a model section; `load` loads a tokenizer by path."""
+    path = section.tokenizer or section.path
+    if path is not None:
+        return load(path)
+    if section.preset is not None:
+        return ByteTokenizer()
+    raise InputError("model.path is not set; its tokenizer says how long a prompt is")
+
+
+def split_of(method: Method, model) -> Split | None:
+    """How `method` splits windows, or None if the decoder reads all of a window."""
+    memory = getattr(model.config, "memory", None)
+    return method.context or method.replug or (None if memory is None else ContextSplit())
+
+
+def subject_of(model, method: Method, length: int):
+    """`model` with the settings of `method`, for windows of `length` tokens."""
+    split = split_of(method, model)
+    if split is None:
+        return model.with_method(**_changes(method), length=length)
+    return split.of(model.with_method(**_changes(method)), length)
+
+
+def _changes(method: Method) -> dict[str, Any]:
+    changes = {"rope": method.rope, "pattern": method.pattern}
+    return {key: value for key, value in changes.items() if value is not None}
+
+
+def described(model, method: Method) -> Any:
+    """The config of `model` with the settings of `method`, as plain values."""
+    changes = _changes(method)
+    config = model.with_method(**changes).config if changes else model.config
+    return draccus.encode(config) if dataclasses.is_dataclass(config) else None

@@ -1,4 +1,4 @@
-"""Texts of a run, tokenised when they are first asked for."""
+"""The texts of a run, tokenised on first use."""
 
 import dataclasses
 import functools
@@ -15,9 +15,12 @@ BOS_RULES = ("auto", "always", "never")
 
 
 def start_token(tokenizer, rule: str) -> int | None:
-    """BOS where a text should begin with it; `auto` asks what the model was trained with."""
-    wanted = tokenizer.add_bos
-    if rule == "never" or (rule == "auto" and not wanted):
+    """BOS if texts begin with it, else None; `auto` follows the training of the model.
+
+    Raises:
+      InputError: The rule needs BOS, and the tokenizer has none.
+    """
+    if rule == "never" or (rule == "auto" and not tokenizer.add_bos):
         return None
     if tokenizer.bos_id is None:
         raise InputError(f"bos={rule!r}, but this model's tokenizer has no BOS; use bos=auto")
@@ -25,9 +28,9 @@ def start_token(tokenizer, rule: str) -> int | None:
 
 
 def prefix_token(tokenizer) -> int:
-    """What stands before a text that has nothing before it: BOS, or else the end of a document.
+    """The token before a text without context: BOS, or else the end-of-text token.
 
-    As lm-evaluation-harness has it, also where a model was trained without BOS.
+    As in lm-evaluation-harness, also for models that were trained without BOS.
     """
     ends = tokenizer.eos_ids
     if tokenizer.bos_id is None and not ends:
@@ -39,20 +42,20 @@ def prefix_token(tokenizer) -> int:
 class Document:
     """Token ids of one text.
 
-    `byte_ends[t]` is how many UTF-8 bytes of the text the tokens 0..t stand for, or the whole
-    array is None where the tokenizer cannot tell.
+    `byte_ends[t]` is the number of UTF-8 bytes of tokens 0..t. It is None if the tokenizer does not
+    preserve the text.
     """
 
     name: str
     tokens: np.ndarray  # int32 [n]
     byte_ends: np.ndarray | None = None  # float64 [n]
-    words: float = 0.0  # of the text, parted by blanks
+    words: float = 0.0  # number of words between blanks
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def with_first(self, token: int | None) -> "Document":
-        """The document with one more token in front (BOS), which stands for no byte."""
+        """The document with `token` (BOS) before it, which has no bytes."""
         if token is None:
             return self
         ends = None if self.byte_ends is None else np.concatenate([[0.0], self.byte_ends])
@@ -71,7 +74,7 @@ class Document:
 @dataclasses.dataclass
 class _Entry:
     name: str
-    text: str | None  # given back once the tokens exist
+    text: str | None  # None once it is tokenised
     size: int  # UTF-8 bytes
     document: Document | None = None
 
@@ -79,43 +82,43 @@ class _Entry:
 class Corpus:
     """Named texts and one tokenizer.
 
-    Texts are read once and tokenised lazily: a text cannot have more tokens than bytes, so one
-    that is too short for the longest window is never tokenised.
+    Texts are read once and tokenised lazily. As a text has at most one token per byte, texts that
+    are too short for a window are not tokenised.
     """
 
     def __init__(self, texts: Iterable[tuple[str, str]], tokenizer):
         self.tokenizer = tokenizer
         self._source = iter(texts)
         self._entries: list[_Entry] = []
-        self._bytes_of: dict[int, float] = {}  # token id -> bytes; nan: part of a character
-        self._made: dict[Hashable, Any] = {}
+        self._bytes_of: dict[int, float] = {}  # token id -> bytes; NaN for a part of a character
+        self._cache: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives when `key` is first asked for: what a task reads for all lengths."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        """Calls `make` once per `key` and caches the result, such as a file of all lengths."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def documents(self, minimum: int = 2, limit: int | None = None) -> list[Document]:
         """The first `limit` documents (None: all) of at least `minimum` tokens, in corpus order."""
-        kept: list[Document] = []
+        matches: list[Document] = []
         for entry in self._walk():
-            # One token more than bytes: sentencepiece puts a blank in front.
+            # sentencepiece adds a blank in front, so one token more than bytes is possible.
             if entry.document is None and entry.size + 1 < minimum:
                 continue
             document = self._tokenised(entry)
             if len(document) >= minimum:
-                kept.append(document)
-                if len(kept) == limit:
+                matches.append(document)
+                if len(matches) == limit:
                     break
-        return kept
+        return matches
 
     def texts(self) -> list[str]:
         """All texts, for haystacks that are cut by words or sentences."""
         return [self._text(entry) for entry in self._walk()]
 
     def _text(self, entry: _Entry) -> str:
-        if entry.text is None:  # it was given up for its tokens
+        if entry.text is None:  # only its tokens are stored
             return self.tokenizer.decode(entry.document.tokens)
         return entry.text
 
@@ -142,10 +145,10 @@ class Corpus:
         return entry.document
 
     def _byte_ends(self, tokens: np.ndarray, total: int) -> np.ndarray | None:
-        """Bytes up to and with each token, float64 [n], so that the last is the text's size.
+        """Cumulative bytes of the tokens, float64 [n]; the last is the size of the text.
 
-        Tokens that are part of a character share what the whole ones leave over. None when the
-        tokenizer rewrites more than 0.1 % of a text: then bytes per token mean nothing.
+        Tokens that are parts of a character share the bytes that the other tokens do not cover.
+        None if the tokenizer changes more than 0.1 % of a text.
         """
         unique, inverse = np.unique(tokens, return_inverse=True)
         sizes = np.asarray([self._bytes(int(token)) for token in unique])[inverse]
@@ -161,15 +164,15 @@ class Corpus:
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        """A letter to decode tokens behind: sentencepiece drops a blank at the start of a text."""
+        """A letter before decoded tokens, as sentencepiece drops a blank at the start of a text."""
         ids = list(self.tokenizer.encode("a"))
         return ids, self.tokenizer.decode(ids)
 
     def _bytes(self, token: int) -> float:
         if token not in self._bytes_of:
-            anchor, bare = self._anchor
+            anchor, prefix = self._anchor
             text = self.tokenizer.decode([*anchor, token])
-            whole = "\ufffd" not in text and text.startswith(bare)
-            size = len(text.encode()) - len(bare.encode())
+            whole = "\ufffd" not in text and text.startswith(prefix)
+            size = len(text.encode()) - len(prefix.encode())
             self._bytes_of[token] = float(size) if whole else float("nan")
         return self._bytes_of[token]

@@ -1,4 +1,4 @@
-"""Tasks that ask with a prompt, and those among them that let a model write the answer."""
+"""Tasks with prompts, and tasks whose answers a model generates."""
 
 import abc
 import dataclasses
@@ -16,37 +16,37 @@ from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Task, Unit, filled
 from lcjax.generation.sampling import GeneratedText, Sampling
 
-OWN_WORDING = "lcjax-1"  # of prompts in this library's words, for records
+OWN_WORDING = "lcjax-1"  # version of this library's own prompts, in records
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One question: the prompt's segments, what counts as right, and what records say of it."""
+    """One question: the segments of its prompt, the references, and fields of its record."""
 
     segments: Sequence[Segment]
     references: Sequence[str]
     facts: Record = dataclasses.field(default_factory=dict)
     max_new_tokens: int | None = None  # None: the task's
-    stop: tuple[str, ...] = ()  # text before the first of these is the answer
+    stop: tuple[str, ...] = ()  # the answer ends before the first of these
     template: str | None = None  # None: the task's
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptTask(Task):
-    """Questions as prompts. Examples of about one length run in one compiled function."""
+    """Questions as prompts. Prompts of similar length run in one compiled function."""
 
     needs_data: ClassVar[bool] = False
-    cut: ClassVar[str] = "refuse"  # what happens to prompts over budget, as `fit` takes it
-    # Settings of those that write answers; without annotation, as a dataclass would keep them.
+    cut: ClassVar[str] = "refuse"  # how `fit` shortens prompts over budget
+    # Fields of GenerationTask; without annotations these are not fields here.
     template = "none"
     max_new_tokens = None
 
     @abc.abstractmethod
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterable[Example]:
-        """The questions at one length; they depend on nothing but these arguments."""
+        """Returns the questions of one length, which depend on these arguments only."""
 
     def budget(self, length: int, new_tokens: int) -> Budget:
-        """What `length` counts."""
+        """The parts of a prompt that count towards `length`."""
         return Budget(length, new_tokens)
 
     def layout(self, tokenizer) -> Layout:
@@ -76,7 +76,7 @@ class PromptTask(Task):
             "references": list(example.references),
             **example.facts,
         }
-        if index == 0:  # what a reader wants to see once
+        if index == 0:
             facts["prompt"] = layout.tokenizer.decode(prompt.ids)
         shape = (_bucket(len(prompt.ids)), new, tuple(example.stop))
         return Unit(index, shape, prompt.ids, facts, prompt)
@@ -92,10 +92,10 @@ class PromptTask(Task):
 
 @dataclasses.dataclass(frozen=True)
 class GenerationTask(PromptTask):
-    """Answers that are written greedily and judged by rules.
+    """Answers that are generated greedily and judged by rules.
 
-    A subclass gives `examples`, and says what an answer is worth (`judge`); all flavours of `judge`
-    stand in the record, and `metric.name` names the one that tables show.
+    A subclass defines `examples` and `judge`. A record holds all scores of `judge`, and tables show
+    the score named `shown`.
     """
 
     generates: ClassVar[bool] = True
@@ -105,15 +105,15 @@ class GenerationTask(PromptTask):
 
     @abc.abstractmethod
     def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        """What an answer is worth to each metric, 0 to 1.
+        """Returns the scores of an answer by name, 0 to 1.
 
-        `unit.facts` holds the references, and the `ids` that the model picked if it said them.
+        `unit.facts` holds the references, and the generated tokens `ids` if the model has them.
         """
 
     @property
     @abc.abstractmethod
     def shown(self) -> str:
-        """The flavour of `judge` that tables show."""
+        """The name of the score that tables show."""
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
@@ -130,19 +130,19 @@ class GenerationTask(PromptTask):
         ]
 
     def _record(self, answer: str, unit: Unit, tokenizer) -> Record:
-        made = {}
+        details = {}
         if isinstance(answer, GeneratedText):
-            made = {"ids": list(answer.ids), "finish": answer.finish}
-            unit = dataclasses.replace(unit, facts={**unit.facts, **made})
+            details = {"ids": list(answer.ids), "finish": answer.finish}
+            unit = dataclasses.replace(unit, facts={**unit.facts, **details})
         scores = {k: float(v) for k, v in self.judge(answer, unit, tokenizer).items()}
-        return {"answer": str(answer), **made, "scores": scores, "correct": scores[self.shown]}
+        return {"answer": str(answer), **details, "scores": scores, "correct": scores[self.shown]}
 
     def rescored(self, record: Record, tokenizer) -> Record:
         unit = Unit(record["window"], (), np.zeros(0, np.int32), record)
         return {**record, **self._record(record["answer"], unit, tokenizer)}
 
     def summarise(self, records: Sequence[Record]) -> Record:
-        """The mean of the shown flavour, and of every other that all records have."""
+        """The mean of the shown score, and of every other score that all records have."""
         names = [n for n in records[0]["scores"] if all(n in r["scores"] for r in records)]
         means = {name: float(np.mean([r["scores"][name] for r in records])) for name in names}
         value = float(np.mean([record["correct"] for record in records]))
@@ -150,7 +150,7 @@ class GenerationTask(PromptTask):
 
 
 def counts(records: Sequence[Record]) -> Record:
-    """Examples of a cell, those without an answer, and those whose prompt was made shorter."""
+    """Numbers of examples, of empty answers, and of shortened prompts."""
     return {
         "windows": len(records),
         "empty": sum(not record["answer"].strip() for record in records),
@@ -159,7 +159,7 @@ def counts(records: Sequence[Record]) -> Record:
 
 
 def _bucket(tokens: int) -> int:
-    """The next of 48, 64, 96, 128, 192, ... tokens: prompts of one bucket run together."""
+    """Rounds up to one of 48, 64, 96, 128, 192, ...; prompts of one bucket share a batch."""
     octave = 1 << max(tokens - 1, 63).bit_length()
     between = octave * 3 // 4
     return between if tokens <= between else octave

@@ -1,4 +1,4 @@
-"""What a cell of a table cost: peak memory, and time without the compilation in it."""
+"""Peak memory, and time with and without compilation."""
 
 import ctypes
 import gc
@@ -15,39 +15,39 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def reset_peak() -> int:
-    """Starts a new peak where the system allows it, and returns what a peak has to exceed.
+    """Resets the peak if the system allows it, and returns the floor for `peak_bytes`.
 
-    That is 0 for host memory on Linux. Device allocators keep one peak per process, which nothing
-    resets: of what does not rise above it, only the upper bound `highest_bytes` is known.
+    The floor is 0 for host memory on Linux. Device allocators keep one peak per process, which
+    cannot be reset; for later use below it only the bound `highest_bytes` is known.
     """
     device = _device_peak()
     if device is not None:
         return device
     if not _CLEAR.exists():
         return _host_peak()
-    # glibc keeps what was freed, and the next row would answer for the last one.
+    # glibc keeps freed memory, which would count in the next peak.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         gc.collect()
         trim(0)
     try:
         _CLEAR.write_text("5")
-    except OSError:  # containers may forbid it; the peak is then the process's
+    except OSError:  # containers may forbid it; the peak is then of the process
         return _host_peak()
     return 0
 
 
 def peak_bytes(floor: int = 0) -> int | None:
-    """Peak bytes of the busiest accelerator, or of the process where there is none.
+    """Peak bytes of the busiest accelerator, or of the process without accelerators.
 
-    None when the peak is not above `floor`, the result of `reset_peak`: it is then an earlier one.
+    None if the peak is not above `floor`, the result of `reset_peak`, and so an earlier one.
     """
     peak = highest_bytes()
     return peak if peak > floor else None
 
 
 def highest_bytes() -> int:
-    """The highest peak that the system tells of: no cell since it was reset has needed more."""
+    """The highest peak since the last reset that the system allowed."""
     device = _device_peak()
     return _host_peak() if device is None else device
 
@@ -68,9 +68,9 @@ def _device_peak() -> int | None:
 
 
 class Stopwatch:
-    """Seconds of a `with` block, and how many of them JAX traced, lowered or compiled.
+    """Measures the seconds of a `with` block, and the seconds in which JAX traced or compiled.
 
-    Methods share compiled functions, so compilation would be charged to whoever comes first.
+    Methods share compiled functions, so compilation time would count for the first method only.
     """
 
     def __enter__(self) -> "Stopwatch":
@@ -83,7 +83,7 @@ class Stopwatch:
         self.seconds = time.perf_counter() - self._start
         jax.monitoring.unregister_event_duration_listener(self._note)
         self.compiling, end = 0.0, self._start
-        # A function that is traced inside another reports its part of the same time again.
+        # Nested tracing reports the same time again.
         for first, last in sorted(self._spans):
             self.compiling += max(0.0, last - max(first, end))
             end = max(end, last)

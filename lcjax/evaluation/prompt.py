@@ -1,4 +1,4 @@
-"""Prompts as typed segments: put together from token ids, counted against a budget, made shorter.
+"""Prompts of typed segments: encoding, token budgets, and truncation.
 
 layout = Layout(tokenizer, "chat")
 prompt = layout.prompt([
@@ -6,11 +6,10 @@ prompt = layout.prompt([
     Segment("question", "\nWho spoke?"), Segment("answer_prefix", "\nAnswer:"),
 ])
 prompt = fit(prompt, Budget(4096, new_tokens=32), tokenizer, "middle")
-prompt.ids, prompt.movable                # what is fed, and what may be read beside the decoder
+prompt.ids, prompt.movable         # token ids, and the spans that may move to the context
 
-Pieces are encoded one by one, each as it is inside a longer text, so that a length is known before
-a prompt exists and a cut never moves what stands elsewhere. Segments begin with what separates
-them from the one before.
+Segments are encoded one by one, each as inside a longer text. So lengths are known before a prompt
+is made, and truncation does not change other segments. A segment begins with its separator.
 """
 
 import dataclasses
@@ -24,14 +23,14 @@ from lcjax.errors import InputError, one_of
 from lcjax.evaluation.corpus import start_token
 
 KINDS = ("system", "instruction", "context_doc", "demo", "question", "answer_prefix")
-SHRINKABLE = ("context_doc", "demo")  # may be cut, and may be read beside the decoder
+SHRINKABLE = ("context_doc", "demo")  # may be truncated, and may move to the context
 TEMPLATES = ("none", "chat")
-_SYSTEM, _USER = "@@lcjax-system@@", "@@lcjax-body@@"  # places of texts while a template is filled
+_SYSTEM, _USER = "@@lcjax-system@@", "@@lcjax-body@@"  # placeholders in a rendered template
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A part of a prompt with a role. Text, or token ids that were made without specials."""
+    """A part of a prompt with a role, as text or as token ids without special tokens."""
 
     kind: str
     text: str = ""
@@ -43,7 +42,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Where a segment stands among the ids; `kind` may also be bos or template."""
+    """The token range of a segment; `kind` may also be bos or template."""
 
     kind: str
     start: int
@@ -52,31 +51,31 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Token ids int32 [n] and what they are."""
+    """Token ids int32 [n] and their spans."""
 
     ids: np.ndarray
     spans: tuple[Span, ...]
-    truncated: int = 0  # tokens that were cut out
+    truncated: int = 0  # number of tokens that were removed
 
     def tokens(self, *kinds: str) -> int:
-        """Tokens of these kinds."""
+        """The number of tokens of these kinds."""
         return sum(span.stop - span.start for span in self.spans if span.kind in kinds)
 
     def start(self, kind: str) -> int:
-        """Where the first segment of a kind begins."""
+        """The first token of the first segment of a kind."""
         return next(span.start for span in self.spans if span.kind == kind)
 
     @property
     def movable(self) -> tuple[tuple[int, int], ...]:
-        """First and end of every segment that may be read beside the decoder, in order."""
+        """(start, stop) of every segment that may move to the context, in order."""
         return tuple((s.start, s.stop) for s in self.spans if s.kind in SHRINKABLE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A length, and what of a request it counts: by default everything.
+    """A length in tokens, and the parts of a request that count; by default all.
 
-    RULER leaves out BOS, LongBench all but the text, InfiniteBench the new tokens.
+    RULER does not count BOS, LongBench counts the text only, InfiniteBench no new tokens.
     """
 
     length: int
@@ -87,49 +86,49 @@ class Budget:
     new: bool = True
 
     def used(self, prompt: Prompt) -> int:
-        """Tokens of `prompt` and its answer that count."""
+        """The tokens of `prompt` and its answer that count."""
         kinds = set(KINDS) - {"answer_prefix"}
         kinds |= {kind for kind in ("bos", "template", "answer_prefix") if getattr(self, kind)}
         return prompt.tokens(*kinds) + self.new_tokens * self.new
 
     def left(self, prompt: Prompt) -> int:
-        """Tokens that may be added; negative where `prompt` is too long."""
+        """The tokens that may be added; negative if `prompt` is too long."""
         return self.length - self.used(prompt)
 
     @property
     def counts(self) -> str:
-        """What counts, for records: such as bos+template+prompt+answer_prefix+new."""
+        """The parts that count, for records, such as bos+template+prompt+answer_prefix+new."""
         names = ("bos", "template", "prompt", "answer_prefix", "new")
         return "+".join(name for name in names if getattr(self, name, True))
 
 
 class Layout:
-    """Turns segments into token ids for one tokenizer, with or without its chat template.
+    """Encodes segments for one tokenizer, with or without its chat template.
 
-    With `chat` the system segment has its own turn where the template knows one, everything up to
-    the answer prefix is the user's, and the answer prefix begins the assistant's. There is one BOS
-    if the model expects one, whether or not the template writes it.
+    With `chat` the system segment is the system message if the template supports it, the answer
+    prefix begins the assistant's message, and all other segments are the user's message. The prompt
+    has one BOS if the model expects it, whether or not the template writes it.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str = "none"):
         self.tokenizer, self.template = tokenizer, template
         self.bos = start_token(tokenizer, "auto")
-        self._frames: dict[bool, tuple[str, str, str]] = {}  # by whether there is a system
+        self._frames: dict[bool, tuple[str, str, str]] = {}  # by whether there is a system segment
 
     def prompt(self, segments: Sequence[Segment]) -> Prompt:
-        """`segments` in their order, the system first and the answer prefix last."""
+        """Encodes `segments` in order, but system segments first and answer prefixes last."""
         by_kind = {kind: [s for s in segments if s.kind == kind] for kind in KINDS}
         system, answer = by_kind["system"], by_kind["answer_prefix"]
         body = [s for s in segments if s.kind not in ("system", "answer_prefix")]
         if self.template == "none":
-            return self._encoded([*system, *body, *answer])
+            return self._encode([*system, *body, *answer])
         opening, between, closing = self._frame(bool(system))
         turns = [opening, *system, between, *body, closing]
-        return self._encoded([*turns, *map(self._unspaced, answer)])
+        return self._encode([*turns, *map(self._strip_answer, answer)])
 
     @property
     def facts(self) -> dict:
-        """What records say about how prompts are put together."""
+        """The fields of records about BOS and template."""
         facts = {
             "bos": "none" if self.bos is None else "document",
             "template": self.template,
@@ -140,18 +139,18 @@ class Layout:
         return facts
 
     def _frame(self, system: bool) -> tuple[str, str, str]:
-        """What the template writes before the system's, before the user's and before the answer."""
+        """The text of the template before the system message, the user message and the answer."""
         if system not in self._frames:
-            self._frames[system] = self._rendered(system)
+            self._frames[system] = self._render_frame(system)
         return self._frames[system]
 
-    def _rendered(self, system: bool) -> tuple[str, str, str]:
+    def _render_frame(self, system: bool) -> tuple[str, str, str]:
         user = {"role": "user", "content": _USER}
         render = self.tokenizer.render_chat
         if system:
             try:
                 text = render([{"role": "system", "content": _SYSTEM}, user])
-            except InputError:  # such as Gemma's, which knows no system
+            except InputError:  # the template supports no system message, such as Gemma's
                 text = ""
             if _SYSTEM in text and text.index(_SYSTEM) < text.index(_USER):
                 opening, _, rest = text.partition(_SYSTEM)
@@ -160,19 +159,19 @@ class Layout:
         opening, _, closing = render([user]).partition(_USER)
         return opening, "\n\n" if system else "", closing
 
-    def _unspaced(self, answer: Segment) -> Segment:
-        """The answer's beginning without blanks in front where the template ends in one."""
+    def _strip_answer(self, answer: Segment) -> Segment:
+        """The answer prefix without leading blanks if the template ends in a blank."""
         if answer.ids is None and self._frame(False)[2][-1:].isspace():
             return dataclasses.replace(answer, text=answer.text.lstrip())
         return answer
 
-    def _encoded(self, pieces: Sequence[Segment | str]) -> Prompt:
-        """Segments and, as strings, parts of the template."""
+    def _encode(self, pieces: Sequence[Segment | str]) -> Prompt:
+        """Encodes segments, and parts of the template as strings."""
         ids: list[int] = []
         spans: list[Span] = []
         if self.bos is not None:
             ids, spans = [self.bos], [Span("bos", 0, 1)]
-        blank = ""  # blanks at the end of a piece: words have them in front
+        blank = ""  # trailing blanks, which tokenizers attach to the next word
         for number, piece in enumerate(pieces):
             template = isinstance(piece, str)
             kind, start = "template" if template else piece.kind, len(ids)
@@ -186,29 +185,29 @@ class Layout:
             else:
                 text = blank + (piece if template else piece.text)
                 last = number == len(pieces) - 1
-                bare = text if last else text.rstrip(" ")
-                blank = text[len(bare) :]
-                ids += self._piece(bare, not spans or spans[-1].kind == "bos", template)
+                stripped = text if last else text.rstrip(" ")
+                blank = text[len(stripped) :]
+                ids += self._piece(stripped, not spans or spans[-1].kind == "bos", template)
             if len(ids) > start:
                 spans.append(Span(kind, start, len(ids)))
         return Prompt(np.asarray(ids, np.int32), tuple(spans))
 
     def _piece(self, text: str, first: bool, special: bool) -> list[int]:
-        """Ids of one piece behind those before it; BOS that a template writes is left out."""
+        """Token ids of one piece after the pieces before it, without a BOS of the template."""
         if not text:
             return []
         if not first:
-            return _behind(self.tokenizer, text, special)
+            return _encode_inside(self.tokenizer, text, special)
         ids = list(self.tokenizer.encode(text, allow_special=special))
         if special and self.bos is not None and self.bos in ids[:2]:
-            ids = ids[ids.index(self.bos) + 1 :]  # perhaps behind sentencepiece's blank
+            ids = ids[ids.index(self.bos) + 1 :]  # it may follow sentencepiece's blank
         return ids
 
 
-def _behind(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
-    """Ids of `text` inside a longer text, where it may begin with a letter."""
+def _encode_inside(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
+    """Token ids of `text` inside a longer text, also if it begins with a letter."""
     if text[0].isalnum():
-        # Behind a letter it would go on with that word; a line's end joins with no word.
+        # After a letter it would continue a word; a newline joins with no word.
         anchor = list(tokenizer.encode("\n"))
         ids = list(tokenizer.encode("\n" + text, allow_special=special))
         if ids[: len(anchor)] == anchor:
@@ -217,57 +216,67 @@ def _behind(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]
 
 
 def fit(prompt: Prompt, budget: Budget, tokenizer: Tokenizer, how: str, name: str = "") -> Prompt:
-    """`prompt` within `budget`: tokens of its documents and demonstrations are cut out.
+    """Truncates the documents and demonstrations of a prompt to fit a budget.
 
-    `how` is middle, which keeps as much of their beginning as of their end; left, which keeps the
-    end; right, which keeps the beginning; or refuse. Half a character is never kept. `name` is that
-    of the task, for the error about a budget that the other segments exceed.
+    Args:
+      prompt: The prompt.
+      budget: The maximum length.
+      tokenizer: The tokenizer of the prompt, to remove partial characters at the cut.
+      how: The end that is cut: middle keeps both ends equally, left keeps the end, right keeps the
+        beginning, refuse cuts nothing.
+      name: The name of the task, for the message.
+
+    Raises:
+      InputError: The other segments exceed the budget, or `how` is refuse and the prompt does.
     """
     over = -budget.left(prompt)
     if over <= 0:
         return prompt
-    places = np.concatenate([np.arange(*span) for span in prompt.movable] or [np.zeros(0, int)])
-    if how == "refuse" or over > len(places):
-        fixed = budget.used(prompt) - (0 if how == "refuse" else len(places))
+    indices = np.concatenate([np.arange(*span) for span in prompt.movable] or [np.zeros(0, int)])
+    if how == "refuse" or over > len(indices):
+        fixed = budget.used(prompt) - (0 if how == "refuse" else len(indices))
         rest = "the prompt" if how == "refuse" else "instruction, question and answer"
         raise InputError(
             f"lengths: {budget.length} is too short for {name or 'this task'}, where {rest} and"
             f" what else counts ({budget.counts}) take {fixed} tokens; use at least {fixed}"
         )
-    kept = len(places) - over
-    head = {"middle": kept - kept // 2, "left": 0, "right": kept}[how]
-    tail = kept - head
-    ids = prompt.ids[places]
-    head -= _halves(tokenizer, ids[:head], at_end=True)
-    tail -= _halves(tokenizer, ids[len(ids) - tail :], at_end=False)
-    return _without(prompt, places[head : len(places) - tail])
+    num_kept = len(indices) - over
+    head = {"middle": num_kept - num_kept // 2, "left": 0, "right": num_kept}[how]
+    tail = num_kept - head
+    ids = prompt.ids[indices]
+    head -= _num_partial(tokenizer, ids[:head], at_end=True)
+    tail -= _num_partial(tokenizer, ids[len(ids) - tail :], at_end=False)
+    return _without(prompt, indices[head : len(indices) - tail])
 
 
-def _halves(tokenizer: Tokenizer, ids: np.ndarray, *, at_end: bool) -> int:
-    """Tokens at one end that are a part of a character: at most three, as UTF-8 has it."""
+def _num_partial(tokenizer: Tokenizer, ids: np.ndarray, *, at_end: bool) -> int:
+    """The tokens at one end that are a partial character, at most three in UTF-8."""
     for count in range(min(4, len(ids) + 1)):
         rest = ids[: len(ids) - count] if at_end else ids[count:]
         text = tokenizer.decode(rest[-8:] if at_end else rest[:8])
         if not (text.endswith("\ufffd") if at_end else text.startswith("\ufffd")):
             return count
-    return 0  # the text itself says U+FFFD
+    return 0  # the text itself has U+FFFD
 
 
-def _without(prompt: Prompt, places: np.ndarray) -> Prompt:
-    """`prompt` without the ids at `places`, and its spans moved up."""
+def _without(prompt: Prompt, indices: np.ndarray) -> Prompt:
+    """Removes the tokens at `indices` and moves the spans."""
     keep = np.ones(len(prompt.ids), bool)
-    keep[places] = False
-    before = np.concatenate([[0], np.cumsum(keep)])
-    spans = [Span(s.kind, int(before[s.start]), int(before[s.stop])) for s in prompt.spans]
+    keep[indices] = False
+    new = np.concatenate([[0], np.cumsum(keep)])
+    spans = [Span(s.kind, int(new[s.start]), int(new[s.stop])) for s in prompt.spans]
     spans = [span for span in spans if span.stop > span.start]
-    return Prompt(prompt.ids[keep], tuple(spans), len(places))
+    return Prompt(prompt.ids[keep], tuple(spans), len(indices))
 
 
 def cut_text(tokenizer: Tokenizer, text: str, length: int) -> tuple[str, int]:
-    """LongBench's own cut (its pred.py): of a whole prompt both halves as text, and what it lost.
+    """Truncates the middle of a whole prompt as text, as LongBench's pred.py does.
 
-    For parity: BOS counts, the text is tokenised again later and may then be longer than `length`,
-    instruction and question lie in the halves, and a character at the cut may become U+FFFD.
+    As there, BOS counts, the text is tokenised again later and may then exceed `length`, and a
+    character at the cut may become U+FFFD.
+
+    Returns:
+      The text, and the number of removed tokens.
     """
     ids = list(tokenizer.encode(text))
     bos = start_token(tokenizer, "auto")

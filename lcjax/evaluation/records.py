@@ -1,6 +1,6 @@
-"""Records on disk: one JSON line per scored unit, written at once, continued after a stop.
+"""Records on disk: one JSON line per scored unit, appended after every batch.
 
-They are the source of truth of a run; tables and figures are made from them alone.
+Tables and figures are made from records alone, and a stopped run continues from them.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lcjax.evaluation.config import EvalConfig
 
 FORMAT = 2
-MARKER = "run.json"  # what the records were made with
-WEIGHTS = "weights"  # of a marker: what the checkpoint of each method held, by the method's name
+MARKER = "run.json"  # settings of the records
+WEIGHTS = "weights"  # key of the marker: identity of each method's checkpoint
 REPORT = "report.html"
 CONFIG = "config.yaml"
 _FILES = (MARKER, CONFIG, "summary.json", REPORT, ERROR)
@@ -39,13 +39,13 @@ RUN_FOLDER = FolderFormat(
     files=(
         *(*_FILES, "records/*.jsonl", "tables/*.md", "tables/*.csv", "tables/*.tex"),
         *("figures/*.png", "figures/*.svg"),
-        # Official scorers write their results beside the answers.
+        # Official scorers write their results next to the answers.
         *("export/lm_eval/**", "export/longbench/**", "export/ruler/**"),
     ),
     config=MARKER,
     keys=frozenset({"format", "hash", "config"}),
 )
-# Keys whose numbers are an array of float32 here: as a list they take eight times the memory.
+# Fields that are read as float32 arrays; lists take eight times the memory.
 COMPACT = frozenset({"position_nll"})
 _FREE = ("run", "batch_size", "mesh", "distributed")  # keys that may change when a run is continued
 
@@ -53,7 +53,7 @@ Key = tuple[str, int, int]  # method, length, index of the unit
 
 
 def fingerprint(settings: Mapping) -> str:
-    """Hash of everything that decides what a run computes."""
+    """Hash of the settings that determine what a run computes."""
     text = json.dumps({"format": FORMAT, **binding(settings)}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -62,7 +62,11 @@ class Store:
     """The folder of one run."""
 
     def __init__(self, config: "EvalConfig", settings: Mapping):
-        """Refuses a folder that `config.run` may not go on with; changes nothing yet."""
+        """Checks the folder and changes nothing.
+
+        Raises:
+          InputError: The folder holds another run, or `config.run.existing` forbids to continue it.
+        """
         self.folder, self._config, self._settings = Path(config.run.folder), config, settings
         self.hash, self._marker = fingerprint(settings), self.folder / MARKER
         if (self.folder / MODEL_CONFIG).exists():
@@ -70,7 +74,7 @@ class Store:
                 f"run.folder={self.folder} holds a training run; name another, as"
                 f" {self.folder / 'eval'}"
             )
-        # Without a record there is nothing to lose: a mistake that was put right may start again.
+        # A folder without a record may be reused, as after a corrected mistake.
         used = any((self.folder / "records").glob("*.jsonl"))
         if used and not self._marker.exists():
             raise InputError(
@@ -90,8 +94,8 @@ class Store:
             self._compare(before, settings)
             self._weights = before.get(WEIGHTS, {})
 
-    def of_weights(self, weights: Mapping[str, str]) -> None:
-        """Refuses to mix records of other weights than these, by the name of each method."""
+    def check_weights(self, weights: Mapping[str, str]) -> None:
+        """Raises InputError if the records are of other weights; `weights` are by method."""
         if not distributed.same(str(sorted(weights.items()))):
             raise InputError(
                 "model.path holds other weights for this process than for others of the job; name"
@@ -108,7 +112,7 @@ class Store:
         self._weights = dict(weights)
 
     def begin(self) -> None:
-        """Removes an old run if that is wanted, and notes the settings of this one."""
+        """Deletes an old run for existing=overwrite, and writes the settings of this one."""
         if not distributed.first():
             return
         if self._replaces:
@@ -121,7 +125,7 @@ class Store:
         describe(self.folder, self._config, self._settings, **more)
 
     def _check_overwrite(self) -> None:
-        """Refuses to remove what no run wrote, even where it has a name that runs use."""
+        """Raises InputError if the folder has files that no run wrote."""
         check_replaceable(self.folder, RUN_FOLDER, {*_FILES, *_FOLDERS})
 
     def _compare(self, before: Record, settings: Mapping) -> None:
@@ -147,9 +151,12 @@ class Store:
         return records_file(self.folder, task)
 
     def read(self, task: str) -> dict[Key, Record]:
-        """All finished records; a line that a killed process left half written is cut off.
+        """Reads all records of a task, and truncates a line that a killed process left incomplete.
 
-        Of several processes all read before one of them writes, and must find the same.
+        All processes read before one of them writes, and must find the same records.
+
+        Raises:
+          InputError: A line is no record, or the processes read different records.
         """
         records = self._read(task)
         if not distributed.same(str(sorted(records))):
@@ -164,11 +171,11 @@ class Store:
         if self._replaces or not path.exists():
             return {}
         data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data) and distributed.first():
+        end = data.rfind(b"\n") + 1
+        if end < len(data) and distributed.first():
             with path.open("r+b") as file:
-                file.truncate(whole)
-        records, damaged = parse(data[:whole])
+                file.truncate(end)
+        records, damaged = parse(data[:end])
         if damaged:
             raise InputError(
                 f"{path}:{damaged[0]} is not a record; delete that line, it will be computed again"
@@ -176,10 +183,7 @@ class Store:
         return records
 
     def append(self, task: str, records: Sequence[Record]) -> None:
-        """Adds finished records; they are in the file when this returns.
-
-        What all processes have scored together, the first one writes.
-        """
+        """Appends records to the file of a task; only the first process writes."""
         if not distributed.first():
             return
         with self.path(task).open("a", encoding="utf-8") as file:
@@ -187,26 +191,26 @@ class Store:
 
 
 def records_file(folder: Path, task: str) -> Path:
-    """Where a run keeps the records of a task."""
+    """The file with the records of a task."""
     return folder / "records" / f"{task}.jsonl"
 
 
 def to_lines(records: Iterable[Mapping], *, ascii: bool = True) -> str:
-    """One line of strict JSON each."""
+    """Formats records as strict JSON, one line each."""
     lines = (json.dumps(clean(record), ensure_ascii=ascii) + "\n" for record in records)
     return "".join(lines)
 
 
 def parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
-    """The last record of each unit, and the numbers of lines that are none."""
+    """Returns the last record of each unit, and the line numbers of invalid lines."""
     records: dict[Key, Record] = {}
     damaged = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
             record = json.loads(line)
-            key: Key = record["method"], record["length"], record["window"]
-            some = {name: np.asarray(record[name], np.float32) for name in COMPACT & record.keys()}
-            records[key] = record | some
+            unit: Key = record["method"], record["length"], record["window"]
+            arrays = {key: np.asarray(record[key], np.float32) for key in COMPACT & record.keys()}
+            records[unit] = record | arrays
         except (ValueError, KeyError, TypeError):
             damaged.append(number)
     return records, damaged
@@ -215,9 +219,9 @@ def parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
 def by_cell(
     records: Iterable[Record], methods: Sequence[str] | None = None
 ) -> dict[tuple[str, int], list[Record]]:
-    """Records by method and length, those of a cell by their units.
+    """Groups records by method and length, sorted by unit.
 
-    Methods in the order given; None: as they come.
+    `methods` is the order of the methods; None is the order of the records.
     """
     records = list(records)
     order = list(methods or dict.fromkeys(record["method"] for record in records))
@@ -230,20 +234,20 @@ def by_cell(
 
 
 def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any) -> None:
-    """Notes in a run folder what its records are made with, and what `more` says of them."""
+    """Writes the settings of a run, and the fields `more`, to its folder."""
     entry = {"format": FORMAT, "hash": fingerprint(settings), "config": settings, **more}
     write_whole(folder / MARKER, json.dumps(entry, indent=1, default=str) + "\n")
     dump(config, folder / CONFIG)
 
 
 def folder_name(name: str) -> str:
-    """The name of a method or run as that of a folder."""
+    """The folder name for the name of a method or run."""
     return re.sub(r"[^\w.+-]+", "_", name).strip("_.") or "_"
 
 
 def clean(value):
-    """`value` for strict JSON: numbers that are not finite become null, arrays lists."""
-    if isinstance(value, np.ndarray):  # as few digits as tell a number of its precision
+    """Converts `value` for strict JSON: numbers that are not finite become null, arrays lists."""
+    if isinstance(value, np.ndarray):  # the shortest text of each float32
         return [clean(float(str(item))) for item in value]
     if isinstance(value, Mapping):
         return {key: clean(item) for key, item in value.items()}
@@ -253,7 +257,7 @@ def clean(value):
 
 
 def binding(settings: Mapping) -> dict:
-    """The settings that decide what a run computes."""
+    """The settings that determine what a run computes."""
     return {key: value for key, value in settings.items() if key not in _FREE}
 
 

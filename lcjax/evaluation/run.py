@@ -1,4 +1,4 @@
-"""One run: every method answers the same questions at every length; records, then a report."""
+"""Runs an evaluation: scores every method on the same units, then writes the report."""
 
 import dataclasses
 import functools
@@ -18,9 +18,16 @@ from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
-from lcjax.evaluation.config import EvalConfig, Method
+from lcjax.evaluation.config import (
+    EvalConfig,
+    Method,
+    described,
+    sections,
+    split_of,
+    subject_of,
+    weights,
+)
 from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.methods import described, sections, split_of, subject_of, weights
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit, SplitModel
@@ -36,19 +43,28 @@ Plan = dict[tuple[str, int], list[Unit]]  # by task and length
 
 
 def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | None:
-    """Scores what is not scored yet and writes the report; trains first what a study lacks.
+    """Runs the missing trainings of a study, scores the units without a record, and reports.
 
-    `load` opens a model section; None is `LanguageModel.load` on the mesh of `config`. Of several
-    processes, which share the work of every batch, the first one writes; others return None. So
-    does a study whose training was stopped.
+    With several processes every batch is sharded over all of them, and the first process writes.
+
+    Args:
+      config: The config of eval.py.
+      load: Loads the model of a model section; None is `LanguageModel.load` on the mesh of
+        `config`.
+
+    Returns:
+      The report; None in other processes than the first, or if a training was stopped by a signal.
+
+    Raises:
+      InputError: A setting, a path or the run folder does not fit.
     """
     limits, trainings = check(config), study.trainings(config)
-    ready = study.with_trained(config)
-    opened = load or functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
+    trained = study.with_trained(config)
+    load_model = load or functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     if load is None:
-        made = study.made_by(trainings)
-        for method, section in zip(config.methods, sections(ready), strict=True):
-            if section.path not in made:
+        trained_paths = study.made_by(trainings)
+        for method, section in zip(config.methods, sections(trained), strict=True):
+            if section.path not in trained_paths:
                 check_source(section)
             if study.has_memory(section, trainings):
                 _check_splits(config, limits, [method])
@@ -60,9 +76,9 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     if not study.run(config, trainings):
         return None
     if load is None:
-        store.of_weights(weights(ready))
+        store.check_weights(weights(trained))
     try:
-        runner = _Runner(ready, limits, store, opened)
+        runner = _Runner(trained, limits, store, load_model)
         records = runner.records()
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(
@@ -80,7 +96,14 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
 
 
 def check(config: EvalConfig) -> Limits:
-    """Everything that can be refused before a model is loaded."""
+    """Checks everything that needs no model.
+
+    Returns:
+      The settings that planning depends on.
+
+    Raises:
+      InputError: A setting does not fit.
+    """
     for key, names in (
         ("methods", [method.name for method in config.methods]),
         ("tasks", _labels(config)),
@@ -88,9 +111,9 @@ def check(config: EvalConfig) -> Limits:
     ):
         if not names:
             raise InputError(f"{key} is empty; give at least one")
-        twice = sorted({str(name) for name in names if names.count(name) > 1})
-        if twice:
-            raise InputError(f"{key}: {', '.join(twice)} stands twice; give each its own name")
+        repeated = sorted({str(name) for name in names if names.count(name) > 1})
+        if repeated:
+            raise InputError(f"{key}: {', '.join(repeated)} stands twice; give each its own name")
     for index, label in enumerate(_labels(config)):
         if not re.fullmatch(r"[\w.-]+", label):
             raise InputError(
@@ -115,14 +138,14 @@ def check(config: EvalConfig) -> Limits:
 
 
 def _check_splits(config: EvalConfig, limits: Limits, methods: Sequence[Method]) -> None:
-    """`methods` read a part of each window beside the decoder."""
+    """Checks every task for methods that read a part of each window beside the decoder."""
     for index, task in enumerate(config.tasks):
         for method in methods:
             _check_split(method, task, f"tasks.{index}", limits)
 
 
 def _check_split(method: Method, task: Task, key: str, limits: Limits) -> None:
-    """Refuses to score what the decoder does not read."""
+    """Raises InputError if a task scores tokens that the decoder does not read."""
     split = method.context or method.replug or ContextSplit()
     protocol = getattr(task, "protocol", "last_k")
     if split.source == "foreign" and task.generates:
@@ -143,57 +166,61 @@ def _labels(config: EvalConfig) -> list[str]:
 
 
 class _Runner:
-    """Loads models one after another, and asks them what no record answers yet."""
+    """Loads the models one after another, and scores the units without a record."""
 
     def __init__(self, config: EvalConfig, limits: Limits, store: Store, load: Loader):
         self._config, self._limits, self._store, self._load = config, limits, store, load
-        self._plans: dict[tuple, Plan] = {}  # by what the tokenizer does to a text
+        self._plans: dict[tuple, Plan] = {}  # by `_plan_key` of the tokenizer
         self._done = {task.label: store.read(task.label) for task in config.tasks}
-        self._kept: dict[Task, list[Record]] = {task: [] for task in config.tasks}
+        self._records: dict[Task, list[Record]] = {task: [] for task in config.tasks}
         self.models: dict[str, Any] = {}  # configs of the methods, for the summary
 
     def records(self) -> dict[Task, list[Record]]:
-        """All records of the run, by task; new ones are on disk before the next batch starts."""
+        """All records of the run, by task; those of a batch are written before the next batch."""
         if any(task.needs_data for task in self._config.tasks):
-            next(self._texts())  # a path without text is said before a large model is read
+            next(self._texts())  # fails before a large model is loaded if the corpus has no text
         methods = self._config.methods
-        opened = sections(self._config)
-        # Counted in tokens: windows of one run differ a hundredfold in what they take.
+        model_sections = sections(self._config)
+        # The progress bar counts tokens, as the lengths of windows differ a hundredfold.
         quiet = not distributed.first()
         with tqdm(unit="tok", unit_scale=True, dynamic_ncols=True, disable=quiet) as bar:
-            left = list(methods)
-            for index, section in enumerate(opened):
-                if section in opened[:index]:
+            remaining = list(methods)
+            for index, section in enumerate(model_sections):
+                if section in model_sections[:index]:
                     continue
-                own = [m for m, other in zip(methods, opened, strict=True) if other == section]
-                self._checkpoint(section, own, left, bar)
-                left = [method for method in left if method not in own]
-        return self._kept
+                pairs = zip(methods, model_sections, strict=True)
+                group = [method for method, other in pairs if other == section]
+                self._run_checkpoint(section, group, remaining, bar)
+                remaining = [method for method in remaining if method not in group]
+        return self._records
 
-    def _checkpoint(
-        self, section: ModelSection, methods: Sequence[Method], left: Sequence[Method], bar: tqdm
+    def _run_checkpoint(
+        self,
+        section: ModelSection,
+        methods: Sequence[Method],
+        remaining: Sequence[Method],
+        bar: tqdm,
     ) -> None:
-        """All methods of one checkpoint, which is read once and given up before the next one.
+        """Loads a checkpoint, scores all its methods, and frees it.
 
-        `left` are these methods and those of checkpoints to come.
+        `remaining` are these methods and those of later checkpoints.
         """
         model = self._load(section)
         if isinstance(model, LanguageModel) and distributed.first():
-            bar.write(self._needs(section, methods, model), file=sys.stderr)
-        # Another tokenizer cuts the same texts into other windows; checkpoints to come are taken
-        # to have as many.
-        bar.total = bar.n + self._tokens(left, self._plan(model.tokenizer, bar))
+            bar.write(self._memory_line(section, methods, model), file=sys.stderr)
+        # Later checkpoints may have other tokenizers and windows; the bar assumes the same ones.
+        bar.total = bar.n + self._num_tokens(remaining, self._plan(model.tokenizer, bar))
         for method in methods:
             self.models[method.name] = described(model, method)
-            self._refuse_unanswerable(method, model)
-        self._store.begin()  # not before: a run that cannot start must not cost the one before it
+            self._check_model(method, model)
+        self._store.begin()  # after the checks, as it may delete an old run
         for method in methods:
-            self._method(method, model, bar)
+            self._run_method(method, model, bar)
         del model
         gc.collect()
 
-    def _tokens(self, methods: Sequence[Method], plan: Plan) -> int:
-        """Tokens of everything that no record answers: finished work says nothing of the speed."""
+    def _num_tokens(self, methods: Sequence[Method], plan: Plan) -> int:
+        """Tokens of all units without a record."""
         return sum(
             unit.facts["size"]
             for (label, length), units in plan.items()
@@ -201,25 +228,27 @@ class _Runner:
             if (method.name, length, unit.index) not in self._done[label]
         )
 
-    def _needs(self, section: ModelSection, methods: Sequence[Method], model: LanguageModel) -> str:
-        """What the largest batch needs of each device, and whether it keeps them all busy."""
+    def _memory_line(
+        self, section: ModelSection, methods: Sequence[Method], model: LanguageModel
+    ) -> str:
+        """The memory that the largest batch needs per device, and the number of filler rows."""
         batch, length = self._config.batch_size, self._limits.lengths[-1]
         splits = [split_of(method, model) for method in methods]
-        asked = any(task.generates for task in self._config.tasks)
+        generates = any(task.generates for task in self._config.tasks)
         shapes = [(1, length) if s is None else s.shape(model, length) for s in splits]
-        # Texts are scored so many rows at a time; a prompt's rows are all in one batch.
-        shapes = [(rows if asked else 1, tokens) for rows, tokens in shapes]
+        # A prompt with several rows (REPLUG) needs all of them in one batch; texts do not.
+        shapes = [(rows if generates else 1, tokens) for rows, tokens in shapes]
         rows, longest = max(shapes, key=math.prod)
         contexts = [c for c in (s and s.context(model, length) for s in splits) if c]
         memory = cost.generation_memory(
             model.config, longest, batch * rows, model.mesh or Mesh(fsdp=1), chunk=longest,
             context=max(contexts, key=math.prod, default=None),
         )  # fmt: skip
-        # What is read of a prompt stays as it was for the next choice, beside what goes on from it.
-        caches = 2 if any(task.chooses for task in self._config.tasks) else int(asked)
+        # Choices need the cache of the prompt and a copy that each choice extends.
+        caches = 2 if any(task.chooses for task in self._config.tasks) else int(generates)
         filler = padding_rows(model.mesh, batch)
         if caches and any(s is None and shareable(model) for s in splits):
-            # What prompts begin with is a row on every device.
+            # The shared prefix of prompts is one row on every device.
             caches += rows_over(model.mesh, batch + filler) / (batch + filler)
         memory = dataclasses.replace(memory, cache=int(caches * memory.cache))
         name = section.path or section.preset
@@ -234,22 +263,22 @@ class _Runner:
         return documents(data, "validation" if data.holdout else "train")
 
     def _plan(self, tokenizer, bar: tqdm | None = None) -> Plan:
-        """What is asked of models with this tokenizer; `bar` says what is being made."""
-        name = self._habits(tokenizer)
+        """All units for a tokenizer; `bar` shows the progress."""
+        name = self._plan_key(tokenizer)
         if name not in self._plans:
             corpus, plan = Corpus(self._texts(), tokenizer), {}
             for task, length in itertools.product(self._config.tasks, self._limits.lengths):
-                if bar is not None:  # hundreds of long prompts take minutes
+                if bar is not None:  # long prompts take minutes
                     bar.set_description(f"preparing {task.label} {length:,}")
                 plan[task.label, length] = task.plan(corpus, length, self._limits)
-                self._refuse_other_questions(task, length, plan[task.label, length])
+                self._check_same_units(task, length, plan[task.label, length])
             for task in self._config.tasks:
-                self._refuse_empty(task, corpus, plan)
+                self._check_not_empty(task, corpus, plan)
             self._plans[name] = plan
         return self._plans[name]
 
-    def _refuse_other_questions(self, task: Task, length: int, units: Sequence[Unit]) -> None:
-        """Each process computes its part of every batch, so all must have planned the same."""
+    def _check_same_units(self, task: Task, length: int, units: Sequence[Unit]) -> None:
+        """Raises InputError if processes planned different units, as they share every batch."""
         if not distributed.same(str([(u.index, u.shape, u.digest) for u in units])):
             raise InputError(
                 f"the processes of this job ask different questions in {task.label} at length"
@@ -257,22 +286,22 @@ class _Runner:
                 " that they share"
             )
 
-    def _habits(self, tokenizer) -> tuple:
-        """What windows and prompts depend on; two checkpoints may share a vocabulary alone."""
-        habits = [tokenizer.fingerprint, getattr(tokenizer, "add_bos", None), tokenizer.bos_id]
+    def _plan_key(self, tokenizer) -> tuple:
+        """The properties of a tokenizer that windows and prompts depend on."""
+        key = [tokenizer.fingerprint, getattr(tokenizer, "add_bos", None), tokenizer.bos_id]
         if any(getattr(task, "template", "none") == "chat" for task in self._config.tasks):
-            habits.append(tokenizer.render_chat([{"role": "user", "content": "text"}]))
-        return tuple(habits)
+            key.append(tokenizer.render_chat([{"role": "user", "content": "text"}]))
+        return tuple(key)
 
-    def _refuse_empty(self, task: Task, corpus: Corpus, plan: Plan) -> None:
+    def _check_not_empty(self, task: Task, corpus: Corpus, plan: Plan) -> None:
         empty = [n for n in self._limits.lengths if not plan[task.label, n]]
         if empty:
-            longest, why = task.reach(corpus)
-            # Shorter ones are empty as well when all lengths are to score the same documents.
+            longest, reason = task.reach(corpus)
+            # If all lengths score the same documents, shorter lengths are empty, too.
             beyond = ", ".join(str(n) for n in empty if n > longest) or ", ".join(map(str, empty))
-            raise InputError(f"lengths: {beyond} got no window in {task.label}: {why}")
+            raise InputError(f"lengths: {beyond} got no window in {task.label}: {reason}")
 
-    def _refuse_unanswerable(self, method: Method, model) -> None:
+    def _check_model(self, method: Method, model) -> None:
         plan = self._plan(model.tokenizer)
         for length in self._limits.lengths:
             subject = None
@@ -282,35 +311,36 @@ class _Runner:
                     subject = subject or subject_of(model, method, length)
                     task.check_model(subject, units)
 
-    def _method(self, method: Method, model, bar: tqdm) -> None:
+    def _run_method(self, method: Method, model, bar: tqdm) -> None:
         plan = self._plan(model.tokenizer)
-        for length in reversed(self._limits.lengths):  # what does not fit is known at once
+        # The longest first, as it may run out of memory.
+        for length in reversed(self._limits.lengths):
             facts = {"method": method.name, "length": length, "trained": model.config.max_length}
             facts["tokenizer"] = model.tokenizer.fingerprint
             subject = None
             for task in self._config.tasks:
-                left = self._left(task, method.name, plan[task.label, length])
-                if not left:
-                    continue  # a finished cell needs no model
+                missing = self._units_without_record(task, method.name, plan[task.label, length])
+                if not missing:
+                    continue  # the cell is complete
                 if subject is None:
                     subject = subject_of(model, method, length)
                     if isinstance(subject, SplitModel):
                         facts["decoder"] = subject.decoder
                 bar.set_description(f"{method.name} {length:,} {task.label}")
                 units = plan[task.label, length]
-                for records in self._score(task, subject, left, facts, units):
+                for records in self._score(task, subject, missing, facts, units):
                     self._store.append(task.label, records)
-                    self._kept[task] += records
+                    self._records[task] += records
                     bar.update(sum(record["size"] for record in records))
 
-    def _left(self, task: Task, method: str, units: Sequence[Unit]) -> list[Unit]:
-        """Units without a record; finished ones are taken over, if they saw the same tokens."""
-        left = []
+    def _units_without_record(self, task: Task, method: str, units: Sequence[Unit]) -> list[Unit]:
+        """Keeps the records of the other units; raises InputError if their tokens changed."""
+        missing = []
         for unit in units:
             key: Key = method, unit.facts["length"], unit.index
             record = self._done[task.label].get(key)
             if record is None:
-                left.append(unit)
+                missing.append(unit)
                 continue
             if record["digest"] != unit.digest:
                 raise InputError(
@@ -318,59 +348,59 @@ class _Runner:
                     f"{self._store.path(task.label)}; the data has changed since, so choose "
                     "another run.folder"
                 )
-            self._kept[task].append(record)
-        return left
+            self._records[task].append(record)
+        return missing
 
     def _score(
-        self, task: Task, model, units: Sequence[Unit], facts: Record, every: Sequence[Unit]
+        self, task: Task, model, units: Sequence[Unit], facts: Record, all_units: Sequence[Unit]
     ) -> Iterator[list[Record]]:
-        """Records of one batch after another; units of one shape share a compiled function.
+        """Yields the records of each batch; units of one shape share a compiled function.
 
-        `every` unit of the task and length may lend its context to another. What prompts begin
-        with is read once, and counts once.
+        Splits with source=foreign take context from `all_units` of the task and length. A shared
+        prefix of prompts is read once and counts once.
         """
         floor, size = measure.reset_peak(), self._config.batch_size
         model = reader_of(model, [ids for unit in units for ids in task.prompts(unit)])
         scorer, saved = task.scorer(model, size), 0
         for chunk in _batches(task, model, units, size):
-            fed = chunk
+            inputs = chunk
             if isinstance(model, SplitModel):
-                fed = [model.fed(unit, every, self._limits.seed) for unit in chunk]
+                inputs = [model.fed(unit, all_units, self._limits.seed) for unit in chunk]
             with measure.Stopwatch() as watch:
-                scores = scorer(fed)
+                scores = scorer(inputs)
             cost = {
                 "seconds": (watch.seconds - watch.compiling) / len(chunk),
                 "compile_seconds": watch.compiling / len(chunk),
                 "peak_bytes": measure.peak_bytes(floor),
                 "peak_bytes_at_most": measure.highest_bytes(),
             }
-            found = [
+            records = [
                 {
                     **facts, "window": u.index, "digest": u.digest, **u.facts,
-                    "read": _read(model, u), **score, **cost,
+                    "read": _num_read(model, u), **score, **cost,
                 }
                 for u, score in zip(chunk, scores, strict=True)
             ]  # fmt: skip
             if isinstance(model, PrefixReader):
-                fewer, saved = round((model.saved - saved) / len(chunk)), model.saved
-                found = [{**record, "read": record["read"] - fewer} for record in found]
-            yield found
+                shared, saved = round((model.saved - saved) / len(chunk)), model.saved
+                records = [{**record, "read": record["read"] - shared} for record in records]
+            yield records
 
 
 def _batches(task: Task, model, units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
-    """Units of one shape; those whose prompts begin alike are together where `model` profits.
+    """Batches of units of one shape, the longest first.
 
-    The longest come first.
+    Prompts with a common prefix share a batch if `model` can reuse the prefix.
     """
     shapes: dict[tuple, list[Unit]] = {}
     for unit in units:
         shapes.setdefault(unit.shape, []).append(unit)
-    for group in sorted(shapes.values(), key=lambda own: -max(u.facts["size"] for u in own)):
+    for group in sorted(shapes.values(), key=lambda group: -max(u.facts["size"] for u in group)):
         yield from batches(model, group, size, lambda unit: next(iter(task.prompts(unit)), ()))
 
 
-def _read(model, unit: Unit) -> int:
-    """Tokens of a unit that the model took in, or wrote."""
+def _num_read(model, unit: Unit) -> int:
+    """Tokens of a unit that the model reads or generates."""
     if not isinstance(model, SplitModel):
         return unit.facts["size"]
     if isinstance(unit.payload, Prompt):

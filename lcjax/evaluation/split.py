@@ -1,10 +1,10 @@
-"""Windows whose beginning a method reads beside its decoder: in chunks, or passage by passage.
+"""Splits windows into the decoder's text and context that is read beside it, in chunks.
 
-Of a typed prompt only documents and demonstrations go there, the earliest first; instruction,
-question and the answer's beginning stay with the decoder.
+Of a prompt only documents and demonstrations move to the context, the earliest first. Instruction,
+question and answer prefix stay with the decoder.
 
-CEPE's Table 1 (arXiv 2402.16617): of 8,192 tokens the last 4,096 are the decoder's, the 16 chunks
-of 256 before them the encoder's; 4,096 are 2,048 and 8 chunks, longer ones 4,096 and the rest.
+In CEPE's Table 1 (arXiv 2402.16617) the decoder reads the last 2,048 of 4,096 tokens and the last
+4,096 of longer windows; the encoder reads the tokens before in chunks of 256.
 """
 
 import abc
@@ -29,16 +29,16 @@ SOURCES = ("own", "foreign")
 
 @dataclasses.dataclass(frozen=True)
 class Split(abc.ABC):
-    """What of a window is read beside the decoder, and how."""
+    """How a window is split into the decoder's text and its context."""
 
-    key: ClassVar[str]  # of a method's settings
+    key: ClassVar[str]  # field of a method's settings, for messages
 
-    # Tokens at the end of a window that the decoder reads; null: half of the window, and no more
-    # than the model was trained for, or than one of a memory's own windows.
+    # Tokens at the end of a window that the decoder reads; null: half of the window, at most the
+    # trained length, or the window size of a memory that reads window by window.
     decoder: int | None = None
-    chunk: int | None = None  # tokens of a chunk; null: what the memory was trained with
-    chunks: int | None = None  # only the last so many before the decoder's text; null: all
-    # own, or foreign as a control: each chunk is one of another document.
+    chunk: int | None = None  # tokens of a chunk; null: as the memory was trained
+    chunks: int | None = None  # maximum number of chunks, the last ones; null: all
+    # own, or foreign as a control: chunks of other documents.
     source: str = "own"
 
     def __post_init__(self):
@@ -52,14 +52,14 @@ class Split(abc.ABC):
 
     @abc.abstractmethod
     def context(self, model, length: int) -> tuple[int, int] | None:
-        """Chunks that are kept of a window beside what the decoder reads, and tokens of each."""
+        """(chunks, tokens of a chunk) whose memory is stored for a window, or None."""
 
     @abc.abstractmethod
     def tokens(self, model, length: int) -> int:
-        """What the decoder reads of windows of `length` tokens."""
+        """Tokens of the decoder in windows of `length` tokens."""
 
     def shape(self, model, length: int) -> tuple[int, int]:
-        """Rows that one prompt takes in a batch, and tokens of each."""
+        """(rows of one prompt in a batch, tokens of a row)."""
         return 1, self.tokens(model, length)
 
     @abc.abstractmethod
@@ -75,28 +75,28 @@ class Split(abc.ABC):
         """As `LanguageModel.continuations`, with the `passages` of each part."""
 
     def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
-        """The chunks of what stands before the decoder's text; the odd one is the first."""
-        return self.kept(chunks_of(context, chunk))
+        """Splits the context into chunks; the first one may be shorter."""
+        return self.last(chunks_of(context, chunk))
 
-    def kept(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
-        """Those that `chunks` allows: the last ones."""
+    def last(self, chunks: list[np.ndarray]) -> list[np.ndarray]:
+        """The last `self.chunks` of `chunks`, or all."""
         return chunks if self.chunks is None else chunks[max(len(chunks) - self.chunks, 0) :]
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextSplit(Split):
-    """What of a window is read by the memory of a model."""
+    """Context for the memory of a model."""
 
     key: ClassVar[str] = "context"
 
-    # Contexts of more tokens are attended to more sharply (Cepe.trained_context); null: never.
+    # Longer contexts scale attention logits (Cepe.trained_context); null: no scaling.
     trained_context: int | None = None
-    # Which half of a node is split again (SharedLLM): right, query, random; null: the model's own.
+    # Half of a node that is split again (SharedLLM): right, query, random; null: the model's own.
     policy: Policy | None = None
-    # Of how many tokens one is kept at each level of a tree (SharedLLM), so also how many levels;
-    # null: as the model was trained.
+    # Compression ratio of each level of a tree (SharedLLM), which sets the number of levels; null:
+    # as the model was trained.
     ratios: tuple[int, ...] | None = None
-    # Tokens that a beacon stands for (Activation Beacon), 0 for all; null: the model's own.
+    # Tokens per beacon (Activation Beacon), 0 for all ratios; null: the model's own.
     ratio: int | None = None
 
     def __post_init__(self):
@@ -110,7 +110,7 @@ class ContextSplit(Split):
         return SplitModel(subject, self, decoder, self.size(model))
 
     def _memory(self, model) -> Memory:
-        """That of the model with these settings."""
+        """The memory of the model with these settings."""
         memory = model.config.memory
         check_memory(memory)
         settings = (("trained_context", Cepe), ("policy", SharedLlm), ("ratios", SharedLlm))
@@ -129,7 +129,7 @@ class ContextSplit(Split):
         return memory
 
     def size(self, model) -> int:
-        """Tokens of a chunk."""
+        """Tokens per chunk."""
         return context_chunk_size(self._memory(model), self.chunk)
 
     def context(self, model, length: int) -> tuple[int, int] | None:
@@ -140,10 +140,10 @@ class ContextSplit(Split):
         return chunks if self.chunks is None else min(chunks, self.chunks), size
 
     def tokens(self, model, length: int) -> int:
-        memory, usual = model.config.memory, min(length // 2, model.config.max_length)
-        if memory is not None and memory.leads:  # the text is the window behind all others
-            usual = min(usual, memory.chunk)
-        return min(usual if self.decoder is None else self.decoder, length)
+        memory, default = model.config.memory, min(length // 2, model.config.max_length)
+        if memory is not None and memory.leads:  # the text is the last window
+            default = min(default, memory.chunk)
+        return min(default if self.decoder is None else self.decoder, length)
 
     def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
         return model.nll(tokens, context=self._encoded(model, passages, chunk), **options)
@@ -157,13 +157,13 @@ class ContextSplit(Split):
         return model.continuations(prompts, options, context=self._encoded(model, passages, chunk))
 
     def _read(self, model, parts: list["Part"], passages: list) -> tuple[list, list]:
-        """Prompts, and what is read beside them; a BOS begins what stands before the text."""
+        """Prompts and contexts; for memories of earlier windows BOS moves to the first chunk."""
         prompts, context = [[*part.head, *part.rest] for part in parts], list(passages)
-        for row, (part, own) in enumerate(zip(parts, passages, strict=True)):
-            bos = [*part.head[:1]] == [model.tokenizer.bos_id]
-            if model.config.memory.leads and own and bos:
+        for row, (part, chunks) in enumerate(zip(parts, passages, strict=True)):
+            has_bos = [*part.head[:1]] == [model.tokenizer.bos_id]
+            if model.config.memory.leads and chunks and has_bos:
                 prompts[row] = prompts[row][1:]
-                context[row] = [np.concatenate([part.head[:1], own[0]]), *own[1:]]
+                context[row] = [np.concatenate([part.head[:1], chunks[0]]), *chunks[1:]]
         return prompts, context
 
     def _encoded(self, model, passages: list, chunk: int):
@@ -172,9 +172,9 @@ class ContextSplit(Split):
 
 @dataclasses.dataclass(frozen=True)
 class ReplugSplit(Split):
-    """What of a window is read by REPLUG: each chunk in front of the decoder's text, in turn.
+    """Context for REPLUG, which averages probabilities of the decoder's text after each chunk.
 
-    All chunks count alike. `decoder` leaves room for a chunk where it is null.
+    All chunks have equal weights. If `decoder` is null, decoder and chunk fill half of the window.
     """
 
     key: ClassVar[str] = "replug"
@@ -189,13 +189,13 @@ class ReplugSplit(Split):
     def tokens(self, model, length: int) -> int:
         if self.decoder is not None:
             return min(self.decoder, length)
-        usual = min(length // 2, model.config.max_length) - self.chunk
-        if usual < 1:
+        default = min(length // 2, model.config.max_length) - self.chunk
+        if default < 1:
             raise InputError(
                 f"replug.chunk={self.chunk} leaves the decoder no text in windows of {length}"
-                f" tokens; at most {usual + self.chunk - 1}, or set replug.decoder"
+                f" tokens; at most {default + self.chunk - 1}, or set replug.decoder"
             )
-        return usual
+        return default
 
     def shape(self, model, length: int) -> tuple[int, int]:
         decoder = self.tokens(model, length)
@@ -204,7 +204,7 @@ class ReplugSplit(Split):
         return max(passages, 1), decoder + self.chunk
 
     def context(self, model, length: int) -> None:
-        """Nothing is kept: a passage is read before the text, and again with the next one."""
+        """None, as no memory is stored."""
 
     def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
         return Replug(model, batch=len(tokens)).nll(tokens, context=passages, **options)
@@ -219,47 +219,47 @@ class ReplugSplit(Split):
         return replug.continuations(prompts, options, context=context)
 
     def _read(self, parts: list["Part"], passages: list) -> tuple[list, list]:
-        """Every passage has the beginning of the prompt, such as BOS and instruction, before it."""
+        """Prompts and contexts; the head of a prompt (BOS, instruction) precedes each passage."""
         context = [
-            [np.concatenate([part.head, passage]) for passage in own]
-            for part, own in zip(parts, passages, strict=True)
+            [np.concatenate([part.head, passage]) for passage in row]
+            for part, row in zip(parts, passages, strict=True)
         ]
         prompts = [
-            list(part.rest) if own else [*part.head, *part.rest]
-            for part, own in zip(parts, passages, strict=True)
+            list(part.rest) if row else [*part.head, *part.rest]
+            for part, row in zip(parts, passages, strict=True)
         ]
         return prompts, context
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Of a prompt what the decoder reads, before and after what is read beside it."""
+    """The decoder's text of a prompt before and after the first moved span, and the moved spans."""
 
     head: np.ndarray  # int32 [n]
     rest: np.ndarray
-    beside: list[np.ndarray]  # texts, each of which begins a chunk
+    context: list[np.ndarray]  # the moved spans; each begins a chunk
 
 
 class SplitModel:
-    """A model that reads the last `decoder` tokens of a window, and the rest beside them."""
+    """A model whose decoder reads the last `decoder` tokens; the tokens before are context."""
 
     def __init__(self, model, split: Split, decoder: int, chunk: int):
         self.tokenizer, self.config = model.tokenizer, model.config
         self.decoder, self._model, self._split, self._chunk = decoder, model, split, chunk
 
     def nll(self, tokens: np.ndarray, first: int, lengths: np.ndarray) -> np.ndarray:
-        """As `LanguageModel.nll`, of what the decoder reads."""
+        """As `LanguageModel.nll`, for the tokens of the decoder."""
         start = tokens.shape[1] - self.decoder
         self.check_scored(tokens.shape[1], first, np.min(lengths))
-        read, found = tokens[:, start:], np.zeros(tokens.shape, np.float32)
-        found[:, start:] = self._split.nll(
-            self._model, read, [self._passages(row[:start]) for row in tokens], self._chunk,
+        text, nll = tokens[:, start:], np.zeros(tokens.shape, np.float32)
+        nll[:, start:] = self._split.nll(
+            self._model, text, [self._passages(row[:start]) for row in tokens], self._chunk,
             first=first - start, lengths=np.asarray(lengths) - start,
         )  # fmt: skip
-        return found
+        return nll
 
     def check_scored(self, length: int, first: int, size: int) -> None:
-        """Raises InputError where tokens `first : size` of a window of `length` are not read."""
+        """Raises InputError if the decoder does not read tokens `first : size` of a window."""
         start = length - self.decoder
         if first <= start or size <= start + 1:
             raise InputError(
@@ -273,10 +273,10 @@ class SplitModel:
         sampling,
         movable: Sequence[Sequence[tuple[int, int]]] | None = None,
     ) -> list[str]:
-        """As `LanguageModel.generate`; new tokens count as the decoder's.
+        """As `LanguageModel.generate`; new tokens count towards the decoder's.
 
-        `movable` are first and end of the documents of each prompt, which alone may be read beside
-        the decoder, the earliest first; None: all but the last token.
+        `movable` are the spans (start, stop) of each prompt that may move to the context, the
+        earliest first. None is all but the last token.
         """
         parts, passages = self._parts(prompts, movable, sampling.max_new_tokens)
         return self._split.generate(self._model, parts, sampling, passages, self._chunk)
@@ -287,18 +287,18 @@ class SplitModel:
         continuations: Sequence[Sequence[Sequence[int]]],
         movable: Sequence[Sequence[tuple[int, int]]] | None = None,
     ) -> list[list[Continuation]]:
-        """As `LanguageModel.continuations`; what follows a prompt counts as the decoder's."""
+        """As `LanguageModel.continuations`; continuations count towards the decoder's tokens."""
         longest = max(len(ids) for row in continuations for ids in row)
         parts, passages = self._parts(prompts, movable, longest)
         return self._split.continuations(self._model, parts, continuations, passages, self._chunk)
 
     def _parts(self, prompts, movable, new: int) -> tuple[list["Part"], list[list[np.ndarray]]]:
-        """How prompts are cut that `new` tokens follow, and the chunks that are read beside."""
+        """Splits prompts with `new` tokens after them; returns the parts and the chunks of each."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         spans = [[(0, len(row) - 1)] for row in rows] if movable is None else movable
-        parts = [self._part(row, own, new) for row, own in zip(rows, spans, strict=True)]
+        parts = [self._part(*pair, new) for pair in zip(rows, spans, strict=True)]
         passages = [
-            self._split.kept([chunk for text in part.beside for chunk in self._passages(text)])
+            self._split.last([chunk for text in part.context for chunk in self._passages(text)])
             for part in parts
         ]
         return parts, passages
@@ -319,7 +319,7 @@ class SplitModel:
         return Part(row[:first], row[first:][keep[first:]], [row[a:b] for a, b in moved])
 
     def _moved(self, size: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The earliest of `spans`, as many as a request of `size` tokens is too long."""
+        """The earliest of `spans`, with as many tokens as `size` exceeds the decoder's."""
         moved, over = [], size - self.decoder
         for start, stop in spans:
             if over <= 0:
@@ -329,19 +329,19 @@ class SplitModel:
         return [span for span in moved if span[1] > span[0]]
 
     def unread(self, size: int, movable: Sequence[tuple[int, int]] | None = None) -> int:
-        """Tokens of a window of `size` that neither the decoder reads nor a chunk holds."""
+        """Tokens of a window of `size` that are neither the decoder's nor in a chunk."""
         if self._split.chunks is None:
             return 0
         spans = [(0, size)] if movable is None else movable
-        beside = [np.zeros(b - a, np.int32) for a, b in self._moved(size, spans)]
-        kept = self._split.kept([chunk for text in beside for chunk in self._passages(text)])
-        return sum(map(len, beside)) - sum(map(len, kept))
+        context = [np.zeros(b - a, np.int32) for a, b in self._moved(size, spans)]
+        chunks = self._split.last([chunk for text in context for chunk in self._passages(text)])
+        return sum(map(len, context)) - sum(map(len, chunks))
 
     def _passages(self, context: np.ndarray) -> list[np.ndarray]:
         return self._split.passages(context, self._chunk)
 
     def fed(self, unit: Unit, units: Sequence[Unit], seed: int) -> Unit:
-        """What is read in place of `unit`: itself, or with chunks of other documents beside."""
+        """The unit to score: `unit`, or for source=foreign with chunks of other documents."""
         start = len(unit.tokens) - self.decoder
         if self._split.source == "own" or start <= 0:
             return unit
@@ -360,17 +360,17 @@ class SplitModel:
 
 
 def generate(model, prompts: Sequence[Prompt], sampling) -> list[str]:
-    """Answers to prompts, whose documents a split model reads beside its decoder."""
+    """Generates answers; a `SplitModel` reads documents of the prompts as context."""
     rows = [prompt.ids.tolist() for prompt in prompts]
-    return model.generate(rows, sampling, *_beside(model, prompts))
+    return model.generate(rows, sampling, *_movable(model, prompts))
 
 
 def continuations(model, prompts: Sequence[Prompt], options) -> list[list[Continuation]]:
-    """What `model` says of the options (token ids) behind each prompt, read as in `generate`."""
+    """Scores options (token ids) after each prompt, which is read as in `generate`."""
     rows = [prompt.ids.tolist() for prompt in prompts]
-    return model.continuations(rows, options, *_beside(model, prompts))
+    return model.continuations(rows, options, *_movable(model, prompts))
 
 
-def _beside(model, prompts: Sequence[Prompt]) -> list:
-    """What a split model may read beside its decoder; nothing to say to others."""
+def _movable(model, prompts: Sequence[Prompt]) -> list:
+    """The argument `movable` of a `SplitModel`; no argument for other models."""
     return [[prompt.movable for prompt in prompts]] if isinstance(model, SplitModel) else []

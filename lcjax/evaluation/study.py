@@ -1,9 +1,9 @@
-"""A study: what is compared and not trained yet is trained first, then the evaluation follows.
+"""A study: trains the models of an evaluation that are not trained yet, before the evaluation.
 
-One file so holds a whole experiment: the stages that make its parts, a base model, every method
-trained from it in the same way, and the tables. Trainings lie in the run folder of the evaluation,
-`base` and `trained/NAME`, stages in their own. A finished one is not done again; one that was
-stopped goes on.
+One config file describes a whole experiment: stages that train parts of models, a base model, and
+methods trained from it in the same way. The base model is trained in `base` and methods in
+`trained/NAME` of the run folder; stages have their own folders. A finished training does not run
+again, and a stopped one is resumed.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from lcjax.training import run as train
 from lcjax.training.config import RunSection
 from lcjax.training.tracking import announce, read
 
-# In their order: stages by the name of their file (its path, where two have one name), the base
-# model, methods by their name.
+# Trainings in their order: stages by file name (by path, if two have one name), the base model
+# under an empty name, methods by name.
 Trainings = Mapping[str, TrainConfig]
 
 _BASE = "base"
@@ -33,19 +33,23 @@ _STAGE = "stage "
 
 
 def trainings(config: EvalConfig) -> Trainings:
-    """What has to be trained, checked as far as it can be before a model is there."""
+    """Returns the trainings of a config, after all checks that need no model.
+
+    Raises:
+      InputError: A config of a training is invalid, or two trainings share a name or a folder.
+    """
     study = config.study or Study()
-    found: dict[str, TrainConfig] = {}
+    trainings: dict[str, TrainConfig] = {}
     stems = [Path(file).stem for file in study.stages]
     for index, (file, stem) in enumerate(zip(study.stages, stems, strict=True)):
         key, name = f"study.stages.{index}", stem if stems.count(stem) == 1 else file
-        _add(found, f"{_STAGE}{name}", _parsed(file, (), key, None), f"{key}={file}")
+        _add(trainings, f"{_STAGE}{name}", _parse(file, (), key, None), f"{key}={file}")
     if study.base is not None:
         if config.model.path is not None or config.model.preset is not None:
             raise InputError(
                 f"study.base={study.base} makes the model; leave model.path and model.preset out"
             )
-        found[""] = _parsed(study.base, (), "study.base", _folder(config, None))
+        trainings[""] = _parse(study.base, (), "study.base", _folder(config, None))
     source = str(_folder(config, None)) if study.base is not None else config.model.path
     for index, method in enumerate(config.methods):
         if method.train is None:
@@ -58,36 +62,37 @@ def trainings(config: EvalConfig) -> Trainings:
             )
         if method.path is not None:
             raise InputError(f"{key}: {method.name} has path={method.path}, too; keep one of them")
-        extension = _parsed(study.extend, method.train, key, _folder(config, method))
+        extension = _parse(study.extend, method.train, key, _folder(config, method))
         training = _from_model(extension, source, config, key)
-        _add(found, method.name, training, f"methods.{index}.name={method.name}")
-    _refuse_shared_folders(found)
-    return found
+        _add(trainings, method.name, training, f"methods.{index}.name={method.name}")
+    _check_folders(trainings)
+    return trainings
 
 
-def _add(found: dict[str, TrainConfig], name: str, training: TrainConfig, said: str) -> None:
-    if name in {other or _BASE for other in found}:
+def _add(trainings: dict[str, TrainConfig], name: str, training: TrainConfig, key: str) -> None:
+    if name in {other or _BASE for other in trainings}:
         raise InputError(
-            f"{said} is the name of another training of the study; name a stage once, and give the"
+            f"{key} is the name of another training of the study; name a stage once, and give the"
             " method another name"
         )
-    found[name] = training
+    trainings[name] = training
 
 
-def _parsed(file: str, words: tuple[str, ...], key: str, folder: Path | None) -> TrainConfig:
+def _parse(file: str, overrides: tuple[str, ...], key: str, folder: Path | None) -> TrainConfig:
     try:
-        parsed = config_lib.parse(TrainConfig, ["--config", file, *(f"--{word}" for word in words)])
+        words = ["--config", file, *(f"--{override}" for override in overrides)]
+        training = config_lib.parse(TrainConfig, words)
     except InputError as error:
         raise InputError(f"{key}: {error}") from error
     if folder is None:
-        return parsed
-    return parsed.replace(run=dataclasses.replace(parsed.run, folder=str(folder)))
+        return training
+    return training.replace(run=dataclasses.replace(training.run, folder=str(folder)))
 
 
 def _from_model(
     extension: TrainConfig, source: str | None, config: EvalConfig, key: str
 ) -> TrainConfig:
-    """The training of a method, which begins with the model of the study."""
+    """The training of a method from the model of the study."""
     model = extension.model
     if model.path is not None or model.preset is not None:
         raise InputError(
@@ -109,10 +114,10 @@ def _folder(config: EvalConfig, method: Method | None) -> Path:
     return Path(config.run.folder, "trained", folder_name(method.name))
 
 
-def _refuse_shared_folders(found: Trainings) -> None:
-    owners: dict[str, str] = {}
-    for name, training in found.items():
-        other = owners.setdefault(training.run.folder, name)
+def _check_folders(trainings: Trainings) -> None:
+    names: dict[str, str] = {}
+    for name, training in trainings.items():
+        other = names.setdefault(training.run.folder, name)
         if other != name:
             raise InputError(
                 f"study: {other!r} and {name!r} would both be trained in {training.run.folder};"
@@ -120,13 +125,13 @@ def _refuse_shared_folders(found: Trainings) -> None:
             )
 
 
-def settings(found: Trainings) -> dict[str, Any]:
-    """What decides the trained models: records of others are not gone on with."""
-    return {name or _BASE: folder_lib.decisive(training) for name, training in found.items()}
+def settings(trainings: Trainings) -> dict[str, Any]:
+    """The settings that determine the trained models, for the hash of the run."""
+    return {name or _BASE: folder_lib.decisive(training) for name, training in trainings.items()}
 
 
 def with_trained(config: EvalConfig) -> EvalConfig:
-    """`config` with the folders of the trainings in place of the trainings."""
+    """`config` with the run folders of the trainings as paths of its models."""
     methods = tuple(
         dataclasses.replace(m, path=str(_folder(config, m)), train=None)
         if m.train is not None
@@ -139,63 +144,63 @@ def with_trained(config: EvalConfig) -> EvalConfig:
     return dataclasses.replace(config, model=model, methods=methods, study=None)
 
 
-def made_by(found: Trainings) -> set[str]:
-    """What stands for the trained models: their run folders, and what these export."""
-    folders = [Path(training.run.folder) for training in found.values()]
+def made_by(trainings: Trainings) -> set[str]:
+    """Paths of the trained models: their run folders, and the exported models in them."""
+    folders = [Path(training.run.folder) for training in trainings.values()]
     return {str(path) for folder in folders for path in (folder, folder / "model")}
 
 
-def has_memory(section: ModelSection, found: Trainings) -> bool:
-    """Whether the model of a section, trained or not yet, reads a context beside its window."""
-    makers = {
+def has_memory(section: ModelSection, trainings: Trainings) -> bool:
+    """Whether the model of a section, also one that is not trained yet, has a memory."""
+    by_path = {
         str(path): training
-        for training in found.values()
+        for training in trainings.values()
         for path in (Path(training.run.folder), Path(training.run.folder, "model"))
     }
-    while section.memory is None and section.path in makers:
-        section = makers.pop(section.path).model
+    while section.memory is None and section.path in by_path:
+        section = by_path.pop(section.path).model
     if section.memory is not None or section.path is None:
         return section.memory is not None
     try:
         return load_config(section.path).memory is not None
-    except InputError:  # as of adapters, or of what is not there: loading says it
+    except InputError:  # adapters or a missing checkpoint; loading reports it
         return False
 
 
-def check_paths(config: EvalConfig, found: Trainings) -> None:
-    """Refuses trainings whose folders hold something else, before the first one starts."""
-    if found and "" not in found and config.model.path not in made_by(found):
+def check_paths(config: EvalConfig, trainings: Trainings) -> None:
+    """Raises InputError if the folder of a training holds something else."""
+    if trainings and "" not in trainings and config.model.path not in made_by(trainings):
         check_source(config.model)
-    for training in _as_wanted(config, found).values():
+    for training in _with_existing(config, trainings).values():
         folder_lib.check(training)
 
 
-def _as_wanted(config: EvalConfig, found: Trainings) -> Trainings:
-    """What happens to trainings that are there is said by the evaluation: they belong to it."""
+def _with_existing(config: EvalConfig, trainings: Trainings) -> Trainings:
+    """The trainings with `run.existing` of the evaluation, which they belong to."""
     existing = "resume" if config.run.existing == "refuse" else config.run.existing
     return {
         name: training.replace(
             run=RunSection(training.run.folder, existing=existing, accept=training.run.accept)
         )
-        for name, training in found.items()
+        for name, training in trainings.items()
     }
 
 
-def run(config: EvalConfig, found: Trainings) -> bool:
-    """Trains what is not finished; False if that was stopped by a signal."""
-    for index, (name, training) in enumerate(_as_wanted(config, found).items(), 1):
+def run(config: EvalConfig, trainings: Trainings) -> bool:
+    """Runs the trainings that are not finished; returns False if a signal stopped one."""
+    for index, (name, training) in enumerate(_with_existing(config, trainings).items(), 1):
         if folder_lib.finished(training):
             continue
-        announce(f"study: training {index} of {len(found)}, {name or 'the base model'}")
+        announce(f"study: training {index} of {len(trainings)}, {name or 'the base model'}")
         if train(training)["stopped"]:
             return False
     return True
 
 
-def table(found: Trainings) -> str:
-    """Markdown: how each model was trained, how long its steps took, and where its loss ended."""
+def table(trainings: Trainings) -> str:
+    """Markdown table of the trainings: sizes, seed, time of the steps, and last loss."""
     rows = [["trained", "rows x tokens x steps", "seed", "minutes", "last loss"]]
-    for name, training in found.items():
+    for name, training in trainings.items():
         section = training.train
         log = read(Path(training.run.folder, folder_lib.METRICS))
         shape = f"{section.batch_size} x {training.data.length} x {section.steps:,}"
@@ -206,10 +211,10 @@ def table(found: Trainings) -> str:
 
 
 def _seconds(log: list[dict[str, Any]]) -> float:
-    """Time of the steps, without what comes before the first one has ended."""
-    total, before = 0.0, 0
+    """Seconds of all steps after the first one."""
+    total, previous = 0.0, 0
     for row in log:
         if row.get("tokens_per_second"):
-            total += (row["step"] - before) * row["tokens"] / row["tokens_per_second"]
-        before = row["step"]
+            total += (row["step"] - previous) * row["tokens"] / row["tokens_per_second"]
+        previous = row["step"]
     return total

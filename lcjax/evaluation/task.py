@@ -1,4 +1,4 @@
-"""What a benchmark is to the runner: units of work, scores for them, one number from scores."""
+"""The interface of a benchmark: it plans units, scores them, and summarises the scores."""
 
 import abc
 import dataclasses
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The part of a run's settings that planning depends on."""
+    """The settings of a run that planning depends on."""
 
     lengths: tuple[int, ...]
     stride: int = 256
@@ -29,10 +29,10 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One thing to score: what is fed to the model, and what the record says about it.
+    """One example to score: its tokens, and the fields of its record.
 
-    Units with equal `shape` run in one compiled function. `digest` names the exact tokens, so
-    that a run is not continued on other data.
+    Units with equal `shape` run in one compiled function. `digest` is a hash of the tokens, so that
+    a run is not continued on other data.
     """
 
     index: int
@@ -48,95 +48,95 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """How the number of a task is read and printed."""
+    """Name and format of a task's number."""
 
     name: str
     title: str
     lower_is_better: bool
     decimals: int
-    dash_above: float = float("inf")  # tables print a dash, files keep the number
+    dash_above: float = float("inf")  # tables print a dash above; files keep the number
 
 
 @dataclasses.dataclass(frozen=True)
 class Task(draccus.ChoiceRegistry, abc.ABC):
-    """A benchmark. Units do not depend on the method, so all methods answer the same questions."""
+    """A benchmark. Units do not depend on the method, so all methods have the same examples."""
 
-    # Whether `score` fills a cache: with text, or with a prompt that several options follow.
+    # Whether `score` fills a cache, to generate or to score several continuations of a prompt.
     generates: ClassVar[bool] = False
-    chooses: ClassVar[bool] = False  # asks for continuations of a prompt that is read once
+    chooses: ClassVar[bool] = False  # scores several continuations of one prompt
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
-    # Settings that say what an answer is worth: they alone may change when a run is scored again.
+    # Settings that judge answers; `eval.py score` may change only these.
     judging: ClassVar[tuple[str, ...]] = ()
 
-    name: str = ""  # name of its files; empty: made from the settings
+    name: str = ""  # name of its files; empty: derived from the settings
 
     @property
     def label(self) -> str:
-        """Unique name of the task within a run; without a name, that of its type."""
+        """The name of the task, unique within a run; by default the name of its type."""
         return self.name or self.get_choice_name(type(self))
 
     @property
     @abc.abstractmethod
     def metric(self) -> Metric:
-        """The number that a table shows."""
+        """The number that tables show."""
 
     @abc.abstractmethod
     def check(self, limits: Limits, key: str) -> None:
-        """Raises InputError where settings cannot work, before a model is loaded.
+        """Raises InputError for invalid settings, before a model is loaded.
 
-        `key` is where the task stands in the config, such as `tasks.0`, for the messages.
+        `key` is the place of the task in the config, such as `tasks.0`, for messages.
         """
 
     @abc.abstractmethod
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
-        """Everything to score at one length; empty when the data does not reach that length."""
+        """Returns the units of one length; none if the data has no text of that length."""
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
-        """Raises InputError where `model` cannot answer some of `units`, before it is asked."""
+        """Raises InputError if `model` cannot score some of `units`."""
 
     def prompts(self, unit: Unit) -> Sequence[Sequence[int] | np.ndarray]:
-        """Prompts that `score` asks for `unit`; what several begin with may be read once."""
+        """The prompts of `unit`, whose common prefix with other units may be read once."""
         return ()
 
     @abc.abstractmethod
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
-        """One record per unit of one shape, in order, from one call of the model.
+        """Returns one record per unit, for units of one shape, in order.
 
-        The tokens that it took are the unit's, unless a record says others as `read`.
+        A record may set `read`, the number of tokens read; the default is the size of the unit.
         """
 
     def scorer(self, model, batch: int) -> Callable[[Sequence[Unit]], list[Record]]:
-        """`score` of one model, batch after batch: for a task that asks it something only once."""
+        """Returns `score` for one model; tasks override it to share results between batches."""
         return lambda units: self.score(model, units, batch)
 
     @abc.abstractmethod
     def summarise(self, records: Sequence[Record]) -> Record:
-        """`value` and its companions from all records of one method at one length."""
+        """Returns `value` and further numbers from all records of one method at one length."""
 
     def example(self, record: Record) -> float | None:
-        """What the task's number is the mean of, from one record: for intervals and comparisons.
+        """The value of one record whose mean is the task's number, for intervals and differences.
 
-        None where the record has none, such as a loss that is not a number.
+        None if the record has no value, such as a loss of NaN.
         """
         correct = record.get("correct")
         return None if correct is None else float(correct)
 
     def weights(self, records: Sequence[Record]) -> list[float]:
-        """What share each record has in the task's number, up to a factor that all have."""
+        """The weight of each record in the task's number, up to a common factor."""
         return [record.get("weight", 1.0) for record in records]
 
     def cluster(self, record: Record) -> object:
-        """What a record shares with those that are not independent of it; None: with none."""
+        """The cluster of records that are not independent; None for an independent record."""
         return record.get("document")
 
     def part(self, record: Record) -> str:
-        """Which of the task's own parts a record is of, where differences are shown by them."""
+        """The part of the task that a record belongs to, for differences by part."""
         return ""
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
         """95 % interval of `value`, or NaN.
 
-        Wilson's of a share, else a bootstrap of examples, each with its share in the value.
+        Wilson's interval for shares of 0 and 1, else a bootstrap of the weighted examples.
         """
         records = [record for record in records if self.example(record) is not None]
         values, weights = [self.example(record) for record in records], self.weights(records)
@@ -145,28 +145,28 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return bootstrap(values, weights=weights)
 
     def references(self, record: Record) -> list[str]:
-        """The right answers, from a record or the facts of a unit; none where nothing is asked."""
+        """The reference answers of a record or of the facts of a unit."""
         return [str(item) for item in record.get("references", ())]
 
     def rescored(self, record: Record, tokenizer) -> Record:
-        """The record as these settings judge its answer, without asking the model again."""
+        """The record with its answer judged again by these settings, without a model."""
         return record
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
-        """Numbers over all lengths, by method name."""
+        """Numbers over all lengths, by method."""
         return {}
 
     @abc.abstractmethod
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path
     ) -> list[Path]:
-        """Draws what readers expect and returns the files."""
+        """Draws the figures of the task and returns the files."""
 
     def reach(self, corpus: Corpus) -> tuple[int, str]:
-        """The longest length that the data allows, and why: for the error about longer ones."""
+        """The longest length that the data allows, and the reason, for the error message."""
         return 0, "choose shorter lengths"
 
 
 def filled(items: Sequence[Any], batch: int) -> list[Any]:
-    """`items`, the first one repeated: a batch always has the compiled shape."""
+    """Pads `items` to `batch` with its first item, so that all batches have one compiled shape."""
     return [*items, *items[:1] * (batch - len(items))]

@@ -10,11 +10,10 @@ from evaluation_support import TASKS, ByteTokenizer, check_page, fake, run_of_th
 
 from lcjax.config import dump
 from lcjax.errors import InputError
-from lcjax.evaluation import Method, Ruler, finished, run
-from lcjax.evaluation.commands.export import export
-from lcjax.evaluation.commands.main import main
-from lcjax.evaluation.commands.make_data import make_data
-from lcjax.evaluation.commands.score import score
+from lcjax.evaluation import Method, Ruler, results, run
+from lcjax.evaluation.cli import main
+from lcjax.evaluation.export import export, make_data
+from lcjax.evaluation.results import score
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def test_score_judges_answers_by_another_rule_and_keeps_the_first_records(copied
         out = copied.parent / rule
         report = score(copied, out, [f"--tasks.1.match={rule}"], **options)
         assert {c["value"] for c in report.cells if c["task"] == "passkey"} == {value}
-        again = finished.read(out)
+        again = results.read(out)
         (task, lines) = list(again.tasks.items())[1]
         assert task.match == rule and len(lines) == len(records)
         assert {line["protocol"] for line in lines} == {f"passkey_{rule}"}
@@ -128,10 +127,10 @@ def test_score_finds_the_records_of_a_task_that_gets_another_name(copied, undraw
 def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
     assert main(["report", str(copied), "--export=lm_eval,longbench,ruler"]) == 0
     out = copied / "export"
-    results = json.loads((out / "lm_eval" / "base" / "results.json").read_text())
-    value = results["results"]["passkey_500"]
-    assert 0 <= value["accuracy,none"] <= 1 and results["n-samples"]["passkey_500"]["original"] == 4
-    assert results["higher_is_better"]["perplexity_last_k_500"] == {"perplexity": False}
+    saved = json.loads((out / "lm_eval" / "base" / "results.json").read_text())
+    value = saved["results"]["passkey_500"]
+    assert 0 <= value["accuracy,none"] <= 1 and saved["n-samples"]["passkey_500"]["original"] == 4
+    assert saved["higher_is_better"]["perplexity_last_k_500"] == {"perplexity": False}
     assert len(list((out / "lm_eval" / "base").glob("samples_*.jsonl"))) == 4
     folder = out / "longbench" / "passkey" / "500" / "pred" / "a_b_c"
     (first, *_) = map(json.loads, (folder / "passkey.jsonl").read_text().splitlines())
@@ -143,7 +142,7 @@ def test_exports_have_the_keys_that_official_scorers_read(copied, undrawn):
     assert scores == f"Score,{100 * value['accuracy,none']}"
     (first, *_) = map(json.loads, (folder / "passkey.jsonl").read_text().splitlines())
     assert {"index", "pred", "input", "outputs", "others"} <= first.keys()
-    run = finished.read(copied)
+    run = results.read(copied)
     with pytest.raises(InputError, match=r"--export='csv' is none of lm_eval, longbench, ruler"):
         export(run, ["csv"], out)
 
@@ -158,7 +157,7 @@ def test_data_sets_of_one_name_stay_apart(config, tmp_path, undrawn):
     )  # fmt: skip
     files = make_data(config, tmp_path / "data", tokenizer=lambda path: ByteTokenizer())
     run(config, load=fake(trained=600))
-    exported = export(finished.read(tmp_path / "run"), ["longbench", "ruler"], tmp_path / "export")
+    exported = export(results.read(tmp_path / "run"), ["longbench", "ruler"], tmp_path / "export")
     for own in (
         files,
         *([f for f in exported if kind in f.parts] for kind in ("longbench", "ruler")),
@@ -176,7 +175,7 @@ def test_make_data_writes_the_prompts_that_a_run_asks(config, tmp_path):
         "passkey/1000/passkey.jsonl",
     ]
     lines = [json.loads(line) for line in files[1].read_text().splitlines()]
-    records = [r for r in finished.read(config.run.folder).tasks[TASKS[1]] if r["length"] == 1000]
+    records = [r for r in results.read(config.run.folder).tasks[TASKS[1]] if r["length"] == 1000]
     asked = {r["window"]: r["digest"] for r in records}
     assert {line["index"]: line["others"]["digest"] for line in lines} == asked
     for line in lines:
@@ -214,7 +213,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
 
 def test_without_a_word_and_with_run_the_config_is_run(config, tmp_path, monkeypatch, undrawn):
     seen = []
-    monkeypatch.setattr("lcjax.evaluation.commands.main.run", seen.append)
+    monkeypatch.setattr("lcjax.evaluation.cli.run", seen.append)
     dump(config, tmp_path / "a.yaml")
     words = ["--config", str(tmp_path / "a.yaml"), "--stride=50"]
     assert main(words) == main(["run", *words]) == 0

@@ -9,11 +9,11 @@ import pytest
 from evaluation_support import TASKS, ByteTokenizer, Page, check_page, run_of_three, with_path
 
 from lcjax.errors import InputError
-from lcjax.evaluation import LmEval, LongBench, RagLm, Ruler, finished
-from lcjax.evaluation.commands.compare import compare
-from lcjax.evaluation.commands.main import main
-from lcjax.evaluation.commands.score import score
+from lcjax.evaluation import LmEval, LongBench, RagLm, Ruler, results
+from lcjax.evaluation.cli import main
+from lcjax.evaluation.compare import compare
 from lcjax.evaluation.report import differences
+from lcjax.evaluation.results import score
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_run_of_one_method_has_nothing_to_compare(copied, undrawn):
         path.write_text("".join(f"{line}\n" for line in kept))
     with pytest.raises(InputError, match="first has one method, base; name a second run"):
         compare([copied])
-    report = finished.rebuild(finished.read(copied))
+    report = results.rebuild(results.read(copied))
     assert "paired" not in report.text
     assert "Paired differences" not in (copied / "report.html").read_text()
 
@@ -157,7 +157,7 @@ def test_tasks_of_the_harness_are_also_compared_one_by_one():
         "ntk": {8: records({"a": [1, 0, 0, 0], "b": [0, 1]})},
     }
     gaps = differences.between(task, groups, {"ntk": "base"})
-    found = {gap.part: (gap.found.mean, gap.found.count) for gap in gaps}
+    found = {gap.part: (gap.difference.mean, gap.difference.count) for gap in gaps}
     assert found == {"": (-0.125, 6), "a": (0.25, 4), "b": (-0.5, 2)}
     (_, table) = differences.text(task, gaps)
     assert "ntk against base, b" in table and "-0.5000 [" in table

@@ -321,7 +321,7 @@ def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choi
     def said(task):
         runner = object.__new__(module._Runner)
         runner._config, runner._limits = EvalConfig(tasks=(task,), batch_size=2), Limits((128,))
-        return runner._needs(ModelSection(preset="tiny"), [method], model)
+        return runner._memory_line(ModelSection(preset="tiny"), [method], model)
 
     monkeypatch.setattr(module.cost, "generation_memory", needed)
     method = Method("replug", replug=ReplugSplit(decoder=32, chunk=16))

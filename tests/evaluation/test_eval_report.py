@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lcjax.evaluation import Passkey, Perplexity, report
-from lcjax.evaluation.report import charts, examples, page, plots
+from lcjax.evaluation.report import page, plots
 from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
 
@@ -93,7 +93,7 @@ def test_scores_beyond_one_lie_inside_the_figure_and_the_best_answer_is_not_wron
     )
     fixed = {"method": "a", "length": 8, "answer": "x"}
     records = [{**fixed, "window": i, "correct": v} for i, v in enumerate((3.0, 90.0))]
-    (group,) = examples.of_task(task, records).groups
+    (group,) = page.examples_of(task, records).groups
     assert [row["value"] for row in group["rows"]] == [3.0]
 
 
@@ -178,7 +178,7 @@ def test_costs_are_bars_and_a_peak_that_is_only_a_bound_is_hatched(tmp_path):
         for method in "ab"
         for length in (8, 16)
     ]
-    image = pixels(charts.cost_bars(rows, tmp_path / "a.png"))
+    image = pixels(plots.cost_bars(rows, tmp_path / "a.png"))
     blue, red = (np.abs(image[..., :3].astype(int) - colour).max(-1) < 12
                  for colour in ([0, 114, 178], [213, 94, 0]))  # fmt: skip
     half = image.shape[1] // 2
@@ -188,7 +188,7 @@ def test_costs_are_bars_and_a_peak_that_is_only_a_bound_is_hatched(tmp_path):
 
 def test_the_scatter_says_how_perplexity_and_accuracy_go_together(tmp_path):
     points = {name: (8.0 - i, 0.2 * i) for i, name in enumerate("abcd")}
-    path = charts.perplexity_against_accuracy(points, ("ppl", "accuracy"), tmp_path / "a.png")
+    path = plots.perplexity_against_accuracy(points, ("ppl", "accuracy"), tmp_path / "a.png")
     assert has_colour(pixels(path), "#0072B2") and has_colour(pixels(path), "#CC79A7")
     text = path.with_suffix(".svg").read_text()
     assert "n = 4, Pearson r = -1.00 [-1.00, -1.00], Spearman ρ = -1.00" in text
@@ -200,10 +200,12 @@ def test_a_run_has_a_scatter_where_three_methods_have_both_numbers(tmp_path):
         Perplexity(): [cell(name, 8, 3.0 + i) for i, name in enumerate("abc")],
         passkey: [cell(name, 8, 0.1 * i) for i, name in enumerate("abc")],
     }
-    assert [file.name for file in charts.together(cells, tmp_path)] == ["perplexity_accuracy.png"]
+    assert [file.name for file in plots.perplexity_accuracy(cells, tmp_path)] == [
+        "perplexity_accuracy.png"
+    ]
     broken = {task: own[: 2 + (task is passkey)] for task, own in cells.items()}
-    assert charts.together(broken, tmp_path) == []
-    assert charts.together({passkey: cells[passkey]}, tmp_path) == []
+    assert plots.perplexity_accuracy(broken, tmp_path) == []
+    assert plots.perplexity_accuracy({passkey: cells[passkey]}, tmp_path) == []
 
 
 @pytest.mark.parametrize(

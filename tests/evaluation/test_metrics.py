@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from lcjax.errors import InputError
 from lcjax.evaluation import metrics
 from lcjax.evaluation.metrics import infinitebench, longbench
-from lcjax.evaluation.metrics.porter import stem
-from lcjax.evaluation.metrics.sequences import lcs_length, lcs_pairs
+from lcjax.evaluation.metrics.rouge import lcs_length, lcs_pairs, stem_word
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "metrics.json").read_text())["cases"]
 
@@ -104,7 +103,7 @@ def test_a_summary_that_never_ends_is_scored_without_recursion():
     ],
 )  # fmt: skip
 def test_stems_are_nltks(word, expected):
-    assert stem(word) == expected
+    assert stem_word(word) == expected
 
 
 TEXT = st.text(alphabet="ab c.\nTheyes012-", max_size=40)

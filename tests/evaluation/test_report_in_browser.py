@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from evaluation_support import run_of_three
 
-from lcjax.evaluation import ManyShot, OpenQa, Passkey, Perplexity, finished, report
-from lcjax.evaluation.commands.compare import compare
+from lcjax.evaluation import ManyShot, OpenQa, Passkey, Perplexity, report, results
+from lcjax.evaluation.compare import compare
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 DOWNLOADED = (
@@ -62,7 +62,7 @@ def run_folder(tmp_path_factory):
     curves = Perplexity(protocol="slide_full", position_bins="log")
     tasks = curves, Passkey(depths=3, trials=2)
     config = run_of_three(tmp_path_factory.mktemp("run"), tasks, drawn=False)
-    run = finished.read(config.run.folder)
+    run = results.read(config.run.folder)
     like = next(own for task, own in run.tasks.items() if isinstance(task, Passkey))
     counted = (
         ManyShot(path="", tasks=("trec_1shots", "trec_5shots", "trec_100shots")),

@@ -12,10 +12,9 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.config import dump, parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Passkey, RunSection, run, study
-from lcjax.evaluation.commands.export import export
-from lcjax.evaluation.commands.make_data import make_data
-from lcjax.evaluation.commands.score import score
-from lcjax.evaluation.finished import read as read_run
+from lcjax.evaluation.export import export, make_data
+from lcjax.evaluation.results import read as read_run
+from lcjax.evaluation.results import score
 from lcjax.training import TrainConfig
 
 BASE = """

@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness (extra `eval`), asked of every model of this library.
+"""Tasks of lm-evaluation-harness (extra `eval`) for every model of this library.
 
-`LmEval` is a type of `tasks` in a config of eval.py. `HarnessModel` is a model for the harness's
+`LmEval` is a type of `tasks` in a config of eval.py. `HarnessModel` runs a model in the harness's
 own programs: lm_eval.simple_evaluate(model=HarnessModel(lm), tasks=["piqa"]).
 """
 
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from lcjax.evaluation.lm_eval.harness import installed
 
-    installed()  # the class is one of the harness's
+    installed()  # the base class is the harness's
     from lcjax.evaluation.lm_eval.adapter import HarnessModel
 
     return HarnessModel

@@ -2,27 +2,26 @@
 
 import lm_eval
 lm = LanguageModel.load("smollm2-135m-instruct", rope=Yarn(factor=4))
-found = lm_eval.simple_evaluate(model=HarnessModel(lm, batch_size=16), tasks=["piqa"])
+results = lm_eval.simple_evaluate(model=HarnessModel(lm, batch_size=16), tasks=["piqa"])
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from lcjax.errors import InputError
-from lcjax.evaluation.lm_eval.answers import Answer, respond
-from lcjax.evaluation.lm_eval.chat import conversation
-from lcjax.evaluation.lm_eval.requests import Encoder, Request
+from lcjax.evaluation.lm_eval.requests import Answer, Encoder, Request, conversation, respond
 from lcjax.parallel import distributed
 
 
 class HarnessModel(TemplateLM):
-    """`model` is a `LanguageModel`, with any method, or what `ContextSplit.of` makes of one.
+    """A `LanguageModel` or a `SplitModel` (from `ContextSplit.of`) as a model of the harness.
 
-    On several processes all of them call the harness alike; the mesh of `model` shares the work.
+    With several processes, all of them run the same program, and the mesh of the model shards every
+    batch.
     """
 
     def __init__(
@@ -34,14 +33,22 @@ class HarnessModel(TemplateLM):
         max_gen_toks: int = 256,
         seed: int = 0,
     ):
-        """`max_length`: tokens that it reads at most; None: what it was trained for."""
+        """Wraps a model.
+
+        Args:
+          model: A `LanguageModel` with any method, or a `SplitModel`.
+          max_length: Maximum tokens of a request; None for the trained length.
+          batch_size: Rows of every call of the model.
+          max_gen_toks: New tokens of tasks that do not set a number.
+          seed: Seed of sampled answers.
+        """
         super().__init__()
         config = model.config
         learned = getattr(config, "position", None) == "learned"
         self._length = config.max_length - learned if max_length is None else max_length
         self._model, self._batch, self._new = model, batch_size, max_gen_toks
         self._encoder = Encoder(model.tokenizer, self._length, max_gen_toks, seed)
-        if getattr(model, "length", 0) is None:  # rotations as of the longest request
+        if getattr(model, "length", 0) is None:  # dynamic RoPE is set for the longest request
             self._model = model.with_method(length=self._length)
 
     @property
@@ -70,7 +77,7 @@ class HarnessModel(TemplateLM):
         return self._encoder.tokenizer.fingerprint
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """What the template makes of a question: the name of the format, for results."""
+        """The chat template applied to one question, which identifies the format in results."""
         if chat_template is False or chat_template is None:
             return None
         return self.apply_chat_template([{"role": "user", "content": "text"}])
@@ -88,41 +95,40 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list, disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        asked = [self._encoder.choice(prompt, rest) for _, prompt, rest in requests]
+        encoded = [self._encoder.choice(prompt, rest) for _, prompt, rest in requests]
         names = [text for text, _, _ in requests]
-        return self._respond("loglikelihood", asked, names, disable_tqdm)
+        return self._respond("loglikelihood", encoded, names, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        asked = [self._encoder.rolling(*request.args) for request in requests]
+        encoded = [self._encoder.rolling(*request.args) for request in requests]
         names = [request.args for request in requests]
-        return self._respond("loglikelihood_rolling", asked, names, disable_tqdm)
+        return self._respond("loglikelihood_rolling", encoded, names, disable_tqdm)
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        seen: dict[str, int] = {}
-        asked = []
-        for request in requests:  # repetitions of a request are drawn anew
+        repeats: dict[str, int] = {}
+        encoded = []
+        for request in requests:  # each repetition of a request has its own seed
             name = json.dumps(request.args, default=str)
-            seen[name] = seen.get(name, -1) + 1
-            asked.append(self._encoder.writing(*request.args, repeat=seen[name]))
+            repeats[name] = repeats.get(name, -1) + 1
+            encoded.append(self._encoder.generate_until(*request.args, repeat=repeats[name]))
         names = [request.args for request in requests]
-        return self._respond("generate_until", asked, names, disable_tqdm)
+        return self._respond("generate_until", encoded, names, disable_tqdm)
 
     def _respond(
-        self, kind: str, asked: Sequence[Request], names: Sequence[Any], quiet: bool
+        self, kind: str, requests: Sequence[Request], names: Sequence[Any], quiet: bool
     ) -> list[Any]:
-        """Answers in order, each in the harness's cache (`use_cache`) as soon as it is there."""
-        if not distributed.same(repr(asked)):
+        """Answers in order; each is added to the harness's cache (`use_cache`) when it is known."""
+        if not distributed.same(repr(requests)):
             raise InputError(
                 "the processes of this job ask different questions; give all the same tasks, data"
                 " and seeds, or run the tasks by eval.py, where the first process asks for all"
             )
-        with tqdm(total=len(asked), desc=kind, disable=quiet or not distributed.first()) as bar:
-            return respond(self._model, asked, self._batch, self._told(kind, names, bar))
+        quiet = quiet or not distributed.first()
+        with tqdm(total=len(requests), desc=kind, disable=quiet) as bar:
 
-    def _told(self, kind: str, names: Sequence[Any], bar: tqdm) -> Callable[[int, Answer], None]:
-        def told(number: int, answer: Answer) -> None:
-            bar.update(1)
-            if names[number] is not None and distributed.first():
-                self.cache_hook.add_partial(kind, names[number], answer)
+            def on_answer(index: int, answer: Answer) -> None:
+                bar.update(1)
+                if names[index] is not None and distributed.first():
+                    self.cache_hook.add_partial(kind, names[index], answer)
 
-        return told
+            return respond(self._model, requests, self._batch, on_answer)

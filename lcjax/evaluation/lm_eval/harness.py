@@ -1,11 +1,14 @@
-"""The only file that calls lm-evaluation-harness for its tasks: documents out, scores back.
+"""Calls lm-evaluation-harness for its tasks: it makes the documents and judges the answers.
 
-Its own code makes the prompts, filters the answers, judges them and gives the number of a task;
-what is between, asking the model, is this library's.
+The harness's own code makes prompts, filters answers, and computes scores. This library runs the
+model. The numbers of tasks and groups come from records alone, by the harness's rules: a record
+holds its scores by `metric,filter`, the aggregation of each metric that is not a mean, and its
+group.
 """
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,31 +17,34 @@ import numpy as np
 
 from lcjax.config.read import near
 from lcjax.errors import InputError
+from lcjax.evaluation.task import Record
 
 HINT = 'pip install "lcjax[eval]", or pip install "lm-eval>=0.4.13,<0.5"'
-OWN = "own"  # an aggregation that only the task itself knows
-Answers = Sequence[Sequence[Any]]  # of each request of a document, of each repetition
+OWN = "own"  # an aggregation that is no named function but part of the task
+Answers = Sequence[Sequence[Any]]  # by request of a document and repetition
+# Aggregates the values of (task of the harness, metric) by the task's own function.
+TaskAggregation = Callable[[str, str, Sequence[Any]], float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A question of the harness, in plain values."""
+    """One document of a task of the harness, in plain values."""
 
-    task: str  # the row of tables: a group with a rule for its number, or the data set
-    dataset: str  # the task of the harness that it belongs to
+    task: str  # the row of tables: the group if it aggregates, else the task
+    dataset: str  # the task of the harness
     number: int
     requests: list[tuple[str, list[Any], int]]  # kind, arguments, repetitions
     facts: dict[str, Any]
 
 
 def installed() -> None:
-    """Raises InputError where lm-eval is not there."""
+    """Raises InputError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(f"tasks: type=lm_eval needs lm-evaluation-harness; {HINT}")
 
 
 class Suite:
-    """Some of the harness's tasks, with their data."""
+    """Tasks of the harness with their data."""
 
     def __init__(
         self,
@@ -51,7 +57,20 @@ class Suite:
         seed: int = 0,
         unsafe_code: bool = False,
     ):
-        """`metrics`: what is shown of some names, for every task that such a name stands for."""
+        """Loads tasks.
+
+        Args:
+          names: Names of tasks, groups or tags.
+          metrics: The metric to show for some of `names`, for every task of that name.
+          include_path: Folder with more tasks as YAML files.
+          num_fewshot: Examples before each question; None keeps the number of each task.
+          max_examples: Documents of each task, the first ones; None for all.
+          seed: Seed of the few-shot examples.
+          unsafe_code: Whether tasks may run code that the model writes.
+
+        Raises:
+          InputError: lm-eval, a task or a metric does not exist, or a task cannot run here.
+        """
         installed()
         from lm_eval.tasks import TaskManager
 
@@ -62,11 +81,11 @@ class Suite:
         manager = TaskManager(include_path=include_path)
         for name in names:
             if name not in manager.task_index:
-                found = near(name, manager.all_tasks)
-                raise InputError(f"tasks: {name} is no task of lm-eval; {found[:200]}")
-        self._seed, self._most = seed, max_examples
+                matches = near(name, manager.all_tasks)
+                raise InputError(f"tasks: {name} is no task of lm-eval; {matches[:200]}")
+        self._seed, self._max_examples = seed, max_examples
         self._tasks, self._parents, self.groups = {}, {}, {}
-        self._shown: dict[str, str] = {}  # metrics that were asked for, by data set
+        self._shown: dict[str, str] = {}  # the metric of tables, by task
         for name in names:
             loaded = self._load(manager, name)
             self._add(name, loaded)
@@ -82,9 +101,9 @@ class Suite:
         try:
             return manager.load([name])
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            why = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise InputError(
-                f"tasks: {name} cannot be loaded ({type(error).__name__}: {why}); its data comes"
+                f"tasks: {name} cannot be loaded ({type(error).__name__}: {reason}); its data comes"
                 " from the hub unless a YAML file in include_path names local files"
             ) from error
 
@@ -95,16 +114,16 @@ class Suite:
             self.groups[name] = {"metric": rules[0].metric, "by_size": rules[0].weight_by_size}
         for leaf, task in loaded["tasks"].items():
             if leaf in self._tasks:
-                raise InputError(f"tasks: {leaf} stands in {name} and before; name it once")
+                raise InputError(f"tasks: {leaf} is part of {name} and of an earlier name")
             self._tasks[leaf], self._parents[leaf] = task, name if rules else leaf
 
     def _show(self, metric: str, tasks: Mapping[str, Any]) -> None:
-        """Refuses a metric that one of the rows does not have."""
-        known: dict[str, dict] = {}
+        """Sets the metric of `tasks`; raises InputError if a row of the table lacks it."""
+        metrics: dict[str, dict] = {}
         for leaf, task in tasks.items():
-            known.setdefault(self._parents[leaf], {}).update(task.aggregation())
+            metrics.setdefault(self._parents[leaf], {}).update(task.aggregation())
             self._shown[leaf] = metric
-        for row, names in known.items():
+        for row, names in metrics.items():
             if metric not in names:
                 raise InputError(f"tasks: {row} has no metric {metric}; known: {', '.join(names)}")
 
@@ -115,40 +134,47 @@ class Suite:
         system: str | None = None,
         multiturn: bool = True,
     ) -> list[Document]:
-        """Every document of every task; `chat` puts conversations in the model's format."""
-        self._instances, found = {}, []
+        """Returns every document of every task.
+
+        Args:
+          chat: Applies the model's chat template to messages; None for plain text.
+          system: The system message.
+          multiturn: With `chat`, few-shot examples are turns of the conversation.
+        """
+        self._instances, documents = {}, []
         for dataset, task in self._tasks.items():
             task.set_fewshot_seed(self._seed)
             task.build_all_requests(
-                limit=self._most,
+                limit=self._max_examples,
                 system_instruction=system,
                 apply_chat_template=chat is not None,
                 fewshot_as_multiturn=multiturn and chat is not None,
                 chat_template=chat,
             )
-            facts, own = self._facts(dataset, task), {}
+            facts, by_document = self._facts(dataset, task), {}
             for instance in task.instances:
-                own.setdefault(instance.doc_id, []).append(instance)
-            for number, instances in own.items():
+                by_document.setdefault(instance.doc_id, []).append(instance)
+            for number, instances in by_document.items():
                 instances.sort(key=lambda instance: instance.idx)
                 self._instances[dataset, number] = instances
-                asked = [(i.request_type, _plain(list(i.args)), i.repeats or 1) for i in instances]
+                requests = [
+                    (i.request_type, _plain(list(i.args)), i.repeats or 1) for i in instances
+                ]
                 target = _target(task, instances[0].doc)
                 more = {"references": [target]} if len(target) < 1000 else {}
                 parent = self._parents[dataset]
-                found.append(Document(parent, dataset, number, asked, {**facts, **more}))
-        return found
+                documents.append(Document(parent, dataset, number, requests, {**facts, **more}))
+        return documents
 
     def _facts(self, dataset: str, task) -> dict[str, Any]:
-        """What records say of a task: how its numbers become one, and which way is up."""
+        """The fields of records that aggregation needs."""
         from lm_eval.api.registry import AGGREGATION_REGISTRY
 
-        known = {function: name for name, function in AGGREGATION_REGISTRY.items()}
-        rules = {metric: known.get(f, OWN) for metric, f in task.aggregation().items()}
+        names = {function: name for name, function in AGGREGATION_REGISTRY.items()}
+        rules = {metric: names.get(f, OWN) for metric, f in task.aggregation().items()}
         higher = task.higher_is_better()
-        shown = next(iter(rules), "")
         group = self.groups.get(self._parents[dataset], {})
-        shown = group.get("metric", shown)
+        shown = group.get("metric", next(iter(rules), ""))
         return {
             "metric": self._shown.get(dataset, shown),
             "lower": sorted(name for name, better in higher.items() if better is False),
@@ -158,38 +184,30 @@ class Suite:
         }
 
     def judge(self, dataset: str, number: int, answers: Answers) -> dict[str, Any]:
-        """Every metric of a document by name and filter, such as `acc,none`."""
+        """Returns every metric of a document by `metric,filter`, such as `acc,none`."""
         task, instances = self._tasks[dataset], self._instances[dataset, number]
-        before = task.instances
+        all_instances = task.instances
         try:
-            task._instances = instances  # filters are applied to all that a task has
-            for instance, given in zip(instances, answers, strict=True):
-                instance.resps, instance.filtered_resps = list(given), {}
+            task._instances = instances  # the harness filters all instances of a task
+            for instance, responses in zip(instances, answers, strict=True):
+                instance.resps, instance.filtered_resps = list(responses), {}
             task.apply_filters()
-            found = {}
+            metrics = {}
             for name in instances[0].filtered_resps:
                 filtered = [instance.filtered_resps[name] for instance in instances]
                 scores = task.process_results(instances[0].doc, filtered)
-                found |= {f"{metric},{name}": _plain(value) for metric, value in scores.items()}
-            return found
+                metrics |= {f"{metric},{name}": _plain(value) for metric, value in scores.items()}
+            return metrics
         finally:
-            task._instances = before
+            task._instances = all_instances
 
     def aggregate(self, dataset: str, metric: str, values: Sequence[Any]) -> float:
-        """A task's own number from the values of its documents."""
+        """Aggregates the values of a task's documents by the task's own function."""
         return float(self._tasks[dataset].aggregation()[metric](list(values)))
 
 
-def aggregate(rule: str, values: Sequence[Any]) -> float:
-    """One of the harness's named aggregations, that of `metric_list` in its YAML files."""
-    installed()
-    from lm_eval.api.registry import get_aggregation
-
-    return float(get_aggregation(rule)(list(values)))
-
-
 def _target(task, doc: Any) -> str:
-    """The right answer as text: of choices, the one whose number it is."""
+    """The right answer as text; an index into choices becomes the choice."""
     target = task.doc_to_target(doc)
     if isinstance(target, int) and task.get_config("doc_to_choice") is not None:
         choices = task.doc_to_choice(doc)
@@ -203,20 +221,20 @@ def _check_allowed(name: str, task, unsafe_code: bool) -> None:
             f"tasks: {name} runs code that the model writes; allow it with unsafe_code=true"
         )
     if getattr(task, "MULTIMODAL", False):
-        raise InputError(f"tasks: {name} shows pictures or sounds; leave it out")
+        raise InputError(f"tasks: {name} needs images or audio; leave it out")
 
 
-def _set_shots(task, wanted: int | None) -> None:
-    """As `simple_evaluate`: a task that is zero-shot by its own settings stays so."""
-    own = task.get_config("num_fewshot")
-    if wanted is not None and own != 0:
-        task.set_config(key="num_fewshot", value=wanted)
-    elif own is None:
+def _set_shots(task, num_fewshot: int | None) -> None:
+    """As `simple_evaluate`: a task that sets num_fewshot=0 stays zero-shot."""
+    default = task.get_config("num_fewshot")
+    if num_fewshot is not None and default != 0:
+        task.set_config(key="num_fewshot", value=num_fewshot)
+    elif default is None:
         task.set_config(key="num_fewshot", value=0)
 
 
 def _plain(value: Any) -> Any:
-    """`value` for JSON: what metrics and arguments are made of."""
+    """Converts metrics and arguments to values that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
@@ -224,3 +242,76 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def aggregate(rule: str, values: Sequence[Any]) -> float:
+    """Applies one of the harness's named aggregations, as in `metric_list` of its YAML files."""
+    installed()
+    from lm_eval.api.registry import get_aggregation
+
+    return float(get_aggregation(rule)(list(values)))
+
+
+def _ratio(pairs: Sequence[Sequence[float]]) -> float:
+    """Sum of log-likelihoods divided by the sum of words or bytes."""
+    log_likelihoods, counts = zip(*pairs, strict=True)
+    return math.fsum(_floats(log_likelihoods)) / math.fsum(counts)
+
+
+def _floats(values: Sequence[Any]) -> np.ndarray:
+    """float64; records hold null for NaN."""
+    return np.array([math.nan if value is None else value for value in values], np.float64)
+
+
+# lm-eval 0.4.13, api/metrics.py. Other named aggregations call lm-eval.
+_RULES: dict[str, Callable[[Sequence[Any]], float]] = {
+    "mean": lambda values: float(np.mean(_floats(values))),
+    "nanmean": lambda values: float(np.nanmean(_floats(values))),
+    "perplexity": lambda values: math.exp(-float(np.mean(_floats(values)))),
+    "weighted_perplexity": lambda values: math.exp(-_ratio(values)),
+    "bits_per_byte": lambda values: -_ratio(values) / math.log(2),
+}
+
+
+def of_datasets(
+    records: Sequence[Record], task_aggregation: TaskAggregation
+) -> dict[str, dict[str, float]]:
+    """Returns the numbers of every task of the harness, by `metric,filter`."""
+    values: dict[str, dict[str, list]] = {}
+    rules: dict[str, dict[str, str]] = {}
+    for record in records:
+        dataset = record["dataset"]
+        rules[dataset] = record["aggregation"]
+        for key, score in record["scores"].items():
+            values.setdefault(dataset, {}).setdefault(key, []).append(score)
+
+    def number(dataset: str, key: str, scores: list) -> float:
+        metric = key.partition(",")[0]
+        rule = rules[dataset].get(metric, "mean")
+        if rule == OWN:
+            return task_aggregation(dataset, metric, scores)
+        return _RULES[rule](scores) if rule in _RULES else aggregate(rule, scores)
+
+    return {
+        dataset: {key: number(dataset, key, scores) for key, scores in by_key.items()}
+        for dataset, by_key in values.items()
+    }
+
+
+def of_tasks(
+    records: Sequence[Record], task_aggregation: TaskAggregation
+) -> dict[str, dict[str, float]]:
+    """`of_datasets` by row of the table; a group has the mean over its tasks by its own weights."""
+    parents = {record["dataset"]: record["task"] for record in records}
+    counts = {name: sum(r["dataset"] == name for r in records) for name in parents}
+    by_size = {record["task"]: record["by_size"] for record in records}
+    means: dict[str, dict[str, float]] = {}
+    datasets = of_datasets(records, task_aggregation)
+    for task in dict.fromkeys(parents.values()):
+        members = [name for name in datasets if parents[name] == task]
+        for key in dict.fromkeys(key for name in members for key in datasets[name]):
+            names = [name for name in members if key in datasets[name]]
+            weights = [counts[name] if by_size[task] else 1 for name in names]
+            numbers = [datasets[name][key] for name in names]
+            means.setdefault(task, {})[key] = float(np.average(numbers, weights=weights))
+    return means

@@ -1,32 +1,40 @@
-"""Scores of the benchmarks, each a pure function of strings and exact to the official scorer.
+"""Scores of the benchmarks: pure functions of strings, each equal to the official scorer.
 
 metrics.qa_f1("The Eiffel Tower, in Paris.", "eiffel tower")      # 0.667
 metrics.best(metrics.qa_f1, prediction, ["one", "another"])       # over references
 
-Where an official scorer has a quirk, the name or a keyword says which flavour is computed.
+Where an official scorer has a quirk, the function's name or a keyword selects the variant.
 """
 
 from lcjax.evaluation.metrics import infinitebench, longbench
 from lcjax.evaluation.metrics.answers import (
+    best,
     exact_match,
+    first_line,
     letter_match,
     letter_match_cepe,
+    normalise,
+    normalise_zh,
     qa_f1,
     qa_f1_characters,
     qa_f1_verdict,
     qa_f1_zh,
-    substring_match,
-)
-from lcjax.evaluation.metrics.retrieval import (
-    rouge1_f,
     string_match_all,
     string_match_part,
+    substring_match,
     value_match,
     word_recall,
+    words_zh,
 )
-from lcjax.evaluation.metrics.rouge import rouge_l, rouge_lsum, rouge_mean, rouge_n
-from lcjax.evaluation.metrics.rouge_sets import rouge_l_sets, rouge_l_sets_zh
-from lcjax.evaluation.metrics.text import best, first_line, normalise, normalise_zh, words_zh
+from lcjax.evaluation.metrics.rouge import (
+    rouge1_f,
+    rouge_l,
+    rouge_l_sets,
+    rouge_l_sets_zh,
+    rouge_lsum,
+    rouge_mean,
+    rouge_n,
+)
 
 __all__ = [
     "best", "exact_match", "first_line", "infinitebench", "letter_match", "letter_match_cepe",

@@ -1,61 +1,175 @@
-"""Scores of short answers: F1 and exact match in the forms that benchmarks use.
+"""Scores of short answers: normalisation, F1, exact match, and values that an answer contains.
 
-`qa_f1` is LongBench's and InfiniteBench's. HotpotQA's and CEPE's has a rule for yes and no.
+`qa_f1` is the F1 of LongBench and InfiniteBench. HotpotQA and CEPE treat yes and no separately
+(`qa_f1_verdict`).
 """
 
-from lcjax.evaluation.metrics.text import normalise, normalise_zh, overlap_f1, words_zh
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from lcjax.errors import InputError
+
+_ASCII = frozenset(string.punctuation)
+# Chinese punctuation as LongBench and InfiniteBench list it.
+_CJK = _ASCII | frozenset(
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
 _VERDICTS = ("yes", "no", "noanswer")
+
+Metric = Callable[[str, str], float]
+
+
+def normalise(text: str, *, articles: bool = False) -> str:
+    """Returns `text` in lower case without ASCII punctuation, articles and repeated blanks.
+
+    This is SQuAD's normalisation (arXiv 1606.05250). Punctuation is deleted and not replaced by a
+    blank, so "state-of-the-art" becomes one word.
+
+    Args:
+      text: An answer.
+      articles: Whether to keep a, an and the, so that the answer "A" is not deleted.
+    """
+    words = "".join(letter for letter in text.lower() if letter not in _ASCII)
+    return " ".join((words if articles else _ARTICLES.sub(" ", words)).split())
+
+
+def normalise_zh(text: str) -> str:
+    """Returns `text` in lower case without ASCII punctuation, Chinese punctuation and blanks."""
+    return "".join("".join(c for c in text.lower() if c not in _CJK).split())
+
+
+def words_zh(text: str) -> list[str]:
+    """Splits Chinese text into words with jieba."""
+    try:
+        import jieba
+    except ImportError:
+        raise InputError(
+            "scores of Chinese tasks split text into words with jieba, which is not installed;"
+            " pip install jieba, or leave these tasks out"
+        ) from None
+    return list(jieba.cut(text, cut_all=False))
+
+
+def f1(num_matches: int, num_predicted: int, num_reference: int, *, epsilon: float = 0.0) -> float:
+    """Computes F1 from the numbers of matching, predicted and reference items.
+
+    Returns 0 without a match. Some scorers add `epsilon` to the denominator.
+    """
+    if not num_matches:
+        return 0.0
+    precision, recall = num_matches / num_predicted, num_matches / num_reference
+    return 2 * precision * recall / (precision + recall + epsilon)
+
+
+def overlap_f1(predicted: Sequence[Hashable], reference: Sequence[Hashable]) -> float:
+    """Computes the F1 of two bags of items."""
+    num_matches = (Counter(predicted) & Counter(reference)).total()
+    return f1(num_matches, len(predicted), len(reference))
+
+
+def flat(references) -> list:
+    """Flattens a reference, a list of references, or nested lists of references into one list."""
+    if isinstance(references, str) or not isinstance(references, Iterable):
+        return [references]
+    return [item for entry in references for item in flat(entry)]
+
+
+def best(metric: Metric, prediction: str, references) -> float:
+    """Returns the highest score over all references, 0 without any."""
+    return max((metric(prediction, reference) for reference in flat(references)), default=0.0)
+
+
+def first_line(text: str) -> str:
+    """Returns the first line of `text` after any leading newlines."""
+    return text.lstrip("\n").split("\n")[0]
+
+
+def first_digits(text: str) -> str:
+    """Returns the first run of the digits 0 to 9, or an empty string."""
+    match = re.search("[0-9]+", text)
+    return match.group() if match else ""
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-    """F1 of the words of both after SQuAD's normalisation; "yes, it is" is half right for "yes"."""
+    """F1 of words after SQuAD's normalisation; "yes, it is" scores 0.5 for the reference "yes"."""
     return overlap_f1(normalise(prediction).split(), normalise(reference).split())
 
 
 def qa_f1_verdict(prediction: str, reference: str) -> float:
-    """`qa_f1`, but yes, no and noanswer are right as a whole or not at all.
+    """`qa_f1`, but a prediction or reference of yes, no or noanswer must match exactly.
 
-    HotpotQA (arXiv 1809.09600), and CEPE's F1 of open-domain QA, NarrativeQA and Qasper.
+    HotpotQA (arXiv 1809.09600) defines it; CEPE scores open-domain QA, NarrativeQA and Qasper so.
     """
-    found, expected = normalise(prediction), normalise(reference)
-    if found != expected and (found in _VERDICTS or expected in _VERDICTS):
+    answer, label = normalise(prediction), normalise(reference)
+    if answer != label and (answer in _VERDICTS or label in _VERDICTS):
         return 0.0
-    return overlap_f1(found.split(), expected.split())
+    return overlap_f1(answer.split(), label.split())
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
-    """LongBench's F1 of Chinese: words of jieba, each normalised, empty ones left out."""
-    found, expected = (
+    """LongBench's F1 for Chinese: words of jieba, each normalised; empty words are dropped."""
+    answer, label = (
         [word for word in map(normalise_zh, words_zh(text)) if word]
         for text in (prediction, reference)
     )
-    return overlap_f1(found, expected)
+    return overlap_f1(answer, label)
 
 
 def qa_f1_characters(prediction: str, reference: str) -> float:
-    """InfiniteBench's F1 of Chinese: characters."""
+    """InfiniteBench's F1 for Chinese: characters."""
     return overlap_f1(normalise_zh(prediction), normalise_zh(reference))
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """1 where both are equal after SQuAD's normalisation."""
+    """1 if both are equal after SQuAD's normalisation."""
     return float(normalise(prediction) == normalise(reference))
 
 
 def substring_match(prediction: str, reference: str) -> float:
-    """1 where the reference stands in the prediction, both normalised, also inside a word."""
+    """1 if the normalised prediction contains the normalised reference, also inside a word."""
     return float(normalise(reference) in normalise(prediction))
 
 
 def letter_match(prediction: str, reference: str) -> float:
-    """1 where the answer is the letter, as "(B)", "B." or "b"; articles stay, for A is a letter.
+    """1 if the answer is the letter, such as "(B)", "B." or "b"; articles are kept, as A is one.
 
-    CEPE's code deletes articles, so that an empty answer, or "the", is right for A:
-    `letter_match_cepe`.
+    CEPE's code deletes articles, so an empty answer or "the" is right for A: `letter_match_cepe`.
     """
-    kept = {"articles": True}
-    return float(normalise(prediction, **kept) == normalise(reference, **kept))
+    return float(normalise(prediction, articles=True) == normalise(reference, articles=True))
 
 
 letter_match_cepe = exact_match
+
+
+def string_match_all(prediction: str, references: Sequence[str]) -> float:
+    """The share of references that the prediction contains, ignoring case (RULER, 2404.06654).
+
+    A match may lie inside a word: "category" contains "cat".
+    """
+    text = prediction.lower()
+    return sum(reference.lower() in text for reference in references) / len(references)
+
+
+def string_match_part(prediction: str, references: Sequence[str]) -> float:
+    """1 if the prediction contains any of the references (RULER's QA tasks)."""
+    text = prediction.lower()
+    return float(any(reference.lower() in text for reference in references))
+
+
+def value_match(prediction: str, references: Sequence[str]) -> float:
+    """1 if the prediction contains every reference."""
+    return float(string_match_all(prediction, references) == 1)
+
+
+def word_recall(prediction: str, needle: str, *, distinct: bool = True) -> float:
+    """The share of the needle's words that the prediction contains, in lower case, unstripped.
+
+    LCEG's heat map counts each distinct match once but divides by all words of the needle, so its
+    needle cannot reach 1: `distinct=False`.
+    """
+    words = needle.lower().split()
+    matches = set(words) & set(prediction.lower().split())
+    return len(matches) / len(set(words) if distinct else words)

@@ -1,13 +1,13 @@
-"""InfiniteBench's scores (arXiv 2402.13718), word for word as its scorer gives them.
+"""InfiniteBench's scores (arXiv 2402.13718), equal to its official scorer.
 
-Labels are what the official files hold after `labels`. `math_find` has a second flavour, without
-the scorer's mistakes; that of `code_debug` is `option_letter`.
+Labels of multiple-choice tasks are those that `labels` returns. `math_find(parity=False)` and
+`option_letter` (of `code_debug`) are variants without the scorer's mistakes.
 """
 
 import re
 from collections.abc import Sequence
 
-from lcjax.evaluation.metrics.text import first_digits
+from lcjax.evaluation.metrics.answers import first_digits
 
 _LETTERS = "ABCD"
 _CHOICE_CUES = ("answer is:", "answer:", "answer is", "option is")
@@ -15,38 +15,46 @@ _DEBUG_CUES = ("answer is:", "is:", "answer:", "correct option is:")
 
 
 def labels(answer, options: Sequence[str]) -> list[str]:
-    """Text and letter of a choice from the text alone, or both; ValueError where neither fits."""
-    given = [answer] if isinstance(answer, str) else list(answer)
-    if len(given) == 1 and given[0] in list(options)[: len(_LETTERS)]:
-        return [given[0], _LETTERS[list(options).index(given[0])]]
-    if len(given) == 2 and given[1] in list(_LETTERS):
-        return given
+    """Returns [text, letter] of a multiple-choice answer.
+
+    Args:
+      answer: The text of an option, or [text, letter].
+      options: The texts of the options.
+
+    Raises:
+      ValueError: `answer` is none of the options.
+    """
+    label = [answer] if isinstance(answer, str) else list(answer)
+    if len(label) == 1 and label[0] in list(options)[: len(_LETTERS)]:
+        return [label[0], _LETTERS[list(options).index(label[0])]]
+    if len(label) == 2 and label[1] in list(_LETTERS):
+        return label
     raise ValueError(f"answer {answer!r} is none of the options")
 
 
 def digits(prediction: str, label) -> float:
-    """1 where the first run of digits is the label: Retrieve.PassKey and Retrieve.Number."""
+    """1 if the first run of digits equals the label (Retrieve.PassKey, Retrieve.Number)."""
     return float(first_digits(prediction) == _first(label))
 
 
 def kv_retrieval(prediction: str, label: str) -> float:
-    """1 where the label is a word of the prediction, some punctuation being blanks."""
+    """1 if the label is a word of the prediction, with some punctuation replaced by blanks."""
     return float(label in _blanked(prediction, "\n:\"'.,?!{}").split())
 
 
 def code_run(prediction: str, label) -> float:
-    """1 where the last word is the label as a whole number."""
-    found = _blanked(prediction, "\n.`'\":").split()
+    """1 if the last word is an integer equal to the label."""
+    words = _blanked(prediction, "\n.`'\":").split()
     try:
-        return float(int(found[-1]) == _first(label)) if found else 0.0
+        return float(int(words[-1]) == _first(label)) if words else 0.0
     except ValueError:
         return 0.0
 
 
 def code_debug(prediction: str, label: Sequence[str]) -> float:
-    """1 for "B." or "B:" in front, or the letter or name right behind the first cue that occurs.
+    """1 if the prediction starts with "B." or "B:", or the letter or name follows the first cue.
 
-    `label` is the name and the letter. A bare "B" is wrong to the official scorer.
+    `label` is [name, letter]. The official scorer counts a bare "B" as wrong.
     """
     name, letter = label
     text = prediction.strip()
@@ -54,19 +62,19 @@ def code_debug(prediction: str, label: Sequence[str]) -> float:
         return 1.0
     for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
         text = text.replace(mark, " ")
-    rest = _behind(text, _DEBUG_CUES)
+    rest = _after_cue(text, _DEBUG_CUES)
     return float(rest is not None and rest.startswith((letter, name)))
 
 
 def option_letter(prediction: str, label: Sequence[str]) -> float:
-    """`code_debug`, but a letter alone counts as well."""
+    """`code_debug`, but a bare letter also counts."""
     return max(code_debug(prediction, label), float(prediction.strip() == label[1]))
 
 
 def choice(prediction: str, label: Sequence[str]) -> float:
-    """En.MC: the first letter if it is A to D, else the whole text, else what follows a cue.
+    """En.MC: compares the first letter if it is A to D, the whole text, or what follows a cue.
 
-    Without any of them the first word that is a letter (or a run of "ABCD") decides.
+    Otherwise the first word that is part of "ABCD" decides.
     """
     text = prediction.strip()
     if not text:
@@ -77,22 +85,22 @@ def choice(prediction: str, label: Sequence[str]) -> float:
         return 1.0
     text = _blanked(text, "\n\"'.,?!{}")
     if any(cue in _squeezed(text) for cue in _CHOICE_CUES):
-        rest = _behind(text, _CHOICE_CUES)
+        rest = _after_cue(text, _CHOICE_CUES)
         return float(rest is not None and rest.startswith(tuple(label)))
     word = next((word for word in text.split() if word in _LETTERS), None)
     return float(word in label)
 
 
 def dialogue(prediction: str, label: Sequence[str]) -> float:
-    """1 where the first name of the label is a word of the prediction in upper case."""
+    """1 if the first name of the label is a word of the prediction in upper case."""
     return float(label[0] in [w.upper() for w in _blanked(prediction, "\n:\"'.,?!{}").split()])
 
 
 def math_find(prediction: str, label, *, parity: bool = True) -> float:
-    """1 where the first number is the label.
+    """1 if the first number equals the label.
 
-    The official scorer passes over minus signs, and stops with a ValueError where a decimal is
-    found for a whole number; with `parity=False` numbers are compared as they stand.
+    The official scorer ignores minus signs, and raises a ValueError if the label is an integer and
+    the first number has decimals. `parity=False` compares the numbers themselves.
     """
     label = _first(label)
     sign = "" if parity else "-?"
@@ -104,17 +112,17 @@ def math_find(prediction: str, label, *, parity: bool = True) -> float:
 
 
 def math_calc(prediction: str, label: Sequence) -> float:
-    """How many numbers are right from the first one on, as a share of all.
+    """The share of the label's numbers that are right before the first mistake.
 
-    Minus signs are passed over, so that a negative value is never right.
+    Minus signs are ignored, so a negative value is never right.
     """
     label = label[0] if isinstance(label[0], list) else label
-    # Compared as text: a run may have more digits than Python takes for a number.
-    found = [run.lstrip("0") or "0" for run in re.findall("[0-9]+", prediction)]
-    right = 0
-    while right < min(len(label), len(found)) and str(label[right]) == found[right]:
-        right += 1
-    return right / len(label)
+    # Compared as text: Python refuses to convert runs of more than 4,300 digits.
+    numbers = [run.lstrip("0") or "0" for run in re.findall("[0-9]+", prediction)]
+    num_right = 0
+    while num_right < min(len(label), len(numbers)) and str(label[num_right]) == numbers[num_right]:
+        num_right += 1
+    return num_right / len(label)
 
 
 def _first(label):
@@ -129,11 +137,11 @@ def _squeezed(text: str) -> str:
     return re.sub(" {2,}", " ", text)
 
 
-def _behind(text: str, cues: Sequence[str]) -> str | None:
-    """What follows the first of the cues that occurs and one more character; None: nothing."""
+def _after_cue(text: str, cues: Sequence[str]) -> str | None:
+    """The text after the first cue of `cues` that occurs and one more character, or None."""
     text = _squeezed(text)
     for cue in cues:
-        _, found, rest = text.partition(cue)
-        if found:
+        _, match, rest = text.partition(cue)
+        if match:
             return rest[1:] if rest else None
     return None

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from lcjax.evaluation.metrics.sequences import lcs_length
+from lcjax.evaluation.metrics.rouge import lcs_length
 
 _COMMENTS = ("`", "#", "//")
 
@@ -12,49 +12,49 @@ _COMMENTS = ("`", "#", "//")
 def classification(
     prediction: str, reference: str, classes: Sequence[str], *, parity: bool = True
 ) -> float:
-    """1 / n where the right class is among the n classes that stand in the prediction.
+    """1 / n if the right class is one of the n classes that the prediction contains, else 0.
 
-    Classes that are part of the right one's name do not count. With `parity` they are taken out of
-    the list while it is walked through, as the official scorer does: the one behind each of them is
-    then passed over.
+    Classes whose name is part of the right class's name do not count. With `parity` they are
+    removed from the list during the iteration over it, as in the official scorer, so the class
+    after each of them is skipped.
     """
-    found = [name for name in classes if name in prediction]
+    matches = [name for name in classes if name in prediction]
     if not parity:
-        found = [name for name in found if name == reference or name not in reference]
-    place = 0
-    while place < len(found):
-        if found[place] in reference and found[place] != reference:
-            found.remove(found[place])  # the first of that name
-        place += 1
-    return 1 / len(found) if reference in found else 0.0
+        matches = [name for name in matches if name == reference or name not in reference]
+    index = 0
+    while index < len(matches):
+        if matches[index] in reference and matches[index] != reference:
+            matches.remove(matches[index])  # the first of that name
+        index += 1
+    return 1 / len(matches) if reference in matches else 0.0
 
 
 def count(prediction: str, reference: str) -> float:
-    """The share of numbers in the prediction that are the right one, digit by digit."""
+    """The share of numbers in the prediction that equal the reference as text."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, reference: str, word: str = "Paragraph ") -> float:
-    """The share of numbers in the prediction that are the right paragraph's."""
+    """The share of numbers in the prediction that equal the right paragraph's number."""
     return count(prediction, re.findall(word + r"(\d+)", reference)[0])
 
 
 def retrieval_zh(prediction: str, reference: str) -> float:
-    """The same of Chinese."""
+    """`retrieval` for Chinese."""
     return retrieval(prediction, reference, "段落")
 
 
 def code_line(prediction: str) -> str:
-    """The first line that is neither a comment nor a mark of Markdown; empty without one."""
+    """The first line without a comment or Markdown mark, or an empty string."""
     lines = prediction.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in _COMMENTS)), "")
 
 
 def code_indel(prediction: str, reference: str) -> float:
-    """Similarity of the first line of code: 2 LCS / (n + m), in whole percent.
+    """Similarity of the first line of code: 2 LCS / (n + m), rounded to whole percent.
 
-    What fuzzywuzzy gives where python-Levenshtein is installed.
+    Equals fuzzywuzzy with python-Levenshtein installed.
     """
     line = code_line(prediction)
     size = len(line) + len(reference)
@@ -62,9 +62,9 @@ def code_indel(prediction: str, reference: str) -> float:
 
 
 def code_difflib(prediction: str, reference: str) -> float:
-    """The same by the matching blocks of Python's difflib, never higher than `code_indel`'s.
+    """Similarity of the first line of code by Python's difflib; never above `code_indel`.
 
-    What fuzzywuzzy gives without python-Levenshtein.
+    Equals fuzzywuzzy without python-Levenshtein.
     """
     line = code_line(prediction)
     ratio = difflib.SequenceMatcher(None, line, reference).ratio()

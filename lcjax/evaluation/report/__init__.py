@@ -1,4 +1,4 @@
-"""What people read of a run: tables, figures, summary.json and report.html, from records alone."""
+"""Tables, figures, summary.json and report.html of a run, from its records alone."""
 
 from lcjax.evaluation.report.report import Report, cell_of, made_here, write
 

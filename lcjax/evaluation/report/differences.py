@@ -1,4 +1,4 @@
-"""What differs between rows of a table beyond chance: the same examples, one by one."""
+"""Paired differences between rows of a table, over the examples that both rows share."""
 
 import dataclasses
 import math
@@ -9,19 +9,20 @@ from lcjax.evaluation.report.tables import markdown
 from lcjax.evaluation.statistics import Difference, paired
 from lcjax.evaluation.task import Record, Task
 
-Key = tuple[str, str, str]  # a row, the one that it is compared with, and a part of the task
+Key = tuple[str, str, str]  # row, base row, part of the task
+# Meaning of the sign of a difference, by direction of the metric.
 _MARKS = {"lower": {-1: "better", 1: "worse"}, "higher": {-1: "worse", 1: "better"}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """How far a row of one task is from the row that it is compared with, at one length."""
+    """The difference of a row of one task from its base row, at one length."""
 
     row: str
     base: str
-    part: str  # one of the task's own parts; empty: all of it
+    part: str  # a part of the task (`Task.part`); empty for all of it
     length: int
-    found: Difference
+    difference: Difference
 
 
 def between(
@@ -29,44 +30,51 @@ def between(
     groups: Mapping[str, Mapping[int, Sequence[Record]]],
     bases: Mapping[str, str],
 ) -> list[Gap]:
-    """Every row of `bases` against its value; `groups` are records by row and length.
+    """Computes the difference of every row from its base row.
 
-    Also by the parts of the task, where it has several. Rows without common examples have none.
+    Args:
+      task: The task of the records.
+      groups: Records by row and length.
+      bases: The base row of each row to compare.
+
+    Returns:
+      One gap per row, length and part of the task, if the rows have common examples.
     """
     gaps = []
     for row, base in bases.items():
         for length, records in groups[row].items():
-            twins = groups[base].get(length, [])
+            base_records = groups[base].get(length, [])
             parts = list(dict.fromkeys(task.part(record) for record in records))
             for part in ("", *(parts if len(parts) > 1 else ())):
-                own = [r for r in records if not part or task.part(r) == part]
-                found = of_records(task, twins, own)
-                if found.count:
-                    gaps.append(Gap(row, base, part, length, found))
+                in_part = [r for r in records if not part or task.part(r) == part]
+                difference = of_records(task, base_records, in_part)
+                if difference.count:
+                    gaps.append(Gap(row, base, part, length, difference))
     return gaps
 
 
 def of_records(task: Task, base: Sequence[Record], other: Sequence[Record]) -> Difference:
-    """Over units of which both have read the same tokens under the same protocol.
+    """Computes the difference over units with the same tokens and protocol.
 
-    They are weighed as in the number of the task, of which the mean is then the difference.
+    The weights are those of the task's number, so the mean is the difference of the two numbers if
+    both have the same units.
     """
-    before = {(r["window"], r["digest"], r["protocol"]): r for r in base}
+    by_key = {(r["window"], r["digest"], r["protocol"]): r for r in base}
     pairs = []
     for record in other:
-        twin = before.get((record["window"], record["digest"], record["protocol"]))
-        values = None if twin is None else (task.example(twin), task.example(record))
+        match = by_key.get((record["window"], record["digest"], record["protocol"]))
+        values = None if match is None else (task.example(match), task.example(record))
         if values is not None and None not in values:
             pairs.append((*values, record))
     weights = task.weights([record for *_, record in pairs])
-    counted = [(*pair, weight) for pair, weight in zip(pairs, weights, strict=True) if weight]
-    a, b, records, weights = zip(*counted, strict=True) if counted else ((), (), (), ())
+    weighted = [(*pair, weight) for pair, weight in zip(pairs, weights, strict=True) if weight]
+    a, b, records, weights = zip(*weighted, strict=True) if weighted else ((), (), (), ())
     clusters = [task.cluster(record) for record in records]
     return paired(a, b, weights=weights, clusters=None if None in clusters else clusters)
 
 
 def lines(task: Task, gaps: Sequence[Gap]) -> list[Record]:
-    """As lines of a CSV file."""
+    """Rows of differences.csv."""
     return [
         {
             "task": task.label,
@@ -74,29 +82,32 @@ def lines(task: Task, gaps: Sequence[Gap]) -> list[Record]:
             "row": gap.row,
             "against": gap.base,
             "length": gap.length,
-            **dataclasses.asdict(gap.found),
-            "mark": gap.found.mark,
+            **dataclasses.asdict(gap.difference),
+            "mark": gap.difference.mark,
         }
         for gap in gaps
     ]
 
 
 def table(gaps: Sequence[Gap]) -> tuple[list[int], dict[Key, list[Difference | None]]]:
-    """The lengths, and by (row, base, part) the differences at these lengths."""
+    """Returns the lengths, and the differences at these lengths by (row, base, part)."""
     lengths = sorted({gap.length for gap in gaps})
-    found = {(gap.row, gap.base, gap.part, gap.length): gap.found for gap in gaps}
+    by_key = {(gap.row, gap.base, gap.part, gap.length): gap.difference for gap in gaps}
     names = dict.fromkeys((gap.row, gap.base, gap.part) for gap in gaps)
-    return lengths, {name: [found.get((*name, n)) for n in lengths] for name in names}
+    return lengths, {name: [by_key.get((*name, n)) for n in lengths] for name in names}
 
 
 def text(task: Task, gaps: Sequence[Gap]) -> list[str]:
-    """As Markdown: number, interval and examples of every comparison; empty where there is none."""
+    """Markdown of the differences with intervals and numbers of examples; empty without gaps."""
     if not gaps:
         return []
     lengths, rows = table(gaps)
     grid = [
         ["row", *(f"{length:,}" for length in lengths)],
-        *([_name(*name), *(_cell(task, found) for found in row)] for name, row in rows.items()),
+        *(
+            [_name(*name), *(_cell(task, difference) for difference in row)]
+            for name, row in rows.items()
+        ),
     ]
     return [
         f"{unit(task)}, paired: [95 % interval] (examples), * p < 0.05, ** p < 0.01:\n",
@@ -108,50 +119,50 @@ def _name(row: str, base: str, part: str) -> str:
     return f"{row} against {base}" + f", {part}" * bool(part)
 
 
-def _cell(task: Task, found: Difference | None) -> str:
-    if found is None:
+def _cell(task: Task, difference: Difference | None) -> str:
+    if difference is None:
         return ""
-    if math.isnan(found.low):
-        return f"{_number(task, found)} ({found.count})"
+    if math.isnan(difference.low):
+        return f"{_number(task, difference)} ({difference.count})"
     digits = _digits(task)
-    ends = f"{found.low:+.{digits}f}, {found.high:+.{digits}f}"
-    return f"{_number(task, found)} [{ends}] ({found.count})"
+    ends = f"{difference.low:+.{digits}f}, {difference.high:+.{digits}f}"
+    return f"{_number(task, difference)} [{ends}] ({difference.count})"
 
 
 def _digits(task: Task) -> int:
     return max(task.metric.decimals, 3)
 
 
-def _number(task: Task, found: Difference) -> str:
-    return f"{found.mean:+.{_digits(task)}f}{found.mark}"
+def _number(task: Task, difference: Difference) -> str:
+    return f"{difference.mean:+.{_digits(task)}f}{difference.mark}"
 
 
 def unit(task: Task) -> str:
-    """What a difference is counted in."""
+    """The unit of a difference."""
     if task.metric.name == "perplexity":
         return "Difference in nats a token"
     return f"Difference in {task.metric.name}"
 
 
-def shown(task: Task, gaps: Sequence[Gap]) -> dict[str, Any]:
-    """What the templates ask of a task's differences."""
+def template_variables(task: Task, gaps: Sequence[Gap]) -> dict[str, Any]:
+    """Variables of the page's templates for the differences of a task."""
     lengths, rows = table(gaps)
     entries = {
-        name: [None if found is None else _entry(task, found) for found in row]
+        name: [None if difference is None else _entry(task, difference) for difference in row]
         for name, row in rows.items()
     }
     return {"lengths": lengths, "rows": entries, "unit": unit(task)}
 
 
-def _entry(task: Task, found: Difference) -> dict[str, Any]:
-    side = _MARKS["lower" if task.metric.lower_is_better else "higher"]
-    note = f"n = {found.count}"
-    if not math.isnan(found.low):
+def _entry(task: Task, difference: Difference) -> dict[str, Any]:
+    marks = _MARKS["lower" if task.metric.lower_is_better else "higher"]
+    note = f"n = {difference.count}"
+    if not math.isnan(difference.low):
         digits = _digits(task)
-        note = f"{found.low:+.{digits}f} to {found.high:+.{digits}f}, {note}"
+        note = f"{difference.low:+.{digits}f} to {difference.high:+.{digits}f}, {note}"
     return {
-        "mean": found.mean,
-        "text": _number(task, found).replace("-", "−"),
-        "kind": side[int(math.copysign(1, found.mean))] if found.mark else "",
+        "mean": difference.mean,
+        "text": _number(task, difference).replace("-", "−"),
+        "kind": marks[int(math.copysign(1, difference.mean))] if difference.mark else "",
         "note": note.replace("-", "−"),
     }

@@ -1,33 +1,82 @@
-"""`report.html`: one file that shows a run, and `compare.html`; nothing in them is fetched."""
+"""`report.html` and `compare.html`: one self-contained file each, rendered from `templates/`."""
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
 from lcjax.config.files import write_whole
-from lcjax.evaluation.report import differences, examples
-from lcjax.evaluation.report.examples import anchor
-from lcjax.evaluation.report.page_style import SCRIPT, STYLE
-from lcjax.evaluation.report.page_svg import inline
-from lcjax.evaluation.report.page_templates import TEMPLATES
+from lcjax.evaluation.records import by_cell
+from lcjax.evaluation.report import differences
+from lcjax.evaluation.report.plots import COLOURS, GREY
 from lcjax.evaluation.report.tables import aggregated, ranked
 from lcjax.evaluation.task import Record, Task
+
+MAX_EXAMPLES = 12  # of one cell
+_MAX_CHARS = 600  # of an answer
+# Fields that every record has or that the page shows elsewhere.
+_HIDDEN = frozenset(
+    {"method", "length", "trained", "tokenizer", "digest", "protocol", "wording", "stride", "bos"}
+    | {"size", "seconds", "compile_seconds", "read", "peak_bytes", "peak_bytes_at_most", "weight"}
+    | {"answer", "references", "key", "correct", "score", "scored", "prompt", "budget", "first"}
+    | {"ids", "finish", "nan", "template", "prompt_tokens", "max_new_tokens", "decoder", "nll"}
+    | {"bytes"}
+)
+# Colours of figures, and the colours of the page that replace them.
+_PAGE_COLOURS = {
+    "#000000": "var(--ink)",
+    "#ffffff": "var(--paper)",
+    GREY.lower(): "var(--muted)",
+    "#e4e4e4": "var(--grid)",
+    "#cccccc": "var(--rule)",
+    **{colour.lower(): f"var(--c{index})" for index, colour in enumerate(COLOURS)},
+}
+_REM = 52 / 604.8  # rem per point: a figure of 8.4 inches (604.8 points) is 52 rem wide
+# Captions by the end of a figure's file name.
+_CAPTIONS = {
+    "by_position": "Mean loss of the tokens at each position of the longest windows; the band is"
+    " one standard error over documents.",
+    "by_depth": "Every panel has the same scale. The dashed line stands behind the last length that"
+    " the model was trained for; hatched cells were not measured.",
+    "by_task": "Every panel has the same scale; hatched cells were not measured.",
+    "by_shots": "One line a method, at the longest length: the score over the number of"
+    " demonstrations.",
+    "by_passages": "One line a method, at the longest length: the score over the number of"
+    " passages.",
+    "cost": "Tokens read or written per second without compilation, and the peak of the busiest"
+    " device (on a CPU: of the process), over all tasks.",
+    "perplexity_accuracy": "Each point is a method. r is Pearson's correlation, ρ Spearman's, with"
+    " 95 % intervals: with as few methods they are wide, and a high r alone proves little.",
+    "": "",  # plots.over_lengths: `_caption_over_lengths`
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What a page says of one task."""
+    """Results of one task for a page."""
 
     task: Task
     cells: Sequence[Record]
     records: Sequence[Record]
     aggregates: Mapping[str, Record]
     figures: Sequence[Path]
-    gaps: Sequence[differences.Gap] = ()  # between its rows
+    gaps: Sequence[differences.Gap] = ()  # paired differences between its rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Examples to show, in one group per cell, with the names of their columns."""
+
+    title: str
+    heads: list[str]
+    groups: list[dict[str, Any]]
+    prompt: str | None = None  # the text of one prompt
 
 
 def write(
@@ -39,7 +88,19 @@ def write(
     cost_figure: Path,
     notes: str = "",
 ) -> Path:
-    """The page of a run; `figures` are those of several tasks together."""
+    """Writes the page of a run.
+
+    Args:
+      path: The file to write.
+      sections: Results by task.
+      summary: The content of summary.json.
+      figures: Figures of several tasks together.
+      cost_figure: The figure of `plots.cost_bars`.
+      notes: Markdown table of the trainings of a study.
+
+    Returns:
+      `path`.
+    """
     cells = [cell for section in sections for cell in section.cells]
     parts = [task_part(section) for section in sections]
     page = {
@@ -59,56 +120,54 @@ def write(
 
 
 def render(template: str, page: Mapping[str, Any]) -> str:
-    """The HTML of one of the templates."""
-    return _environment().get_template(template).render(style=STYLE, script=SCRIPT, **page)
+    """Renders `templates/{template}.html` with the variables `page`."""
+    return _environment().get_template(f"{template}.html").render(**page)
 
 
 @functools.cache
-def _environment():
-    import jinja2
-
-    made = jinja2.Environment(
-        loader=jinja2.DictLoader(TEMPLATES),
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("lcjax.evaluation.report"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters["count"] = lambda value: f"{value:,}"
-    return made
+    environment.filters["count"] = lambda value: f"{value:,}"
+    return environment
 
 
 def _lead(sections: Sequence[Section]) -> str:
-    """What was compared, in a sentence."""
+    """The sentence below the title."""
     cells = [cell for section in sections for cell in section.cells]
     methods = len({cell["method"] for cell in cells})
     lengths = sorted({cell["length"] for cell in cells})
     words = [f"{length:,}" for length in lengths]
-    reach = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+    lengths_text = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
     if len(words) > 5:
-        reach = f"{words[0]} to {words[-1]} ({len(words)} lengths)"
-    answers = sum(len(section.records) for section in sections)
+        lengths_text = f"{words[0]} to {words[-1]} ({len(words)} lengths)"
+    num_examples = sum(len(section.records) for section in sections)
     return (
-        f"{_many(methods, 'method')} on {_many(len(sections), 'task')} with contexts of {reach}"
-        f" tokens; {_many(answers, 'example')} in all."
+        f"{_plural(methods, 'method')} on {_plural(len(sections), 'task')} with contexts of"
+        f" {lengths_text} tokens; {_plural(num_examples, 'example')} in all."
     )
 
 
-def _many(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'s' * (count != 1)}"
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _overview(sections: Sequence[Section]) -> dict[str, Any]:
-    """Methods by tasks, at the longest length."""
+    """The table of methods by tasks at the longest length."""
     longest = max(cell["length"] for section in sections for cell in section.cells)
     methods = dict.fromkeys(cell["method"] for s in sections for cell in s.cells)
     rows: dict[str, list] = {method: [] for method in methods}
     for section in sections:
-        own = [cell for cell in section.cells if cell["length"] == longest]
-        values = {cell["method"]: cell["value"] for cell in own}
-        _, found = ranked(own, "value", section.task.metric)
+        cells = [cell for cell in section.cells if cell["length"] == longest]
+        values = {cell["method"]: cell["value"] for cell in cells}
+        _, entries = ranked(cells, "value", section.task.metric)
         for method in methods:
-            entry = found[method][0] if method in found else None
+            entry = entries[method][0] if method in entries else None
             rows[method].append(_entry(entry, values.get(method)))
     heads = [
         {
@@ -132,10 +191,10 @@ def _entry(entry, value: float | None, note: str = "", link: str = "") -> dict[s
 
 
 def task_part(section: Section) -> dict[str, Any]:
-    """What the templates ask of one task."""
+    """Variables of the templates for one task."""
     task, cells, first = section.task, section.cells, section.cells[0]
-    shown = examples.of_task(task, section.records)
-    facts = [f"BOS {first['bos']}", f"n = {_span(cell['windows'] for cell in cells)} a cell"]
+    examples = examples_of(task, section.records)
+    facts = [f"BOS {first['bos']}", f"n = {_range([cell['windows'] for cell in cells])} a cell"]
     if first["stride"] is not None:
         facts.append(f"stride {first['stride']:,}")
     trained = sorted({cell["trained"] for cell in cells})
@@ -148,32 +207,32 @@ def task_part(section: Section) -> dict[str, Any]:
         "arrow": _arrow(task),
         "protocol": first["protocol"],
         "facts": facts,
-        "table": _table(section, shown),
+        "table": _table(section, examples),
         "aggregates": _aggregates(section.aggregates),
-        "differences": differences.shown(task, section.gaps),
+        "differences": differences.template_variables(task, section.gaps),
         "figures": figures_of(section.figures, anchor(task.label)),
-        "examples": shown,
+        "examples": examples,
         "bits": len({cell["tokenizer"] for cell in cells}) > 1 and "bits_per_byte" in first,
     }
 
 
-def _span(counts) -> str:
-    found = sorted(set(counts))
-    return f"{found[0]:,}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}"
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _table(section: Section, shown: examples.Shown) -> dict[str, Any]:
+def _table(section: Section, examples: Examples) -> dict[str, Any]:
     metric = section.task.metric
     lengths, rows = ranked(section.cells, "value", metric)
     cells = {(cell["method"], cell["length"]): cell for cell in section.cells}
-    linked = {(group["method"], group["length"]): group["anchor"] for group in shown.groups}
+    anchors = {(group["method"], group["length"]): group["anchor"] for group in examples.groups}
     table = {}
     for method, entries in rows.items():
         table[method] = []
         for length, entry in zip(lengths, entries, strict=True):
             cell = cells.get((method, length), {})
             note = interval_text(cell, metric)
-            link = linked.get((method, length), "")
+            link = anchors.get((method, length), "")
             table[method].append(_entry(entry, cell.get("value"), note, link))
     intervals = any(entry["note"] for row in table.values() for entry in row)
     links = any(entry["link"] for row in table.values() for entry in row)
@@ -181,7 +240,7 @@ def _table(section: Section, shown: examples.Shown) -> dict[str, Any]:
 
 
 def interval_text(cell: Record, metric) -> str:
-    """`5.91 – 6.32`, or nothing where no interval is known or the number is not shown."""
+    """`5.91 – 6.32`, or an empty string if the interval or the number is not shown."""
     low, high, value = (cell.get(key) for key in ("ci_low", "ci_high", "value"))
     if low is None or high is None or low != low or high != high:
         return ""
@@ -190,45 +249,28 @@ def interval_text(cell: Record, metric) -> str:
     return f"{low:,.{metric.decimals}f} – {high:,.{metric.decimals}f}"
 
 
-def _aggregates(found: Mapping[str, Record]) -> dict[str, Any] | None:
-    if not found:
+def _aggregates(by_method: Mapping[str, Record]) -> dict[str, Any] | None:
+    if not by_method:
         return None
-    heads, rows = aggregated(found)
+    heads, rows = aggregated(by_method)
     title = "At the longest length" if "length" in heads else "Over all lengths"
     return {"title": title, "heads": heads, "rows": rows}
 
 
-_CAPTIONS = {
-    "by_position": "Mean loss of the tokens at each position of the longest windows; the band is"
-    " one standard error over documents.",
-    "by_depth": "Every panel has the same scale. The dashed line stands behind the last length that"
-    " the model was trained for; hatched cells were not measured.",
-    "by_task": "Every panel has the same scale; hatched cells were not measured.",
-    "by_shots": "One line a method, at the longest length: the score over the number of"
-    " demonstrations.",
-    "by_passages": "One line a method, at the longest length: the score over the number of"
-    " passages.",
-    "cost": "Tokens read or written per second without compilation, and the peak of the busiest"
-    " device (on a CPU: of the process), over all tasks.",
-    "perplexity_accuracy": "Each point is a method. r is Pearson's correlation, ρ Spearman's, with"
-    " 95 % intervals: with as few methods they are wide, and a high r alone proves little.",
-    "": "",  # over lengths: by what is drawn
-}
-
-
 def figures_of(paths: Sequence[Path], name: str) -> list[dict[str, str]]:
-    """Pictures in the page, each with its caption."""
-    found = []
+    """SVG and caption of each figure; figures without an SVG file are left out."""
+    figures = []
     for index, path in enumerate(paths):
-        svg = inline(path, f"{name}-{index}")
+        svg = inline_svg(path, f"{name}-{index}")
         if svg is not None:
             kind = next(key for key in _CAPTIONS if path.stem.endswith(key))
-            found.append({"svg": svg, "caption": _CAPTIONS[kind] if kind else _over_lengths(svg)})
-    return found
+            caption = _CAPTIONS[kind] or _caption_over_lengths(svg)
+            figures.append({"svg": svg, "caption": caption})
+    return figures
 
 
-def _over_lengths(svg: str) -> str:
-    """The caption of what `plots.over_lengths` has drawn."""
+def _caption_over_lengths(svg: str) -> str:
+    """The caption of a figure of `plots.over_lengths`."""
     if "context length in tokens" not in svg:
         return "A dot a method, with its 95 % interval where one is known."
     line = "; the dashed line stands at the trained length" * ("trained length" in svg)
@@ -236,26 +278,26 @@ def _over_lengths(svg: str) -> str:
 
 
 def costs(cells: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row per method and length: speed and peak over all tasks."""
+    """One row per method and length: tokens per second and peak memory over all tasks."""
     groups: dict[tuple[str, int], list[Record]] = {}
     for cell in cells:
         groups.setdefault((cell["method"], cell["length"]), []).append(cell)
     rows = []
-    for (method, length), own in groups.items():
-        seconds = sum(cell["seconds"] for cell in own)
-        read = sum((cell["tokens_per_second"] or 0) * cell["seconds"] for cell in own)
-        peaks = [cell["peak_bytes"] for cell in own if cell["peak_bytes"] is not None]
-        bound = max((cell["peak_bytes_at_most"] or 0 for cell in own), default=0) or None
-        known = len(peaks) == len(own) or (peaks and max(peaks) == bound)
+    for (method, length), group in groups.items():
+        seconds = sum(cell["seconds"] for cell in group)
+        num_tokens = sum((cell["tokens_per_second"] or 0) * cell["seconds"] for cell in group)
+        peaks = [cell["peak_bytes"] for cell in group if cell["peak_bytes"] is not None]
+        bound = max((cell["peak_bytes_at_most"] or 0 for cell in group), default=0) or None
+        known = len(peaks) == len(group) or (peaks and max(peaks) == bound)
         rows.append(
             {
                 "method": method,
                 "length": length,
-                "speed": read / seconds if seconds else None,
+                "speed": num_tokens / seconds if seconds else None,
                 "peak": max(peaks) if known else bound,
                 "bound": not known,
                 "seconds": seconds,
-                "compile_seconds": sum(cell["compile_seconds"] for cell in own),
+                "compile_seconds": sum(cell["compile_seconds"] for cell in group),
             }
         )
     return rows
@@ -288,3 +330,122 @@ def _notes(text: str) -> list[list[str]]:
         if line.startswith("|")
     ]
     return [row for row in rows if not set("".join(row)) <= set("-: ")]
+
+
+def anchor(*words: object) -> str:
+    """The id of an element of the page."""
+    return re.sub(r"[^\w.-]+", "-", "-".join(map(str, words)))
+
+
+def examples_of(task: Task, records: Sequence[Record]) -> Examples:
+    """Wrong answers of every cell, or the windows of highest loss if the task has no answers."""
+    has_answers = any("answer" in record for record in records)
+    heads = _columns(records)
+    longest, groups = max((record["length"] for record in records), default=0), []
+    for (method, length), cell in by_cell(records).items():
+        if not has_answers and length < longest:
+            continue
+        chosen = _wrong_answers(task, cell) if has_answers else _high_losses(task, cell)
+        if chosen:
+            rows = [_row(task, record, heads, has_answers) for record in chosen[:MAX_EXAMPLES]]
+            groups.append(
+                {
+                    "method": method,
+                    "length": length,
+                    "anchor": anchor("examples", task.label, method, length),
+                    "rows": rows,
+                    "count": len(chosen),
+                    "of": len(cell),
+                }
+            )
+    prompts = [record["prompt"] for record in records if record.get("prompt")]
+    shortest = min(prompts, key=len, default=None)
+    if shortest is not None and len(shortest) > 4000:
+        shortest = f"{shortest[:2000]}\n\n[...]\n\n{shortest[-2000:]}"
+    title = "Answers that are not right" if has_answers else "Windows with the highest loss"
+    return Examples(title, heads, groups, shortest)
+
+
+def _wrong_answers(task: Task, records: Sequence[Record]) -> list[Record]:
+    """Records below a score of 1, or below the best score of metrics such as BLEU; worst first."""
+    scores = [task.example(record) for record in records]
+    best = max(1.0, *(score for score in scores if score is not None), 0.0)
+    wrong = sorted((s, i) for i, s in enumerate(scores) if s is not None and s < best)
+    return [records[index] for _, index in wrong]
+
+
+def _high_losses(task: Task, records: Sequence[Record]) -> list[Record]:
+    """The five records of highest loss, NaN first; none of a single record."""
+    if len(records) < 2:
+        return []
+    losses = {id(r): math.inf if (v := task.example(r)) is None else v for r in records}
+    return sorted(records, key=lambda record: -losses[id(record)])[:5]
+
+
+def _columns(records: Sequence[Record]) -> list[str]:
+    """At most five fields with short values that differ between records."""
+    values: dict[str, set] = {}
+    for record in records:
+        for key, value in record.items():
+            if key not in _HIDDEN and isinstance(value, str | int | float):
+                values.setdefault(key, set()).add(value)
+    varied = [
+        key
+        for key, field in values.items()
+        if len(field) > 1 and not field <= {True, False} and max(map(len, map(str, field))) < 60
+    ]
+    return varied[:5]
+
+
+def _row(task: Task, record: Record, heads: Sequence[str], has_answers: bool) -> dict[str, Any]:
+    score = task.example(record)
+    return {
+        "facts": [_short(record.get(head)) for head in heads],
+        "answer": _cut(record.get("answer", "")) if has_answers else None,
+        "expected": [_cut(text) for text in task.references(record)] if has_answers else None,
+        "score": "nan" if score is None else f"{score:.3g}",
+        "value": score,
+    }
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} [...]"
+
+
+def inline_svg(path: Path, name: str) -> str | None:
+    """The SVG of a figure, in the colours of the page; None if the figure has no SVG file.
+
+    `name` prefixes the ids of the figure, which must be unique in the page.
+    """
+    path = path.with_suffix(".svg")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if "<svg" not in text:
+        return None
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)
+    text = re.sub(r"<style[^>]*>.*?</style>\s*", "", text, flags=re.S)
+    text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.S)
+    text = text.replace("xlink:href", "href")
+    # The width keeps one scale for all figures, so their text has one size.
+    wide = re.search(r'<svg[^>]*? width="([\d.]+)pt"', text)
+    style = f' style="--wide: {float(wide[1]) * _REM:.1f}rem"' if wide else ""
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = _prefix_ids(text, name)
+    text = re.sub(
+        "#[0-9a-fA-F]{6}", lambda m: _PAGE_COLOURS.get(m.group().lower(), m.group()), text
+    )
+    return text.replace("<svg", f'<svg role="img" stroke-linejoin="round"{style}', 1)
+
+
+def _prefix_ids(text: str, name: str) -> str:
+    """Prefixes ids that are referred to with `name`, and deletes the others."""
+    used = set(re.findall(r'href="#([^"]+)"', text)) | set(re.findall(r"url\(#([^)]+)\)", text))
+    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", text)
+    text = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)
+    return re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)

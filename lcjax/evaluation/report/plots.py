@@ -1,4 +1,7 @@
-"""Figures of a report. matplotlib is imported when one is drawn, and never opens a window."""
+"""Figures of a report: of one task, of the cost, and of perplexity against accuracy.
+
+matplotlib is imported when a figure is drawn, and no window is opened.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
@@ -6,12 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from lcjax.evaluation.task import Metric, Record
+from lcjax.evaluation.statistics import Correlation, pearson, spearman
+from lcjax.evaluation.task import Metric, Record, Task
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is too faint on white.
+# The palette of Okabe and Ito for colour-blind readers, without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
 _MARKERS = "osD^vPX*"
-_LINES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)))  # one for each round of colours
+_LINES = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1.2)),
+    (0, (4, 1.2, 1, 1.2)),
+)  # the next one after each cycle of colours
 GREY = "#777777"
 _STYLE = {
     "font.family": "DejaVu Sans",
@@ -33,14 +42,14 @@ _STYLE = {
     "legend.frameon": False,
     "savefig.dpi": 160,
     "svg.fonttype": "none",
-    "svg.hashsalt": "lcjax",  # names inside a file, which would differ from run to run
+    "svg.hashsalt": "lcjax",  # ids inside a file would otherwise differ from run to run
 }
 _SVG_METADATA = ("Creator", "Date", "Format", "Type")
 
 
 @contextmanager
 def canvas(path: Path, width: float, height: float):
-    """A figure that is saved on leaving, as PNG and as SVG; equal numbers give equal bytes."""
+    """A figure that is saved as PNG and SVG on exit; equal numbers give equal bytes."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -51,14 +60,13 @@ def canvas(path: Path, width: float, height: float):
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
-        # The same as lines and text: for papers, and for the page of the run.
         figure.savefig(path.with_suffix(".svg"), metadata=dict.fromkeys(_SVG_METADATA))
 
 
 def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
-    """One line per method over the lengths, on a log2 axis with token counts as ticks.
+    """Draws one line per method over the lengths, on a log2 axis.
 
-    Of a single length, where lines would be dots upon each other, one row per method.
+    A single length is drawn with one row per method.
     """
     lengths = sorted({cell["length"] for cell in cells})
     if len(lengths) == 1:
@@ -66,10 +74,10 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     methods = by_method(cells)
     with canvas(path, 8.4, _height(len(methods))) as figure:
         axes = figure.add_subplot()
-        for index, (method, own) in enumerate(methods.items()):
-            own = sorted(own, key=lambda cell: cell["length"])
-            x = [cell["length"] for cell in own]
-            y = [_number(cell["value"]) for cell in own]
+        for index, (method, group) in enumerate(methods.items()):
+            group = sorted(group, key=lambda cell: cell["length"])
+            x = [cell["length"] for cell in group]
+            y = [_number(cell["value"]) for cell in group]
             axes.plot(x, y, label=method, **look(index), zorder=3)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [tokens(length) for length in lengths])
@@ -85,7 +93,7 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
 
 
 def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
-    """A dot per method, with a bar over its 95 % interval where one is known."""
+    """A dot per method, with a bar for its 95 % interval if it has one."""
     values = [_number(cell["value"]) for cell in cells]
     ends = [[_number(cell.get(key)) for key in ("ci_low", "ci_high")] for cell in cells]
     with canvas(path, 8.4, max(2.4, 0.3 * len(cells) + 1.4)) as figure:
@@ -96,9 +104,9 @@ def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
             axes.plot(value, row, **style, zorder=3)
         axes.set_yticks(range(len(cells)), [cell["method"] for cell in cells])
         axes.set_ylim(len(cells) - 0.5, -0.5)
-        shown = [end for both, value in zip(ends, values) if value <= metric.dash_above
-                 for end in both]  # fmt: skip
-        _value_axis(axes, [*values, *shown], metric, "x")
+        in_range = [end for interval, value in zip(ends, values) if value <= metric.dash_above
+                    for end in interval]  # fmt: skip
+        _value_axis(axes, [*values, *in_range], metric, "x")
         axes.set_xlabel(metric.name)
         title = metric.title[0].upper() + metric.title[1:]
         axes.set_title(f"{title} at {tokens(cells[0]['length'])} tokens")
@@ -106,7 +114,7 @@ def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
 
 
 def _value_axis(axes, values: Sequence[float], metric: Metric, along: str = "y") -> None:
-    """Shares from 0 to 1; losses in log when methods are worlds apart, as far as tables print."""
+    """Sets limits and scale: 0 to 1 for shares, and log for losses that differ by a factor of 8."""
     limit, axis = getattr(axes, f"set_{along}lim"), getattr(axes, f"{along}axis")
     finite = [value for value in values if np.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
@@ -122,8 +130,8 @@ def _value_axis(axes, values: Sequence[float], metric: Metric, along: str = "y")
         if high > metric.dash_above:
             limit(low / 1.3, max(metric.dash_above, 2 * low))
     else:
-        room = 0.12 * (high - low) or 0.05 * abs(high) or 0.05
-        limit(low - room, high + room)
+        margin = 0.12 * (high - low) or 0.05 * abs(high) or 0.05
+        limit(low - margin, high + margin)
 
 
 def over_counts(
@@ -132,9 +140,13 @@ def over_counts(
     labels: tuple[str, str],
     path: Path,
 ) -> Path:
-    """Scores over how many of something a prompt holds, one line per cell, on a log axis.
+    """Draws scores over a count, such as demonstrations, with one line per cell, on a log axis.
 
-    `panels` are names of scores with their numbers, by the title of a panel.
+    Args:
+      cells: Cells of one length.
+      panels: By title of a panel, the field of each score and its count.
+      labels: Labels of the x and y axes.
+      path: The PNG file.
     """
     with canvas(path, 8.4, max(_height(len(cells)), 3.3 * len(panels) + 0.4)) as figure:
         rows = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
@@ -146,40 +158,40 @@ def over_counts(
             axes.set_ylabel(labels[1])
             axes.set_title(title)
             _legend(axes)
-        every = sorted({count for counts in panels.values() for count in counts.values()})
-        shown, least = every[-1:], (every[-1] / every[0]) ** (1 / 18)
-        for count in every[-2::-1]:
-            if shown[0] >= least * count:  # labels that are closer would touch
-                shown.insert(0, count)
+        all_counts = sorted({count for counts in panels.values() for count in counts.values()})
+        ticks, min_ratio = all_counts[-1:], (all_counts[-1] / all_counts[0]) ** (1 / 18)
+        for count in all_counts[-2::-1]:
+            if ticks[0] >= min_ratio * count:  # labels that are closer would touch
+                ticks.insert(0, count)
         rows[-1].set_xscale("log")
-        rows[-1].set_xticks(shown, [tokens(count) for count in shown])
+        rows[-1].set_xticks(ticks, [tokens(count) for count in ticks])
         rows[-1].minorticks_off()
         rows[-1].set_xlabel(labels[0])
     return path
 
 
 def over_positions(curves: Sequence[Record], path: Path) -> Path:
-    """Mean loss by position in the window, with a band of one standard error over documents."""
+    """Draws the mean loss by position in the window, with one standard error over documents."""
     with canvas(path, 8.4, _height(len(curves))) as figure:
         axes = figure.add_subplot()
         for index, curve in enumerate(curves):
             x, y = np.asarray(curve["position"]), np.asarray(curve["nll"])
-            look = {"color": COLOURS[index % len(COLOURS)]}
+            colour = {"color": COLOURS[index % len(COLOURS)]}
             line = {"linestyle": _LINES[index // len(COLOURS) % len(_LINES)]}
-            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **line, **look)
+            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **line, **colour)
             if curve["standard_error"] is not None:
                 band = np.asarray(curve["standard_error"])
-                axes.fill_between(x, y - band, y + band, alpha=0.18, linewidth=0, **look)
-        longest, left = max(curve["length"] for curve in curves), 0
+                axes.fill_between(x, y - band, y + band, alpha=0.18, linewidth=0, **colour)
+        longest, start = max(curve["length"] for curve in curves), 0
         if curves[0]["log"]:
             axes.set_xscale("log", base=2)
             ticks = [2**k for k in range(0, int(np.log2(longest)) + 1, 2)]
-            left = min(float(np.min(curve["position"])) for curve in curves)
+            start = min(float(np.min(curve["position"])) for curve in curves)
         else:
             ticks = [longest * k // 8 for k in range(9)]
         axes.set_xticks(ticks, [tokens(tick) for tick in ticks])
         axes.minorticks_off()
-        axes.set_xlim(left, longest)
+        axes.set_xlim(start, longest)
         axes.set_xlabel("position in the window, in tokens")
         axes.set_ylabel("negative log-likelihood, nats per token")
         axes.set_title(f"Loss by position in windows of {tokens(longest)} tokens")
@@ -189,10 +201,14 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
 
 
 def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "depth") -> Path:
-    """Accuracy by length and depth, one panel a method, one colour scale, depth 0 on top.
+    """Draws accuracy by length and depth, one panel per method, with depth 0 on top.
 
-    `by` is the field that rows are made of; those of another one stand as they come, with their
-    numbers.
+    Args:
+      records: Records with `correct`, `length`, `trained` and the field `by`.
+      title: The title of the figure.
+      path: The PNG file.
+      by: The field of the rows. Rows of another field than depth are not sorted, and their cells
+        show numbers.
     """
     methods = by_method(records)
     lengths = sorted({record["length"] for record in records})
@@ -204,23 +220,23 @@ def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "d
     columns = 2 if len(methods) == 4 else min(3, len(methods))
     lines = -(-len(methods) // columns)
     wide, high = max(2.6, 0.62 * len(lengths) + 1.2), max(2.4, 0.3 * len(rows) + 1.3)
-    beside = 1 + 0.07 * max(map(len, names))
-    with canvas(path, max(5.2, columns * wide + beside), lines * high + 0.5) as figure:
+    label_width = 1 + 0.07 * max(map(len, names))
+    with canvas(path, max(5.2, columns * wide + label_width), lines * high + 0.5) as figure:
         panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
-        for axes, (method, own) in zip(panels, methods.items(), strict=False):
-            picture = _panel(axes, own, lengths, rows, by)
+        for axes, (method, group) in zip(panels, methods.items(), strict=False):
+            mesh = _panel(axes, group, lengths, rows, by)
             axes.set_title(method, fontsize=10.5)
             axes.set_yticks(np.arange(len(rows)) + 0.5, names)
         for axes in panels[len(methods) :]:
             axes.set_visible(False)
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         trained = {record["trained"] for record in records}
-        crossed = any(lengths[0] <= length < lengths[-1] for length in trained)
-        note = " (dashed: trained length)" * crossed
+        has_line = any(lengths[0] <= length < lengths[-1] for length in trained)
+        note = " (dashed: trained length)" * has_line
         figure.supxlabel(f"context length in tokens{note}", fontsize=10)
         if by == "depth":
             figure.supylabel("depth of what is hidden", fontsize=10)
-        bar = figure.colorbar(picture, ax=list(panels), shrink=0.9, pad=0.02)
+        bar = figure.colorbar(mesh, ax=list(panels), shrink=0.9, pad=0.02)
         bar.outline.set_visible(False)
     return path
 
@@ -232,8 +248,8 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], rows: list, by: 
         sums[cell] += record["correct"]
         counts[cell] += 1
     share = np.ma.masked_where(counts == 0, sums / np.maximum(counts, 1))
-    axes.patch.set(hatch="///", edgecolor="#CCCCCC")  # shows through where nothing was measured
-    picture = axes.pcolormesh(
+    axes.patch.set(hatch="///", edgecolor="#CCCCCC")  # visible in cells without a measurement
+    mesh = axes.pcolormesh(
         np.arange(len(lengths) + 1),
         np.arange(len(rows) + 1),
         share,
@@ -252,21 +268,141 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], rows: list, by: 
     axes.set_xticks(np.arange(len(lengths)) + 0.5, [tokens(n) for n in lengths], rotation=turn)
     axes.tick_params(length=0)
     trained = records[0]["trained"]
-    inside = sum(length <= trained for length in lengths)
-    # Between columns: the last length that the model was trained for, and the first it was not.
-    if 0 < inside < len(lengths):
-        axes.axvline(inside, color="white", linewidth=4)
-        axes.axvline(inside, color="#D55E00", linewidth=2.4, linestyle=(0, (3, 1.5)))
-    return picture
+    num_trained = sum(length <= trained for length in lengths)
+    # A line between the lengths within and beyond the trained length.
+    if 0 < num_trained < len(lengths):
+        axes.axvline(num_trained, color="white", linewidth=4)
+        axes.axvline(num_trained, color="#D55E00", linewidth=2.4, linestyle=(0, (3, 1.5)))
+    return mesh
 
 
 def _numbers(axes, share: np.ma.MaskedArray) -> None:
-    """In every cell that was measured; neither ink nor paper, which a dark page exchanges."""
+    """Writes the number in every cell; black and white are avoided, as a dark page swaps them."""
     for (row, column), value in np.ma.ndenumerate(share):
         axes.text(
             column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=8.5,
             color="#111111" if value > 0.5 else "#FEFEFE",
         )  # fmt: skip
+
+
+def cost_bars(rows: Sequence[Record], path: Path) -> Path:
+    """Draws tokens per second and peak memory by length, one bar per method.
+
+    `rows` are those of `report.page.costs`. A peak that is only a bound is hatched.
+    """
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    wide = max(7.2, 1.6 + 0.9 * len(lengths) + 0.16 * len(lengths) * len(methods))
+    with canvas(path, min(wide, 14), 3.4 + 0.26 * -(-len(methods) // 3)) as figure:
+        panels = figure.subplots(1, 2)
+        _bars(panels[0], rows, methods, lengths, "speed", 1.0)
+        _bars(panels[1], rows, methods, lengths, "peak", 1e9)
+        panels[0].set_ylabel("tokens per second")
+        panels[1].set_ylabel("peak memory, GB")
+        if any(row["bound"] for row in rows):
+            panels[1].set_title("hatched: at most this", fontsize=9, fontweight="normal", pad=4)
+        figure.supxlabel("context length in tokens", fontsize=10)
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper left", ncols=3, fontsize=9)
+    return path
+
+
+def _bars(axes, rows, methods: list[str], lengths: list[int], key: str, unit: float) -> None:
+    width = 0.8 / len(methods)
+    for index, method in enumerate(methods):
+        by_length = {row["length"]: row for row in rows if row["method"] == method}
+        x = [i + (index - (len(methods) - 1) / 2) * width for i in range(len(lengths))]
+        y = [(by_length.get(length, {}).get(key) or 0) / unit for length in lengths]
+        colour = look(index)["color"]
+        bars = axes.bar(x, y, 0.92 * width, label=method, color=colour, zorder=3)
+        for bar, length in zip(bars, lengths, strict=True):
+            if key == "peak" and by_length.get(length, {}).get("bound"):
+                bar.set(fill=False, edgecolor=colour, hatch="////", linewidth=0.8)
+    axes.set_xticks(range(len(lengths)), [tokens(length) for length in lengths])
+    axes.tick_params(axis="x", length=0, labelrotation=45 if len(lengths) > 4 else 0)
+    axes.grid(axis="x", visible=False)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def perplexity_against_accuracy(
+    points: Mapping[str, tuple[float, float]],
+    names: tuple[str, str],
+    path: Path,
+    *,
+    methods: Sequence[str] = (),
+) -> Path:
+    """Draws one point per method, the least-squares line, and the correlations.
+
+    Args:
+      points: (perplexity, accuracy) by method.
+      names: labels of the axes, such as ("perplexity (last_k) at 32,768", "mean of 3 tasks").
+      path: the PNG file; the SVG is written beside it.
+      methods: all methods of the run, in the order of their colours; empty for those of `points`.
+    """
+    x, y = (np.asarray(values, float) for values in zip(*points.values(), strict=True))
+    with canvas(path, 7.2, max(4.6, 0.3 * len(points) + 1.6)) as figure:
+        axes = figure.add_subplot()
+        order = list(methods or points)
+        for method, (a, b) in points.items():
+            style = {**look(order.index(method)), "linestyle": "none"}
+            axes.plot(a, b, label=method, **style, zorder=3)
+        if np.ptp(x) > 0:
+            slope, start = np.polyfit(x, y, 1)
+            ends = np.asarray([x.min(), x.max()])
+            axes.plot(ends, start + slope * ends, color=GREY, linewidth=1.2, zorder=2)
+        lines = (
+            f"n = {len(points)}",
+            _correlation_text("Pearson r", pearson(x, y)),
+            _correlation_text("Spearman ρ", spearman(x, y)),
+        )
+        axes.set_title("Perplexity against accuracy")
+        axes.set_xlabel(names[0] + "\n" + ", ".join(lines))
+        axes.set_ylabel(names[1])
+        axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), borderaxespad=0)
+    return path
+
+
+def _correlation_text(name: str, result: Correlation) -> str:
+    if result.value != result.value:
+        return f"{name} undefined"
+    return f"{name} = {result.value:.2f} [{result.low:.2f}, {result.high:.2f}]"
+
+
+def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) -> list[Path]:
+    """Draws `perplexity_against_accuracy` of a run with at least three methods that have both.
+
+    Perplexity is that of the first perplexity task, accuracy the mean of all tasks where higher is
+    better, both at the longest length.
+    """
+    length = max(cell["length"] for group in cells.values() for cell in group)
+    values = {
+        task: {
+            cell["method"]: cell["value"]
+            for cell in group
+            if cell["length"] == length and _is_finite(cell["value"])
+        }
+        for task, group in cells.items()
+    }
+    losses = [task for task in cells if task.metric.name == "perplexity"]
+    shares = [task for task in cells if not task.metric.lower_is_better]
+    if not losses or not shares:
+        return []
+    points = {
+        method: (value, float(np.mean([values[task][method] for task in shares])))
+        for method, value in values[losses[0]].items()
+        if all(method in values[task] for task in shares) and value <= losses[0].metric.dash_above
+    }
+    if len(points) < 3:
+        return []
+    title = shares[0].metric.title if len(shares) == 1 else f"mean of {len(shares)} tasks"
+    names = (f"{losses[0].metric.title} at {tokens(length)} tokens", title)
+    methods = list(dict.fromkeys(cell["method"] for group in cells.values() for cell in group))
+    path = folder / "perplexity_accuracy.png"
+    return [perplexity_against_accuracy(points, names, path, methods=methods)]
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and bool(np.isfinite(value))
 
 
 def by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
@@ -285,7 +421,7 @@ def look(index: int) -> dict:
 
 
 def _height(methods: int) -> float:
-    """Inches of a figure whose legend, beside it, names so many."""
+    """Height in inches of a figure with a legend of `methods` rows beside it."""
     return max(4.4, 0.29 * methods + 0.6)
 
 
@@ -312,7 +448,7 @@ def _mark_trained(axes, trained: set[int], limits: tuple[float, float]) -> None:
                 va="top",
                 fontsize=8.5,
                 color=GREY,
-                # Lines pass behind it.
+                # Hides the lines behind the text.
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
                 zorder=4,
             )

@@ -1,4 +1,4 @@
-"""From records to what people read: summary, tables and figures."""
+"""Makes summary, tables, figures and page from records."""
 
 import dataclasses
 import importlib.metadata
@@ -13,19 +13,19 @@ import jax
 
 from lcjax.config.files import write_whole
 from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
-from lcjax.evaluation.report import charts, differences, page
+from lcjax.evaluation.report import differences, page, plots
 from lcjax.evaluation.report.tables import aggregated, grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric, Record, Task
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 NOTES = "tables/training.md"
 _COMMON = ("protocol", "stride", "bos", "trained", "tokenizer")
-_OWN = ("budget", "decoder")  # of tasks that ask with prompts, of methods that read in parts
+_OPTIONAL = ("budget", "decoder")  # of tasks with prompts, of methods that split windows
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a run found: cells (one per task, method and length), the files, and the text."""
+    """Results of a run: cells (one per task, method and length), files, and the printed text."""
 
     cells: list[Record]
     summary: Record
@@ -34,9 +34,9 @@ class Report:
 
 
 def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> Record:
-    """One cell of a table: the task's numbers, what they depend on, and what they cost."""
+    """Computes one cell of a table: the task's numbers, their settings, time and memory."""
     common = {key: records[0].get(key) for key in _COMMON}
-    common |= {key: records[0][key] for key in _OWN if key in records[0]}
+    common |= {key: records[0][key] for key in _OPTIONAL if key in records[0]}
     return {
         "task": task.label,
         "method": method,
@@ -49,10 +49,10 @@ def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> 
 
 
 def _cost(records: Sequence[Record]) -> Record:
-    """Tokens read per second without compilation, and the peak: the cell's own, and a bound.
+    """Tokens per second without compilation, and peak memory.
 
-    `peak_bytes` is None where memory did not rise above what the process had needed before: the
-    cell then needed at most `peak_bytes_at_most`, and how much less cannot be known.
+    `peak_bytes` is None if memory did not exceed an earlier peak of the process. The cell then
+    needed at most `peak_bytes_at_most`.
     """
     seconds = sum(record["seconds"] for record in records)
     peaks = [record["peak_bytes"] for record in records if record["peak_bytes"] is not None]
@@ -75,11 +75,20 @@ def write(
     notes: str = "",
     made: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Writes summary.json, tables/, figures/ and report.html; methods come in the order given.
+    """Writes summary.json, tables/, figures/ and report.html.
 
-    Each is also compared with the first one, over the examples that both have answered.
-    `notes` is Markdown that follows the tables. `made` are versions, device and models that
-    computed the records; None: those of this process.
+    Every method is also compared with the first one, over the examples that both have answered.
+
+    Args:
+      folder: The run folder.
+      config: The settings of the run.
+      tasks: Records by task.
+      order: Names of the methods in the order of the tables.
+      notes: Markdown that follows the tables.
+      made: Versions, device and models that computed the records; None for those of this process.
+
+    Returns:
+      Cells, summary, files and text.
     """
     sections = [_section(folder, task, records, order) for task, records in tasks.items()]
     files = [file for section, _, saved in sections for file in (*saved, *section.figures)]
@@ -104,9 +113,9 @@ def write(
     path = folder / "summary.json"
     write_whole(path, json.dumps(clean(summary), indent=1, default=str) + "\n")
     cells = [cell for section in sections for cell in section.cells]
-    cost = charts.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
+    cost = plots.cost_bars(page.costs(cells), folder / "figures" / "cost.png")
     by_task = {section.task: section.cells for section in sections}
-    figures = charts.together(by_task, folder / "figures")
+    figures = plots.perplexity_accuracy(by_task, folder / "figures")
     html = page.write(
         folder / REPORT, sections, summary, figures=figures, cost_figure=cost, notes=notes
     )
@@ -114,10 +123,10 @@ def write(
 
 
 def _section(
-    folder: Path, task: Task, unsorted: Sequence[Record], order: Sequence[str]
+    folder: Path, task: Task, records: Sequence[Record], order: Sequence[str]
 ) -> tuple[page.Section, str, list[Path]]:
-    """What is said of one task, the text of its tables, and their files."""
-    groups = by_cell(unsorted, order)
+    """Results of one task, the text of its tables, and the files of the tables."""
+    groups = by_cell(records, order)
     records = [record for group in groups.values() for record in group]
     cells = [cell_of(task, *key, group) for key, group in groups.items()]
     aggregates = task.aggregates(cells, records)
@@ -133,7 +142,7 @@ def _section(
 
 
 def _entry(section: page.Section) -> Record:
-    """What summary.json says of a task."""
+    """The entry of a task in summary.json."""
     metric = dataclasses.asdict(section.task.metric)
     metric.pop("dash_above")
     return {
@@ -145,37 +154,37 @@ def _entry(section: page.Section) -> Record:
 
 
 def made_here() -> dict[str, Any]:
-    """What this process computes with."""
+    """Versions, commit and device of this process."""
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     return {"versions": versions(), "commit": _commit(), "device": device}
 
 
 def _commit() -> str | None:
-    """The commit of the clone that this is run from, `-dirty` if it was changed; None elsewhere."""
+    """The commit of the checkout, with `-dirty` if it has changes; None without a checkout."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
     words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        made = subprocess.run([*words, "--exclude=*"], capture_output=True, text=True, timeout=10)
+        result = subprocess.run([*words, "--exclude=*"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return made.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computed the numbers."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the packages that compute the numbers."""
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"  # such as lcjax itself, run from a checkout
-    return found
+            versions[package] = "not installed"  # such as lcjax itself in a checkout
+    return versions
 
 
 def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
-    """Markdown: the number, then what explains it, then what it cost."""
+    """Markdown: the number, the numbers that explain it, and the cost."""
     first = cells[0]
     facts = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
     if first["stride"] is not None:

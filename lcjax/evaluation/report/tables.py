@@ -1,7 +1,7 @@
 """Tables from cells: Markdown and terminal, LaTeX, CSV (one line a cell).
 
-Rows are methods and columns are lengths, as in the papers. Of each column the best is marked, and
-the second where three or more compete: **bold** and _underlined_.
+Rows are methods and columns are lengths, as in the papers. The best number of a column is **bold**,
+and the second of three or more is _underlined_.
 """
 
 import csv
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from lcjax.evaluation.task import Metric, Record
 
-# First what a cell is, then its numbers, then what it cost.
+# First and last columns of CSV files.
 _LEADING = ("task", "protocol", "method", "length", "value")
 _TRAILING = ("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "seconds", "compile_seconds")
 
 
 class Entry(NamedTuple):
-    """One printed number, and whether it is the best (1) or second (2) of its column."""
+    """One printed number, and its place: best (1) or second (2) of its column."""
 
     text: str
     place: int | None = None
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 def ranked(
     cells: Sequence[Record], key: str, metric: Metric
 ) -> tuple[list[int], dict[str, list[Entry]]]:
-    """The lengths, and for every method its entries at these lengths."""
+    """Returns the lengths, and the entries of every method at these lengths."""
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     lengths = sorted({cell["length"] for cell in cells})
     values = {(cell["method"], cell["length"]): cell.get(key) for cell in cells}
@@ -43,7 +43,7 @@ def ranked(
 
 
 def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:
-    """Header and one row per method, one column per length, marked for Markdown."""
+    """A header and one row per method, one column per length, with Markdown marks."""
     lengths, rows = ranked(cells, key, metric)
     marks = {None: "{}", 1: "**{}**", 2: "_{}_"}
     return [
@@ -57,11 +57,11 @@ def _shown(value: float | None, metric: Metric) -> bool:
 
 
 def _places(column: Sequence[float | None], metric: Metric) -> dict[str, int]:
-    """Places by printed form, so that what looks equal shares one; none without rivals."""
+    """Places by printed number, so that equal texts share one; none for a single method."""
     values = sorted((v for v in column if _shown(v, metric)), reverse=not metric.lower_is_better)
     texts = list(dict.fromkeys(_text(value, metric) for value in values))
-    counted = min(2, len(column) - 1)  # the second of two is the last
-    return {text: place for place, text in enumerate(texts[:counted], 1)}
+    num_places = min(2, len(column) - 1)  # the second of two is the last
+    return {text: place for place, text in enumerate(texts[:num_places], 1)}
 
 
 def _text(value: float | None, metric: Metric) -> str:
@@ -72,13 +72,13 @@ def _text(value: float | None, metric: Metric) -> str:
     return f"{value:,.{metric.decimals}f}" if value <= metric.dash_above else "–"
 
 
-def aggregated(found: Mapping[str, Record]) -> tuple[list[str], dict[str, list[str]]]:
-    """Names and printed numbers of what a task says over all lengths, by method.
+def aggregated(by_method: Mapping[str, Record]) -> tuple[list[str], dict[str, list[str]]]:
+    """Returns the column names and, by method, the printed numbers of `Task.aggregates`.
 
-    A field stays empty where a method lacks what another one has.
+    A field that a method lacks is empty.
     """
-    heads = list(dict.fromkeys(head for entry in found.values() for head in entry))
-    return heads, {name: [_plain(entry.get(h)) for h in heads] for name, entry in found.items()}
+    heads = list(dict.fromkeys(head for entry in by_method.values() for head in entry))
+    return heads, {name: [_plain(entry.get(h)) for h in heads] for name, entry in by_method.items()}
 
 
 def _plain(value: float | str | None) -> str:
@@ -88,7 +88,7 @@ def _plain(value: float | str | None) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, numbers to the right."""
+    """Formats a Markdown table with aligned columns; all but the first are right-aligned."""
     widths = [max(3, *(len(cell) for cell in column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -100,7 +100,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def to_csv(cells: Sequence[Record]) -> str:
-    """One line per method and length, numbers in full; empty where there is none."""
+    """Formats cells as CSV, one line per cell with full numbers; missing values are empty."""
     keys = list(dict.fromkeys(key for cell in cells for key in cell))
     middle = [key for key in keys if key not in _LEADING + _TRAILING]
     order = [key for key in (*_LEADING, *middle, *_TRAILING) if key in keys]
@@ -119,7 +119,7 @@ _TEX = str.maketrans(
 
 
 def latex(cells: Sequence[Record], key: str, metric: Metric) -> str:
-    """A `tabular` in booktabs' style; the best is bold, the second underlined."""
+    """Formats a booktabs `tabular`; the best number is bold and the second underlined."""
     lengths, rows = ranked(cells, key, metric)
     marks = {None: "{}", 1: r"\textbf{{{}}}", 2: r"\underline{{{}}}"}
     table = [["method", *(f"{length:,}" for length in lengths)]]

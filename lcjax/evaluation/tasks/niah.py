@@ -10,15 +10,78 @@ import random
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
+
 from lcjax.checkpoints.tokenizer import inside
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import Corpus, Document
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Layout, Segment
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.tasks.grid import DepthTask, Spot
-from lcjax.evaluation.tasks.haystack import Haystack
+
+_ENDS = ".!?"
+
+
+class Haystack:
+    """The documents of a corpus one after another, repeated where a length needs more.
+
+    Tokenised once, without special tokens. A sentence ends with a token that ends in . ! or ? as in
+    Kamradt's test.
+    """
+
+    LEAST: ClassVar[int] = 32  # minimum tokens of a document
+
+    def __init__(self, corpus: Corpus, tokens: int, limit: int | None = None):
+        """Reads the first `limit` documents (None: all), but no more than hold `tokens` tokens."""
+        self._tokenizer = corpus.tokenizer
+        gap = inside(self._tokenizer, "\n\n")
+        documents = self._documents(corpus, tokens, limit)
+        if not documents:
+            raise InputError(
+                f"data: no document of the haystack has {self.LEAST} tokens; name a folder with"
+                " essays or books"
+            )
+        self._ids: list[int] = [
+            int(token) for document in documents for token in (*document.tokens, *gap)
+        ]
+        self._ends: dict[int, bool] = {}  # by token
+
+    def _documents(self, corpus: Corpus, tokens: int, limit: int | None) -> list[Document]:
+        """Tokenises no more documents than needed."""
+        count = 1
+        while True:
+            num_documents = count if limit is None else min(count, limit)
+            documents = corpus.documents(self.LEAST, num_documents)
+            enough = sum(map(len, documents)) >= tokens
+            if enough or len(documents) < num_documents or num_documents == limit:
+                return documents
+            count *= 2
+
+    def first(self, tokens: int) -> list[int]:
+        """The first `tokens` ids."""
+        rounds = -(-tokens // len(self._ids))
+        return (self._ids * rounds)[:tokens]
+
+    def border(self, ids: list[int], depth: float) -> int:
+        """The index for a needle: the share `depth` of `ids`, moved back to the end of a sentence.
+
+        It is len(ids) at depth 1, and 0 if no sentence ends before.
+        """
+        index = int(len(ids) * depth)
+        if depth >= 1:
+            return len(ids)
+        while index and not self._ends_sentence(ids[index - 1]):
+            index -= 1
+        return index
+
+    def _ends_sentence(self, token: int) -> bool:
+        if token not in self._ends:
+            text = self._tokenizer.decode(np.array([token])).rstrip("\"')\u201d\u2019")
+            self._ends[token] = text.endswith(tuple(_ENDS))
+        return self._ends[token]
+
 
 _INSTRUCTION = "Below is a long text, and after it a question about one sentence in it.\n\n"
 _RANDOM = ("The code of the {key} is {value}.", "\n\nQuestion: What is the code of the {key}?")

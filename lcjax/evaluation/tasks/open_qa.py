@@ -20,7 +20,7 @@ from lcjax.errors import whole_numbers
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
-from lcjax.evaluation.metrics.text import flat
+from lcjax.evaluation.metrics.answers import flat
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Record, Task

@@ -12,9 +12,9 @@ from evaluation_support import BigramModel, only_the_run, token_loss
 from lcjax.attention import VerticalSlash
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, lm_eval, run
-from lcjax.evaluation.commands import main as command
-from lcjax.evaluation.lm_eval import answers, harness, numbers
-from lcjax.evaluation.lm_eval.requests import Encoder
+from lcjax.evaluation import cli as command
+from lcjax.evaluation.lm_eval import harness
+from lcjax.evaluation.lm_eval.requests import Encoder, respond
 from lcjax.evaluation.split import ReplugSplit, SplitModel
 from lcjax.evaluation.task import Limits
 from lcjax.generation.scoring import Continuation
@@ -247,7 +247,7 @@ def test_whole_texts_are_refused_where_a_part_is_read_beside_the_decoder():
     ]
     split = SplitModel(model, ReplugSplit(decoder=20, chunk=8), 20, 8)
     with pytest.raises(InputError, match="which this method reads in part"):
-        answers.respond(split, asked, 2)
+        respond(split, asked, 2)
     assert not model.log
 
 
@@ -277,7 +277,7 @@ def test_a_group_is_the_mean_over_its_tasks_by_size_or_alike():
         for name, value in rows
     ]
     for by_size, value in ((True, 0.75), (False, 0.5)):
-        found = numbers.of_tasks([r | {"by_size": by_size} for r in records], own=None)
+        found = harness.of_tasks([r | {"by_size": by_size} for r in records], task_aggregation=None)
         assert found == {"g": {"acc,none": value}}
 
 
@@ -286,7 +286,7 @@ def test_a_loss_that_is_no_number_makes_none_of_the_task(rule):
     values = [-1.0, None] if rule in ("perplexity", "mean") else [[-1.0, 3], [None, 4]]
     record = {"dataset": "a", "aggregation": {"m": rule}}
     records = [record | {"scores": {"m,none": value}} for value in values]
-    assert np.isnan(numbers.of_datasets(records, own=None)["a"]["m,none"])
+    assert np.isnan(harness.of_datasets(records, task_aggregation=None)["a"]["m,none"])
 
 
 def test_answers_come_back_in_order_whatever_is_asked():
@@ -299,7 +299,7 @@ def test_answers_come_back_in_order_whatever_is_asked():
         encoder.request("loglikelihood", ["ab", " ef"]),
     ]
     heard = {}
-    found = answers.respond(model, asked, 2, heard.__setitem__)
+    found = respond(model, asked, 2, heard.__setitem__)
     assert found == [heard[number] for number in range(5)] and found[0] == " 7."
     for number in (1, 3, 4):
         text = [*asked[number].prompt, *asked[number].continuation]
@@ -323,7 +323,7 @@ def test_what_is_drawn_depends_on_seed_and_prompt_and_not_on_the_batch():
             encoder.request("generate_until", [f"{'long ' * n}key {n}", heat], repeat)
             for n in range(5)
         ]
-        answers.respond(Drawing(), asked, batch)
+        respond(Drawing(), asked, batch)
     assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 5
     assert not set(seeds[1].values()) & set(seeds[2].values())
 

@@ -7,8 +7,14 @@ import pytest
 from evaluation_support import ByteTokenizer
 
 from lcjax.errors import InputError
-from lcjax.evaluation.lm_eval.chat import conversation
-from lcjax.evaluation.lm_eval.requests import Choice, Encoder, Rolling, Writing, sampling_of
+from lcjax.evaluation.lm_eval.requests import (
+    Choice,
+    Encoder,
+    GenerateUntil,
+    Rolling,
+    conversation,
+    sampling_of,
+)
 
 ENCODER = Encoder(ByteTokenizer(), 16)
 
@@ -64,7 +70,7 @@ def test_an_empty_text_without_bos_has_no_windows():
 
 def test_prompts_leave_room_for_what_is_written():
     found = ENCODER.request("generate_until", ["x" * 30, {"until": "\n", "max_gen_toks": 6}])
-    assert isinstance(found, Writing) and (len(found.prompt), found.cut) == (10, 21)
+    assert isinstance(found, GenerateUntil) and (len(found.prompt), found.cut) == (10, 21)
     assert found.sampling.stop == ("\n",) and found.sampling.max_new_tokens == 6
     with pytest.raises(InputError, match="16 leaves no prompt beside 16 new tokens"):
         ENCODER.request("generate_until", ["x", {"max_gen_toks": 16}])
@@ -92,7 +98,7 @@ def test_repetitions_of_a_drawn_answer_differ_and_unknown_settings_are_refused()
         for repeat in range(2)
     ]
     assert both[0].sampling != both[1].sampling
-    with pytest.raises(InputError, match="num_beams=4 is nothing"):
+    with pytest.raises(InputError, match="num_beams=4 is not supported"):
         sampling_of({"num_beams": 4}, 256, 0)
     with pytest.raises(InputError, match="kind loglikelihoods are unknown|kind loglikelihoods"):
         ENCODER.request("loglikelihoods", ["", ""])

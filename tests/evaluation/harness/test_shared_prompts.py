@@ -10,8 +10,13 @@ from tiny_lm import ids, sharper
 from lcjax.checkpoints.build import ModelSection
 from lcjax.evaluation import EvalConfig, LmEval, RunSection, run
 from lcjax.evaluation.lm_eval import harness
-from lcjax.evaluation.lm_eval.answers import prompts_of, respond
-from lcjax.evaluation.lm_eval.requests import Choice, Rolling, Writing
+from lcjax.evaluation.lm_eval.requests import (
+    Choice,
+    GenerateUntil,
+    Rolling,
+    prompts_of,
+    respond,
+)
 from lcjax.generation import shared_prefix
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
@@ -30,12 +35,12 @@ def question(seed, size=20):
 
 ASKED = [
     Choice(question(2), (*ids(3, 5),)),
-    Writing(question(4), GREEDY),
+    GenerateUntil(question(4), GREEDY),
     Choice(question(5, 30), (*ids(6, 3),)),
     Choice((*ids(7, 40),), (*ids(8, 2),)),
     Choice(question(2), (*ids(9, 1),)),
     Rolling((Choice(SHOTS[:1], (*ids(10, 40),)),)),
-    Writing(question(11), GREEDY),
+    GenerateUntil(question(11), GREEDY),
 ]
 
 

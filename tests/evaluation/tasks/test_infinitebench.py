@@ -12,8 +12,7 @@ from benchmark_support import TOKENIZER, plan, scored
 
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.infinitebench import InfiniteBench
-from lcjax.evaluation.tasks.infinitebench_made import MADE
+from lcjax.evaluation.tasks.infinitebench import MADE, InfiniteBench
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
 
 OPTIONS = ["get_a", "get_b", "get_c", "get_d"]

@@ -11,8 +11,8 @@ from evaluation_support import config_in, only_the_run, records
 
 from lcjax.config import parse
 from lcjax.errors import InputError
-from lcjax.evaluation import EvalConfig, Method, finished, run
-from lcjax.evaluation.commands.export import export
+from lcjax.evaluation import EvalConfig, Method, results, run
+from lcjax.evaluation.export import export
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.longbench import LongBench
@@ -322,7 +322,7 @@ def exported(folder: Path, task: LongBench) -> list[Path]:
     )
     with only_the_run():
         run(config, load=lambda _: model)
-    return export(finished.read(config.run.folder), ["longbench"], folder / "out")
+    return export(results.read(config.run.folder), ["longbench"], folder / "out")
 
 
 def test_predictions_go_back_to_the_official_scorer_with_its_numbers(tmp_path):

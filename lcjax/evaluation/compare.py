@@ -1,4 +1,4 @@
-"""Several runs side by side, or the methods of one, and what differs beyond chance."""
+"""Compares runs, or the methods of one run, with paired differences over their examples."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,19 @@ from typing import Any
 from lcjax.config.files import write_whole
 from lcjax.config.read import near
 from lcjax.errors import InputError
-from lcjax.evaluation.finished import Finished, read
 from lcjax.evaluation.records import binding, by_cell, folder_name
 from lcjax.evaluation.report import cell_of, differences, page, plots
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
+from lcjax.evaluation.results import Results, read
 from lcjax.evaluation.task import Record, Task
 from lcjax.tree import flatten
 
-Rows = dict[tuple[str, str], str]  # what the method of a run is called
+Rows = dict[tuple[str, str], str]  # label of the row of (run, method)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What the files say: cells of all runs, paired differences, and the text that is printed."""
+    """Cells of all runs, paired differences, written files, and the printed text."""
 
     cells: list[Record]
     differences: list[Record]  # one for each pair of rows, task and length
@@ -31,26 +31,34 @@ class Comparison:
 def compare(
     folders: Sequence[str | Path], out: str | Path | None = None, against: str | None = None
 ) -> Comparison:
-    """Writes compare.html, compare.md, compare.csv and differences.csv.
+    """Compares the methods of runs.
 
-    Rows are methods, with the name of their run where several have one of that name. Each is
-    compared with the row that `against` names; None: with the same method of the first run, or,
-    where there is none, as in a single run, with the first row. `out` None is a folder beside the
-    first run, named after all.
+    Writes compare.html, compare.md, compare.csv and differences.csv.
+
+    Rows are methods, prefixed with the name of the run if several runs have a method of that name.
+
+    Args:
+      folders: Run folders.
+      out: Output folder; None is a folder beside the first run, named after all runs.
+      against: The row that every other row is compared with. None is the same method of the first
+        run, or the first row if the first run lacks that method.
+
+    Raises:
+      InputError: There is no run or only one row, or `against` is not a row.
     """
     if not folders:
         raise InputError("compare: name the folder of a run, such as runs/quickstart_eval")
-    runs = _named([read(folder) for folder in folders])
+    runs = _by_name([read(folder) for folder in folders])
     rows = _rows(runs)
     _check(runs, rows, against)
     if out is None:
         out = Path(folders[0]).parent / f"compare_{folder_name('_'.join(runs))}"
     out = Path(out)
-    sections = [_section(task, own, rows, against, out) for task, own in _by_task(runs)]
+    sections = [_section(task, group, rows, against, out) for task, group in _by_task(runs)]
     return _write(out, runs, sections)
 
 
-def _check(runs: Mapping[str, Finished], rows: Rows, against: str | None) -> None:
+def _check(runs: Mapping[str, Results], rows: Rows, against: str | None) -> None:
     labels = list(rows.values())
     if len(labels) < 2:
         raise InputError(
@@ -60,26 +68,27 @@ def _check(runs: Mapping[str, Finished], rows: Rows, against: str | None) -> Non
         raise InputError(f"--against={against} is no row; {near(against, labels)}")
 
 
-def _by_task(runs: dict[str, Finished]) -> list[tuple[Task, dict[str, list[Record]]]]:
-    """Records of every task by run; what is judged in two ways is not one number, but two."""
-    found: dict[tuple, tuple[Task, dict[str, list[Record]]]] = {}
+def _by_task(runs: dict[str, Results]) -> list[tuple[Task, dict[str, list[Record]]]]:
+    """Records of every task by run; tasks that judge by different rules are kept apart."""
+    groups: dict[tuple, tuple[Task, dict[str, list[Record]]]] = {}
     for name, run in runs.items():
         for task, records in run.tasks.items():
             rules = (task.label, *(getattr(task, field) for field in task.judging))
-            found.setdefault(rules, (task, {}))[1][name] = records
-    labels = [label for label, *_ in found]
+            groups.setdefault(rules, (task, {}))[1][name] = records
+    labels = [label for label, *_ in groups]
     return [
-        (task if labels.count(task.label) == 1 else _named_after(task, rules), own)
-        for rules, (task, own) in found.items()
+        (
+            task
+            if labels.count(task.label) == 1
+            else dataclasses.replace(task, name="_".join(map(str, rules))),
+            by_run,
+        )
+        for rules, (task, by_run) in groups.items()
     ]
 
 
-def _named_after(task: Task, rules: Sequence[object]) -> Task:
-    return dataclasses.replace(task, name="_".join(map(str, rules)))
-
-
-def _named(runs: Sequence[Finished]) -> dict[str, Finished]:
-    """By folder name, with the parent's where two are equal."""
+def _by_name(runs: Sequence[Results]) -> dict[str, Results]:
+    """Runs by folder name, with the name of the parent folder if names are equal."""
     names = [run.folder.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = ["/".join(run.folder.resolve().parts[-2:]) for run in runs]
@@ -90,30 +99,30 @@ def _named(runs: Sequence[Finished]) -> dict[str, Finished]:
     return dict(zip(names, runs, strict=True))
 
 
-def _rows(runs: dict[str, Finished]) -> Rows:
-    every = [method for run in runs.values() for method in run.order]
+def _rows(runs: dict[str, Results]) -> Rows:
+    methods = [method for run in runs.values() for method in run.order]
     single = all(len(run.order) == 1 for run in runs.values())
-    named = {}
+    rows = {}
     for name, run in runs.items():
         for method in run.order:
-            plain = name if single else f"{name}: {method}"
-            named[name, method] = method if every.count(method) == 1 else plain
-    return named
+            label = name if single else f"{name}: {method}"
+            rows[name, method] = method if methods.count(method) == 1 else label
+    return rows
 
 
 def _section(
-    task: Task, own: dict[str, list[Record]], rows: Rows, against: str | None, out: Path
+    task: Task, records: dict[str, list[Record]], rows: Rows, against: str | None, out: Path
 ) -> page.Section:
-    """One task over all runs."""
+    """Results of one task over all runs; `records` are by run."""
     groups: dict[str, dict[int, list[Record]]] = {}
     cells = []
-    by_run = {name: by_cell(records) for name, records in own.items()}
+    by_run = {name: by_cell(group) for name, group in records.items()}
     for (name, method), label in rows.items():
-        found = by_run.get(name, {})
-        by_length = {n: records for (other, n), records in found.items() if other == method}
+        run_cells = by_run.get(name, {})
+        by_length = {n: group for (other, n), group in run_cells.items() if other == method}
         if by_length:
             groups[label] = by_length
-            cells += [cell_of(task, label, n, records) for n, records in by_length.items()]
+            cells += [cell_of(task, label, n, group) for n, group in by_length.items()]
     bases = _bases({key: label for key, label in rows.items() if label in groups}, against)
     gaps = differences.between(task, groups, bases)
     figure = plots.over_lengths(cells, task.metric, out / "figures" / f"{task.label}.png")
@@ -121,17 +130,17 @@ def _section(
 
 
 def _bases(rows: Rows, against: str | None) -> dict[str, str]:
-    """The row that each of those of a task is compared with."""
+    """The base row of each row of a task."""
     (first_run, _), first = next(iter(rows.items()))
     bases = {}
     for (run, method), label in rows.items():
         same = first if run == first_run else rows.get((first_run, method), first)
         bases[label] = same if against is None else against
-    there = rows.values()
-    return {row: base for row, base in bases.items() if row != base and base in there}
+    labels = rows.values()
+    return {row: base for row, base in bases.items() if row != base and base in labels}
 
 
-def _write(out: Path, runs: dict[str, Finished], sections: Sequence[page.Section]) -> Comparison:
+def _write(out: Path, runs: dict[str, Results], sections: Sequence[page.Section]) -> Comparison:
     cells = [cell for section in sections for cell in section.cells]
     gaps = [line for s in sections for line in differences.lines(s.task, s.gaps)]
     text = "\n".join(_text(section) for section in sections)
@@ -152,13 +161,9 @@ def _text(section: page.Section) -> str:
     return "\n".join(parts)
 
 
-def _page(runs: dict[str, Finished], sections: Sequence[page.Section]) -> dict[str, Any]:
-    described = [
-        {
-            "name": name,
-            "examples": sum(map(len, run.tasks.values())),
-            "hash": run.hash,
-        }
+def _page(runs: dict[str, Results], sections: Sequence[page.Section]) -> dict[str, Any]:
+    rows = [
+        {"name": name, "examples": sum(map(len, run.tasks.values())), "hash": run.hash}
         for name, run in runs.items()
     ]
     return {
@@ -166,14 +171,14 @@ def _page(runs: dict[str, Finished], sections: Sequence[page.Section]) -> dict[s
         "eyebrow": "Comparison",
         "lead": "Differences are taken example by example, over what both rows have answered: a"
         " small one that holds everywhere counts more than a large one by chance.",
-        "runs": described,
+        "runs": rows,
         "changed": _changed(runs),
         "tasks": [page.task_part(section) for section in sections],
     }
 
 
-def _changed(runs: dict[str, Finished]) -> dict[str, list[str]]:
-    """Settings that decide numbers and are not the same in all runs."""
+def _changed(runs: dict[str, Results]) -> dict[str, list[str]]:
+    """Settings that determine the numbers and differ between runs."""
     trees = [flatten(binding(run.settings), separator=".", lists=True) for run in runs.values()]
     rows = {key: [_plain(tree.get(key)) for tree in trees] for key in sorted(set().union(*trees))}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}

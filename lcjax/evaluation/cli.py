@@ -1,0 +1,150 @@
+"""`python eval.py [run | score | report | compare | make-data] ...`; the default command is run."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from lcjax import config as config_lib
+from lcjax.config.read import near
+from lcjax.errors import InputError
+from lcjax.evaluation import results
+from lcjax.evaluation.compare import compare
+from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.export import export, make_data
+from lcjax.evaluation.run import run
+from lcjax.parallel import distributed
+
+USAGE = """\
+python eval.py [run] --config FILE [--tasks NAME,NAME] [--KEY=VALUE ...]
+    evaluates every method where records are missing, and writes the report; --tasks piqa,hellaswag
+    is short for --tasks.0.tasks=[piqa,hellaswag], and --include_path for that of tasks.0
+python eval.py report RUN [RUN ...] [--export=lm_eval,longbench,ruler]
+    writes tables, figures and report.html again, from the records alone; with --export also
+    RUN/export/FORMAT, which the official scorers read
+python eval.py score RUN [--out=FOLDER] [--tasks.0.KEY=VALUE ...]
+    judges the answers again with other scoring settings of the tasks; default folder: RUN_scored
+python eval.py compare RUN [RUN ...] [--against=ROW] [--out=FOLDER]
+    writes compare.html: runs, or the methods of one run, with paired differences over examples
+python eval.py make-data --config FILE [--out=FOLDER] [--KEY=VALUE ...]
+    writes the prompts as JSONL with RULER's keys; only the model's tokenizer is loaded
+python eval.py run --help
+    every key of a config, its default and its meaning"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command of eval.py.
+
+    Args:
+      argv: Words of the command line; None for those of the process.
+
+    Returns:
+      The exit code: 2 for a mistake of the user, which is reported in one line.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["run"] or not words or words[0].startswith("-"):
+        words = words[1:] if words[:1] == ["run"] else words
+        return distributed.main(EvalConfig, run, _expand_short_options(words))
+    name, *words = words
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
+    try:
+        if name not in _COMMANDS:
+            raise InputError(f"{name} is no command; {near(name, ['run', *_COMMANDS])}")
+        _COMMANDS[name](words)
+    except (InputError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    return 0
+
+
+def _expand_short_options(words: Sequence[str]) -> list[str]:
+    """Replaces --tasks NAME,NAME and --include_path by the keys of the first task."""
+    expanded = list(words)
+    for index, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if key not in ("--tasks", "--include_path") or (not equals and index + 1 == len(words)):
+            continue
+        if key == "--tasks" and re.match(r"\s*\[?\s*\{", value if equals else words[index + 1]):
+            continue  # the value is a list of tasks
+        expanded[index] = f"--tasks.0.{key[2:]}{equals}{value}"
+    return expanded
+
+
+def _parse(
+    command: str, words: Sequence[str], *options: str, overrides: bool = False
+) -> argparse.Namespace:
+    """Parses run folders (`folders`), `options`, and with `overrides` settings of a config."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("folders", nargs="*")
+    for option in options:
+        parser.add_argument(f"--{option}")
+    args, rest = parser.parse_known_intermixed_args(_join_values(words))
+    if rest and not overrides:
+        raise InputError(
+            f"{rest[0]}: {command} takes no such option; see python eval.py {command} --help"
+        )
+    args.overrides = rest
+    return args
+
+
+def _join_values(words: Sequence[str]) -> list[str]:
+    """Writes `--key value` as `--key=value`, as argparse does not know the keys of a config."""
+    joined, remaining = [], iter(words)
+    for word in remaining:
+        if word.startswith("--") and "=" not in word:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise InputError(f"{word} has no value; write {word}=value")
+            word = f"{word}={value}"
+        joined.append(word)
+    return joined
+
+
+def _report(words: Sequence[str]) -> None:
+    args = _parse("report", words, "export")
+    if not args.folders:
+        raise InputError("report: name the folder of a run, such as runs/quickstart_eval")
+    for folder in args.folders:
+        saved = results.read(folder)
+        report = results.rebuild(saved)
+        files = list(report.files)
+        if args.export is not None:
+            formats = [name.strip() for name in args.export.split(",") if name.strip()]
+            files += export(saved, formats, saved.folder / "export")
+        _print(report.text, files)
+
+
+def _score(words: Sequence[str]) -> None:
+    args = _parse("score", words, "out", overrides=True)
+    if len(args.folders) != 1:
+        raise InputError(f"score takes one run, not {len(args.folders)}: python eval.py score RUN")
+    report = results.score(args.folders[0], args.out, args.overrides)
+    _print(report.text, report.files)
+
+
+def _compare(words: Sequence[str]) -> None:
+    args = _parse("compare", words, "out", "against")
+    comparison = compare(args.folders, args.out, args.against)
+    _print(comparison.text, comparison.files)
+
+
+def _make_data(words: Sequence[str]) -> None:
+    args = _parse("make-data", words, "out", overrides=True)
+    if args.folders:
+        raise InputError(f"{args.folders[0]} is not understood; write make-data --config file.yaml")
+    _print("", make_data(config_lib.parse(EvalConfig, args.overrides), args.out))
+
+
+def _print(text: str, files: Sequence[object]) -> None:
+    print(f"\n{text}\nWritten:" if text else "Written:")
+    print("\n".join(f"  {path}" for path in files))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "report": _report,
+    "score": _score,
+    "compare": _compare,
+    "make-data": _make_data,
+}

@@ -1,0 +1,225 @@
+"""Results of a run on disk: read, reported again, and scored again."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import draccus
+
+from lcjax import config as config_lib
+from lcjax.checkpoints.build import ModelSection
+from lcjax.checkpoints.load import load_tokenizer
+from lcjax.config.files import write_whole
+from lcjax.errors import InputError
+from lcjax.evaluation import report, study
+from lcjax.evaluation.config import EvalConfig, sections, tokenizer_of
+from lcjax.evaluation.records import (
+    CONFIG,
+    MARKER,
+    WEIGHTS,
+    by_cell,
+    describe,
+    fingerprint,
+    parse,
+    records_file,
+    to_lines,
+)
+from lcjax.evaluation.report.report import NOTES
+from lcjax.evaluation.task import Record, Task
+
+TRAINED_IN = (
+    "trained_in"  # key of a marker: the folder of the trained models, relative to the run folder
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The content of a run folder; a run that was stopped has fewer records."""
+
+    folder: Path
+    config: EvalConfig
+    settings: dict[str, Any]  # of the run and its trainings
+    tasks: dict[Task, list[Record]]  # records by task, without tasks that have none
+    made: dict[str, Any]  # versions, commit, device and models, from summary.json
+    notes: str  # Markdown about trainings
+    trained_in: Path  # the run folder with the models of the study
+    weights: dict[str, str]  # identity of each method's checkpoint, if recorded
+
+    @property
+    def hash(self) -> str:
+        """Hash of the settings that determine the records."""
+        return fingerprint(self.settings)
+
+    @property
+    def order(self) -> list[str]:
+        return [method.name for method in self.config.methods]
+
+    @property
+    def models(self) -> dict[str, ModelSection]:
+        """The model section of each method, also after the run folder was moved."""
+        section = dataclasses.replace(self.config.run, folder=str(self.trained_in))
+        config = study.with_trained(dataclasses.replace(self.config, run=section))
+        return dict(zip(self.order, sections(config), strict=True))
+
+    def cells(self) -> Iterator[tuple[str, Task, int, list[Record]]]:
+        """Yields (method, task, length, records) of every cell, in the order of the run."""
+        groups = {task: by_cell(records, self.order) for task, records in self.tasks.items()}
+        for name in self.order:
+            for task, cells in groups.items():
+                for (method, length), records in cells.items():
+                    if method == name:
+                        yield method, task, length, records
+
+
+def read(folder: str | Path) -> Results:
+    """Reads a run folder.
+
+    Raises:
+      InputError: `folder` is no run of eval.py, or has no records.
+    """
+    folder = Path(folder)
+    if not (folder / MARKER).exists():
+        raise InputError(
+            f"{folder} holds no run of eval.py ({MARKER} is not there); name the run.folder of one"
+        )
+    config = config_lib.parse(EvalConfig, [f"--config={folder / CONFIG}"])
+    marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    tasks = {task: _records(records_file(folder, task.label)) for task in config.tasks}
+    tasks = {task: records for task, records in tasks.items() if records}
+    methods = {method.name for method in config.methods}
+    for task, records in tasks.items():
+        unknown = {record["method"] for record in records} - methods
+        if unknown:
+            raise InputError(
+                f"{folder}: {task.label} has records of {', '.join(sorted(unknown))}, which"
+                f" {CONFIG} does not name; put the method back there, or take its lines out"
+            )
+    if not tasks:
+        raise InputError(f"{folder} holds no records; let python eval.py run first")
+    notes = folder / NOTES
+    text = notes.read_text(encoding="utf-8") if notes.exists() else ""
+    trained_in = Path(os.path.normpath(folder / marker.get(TRAINED_IN, "")))
+    return Results(
+        folder, config, marker["config"], tasks, _made(folder), text, trained_in,
+        marker.get(WEIGHTS, {}),
+    )  # fmt: skip
+
+
+def _made(folder: Path) -> dict[str, Any]:
+    path = folder / "summary.json"
+    if not path.exists():
+        return {"versions": {}, "device": None}
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    return {key: summary.get(key) for key in ("versions", "commit", "device", "models")}
+
+
+def _records(path: Path) -> list[Record]:
+    """The records of a file; lines that are not records are reported on stderr and skipped."""
+    records, damaged = parse(path.read_bytes()) if path.exists() else ({}, [])
+    for number in damaged:
+        print(f"warning: {path}:{number} is not a record and is left out", file=sys.stderr)
+    return list(records.values())
+
+
+def rebuild(run: Results) -> report.Report:
+    """Writes tables, figures, summary and page of a run again, from its records alone."""
+    return report.write(
+        run.folder, run.settings, run.tasks, order=run.order, notes=run.notes, made=run.made
+    )
+
+
+def score(
+    folder: str | Path,
+    out: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    tokenizer: Callable[[str], Any] = load_tokenizer,
+) -> report.Report:
+    """Judges the answers of a run again, without running the model.
+
+    Args:
+      folder: The run folder.
+      out: The new folder; None appends `_scored` to the name of the run folder.
+      overrides: Settings of tasks as on the command line, such as `--tasks.0.match=first_digits`.
+      tokenizer: Loads the tokenizer of a checkpoint by its path.
+
+    Returns:
+      The report of the new folder.
+
+    Raises:
+      InputError: `out` has records, or a setting changes what the model was asked.
+    """
+    run = read(folder)
+    out = Path(out) if out is not None else run.folder.with_name(f"{run.folder.name}_scored")
+    if out.resolve() == run.folder.resolve():
+        raise InputError(f"--out={out} is the run itself, whose records are kept; name another")
+    if (out / "records").exists():
+        raise InputError(f"--out={out} holds records already; name another folder")
+    config = config_lib.parse(EvalConfig, [f"--config={run.folder / CONFIG}", *overrides])
+    _check_same_prompts(run.config, config)
+    tokenizers = _Tokenizers(run, tokenizer)
+    tasks = {
+        new: [new.rescored(record, tokenizers.of(record)) for record in run.tasks[old]]
+        for old, new in zip(run.config.tasks, config.tasks, strict=True)
+        if old in run.tasks
+    }
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(out)))
+    settings = {**draccus.encode(config), **_trainings(run)}
+    for task, records in tasks.items():
+        write_whole(records_file(out, task.label), to_lines(records))
+    marker = {TRAINED_IN: os.path.relpath(run.trained_in, out), WEIGHTS: run.weights}
+    describe(out, config, settings, **marker)
+    return report.write(out, settings, tasks, order=run.order, notes=run.notes, made=run.made)
+
+
+def _trainings(run: Results) -> dict[str, Any]:
+    """The settings of trainings, which the config only names by file."""
+    return {key: run.settings[key] for key in ("trainings",) if key in run.settings}
+
+
+def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:
+    """Raises InputError for changed settings other than those that judge answers."""
+    others = dataclasses.replace(config, tasks=before.tasks, run=before.run)
+    if changed := _changed_fields(before, others):
+        raise InputError(
+            f"{changed[0]} decides what the model was asked; score changes --tasks.* alone"
+        )
+    if len(config.tasks) != len(before.tasks):
+        raise InputError("tasks: score keeps the tasks of the run; change fields of --tasks.* only")
+    for index, (old, new) in enumerate(zip(before.tasks, config.tasks)):
+        free = ("name", *old.judging)
+        changed = [field for field in _changed_fields(old, new) if field not in free]
+        if type(old) is not type(new):
+            changed = ["type"]
+        if changed:
+            raise InputError(
+                f"tasks.{index}.{changed[0]} decides what the model was asked; of {old.label} score"
+                f" may change {', '.join(free)}"
+            )
+
+
+def _changed_fields(old: Any, new: Any) -> list[str]:
+    """Names of the fields that differ between two dataclasses."""
+    names = [field.name for field in dataclasses.fields(old)]
+    return [name for name in names if getattr(old, name) != getattr(new, name, None)]
+
+
+class _Tokenizers:
+    """The tokenizers of the methods of a run, loaded on first use."""
+
+    def __init__(self, run: Results, load: Callable[[str], Any]):
+        self._sections, self._load, self._cache = run.models, load, {}
+
+    def of(self, record: Record) -> Any:
+        """The tokenizer for a record; None for records without an answer."""
+        if "answer" not in record:
+            return None
+        section = self._sections[record["method"]]
+        key = section.tokenizer, section.path, section.preset
+        if key not in self._cache:
+            self._cache[key] = tokenizer_of(section, self._load)
+        return self._cache[key]
