@@ -89,7 +89,7 @@ def read_and_write(config, length: int, *, chunk: int | None, projected: bool = 
         start, context, kept = time.perf_counter(), None, 0
         if config.memory is not None:
             options = {"chunk": chunk, "projected": projected}
-            if config.memory.asks:
+            if config.memory.query_dependent:
                 options["query"] = [text[-own:]]
             context = lm.encode_contexts([text[:-own]], **options)
             jax.block_until_ready(context.encoded)

@@ -158,14 +158,14 @@ def entries(config: ModelConfig) -> tuple[Entry, ...]:
     if config.memory is None:
         return tuple(table)
     after = max(i for i, entry in enumerate(table) if entry.stacked) + 1
-    if config.memory.leads:
+    if config.memory.is_prefix:
         return (*table[:after], *_own(config), *table[after:])
     return (*table[:after], *_reading(config), *table[after:], *_encoder(config.memory.states))
 
 
 def _reading(config: ModelConfig) -> list[Entry]:
     """Cross-attention: stacked like the layers where all have it, else a leaf for each."""
-    reading = config.memory.reading(config.num_layers)
+    reading = config.memory.reader_layers(config.num_layers)
     sizes = _sizes(config) | {"E": config.memory.states.width}
     shared = config.memory.shared_keys
     flags = {"": True, "states": not shared, "bias": shared and config.qkv_bias}

@@ -48,7 +48,7 @@ def _refuse_released(hf: dict[str, Any], where: str) -> None:
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
     """As `lcjax.checkpoints.shared_llm.config_to_hf`, with a note of a memory that leads."""
     memory = config.memory
-    if memory is None or not memory.leads:
+    if memory is None or not memory.is_prefix:
         return shared_llm.config_to_hf(config, dtype=dtype)
     note = {"type": memory.get_choice_name(type(memory))} | dataclasses.asdict(memory)
     note = {key: list(x) if isinstance(x, tuple) else x for key, x in note.items()}

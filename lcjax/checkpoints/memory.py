@@ -24,4 +24,4 @@ def add_memory(
         encoder = random_params(made, seed + 1, mesh)
     elif section.encoder is not None:
         encoder, _, _ = load(section.encoder, mesh=mesh, param_dtype=config.param_dtype)
-    return section.begun(params, config, encoder, mesh)
+    return section.init_params(params, config, encoder, mesh)

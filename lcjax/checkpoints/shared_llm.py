@@ -106,7 +106,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
         "num_cross_attn_layers": sign * memory.layers,
         "last_p": f'"{counts[0]},{counts[0]}"',  # the released code keeps as many of every node
         _DEPTH: memory.tree.depth,
-        "do_retrieval": memory.policy.asks,
+        "do_retrieval": memory.policy.query_dependent,
         "add_noise": False,  # it fails with true
         "encoder_hidden_size": memory.states.width,
         "encoder_config": landmark.config_to_hf(memory.states, dtype=dtype),

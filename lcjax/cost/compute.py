@@ -132,7 +132,7 @@ def _share_of_tokens(
     config: ModelConfig, path: str, length: int, context: tuple[int, int] | None
 ) -> float:
     """How many tokens a weight multiplies for each token of the sequence."""
-    if config.memory is not None and config.memory.leads:
+    if config.memory is not None and config.memory.is_prefix:
         return _share_before(config.memory, path, length, context)
     encoded = 0 if context is None else math.prod(context) / length
     if path.startswith("encoder/head/"):
@@ -166,14 +166,14 @@ def _context_flops(
     """What the attention of a memory adds, and what its backward pass leaves out."""
     if config.memory is None or context is None:
         return _Reading()
-    if config.memory.leads:
+    if config.memory.is_prefix:
         return _Reading(attention=_attention_before(config, length, context))
     states, encoded = config.memory.states, math.prod(context)
     within = 4 * states.num_heads * states.head_dim * _seen_within(config, context[1])
     within *= states.num_layers * encoded / length
-    kept = context[0] * config.memory.room(context[1])
+    kept = context[0] * config.memory.num_slots(context[1])
     across = 4 * config.num_heads * config.head_dim * kept
-    across *= sum(config.memory.reading(config.num_layers))
+    across *= sum(config.memory.reader_layers(config.num_layers))
     shapes = parameter_shapes(config)
     searched = _search_flops(config, length, context, shapes)
     if any(trained(path) for path in shapes if path.startswith("encoder/")):
@@ -189,7 +189,7 @@ def _context_flops(
 def _attention_before(config: ModelConfig, length: int, context: tuple[int, int]) -> float:
     """Of windows, each behind what is kept of those before, and of the text behind all of them."""
     (chunks, size), memory = context, config.memory
-    kept = memory.room(size)
+    kept = memory.num_slots(size)
     seen = visible_keys(config, size) + (chunks - 1) / 2 * kept
     pairs = chunks * memory.tokens_read(size) * seen / length + chunks * kept
     return 4 * config.num_heads * config.head_dim * config.num_layers * pairs
@@ -206,7 +206,7 @@ def _search_flops(
 ) -> float:
     """Of choosing nodes: one layer over the halves of each level, and over the question."""
     memory = config.memory
-    if not memory.asks:
+    if not memory.query_dependent:
         return 0.0
     tokens = [context[1] >> level for level in range(memory.tree.depth - 1)]
     layers = [leaf.shape for path, leaf in shapes.items() if path.startswith("encoder/layers/")]

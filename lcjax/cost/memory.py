@@ -126,7 +126,7 @@ def generation_memory(
 
 def _encoded(config: ModelConfig, chunks: int, size: int) -> int:
     """Bytes that are kept of so many chunks of `size` tokens, and what one layer makes of them."""
-    config = config.replace(memory=config.memory.unasked())
+    config = config.replace(memory=config.memory.without_query())
     model, params = Decoder(config), nest(parameter_shapes(config))
 
     def encode(params):
@@ -208,7 +208,7 @@ def _here(config: ModelConfig, sizes: Mapping[str, int], offload: bool) -> int:
 def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     """The part of each layer that one device of the tensor axis computes."""
     tensor, memory = sizes["tensor"], config.memory
-    if memory is not None and not memory.leads:
+    if memory is not None and not memory.is_prefix:
         memory = dataclasses.replace(memory, states=_local(memory.states, sizes))
     heads, shared = _share(config.num_heads, tensor), _share(config.num_kv_heads, tensor)
     if heads % shared:  # more devices than key heads: each computes all of those
@@ -263,8 +263,8 @@ def _kept(
     plain = config.replace(num_layers=count, scan_layers=True, memory=None)
     if chunk is None:
         return _slopes(plain, None, trained)
-    reading = count if layers is not None else sum(config.memory.reading(count))
-    memory = config.memory.unasked().of_layers(reading)
+    reading = count if layers is not None else sum(config.memory.reader_layers(count))
+    memory = config.memory.without_query().of_layers(reading)
     reader = plain.replace(num_layers=reading, memory=memory)
     found = _slopes(reader, chunk, trained)
     if reading < count:

@@ -141,7 +141,7 @@ class ContextSplit(Split):
 
     def tokens(self, model, length: int) -> int:
         memory, default = model.config.memory, min(length // 2, model.config.max_length)
-        if memory is not None and memory.leads:  # the text is the last window
+        if memory is not None and memory.is_prefix:  # the text is the last window
             default = min(default, memory.chunk)
         return min(default if self.decoder is None else self.decoder, length)
 
@@ -161,7 +161,7 @@ class ContextSplit(Split):
         prompts, context = [[*part.head, *part.rest] for part in parts], list(passages)
         for row, (part, chunks) in enumerate(zip(parts, passages, strict=True)):
             has_bos = [*part.head[:1]] == [model.tokenizer.bos_id]
-            if model.config.memory.leads and chunks and has_bos:
+            if model.config.memory.is_prefix and chunks and has_bos:
                 prompts[row] = prompts[row][1:]
                 context[row] = [np.concatenate([part.head[:1], chunks[0]]), *chunks[1:]]
         return prompts, context

@@ -189,8 +189,8 @@ def passages(
 def context_chunk_size(memory: Memory, chunk: int | None) -> int:
     """Returns `chunk` if `memory` can encode that many tokens at once; by default its own size."""
     if chunk is None:
-        return memory.usual
-    whole_number("chunk", chunk, 1, f"leave it out for {memory.usual}")
+        return memory.default_chunk_size
+    whole_number("chunk", chunk, 1, f"leave it out for {memory.default_chunk_size}")
     memory.check_chunk(chunk, "chunk")
     return chunk
 
@@ -239,10 +239,10 @@ def encode(
             f"after: contexts of {len(after.tokens)} rows can be extended by as many, and"
             f" {len(rows)} are given; write [] for a row that gets nothing"
         )
-    if memory.asks and query is not None and after.query is not None:
+    if memory.query_dependent and query is not None and after.query is not None:
         after = search(model, params, after, query, batch_tokens=batch_tokens)
     added, whole = _add_chunks(memory, rows, after)
-    if memory.asks:
+    if memory.query_dependent:
         query = after.query if query is None else query
         if query is None:
             return dataclasses.replace(whole, source=(*after.source, *added))
@@ -295,7 +295,7 @@ def embed_queries(
 def _embed(model: Decoder, params: dict, tokens, ends, rotation: Rotation) -> jax.Array:
     """float32 [B, D] of texts [B, T] at their tokens `ends` [B]."""
     tokens = keep_rows(tokens, model.mesh)
-    return model.apply({"params": params}, tokens, ends, rotation=rotation, method="asked")
+    return model.apply({"params": params}, tokens, ends, rotation=rotation, method="embed_query")
 
 
 def search(
@@ -363,7 +363,7 @@ def _add_chunks(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Con
     slots, added = list(after.slots or after.tokens), []
     for row, row_chunks in enumerate(rows):
         for ids in filter(len, row_chunks):
-            num_slots = memory.room(len(ids))
+            num_slots = memory.num_slots(len(ids))
             added.append(Chunk(ids, row, chunks[row], slots[row], num_slots))
             tokens[row] += len(ids)
             chunks[row] += 1
@@ -424,7 +424,7 @@ def _encode_into(
     memory, at_once = model.config.memory, _tokens_at_once(batch_tokens)
     for batch in _ordered_batches(memory, chunks, at_once, model.mesh):
         options = {}
-        if memory.leads:
+        if memory.is_prefix:
             after = None if encoded is None else _take_rows(encoded, batch.rows)
             options = {"after": after, "rotation": rotation}
         if memory.ordered:
@@ -486,7 +486,7 @@ def _ordered_batches(
     memory: Memory, chunks: Sequence[Chunk], at_once: int, mesh
 ) -> Iterator[_Batch]:
     """Batches of all chunks; a memory that stands before the text reads those of a row in order."""
-    if not memory.leads:
+    if not memory.is_prefix:
         yield from _batches(chunks, at_once, mesh)
         return
     for number in sorted({chunk.number for chunk in chunks}):

@@ -82,7 +82,7 @@ class Conversation:
         self.context = self.lm.encode_contexts(
             [context], projected=self._projected, after=self.context
         )
-        if self.lm.config.memory.leads:
+        if self.lm.config.memory.is_prefix:
             self._ids = self.context.without_bos(self._ids, self.lm.tokenizer.bos_id)
             self._clear_cache()
 

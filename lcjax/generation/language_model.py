@@ -197,7 +197,7 @@ class LanguageModel:
         check_memory(memory)
         size, num_rows = context_chunk_size(memory, chunk), len(contexts)
         encode_text, vocab_size = self.tokenizer.encode, self.config.vocab_size
-        bos = [self.tokenizer.bos_id] if memory.leads and self.tokenizer.add_bos else []
+        bos = [self.tokenizer.bos_id] if memory.is_prefix and self.tokenizer.add_bos else []
         has_bos = [False] * num_rows if after is None else after.precede(num_rows)
         texts = [
             passages(row, encode_text, vocab_size, () if is_begun else bos)
@@ -205,11 +205,11 @@ class LanguageModel:
         ]
         chunks = [[part for text in row for part in split_into_chunks(text, size)] for row in texts]
         if query is not None:
-            query = self._embed_queries(query, num_rows) if memory.asks else None
+            query = self._embed_queries(query, num_rows) if memory.query_dependent else None
         return encode(
             self.model, self.params, chunks,
             batch_tokens=batch_tokens, projected=projected, after=after, query=query,
-            rotation=self.rotation(size) if memory.leads else None, rope=self._prefix_rope,
+            rotation=self.rotation(size) if memory.is_prefix else None, rope=self._prefix_rope,
         )  # fmt: skip
 
     def search_contexts(
@@ -244,7 +244,7 @@ class LanguageModel:
     def _prefix_rope(self) -> Rope | None:
         """The position method of windows before a text; None without a memory that reads them."""
         memory = self.config.memory
-        return self.config.rope if memory is not None and memory.leads else None
+        return self.config.rope if memory is not None and memory.is_prefix else None
 
     def _encode_if_needed(self, context: Contexts | Sequence[ContextRow] | None) -> Contexts | None:
         if context is None or (isinstance(context, list | tuple) and not context):

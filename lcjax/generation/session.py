@@ -18,7 +18,7 @@ from lcjax.errors import InputError, whole_number
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.cache import Cache
-from lcjax.models.layers import Keep
+from lcjax.models.layers import CollectKeyValues
 from lcjax.models.loss import Projection, over_chunks
 from lcjax.models.memory import Encoded
 from lcjax.parallel.sharding import keep_rows, padding_rows
@@ -497,7 +497,7 @@ def _read_packed(model, params, cache, packed: _PackedPrompts, segments, positio
         key_positions = pattern.key_positions(positions, positions).reshape(1, -1)
     hidden, layers = model.apply(
         {"params": params}, packed.tokens, positions=packed.positions, segments=packed.segments,
-        rotation=rotation, keep=Keep(packed.source, key_positions),
+        rotation=rotation, keep=CollectKeyValues(packed.source, key_positions),
     )  # fmt: skip
 
     def write(slots, new):

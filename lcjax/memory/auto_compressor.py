@@ -41,7 +41,7 @@ class AutoCompressor(Leading):
     def tokens(self) -> int:
         return self.summary
 
-    def room(self, tokens: int) -> int:
+    def num_slots(self, tokens: int) -> int:
         return self.summary
 
     def slots(self, tokens: int) -> int:

@@ -49,12 +49,14 @@ class Beacon(Leading):
     def attention(self) -> type[Attention]:
         return BeaconAttention
 
-    def room(self, tokens: int) -> int:
+    def num_slots(self, tokens: int) -> int:
         return -(-tokens // self.ratio) if self.ratio else tokens
 
     def slots(self, tokens: int) -> int:
         # Where nothing is drawn, as in validation, it is `ratio` with all of `ratios` there.
-        return -(-tokens // min(self.ratio, *self.ratios)) if self.ratios else self.room(tokens)
+        return (
+            -(-tokens // min(self.ratio, *self.ratios)) if self.ratios else self.num_slots(tokens)
+        )
 
     def tokens_read(self, tokens: int) -> int:
         return tokens + self.slots(tokens) if self.ratio else tokens
@@ -79,10 +81,10 @@ class Beacon(Leading):
                 " model.memory.ratios empty, or set ratio to one of them"
             )
         self.check_chunk(self.chunk, "model.memory.chunk")
-        if self.chunk + self.room(self.chunk) > config.max_length:
+        if self.chunk + self.num_slots(self.chunk) > config.max_length:
             raise InputError(
-                f"model.memory.chunk={self.chunk} and the {self.room(self.chunk)} places kept of"
-                f" one window before it are more than the {config.max_length} tokens that the model"
+                f"model.memory.chunk={self.chunk} and the {self.num_slots(self.chunk)} slots of the"
+                f" window before it are more than the {config.max_length} tokens that the model"
                 f" was trained to read; set it to {config.max_length // 2} or less, or raise"
                 " model.memory.ratio"
             )

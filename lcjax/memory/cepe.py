@@ -37,7 +37,7 @@ class Cepe(Memory):
     # says so of its needle test, without a formula; the released code has none. None: never.
     trained_context: int | None = None
 
-    def reading(self, num_layers: int) -> tuple[bool, ...]:
+    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
 
     def encodes_as(self, other: Memory | None) -> "Cepe":
@@ -48,12 +48,12 @@ class Cepe(Memory):
         return dataclasses.replace(self, layers=count)
 
     @property
-    def longest(self) -> int:
+    def max_chunk_size(self) -> int:
         return self.states.max_length
 
     @property
-    def usual(self) -> int:
-        return min(256, self.longest)  # what the paper trains with
+    def default_chunk_size(self) -> int:
+        return min(256, self.max_chunk_size)  # what the paper trains with
 
     def projected(self, params: dict, config: ModelConfig, encoded: Encoded) -> Encoded:
         """`encoded` with the keys and values of every reading layer in place of the states.
@@ -63,7 +63,7 @@ class Cepe(Memory):
         """
         dtype = config.compute_dtype()
         layers = []
-        for number, reads in enumerate(self.reading(config.num_layers)):
+        for number, reads in enumerate(self.reader_layers(config.num_layers)):
             if reads:
                 branch = params[f"layers_{number}"]["memory"]
                 pair = (branch[name]["kernel"].astype(dtype) for name in ("key", "value"))

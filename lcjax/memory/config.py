@@ -40,7 +40,7 @@ class MemorySection(draccus.ChoiceRegistry, abc.ABC):
         """Of a decoder with this config, which checks it; `encoder` is that of `self.encoder`."""
 
     @abc.abstractmethod
-    def begun(
+    def init_params(
         self,
         params: dict,
         config: ModelConfig,
@@ -52,12 +52,12 @@ class MemorySection(draccus.ChoiceRegistry, abc.ABC):
         `encoder`: the weights of `self.encoder`.
         """
 
-    def note(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The section as plain values, with the `type` of each choice."""
         return {"type": self.get_choice_name(type(self))} | dataclasses.asdict(self)
 
     @classmethod
-    def noted(cls, fields: dict[str, Any]) -> "MemorySection":
+    def from_dict(cls, fields: dict[str, Any]) -> "MemorySection":
         """Of the values of a `note` but its type."""
         return cls(**fields)
 
@@ -90,7 +90,7 @@ class CepeSection(MemorySection):
         check_width(encoder, config)
         return Cepe(states=encoder, layers=self.layers or config.num_layers)
 
-    def begun(
+    def init_params(
         self,
         params: dict,
         config: ModelConfig,
@@ -138,7 +138,7 @@ class SharedLlmSection(MemorySection):
             positions=self.positions,
         )
 
-    def begun(
+    def init_params(
         self,
         params: dict,
         config: ModelConfig,
@@ -147,11 +147,11 @@ class SharedLlmSection(MemorySection):
     ) -> dict:
         return with_lower_model(params, config, out=self.out, mesh=mesh)
 
-    def note(self) -> dict[str, Any]:
-        return super().note() | {"policy": policy_note(self.policy)}
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"policy": policy_note(self.policy)}
 
     @classmethod
-    def noted(cls, fields: dict[str, Any]) -> "SharedLlmSection":
+    def from_dict(cls, fields: dict[str, Any]) -> "SharedLlmSection":
         read = {"policy": policy_of(fields["policy"]), "ratios": tuple(fields["ratios"])}
         return cls(**fields | read)
 
@@ -171,7 +171,7 @@ class BeaconSection(MemorySection):
         check_token(self.begin, config)
         return Beacon(self.chunk, self.ratio, tuple(self.ratios))
 
-    def begun(
+    def init_params(
         self,
         params: dict,
         config: ModelConfig,
@@ -181,7 +181,7 @@ class BeaconSection(MemorySection):
         return with_beacons(params, config, self.begin, mesh)
 
     @classmethod
-    def noted(cls, fields: dict[str, Any]) -> "BeaconSection":
+    def from_dict(cls, fields: dict[str, Any]) -> "BeaconSection":
         return cls(**fields | {"ratios": tuple(fields["ratios"])})
 
 
@@ -201,7 +201,7 @@ class AutoCompressorSection(MemorySection):
         check_token(self.begin, config)
         return AutoCompressor(self.chunk, self.summary, self.gradient_segments)
 
-    def begun(
+    def init_params(
         self,
         params: dict,
         config: ModelConfig,
@@ -240,4 +240,4 @@ def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
 def from_note(note: dict[str, Any]) -> MemorySection:
     """The inverse of `MemorySection.note`; a note without a type is of CEPE, the first of them."""
     kind = MemorySection.get_choice_class(note.get("type", "cepe"))
-    return kind.noted({key: value for key, value in note.items() if key != "type"})
+    return kind.from_dict({key: value for key, value in note.items() if key != "type"})

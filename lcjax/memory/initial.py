@@ -143,7 +143,7 @@ def _grown(
     mesh: jax.sharding.Mesh | None,
 ) -> dict:
     """`params` with what `begin` adds to every layer that reads."""
-    reading = config.memory.reading(config.num_layers)
+    reading = config.memory.reader_layers(config.num_layers)
     names = [f"layers_{i}" for i, reads in enumerate(reading) if reads]
     names = ["layers"] if "layers" in params else names
     given = {name: params[name] for name in names}

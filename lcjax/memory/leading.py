@@ -23,7 +23,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.models.layer_groups import apart
-from lcjax.models.layers import Keep
+from lcjax.models.layers import CollectKeyValues
 from lcjax.models.memory import Encoded, Memory, check_chunks, token_axis
 from lcjax.parallel.sharding import LENGTH
 from lcjax.rope import Rotation
@@ -64,17 +64,17 @@ class Leading(Memory):
         return None
 
     @property
-    def leads(self) -> bool:
+    def is_prefix(self) -> bool:
         return True
 
-    def reading(self, num_layers: int) -> tuple[bool, ...]:
+    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
         return (True,) * num_layers
 
     def of_layers(self, count: int) -> "Leading":
         return self
 
     @property
-    def longest(self) -> int:
+    def max_chunk_size(self) -> int:
         return self.chunk
 
     @property
@@ -157,10 +157,10 @@ class Reader:
         return Encoded(there, layers=layers, hidden=hidden[:, None])
 
 
-def all_of(count: int, rows: int, start: int = 0) -> Keep:
+def all_of(count: int, rows: int, start: int = 0) -> CollectKeyValues:
     """Of `rows` rows, the tokens from `start` on, as they are projected."""
     index = jnp.broadcast_to(start + jnp.arange(count, dtype=jnp.int32), (rows, count))
-    return Keep(index, None)
+    return CollectKeyValues(index, None)
 
 
 class Windows(nn.Module):
@@ -195,7 +195,7 @@ class Windows(nn.Module):
         embedding = self.param("embedding", nn.initializers.normal(0.02), shape, dtype)
         if self.is_initializing():
             return None
-        check_chunks(chunks, mask, memory.longest)
+        check_chunks(chunks, mask, memory.max_chunk_size)
         if self.mesh is not None and self.mesh.shape[LENGTH] > 1:
             raise InputError(
                 f"mesh.context={self.mesh.shape[LENGTH]}: windows of model.memory are read one"

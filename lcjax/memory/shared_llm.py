@@ -26,7 +26,7 @@ from lcjax.memory.policies import Policy, Right, search
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder, first_layer
-from lcjax.models.layers import Keep
+from lcjax.models.layers import CollectKeyValues
 from lcjax.models.memory import Encoded, Memory, check_chunks
 from lcjax.rope import Rotation, rotate
 
@@ -59,7 +59,7 @@ class SharedLlm(Memory):
         """M."""
         return self.states.num_layers
 
-    def reading(self, num_layers: int) -> tuple[bool, ...]:
+    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
         count = self.layers
         if self.placement == "interleaved":
             chosen = {index * num_layers // count for index in range(count)}
@@ -68,12 +68,12 @@ class SharedLlm(Memory):
             chosen = range(first, first + count)
         return tuple(layer in chosen for layer in range(num_layers))
 
-    def alike(self, num_layers: int) -> bool:
+    def uniform_layers(self, num_layers: int) -> bool:
         """Never: each layer reads another one's keys."""
         return False
 
     @property
-    def longest(self) -> int:
+    def max_chunk_size(self) -> int:
         return self.chunk
 
     def parts(self, chunk: int) -> tuple[int, ...]:
@@ -88,16 +88,16 @@ class SharedLlm(Memory):
         return True
 
     @property
-    def asks(self) -> bool:
-        return self.policy.asks and self.tree.depth > 1
+    def query_dependent(self) -> bool:
+        return self.policy.query_dependent and self.tree.depth > 1
 
-    def unasked(self) -> "SharedLlm":
+    def without_query(self) -> "SharedLlm":
         return dataclasses.replace(self, policy=Right())
 
     def of_layers(self, count: int) -> "SharedLlm":
         return dataclasses.replace(self, states=self.states.replace(num_layers=count))
 
-    def room(self, tokens: int) -> int:
+    def num_slots(self, tokens: int) -> int:
         return self.tree.kept(tokens)
 
     def check_chunk(self, length: int, key: str) -> None:
@@ -184,7 +184,7 @@ class TreeEncoder(nn.Module):
           tags: uint32 [B, C], which tell chunks apart for a random policy.
           tree: another one than the memory's: what is below a node (`Tree.below`).
         """
-        check_chunks(chunks, mask, self.memory.longest)
+        check_chunks(chunks, mask, self.memory.max_chunk_size)
         tree, (rows, count, width) = tree or self.memory.tree, chunks.shape
         there = mask.any(2)
         if numbers is None:
@@ -205,7 +205,9 @@ class TreeEncoder(nn.Module):
             positions=position,
             segments=node,
             rotation=self.memory.rotation(),
-            keep=Keep(index, jnp.take_along_axis(position, index, 1) + turns, alone=True),
+            keep=CollectKeyValues(
+                index, jnp.take_along_axis(position, index, 1) + turns, alone=True
+            ),
         )
         return Encoded(
             present.reshape(rows, -1), layers=self._by_rows(layers, rows), chunks=there.sum(1)
@@ -236,7 +238,7 @@ class TreeEncoder(nn.Module):
         policy, (rows, count) = self.memory.policy, shape
         if self.is_initializing():
             policy = Right()
-        if policy.asks and tree.depth > 1 and query is None:
+        if policy.query_dependent and tree.depth > 1 and query is None:
             raise InputError(
                 "query=None: model.memory.policy compares the context with a question; give its"
                 " state (Decoder.asked), or choose the policy right"

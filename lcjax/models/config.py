@@ -122,7 +122,9 @@ class ModelConfig:
 
         Not where layers are not all alike: `lcjax.models.layer_groups` scans those that are.
         """
-        return self.scan_layers and (self.memory is None or self.memory.alike(self.num_layers))
+        return self.scan_layers and (
+            self.memory is None or self.memory.uniform_layers(self.num_layers)
+        )
 
     @property
     def rotary_dim(self) -> int:

@@ -12,7 +12,7 @@ from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import layer_groups
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import MLP, Attention, Context, Head, Keep, Norm
+from lcjax.models.layers import MLP, Attention, CollectKeyValues, Context, Head, Norm
 from lcjax.models.lookup import look_up
 from lcjax.models.loss import Projection
 from lcjax.models.memory import Encoded, check_memory
@@ -48,12 +48,12 @@ class SequentialBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, layer, pair=None) -> tuple[jax.Array, Any]:
-        c, x, context = self.config, keep_tokens(x, self.mesh), context.reading(pair)
+        c, x, context = self.config, keep_tokens(x, self.mesh), context.with_memory_layer(pair)
         normed = Norm(c, name="attention_norm")(x)
         attention = Attention if c.memory is None else c.memory.attention or Attention
         attended, layer = attention(c, self.mesh, name="attention")(normed, context, layer)
         x = keep_tokens(x + attended, self.mesh)
-        if self.reads and context.memory is not None and not c.memory.leads:
+        if self.reads and context.memory is not None and not c.memory.is_prefix:
             x = keep_tokens(x + self._read(x, context.memory), self.mesh)
         x = x + MLP(c, self.mesh, name="mlp")(Norm(c, name="mlp_norm")(x))
         return keep_tokens(x, self.mesh), layer
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
             c.vocab_size, c.width, param_dtype=dtype, embedding_init=nn.initializers.normal(0.02)
         )
         memory = c.memory
-        reading = (False,) * c.num_layers if memory is None else memory.reading(c.num_layers)
+        reading = (False,) * c.num_layers if memory is None else memory.reader_layers(c.num_layers)
         if c.stacked:
             self.layers = nn.scan(
                 _block(c, scanned=True),
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
         cache: cache_lib.Cache | None = None,
         order: np.ndarray | None = None,
         memory: Encoded | None = None,
-        keep: Keep | None = None,
+        keep: CollectKeyValues | None = None,
         beacons: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape[:2])
         absolute = positions  # of embeddings, which a memory before the text does not move
-        if memory is not None and c.memory.leads:
+        if memory is not None and c.memory.is_prefix:
             positions = positions + memory.mask.sum(1, keepdims=True)
         if cache is not None:
             cache, view = cache_lib.extend(cache, segments, positions)
@@ -255,11 +255,11 @@ class Decoder(nn.Module):
         `options` are those of the memory's encoder.
         """
         check_memory(self.config.memory)
-        if self.config.memory.leads:
+        if self.config.memory.is_prefix:
             options["params"] = self.variables.get("params")
         return self.encoder(chunks, mask, **options)
 
-    def asked(self, tokens: jax.Array, at: jax.Array, **options: Any) -> jax.Array:
+    def embed_query(self, tokens: jax.Array, at: jax.Array, **options: Any) -> jax.Array:
         """What a text asks a context for, at its tokens `at` int32 [B]: float32 [B, D], detached.
 
         Hidden states after one layer and the final norm; `options` as of `first_layer`.

@@ -22,7 +22,7 @@ from lcjax.rope import Rotation, rotate
 from pallas_kernels import Bias, flash
 
 
-class Keep(NamedTuple):
+class CollectKeyValues(NamedTuple):
     """Of which tokens a layer returns keys and values, [B, S, K, H], where nothing is cached."""
 
     index: jax.Array  # int32 [B, S], their places in the row
@@ -42,12 +42,12 @@ class Context(NamedTuple):
     bias: Bias | None = None  # of the logits, by distance
     order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
     memory: Encoded | None = None  # what is read beside the tokens
-    keep: Keep | None = None  # tokens whose keys and values are wanted
+    keep: CollectKeyValues | None = None  # tokens whose keys and values are wanted
     # int32 [B, R]: the last R tokens are those of a memory that sums up the text, and each of them
     # has so many tokens of the text before it
     beacons: jax.Array | None = None
 
-    def reading(self, pair: tuple[jax.Array, jax.Array] | None) -> "Context":
+    def with_memory_layer(self, pair: tuple[jax.Array, jax.Array] | None) -> "Context":
         """With keys and values of a memory that one layer reads; None: with what all read."""
         return self if pair is None else self._replace(memory=self.memory.with_layer(pair))
 
@@ -210,7 +210,7 @@ class Attention(Projections):
         Its keys are not rotated: what is there of M of them stands at 0, 1, 2, ... in each row.
         """
         memory = context.memory
-        if memory is None or not self.config.memory.leads:
+        if memory is None or not self.config.memory.is_prefix:
             return []
         k, v = (part.swapaxes(1, 2) for part in memory.layers[0])
         there = memory.mask.astype(jnp.int32)

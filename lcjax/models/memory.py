@@ -1,4 +1,4 @@
-"""What a decoder reads beside its window: how a context gets in, whatever method encoded it."""
+"""The context beside a decoder's window, and the interface of the methods that encode it."""
 
 import abc
 import dataclasses
@@ -70,22 +70,22 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     """How a context is encoded and which layers read it: the `memory` of a `ModelConfig`."""
 
     @abc.abstractmethod
-    def reading(self, num_layers: int) -> tuple[bool, ...]:
-        """Which of the layers read the context, the first one first."""
+    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
+        """Whether each of the layers reads the context."""
 
-    def alike(self, num_layers: int) -> bool:
-        """Whether all layers do the same with what is read, so that one can be scanned."""
-        return all(self.reading(num_layers))
+    def uniform_layers(self, num_layers: int) -> bool:
+        """Whether all layers read the context in the same way, so that they can be scanned."""
+        return all(self.reader_layers(num_layers))
 
     def check(self, config: "ModelConfig") -> None:
-        """Refuses a decoder that the method is not defined for."""
+        """Raises an InputError for a decoder that the method is not defined for."""
 
     def for_inference(self) -> "Memory":
-        """The memory as it reads when nothing is trained."""
+        """The memory without the settings that are for training only."""
         return self
 
     def encodes_as(self, other: "Memory | None") -> "Memory":
-        """This memory with the settings of `other` that change nothing until a context is read."""
+        """This memory with the settings of `other` that do not change how contexts are encoded."""
         return self
 
     @abc.abstractmethod
@@ -95,76 +95,76 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
     def reader(
         self, config: "ModelConfig", mesh: jax.sharding.Mesh | None, **options: Any
     ) -> nn.Module:
-        """A module of a layer: (x [B, T, D], `Encoded`) -> what is added to x."""
+        """A module of a reader layer: (x [B, T, D], `Encoded`) -> what is added to x."""
         raise TypeError(f"{type(self).__name__} is read by self-attention")
 
     @property
-    def leads(self) -> bool:
-        """Whether what is read stands before the text, in one softmax with it.
+    def is_prefix(self) -> bool:
+        """Whether the context stands before the text, in one softmax with it.
 
-        Then self-attention reads it, as keys that are not rotated, and text begins behind it. The
-        decoder itself encodes: the encoder takes its `params`, a `rotation`, and what there is
-        already to be read `after`.
+        Self-attention then reads its keys, which are not rotated, and the positions of the text
+        follow those of the context. The decoder itself encodes: the encoder takes its `params`, a
+        `rotation`, and the states `after` which it goes on.
         """
         return False
 
     @property
     def attention(self) -> type[nn.Module] | None:
-        """Self-attention of the layers, where it is not the decoder's own."""
+        """The self-attention module of the layers; None: the decoder's own."""
         return None
 
     @property
     @abc.abstractmethod
-    def longest(self) -> int:
+    def max_chunk_size(self) -> int:
         """Tokens of the longest chunk that can be encoded."""
 
     @property
-    def usual(self) -> int:
-        """Tokens of the chunks that a long text is cut into where nobody says otherwise."""
-        return self.longest
+    def default_chunk_size(self) -> int:
+        """Tokens of the chunks that a long text is split into by default."""
+        return self.max_chunk_size
 
     def check_chunk(self, length: int, key: str) -> None:
-        """Refuses to cut texts into chunks of `length`, as the value of `key`."""
-        if length > self.longest:
+        """Raises an InputError, which names `key`, if chunks of `length` tokens are too long."""
+        if length > self.max_chunk_size:
             raise InputError(
-                f"{key}={length} is more than the {self.longest} tokens that the encoder was made"
-                f" for; leave it out for {self.usual}"
+                f"{key}={length} is more than the {self.max_chunk_size} tokens that the encoder was"
+                f" made for; leave it out for {self.default_chunk_size}"
             )
 
-    def room(self, tokens: int) -> int:
-        """Places that a chunk of so many tokens takes in what is read."""
+    def num_slots(self, tokens: int) -> int:
+        """Slots that the states of a chunk of `tokens` tokens fill."""
         return tokens
 
     def parts(self, chunk: int) -> tuple[int, ...]:
-        """Tokens of each part of a chunk of so many that is encoded without seeing the others."""
+        """Sizes of the parts of a chunk that are encoded without seeing each other."""
         return (chunk,)
 
     @property
     def shared_keys(self) -> bool:
-        """Whether the encoder says keys and values, so that layers project queries alone."""
+        """Whether the encoder returns keys and values: reader layers project queries only."""
         return False
 
     @property
     def ordered(self) -> bool:
-        """Whether the encoder takes the `numbers` of chunks, and what is drawn: `key`, `tags`."""
+        """Whether the encoder takes the `numbers` of chunks, and `key` and `tags` for its draws."""
         return False
 
     @property
-    def asks(self) -> bool:
-        """Whether what is kept of a context depends on a question: `query` of the encoder."""
+    def query_dependent(self) -> bool:
+        """Whether the encoding depends on a question: the `query` of the encoder."""
         return False
 
-    def unasked(self) -> "Memory":
-        """One that keeps as much and does not ask, for whoever wants shapes alone."""
+    def without_query(self) -> "Memory":
+        """A copy with the query-independent policy and the same output shapes, for `eval_shape`."""
         return self
 
     @abc.abstractmethod
     def of_layers(self, count: int) -> "Memory":
-        """The memory of a decoder of which `count` layers read: what one more of them costs."""
+        """The memory of a decoder in which `count` layers read: for the cost of one layer more."""
 
     @abc.abstractmethod
     def projected(self, params: dict, config: "ModelConfig", encoded: Encoded) -> Encoded:
-        """`encoded` with the keys and values of the reading layers in place of its states."""
+        """`encoded` with the keys and values of the reader layers in place of its states."""
 
 
 def check_memory(memory: Memory | None) -> None:

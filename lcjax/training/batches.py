@@ -89,19 +89,24 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
             "data.chunks=null: model.memory reads chunks of text; set data.chunks.count and"
             " data.chunks.length"
         )
-    if chunks.length > (limit := memory.longest):
+    if chunks.length > (limit := memory.max_chunk_size):
         raise InputError(
             f"data.chunks.length={chunks.length} is more than the {limit} tokens that the encoder"
             f" of model.memory was trained to read; set it to {limit} or less"
         )
     memory.check_chunk(chunks.length, "data.chunks.length")
-    if memory.leads and memory.reach and not chunks.learned and chunks.count % memory.reach == 0:
+    if (
+        memory.is_prefix
+        and memory.reach
+        and not chunks.learned
+        and chunks.count % memory.reach == 0
+    ):
         raise InputError(
             f"model.memory.gradient_segments={memory.reach} lets no gradient pass from the text"
             f" after data.chunks.count={chunks.count}; set data.chunks.learned=true, or"
             " leave gradient_segments out"
         )
-    if chunks.learned and (not memory.leads or config.train.distill is not None):
+    if chunks.learned and (not memory.is_prefix or config.train.distill is not None):
         raise InputError(
             "data.chunks.learned=true learns what follows the tokens of chunks: those of memories"
             " whose chunks the decoder itself reads (beacon, auto_compressor), without a teacher"

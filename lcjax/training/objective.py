@@ -101,7 +101,7 @@ def _check_positions(config: ModelConfig, positions: Positions) -> None:
             f"train.positions.type={kind} spreads tokens for rotations, and model.position="
             f"{config.position} has none; leave it out"
         )
-    if config.memory is not None and config.memory.leads:
+    if config.memory is not None and config.memory.is_prefix:
         raise InputError(
             f"train.positions.type={kind} changes the positions of the text, but model.memory is"
             " placed right before them; leave it out"
@@ -129,11 +129,11 @@ def _encode(
     token already has a weight, or that has no weights, is plain text and has no query.
     """
     options, memory = {}, model.config.memory
-    if memory.ordered or memory.leads:
+    if memory.ordered or memory.is_prefix:
         options["key"] = jax.random.fold_in(key, 2)
-    if memory.leads:
+    if memory.is_prefix:
         options |= {"rotation": rotation, "hidden": "chunk_weights" in batch}
-    if memory.asks:
+    if memory.query_dependent:
         first_target = jnp.argmax(batch["weights"] > 0, axis=1)
         query = model.apply(
             {"params": params},
@@ -142,7 +142,7 @@ def _encode(
             segments=batch["segments"],
             positions=position_ids,
             rotation=rotation,
-            method="asked",
+            method="embed_query",
         )
         options |= {"query": query, "asked": first_target > 0}
     chunks = batch["chunks"], batch["chunk_mask"]

@@ -228,5 +228,5 @@ def base_of(config: TrainConfig, assembly: Assembly) -> Base:
         average=config.train.ema is not None,
         frozen=fingerprint(assembly.frozen),
         base=config.model.base,
-        memory=config.model.memory and config.model.memory.note(),
+        memory=config.model.memory and config.model.memory.to_dict(),
     )

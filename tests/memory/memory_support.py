@@ -82,8 +82,8 @@ def picked(lm, prompts, sampling, **options):
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(model, params, tokens, chunks, mask, at):
     options = {}
-    if model.config.memory.asks:
-        options["query"] = model.apply({"params": params}, tokens, at, method="asked")
+    if model.config.memory.query_dependent:
+        options["query"] = model.apply({"params": params}, tokens, at, method="embed_query")
     memory = model.apply({"params": params}, chunks, mask, method="encode", **options)
     hidden, _ = model.apply({"params": params}, tokens, memory=memory)
     return model.apply({"params": params}, hidden, method="logits")

@@ -92,9 +92,9 @@ def test_nodes_of_the_golden_chunks_hold_the_tokens_of_the_released_code(name):
     @jax.jit
     def choose(params):
         query = None
-        if model.config.memory.asks:
+        if model.config.memory.query_dependent:
             at = golden.arrays(name)["query_length"].astype(np.int32) - 1
-            query = model.apply({"params": params}, text, at, method="asked")
+            query = model.apply({"params": params}, text, at, method="embed_query")
         there = np.ones(chunks.shape, bool)
 
         def encoder(model):
@@ -110,7 +110,7 @@ def test_nodes_of_the_golden_chunks_hold_the_tokens_of_the_released_code(name):
         leaves, level2, level1 = leaves + pair, [*level2, second], [*level1, first]
     for level, nodes in ((1, level1), (2, level2), (3, leaves)):
         np.testing.assert_array_equal(golden.arrays(name)[f"preserved_ids_level{level}"], nodes)
-    if model.config.memory.asks:
+    if model.config.memory.query_dependent:
         assert not path.all() and path.any(), "the policy does choose"
 
 

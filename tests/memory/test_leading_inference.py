@@ -65,7 +65,7 @@ def test_windows_may_come_later_and_a_few_rows_at_a_time(lm, encoded):
     later = lm.encode_contexts([CONTEXT[0][1:], [], CONTEXT[2]], after=first, batch_tokens=16)
     assert later.chunks == whole.chunks and later.tokens == whole.tokens
     assert [mask.shape[0] for mask, *_ in encoded[calls:]] == [1, 1]
-    room = lm.config.memory.room
+    room = lm.config.memory.num_slots
     assert whole.encoded.mask.sum(1).tolist() == [
         sum(room(len(chunk)) for chunk in row) for row in CHUNKS
     ]

@@ -148,7 +148,7 @@ def test_a_released_checkpoint_is_refused_by_name(name, value, kind):
 
 @BOTH
 def test_a_note_of_a_section_is_read_back(section):
-    assert from_note(section.note()) == section
+    assert from_note(section.to_dict()) == section
 
 
 def test_what_a_context_costs():
@@ -183,7 +183,7 @@ def test_memory_of_training_and_of_reading_is_estimated(section):
     assert activations(2) < activations(4)
     inference = config.for_inference()
     found = cost.generation_memory(inference, 64, 2, Mesh(fsdp=1), context=(5, 16)).context
-    kept = inference.memory.room(16) * (2 * 2 * 2 * 16 * 4 + 1)
+    kept = inference.memory.num_slots(16) * (2 * 2 * 2 * 16 * 4 + 1)
     assert found == 2 * 5 * kept
 
 
@@ -191,4 +191,4 @@ def test_defaults_fit_the_papers_models():
     for section in (BeaconSection(), AutoCompressorSection()):
         memory = section.memory(preset("llama2-7b"))
         preset("llama2-7b").replace(memory=memory)
-        assert dataclasses.is_dataclass(memory) and memory.longest == section.chunk
+        assert dataclasses.is_dataclass(memory) and memory.max_chunk_size == section.chunk

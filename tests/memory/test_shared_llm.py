@@ -29,14 +29,14 @@ def encode(model, params, chunks, mask, options):
 
 @functools.partial(jax.jit, static_argnums=0)
 def asked(model, params, tokens, at):
-    return model.apply({"params": params}, tokens, at, method="asked")
+    return model.apply({"params": params}, tokens, at, method="embed_query")
 
 
 def of_golden(name, **options):
     """What the model of a case reads of its chunks."""
     model, params = golden.model(name)
     text, chunks = golden.tokens(name)
-    if model.config.memory.asks:
+    if model.config.memory.query_dependent:
         at = golden.arrays(name)["query_length"].astype(np.int32) - 1
         options["query"] = asked(model, params, text, at)
     return encode(model, params, chunks, np.ones(chunks.shape, bool), options)
@@ -87,7 +87,7 @@ def run(model, params, tokens, chunks=None, mask=None, **options):
     memory = None
     if chunks is not None:
         mask = np.ones(chunks.shape, bool) if mask is None else mask
-        if model.config.memory.asks:
+        if model.config.memory.query_dependent:
             at = np.full(len(tokens), tokens.shape[1] - 1, np.int32)
             options["query"] = asked(model, params, tokens, at)
         memory = encode(model, params, chunks, mask, options)
@@ -209,7 +209,7 @@ def test_paths_equal_cosines_in_float64():
     @jax.jit
     def choose(params):
         at = np.array([8, 4], np.int32)
-        query = model.apply({"params": params}, tokens, at, method="asked")
+        query = model.apply({"params": params}, tokens, at, method="embed_query")
         method = functools.partial(_choose, chunks=chunks, mask=mask, query=query)
         return query, model.apply({"params": params}, method=method)
 
@@ -237,7 +237,7 @@ def _choose(model, *, chunks, mask, query):
 )
 def test_layers_that_read_lie_where_they_are_said_to(placement, reading):
     memory = dataclasses.replace(small(layers=2)[0].config.memory, placement=placement)
-    assert "".join(str(int(reads)) for reads in memory.reading(6)) == reading
+    assert "".join(str(int(reads)) for reads in memory.reader_layers(6)) == reading
 
 
 def test_a_model_whose_queries_have_a_bias_reads_with_it():

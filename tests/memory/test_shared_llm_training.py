@@ -95,7 +95,7 @@ def test_a_question_is_the_last_token_before_what_is_learned_and_never_the_answe
 
 def test_a_text_that_asks_nothing_keeps_the_half_that_is_nearer_to_it():
     model, params = small(policy=QueryAware(), noise=None)
-    nearer = Decoder(model.config.replace(memory=model.config.memory.unasked()))
+    nearer = Decoder(model.config.replace(memory=model.config.memory.without_query()))
     rows = asked(2)
     where = {"positions": rows["positions"], "rotation": model.config.rope.rotation(16, 16)}
     weights = rows["weights"].copy()
@@ -173,7 +173,7 @@ def test_a_config_of_the_released_code_says_what_it_computes():
     hf |= {"last_p": '"32,32"', "do_retrieval": False}
     memory = checkpoints.config_from_hf(hf).memory
     assert memory.tree == Tree((16, 8, 4)) and memory.chunk == 1024 and memory.policy == Right()
-    assert memory.positions == "released" and memory.reading(2) == (True, False)
+    assert memory.positions == "released" and memory.reader_layers(2) == (True, False)
     for kept, ratios in (("-1", (1, 1, 1)), ("0.25,0.25", (4, 4, 4)), ("64", (8, 4, 2))):
         assert checkpoints.config_from_hf(hf | {"last_p": kept}).memory.tree.ratios == ratios
     del hf["do_retrieval"]
@@ -198,7 +198,7 @@ def test_sizes_of_the_7b_models():
 
 def test_a_note_of_a_section_is_read_back():
     for section in (SECTION, dataclasses.replace(SECTION, policy=QueryAware(), noise=None)):
-        assert from_note(section.note()) == section
+        assert from_note(section.to_dict()) == section
 
 
 def test_a_policy_without_a_name_is_not_saved():
@@ -218,7 +218,7 @@ def test_what_a_context_costs():
     context = 2, 16
     found, alone = cost.estimate(config, 16, context=context), cost.estimate(config, 16)
     layer = 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 160)
-    across, own = 4 * 4 * 16 * 2 * config.memory.room(16), 2 * 2 * 64 * 4 * 16
+    across, own = 4 * 4 * 16 * 2 * config.memory.num_slots(16), 2 * 2 * 64 * 4 * 16
     assert found.matmul_flops - alone.matmul_flops == 2 * layer + own
     within = 2 * 4 * 4 * 16 * (8 * 9 + 4 * 5 + 2 * 2 * 3) / 2 / 16
     assert found.attention_flops - alone.attention_flops == pytest.approx(within + across)
