@@ -12,6 +12,7 @@ from lcjax.models.loss import cross_entropy
 from lcjax.models.memory import Encoded
 from lcjax.models.offloaded import boxed, unboxed
 from lcjax.parallel.sharding import LENGTH
+from lcjax.rope import Rotation
 from lcjax.rope.positions import PlainPositions, Positions
 from lcjax.tree import union
 
@@ -119,7 +120,7 @@ def _encode(
     params: dict,
     batch: Batch,
     position_ids: jax.Array,
-    rotation: jax.Array,
+    rotation: Rotation,
     key: jax.Array,
 ) -> Encoded:
     """Encodes the context chunks of a batch.

@@ -9,7 +9,7 @@ from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation import contexts as contexts_lib
-from lcjax.generation import conversation as conversation_lib
+from lcjax.generation import session
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
@@ -93,13 +93,13 @@ def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch
 
 
 def test_a_chat_goes_on_where_it_was_without_reading_anything_twice(lm, monkeypatch):
-    read, prefill = [], conversation_lib.prefill
+    read, read_tokens = [], session._read
 
     def noted(model, params, cache, tokens, *rest, **options):
         read.extend(tokens[0].tolist())
-        return prefill(model, params, cache, tokens, *rest, **options)
+        return read_tokens(model, params, cache, tokens, *rest, **options)
 
-    monkeypatch.setattr(conversation_lib, "prefill", noted)
+    monkeypatch.setattr(session, "_read", noted)
     talk = Conversation(lm, context=PASSAGES)
     answers = [talk.say(message, GREEDY) for message in ("Who?", "When?")]
     assert talk.messages[1::2] == [{"role": "assistant", "content": a} for a in answers]

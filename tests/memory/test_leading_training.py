@@ -103,7 +103,7 @@ def test_texts_that_are_cut_over_devices_are_refused():
 
 
 def test_tokens_that_are_moved_in_training_are_refused():
-    with pytest.raises(InputError, match="train.positions.type=e2_llm moves"):
+    with pytest.raises(InputError, match="train.positions.type=e2_llm changes the positions"):
         language_model(small(SUMMARY)[0].config, E2Positions())
 
 

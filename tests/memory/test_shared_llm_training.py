@@ -80,12 +80,12 @@ def test_in_validation_and_inference_nothing_is_drawn():
 def test_a_question_is_the_last_token_before_what_is_learned_and_never_the_answer():
     model, params = small(policy=QueryAware(), noise=None)
     plain = asked(2)
-    where = {"positions": plain["positions"], "rotation": model.config.rope.rotation(16, 16)}
+    rest = plain["positions"], model.config.rope.rotation(16, 16), jax.random.key(0)
 
     @jax.jit
     def kept(tokens):
         own = plain | {"tokens": tokens}
-        return objectives._encoded(model, params, own, where, jax.random.key(0)).layers[0][0]
+        return objectives._encode(model, params, own, *rest).layers[0][0]
 
     found, answer, question = kept(plain["tokens"]), plain["tokens"].copy(), plain["tokens"].copy()
     answer[:, 7:], question[:, 6] = text(9, 2, 9), text(9, 2)
@@ -97,12 +97,12 @@ def test_a_text_that_asks_nothing_keeps_the_half_that_is_nearer_to_it():
     model, params = small(policy=QueryAware(), noise=None)
     nearer = Decoder(model.config.replace(memory=model.config.memory.without_query()))
     rows = asked(2)
-    where = {"positions": rows["positions"], "rotation": model.config.rope.rotation(16, 16)}
+    rest = rows["positions"], model.config.rope.rotation(16, 16), jax.random.key(0)
     weights = rows["weights"].copy()
     weights[0] = 1.0  # learned from the first token on
-    encoded = jax.jit(objectives._encoded, static_argnums=0)
+    encoded = jax.jit(objectives._encode, static_argnums=0)
     found, wanted, searched = (
-        encoded(of, params, rows | {"weights": own}, where, jax.random.key(0)).layers[0][0]
+        encoded(of, params, rows | {"weights": own}, *rest).layers[0][0]
         for of, own in ((model, weights), (nearer, weights), (model, rows["weights"]))
     )
     np.testing.assert_array_equal(found[0], wanted[0])

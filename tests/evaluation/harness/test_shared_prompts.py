@@ -72,7 +72,7 @@ def test_requests_that_begin_alike_are_asked_together_behind_their_examples(lm, 
         asked.append(([*prompts], prefix and prefix.tokens))
         return [Piece(row, str(len(prompt)), (), "stop") for row, prompt in enumerate(prompts)]
 
-    monkeypatch.setattr(PrefixReader, "_read_on", lambda *_: None)
+    monkeypatch.setattr(PrefixReader, "_read_prefix", lambda *_: None)
     for kind, answer in (("continuations", continuations), ("stream", stream)):
         monkeypatch.setattr(LanguageModel, kind, answer)
     requests = [request for request in ASKED if not isinstance(request, Rolling)]
