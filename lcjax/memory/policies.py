@@ -47,7 +47,7 @@ class Level:
 class Policy(draccus.ChoiceRegistry, abc.ABC):
     """How the half of a node that is split again is chosen."""
 
-    asks: ClassVar[bool] = False  # whether `choose` needs the query
+    query_dependent: ClassVar[bool] = False  # whether `choose` needs the query
 
     @abc.abstractmethod
     def choose(self, level: Level) -> jax.Array:
@@ -84,7 +84,7 @@ class QueryAware(Policy):
     one self-attention layer; the released code runs the whole layer.)
     """
 
-    asks: ClassVar[bool] = True
+    query_dependent: ClassVar[bool] = True
 
     def choose(self, level: Level) -> jax.Array:
         left, right = (_cosine(state, level.query) for state in level.states)
@@ -102,13 +102,13 @@ class Random(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Own(Policy):
-    """What a function chooses, a `Level` -> bool [R]; `asks`: whether it needs the query.
+    """What a function chooses, a `Level` -> bool [R]; `query_dependent`: whether it uses the query.
 
     A checkpoint cannot name a function: to save one, register a subclass of `Policy`.
     """
 
     function: Callable[[Level], jax.Array]
-    asks: bool = dataclasses.field(default=False, kw_only=True)
+    query_dependent: bool = dataclasses.field(default=False, kw_only=True)
 
     def choose(self, level: Level) -> jax.Array:
         return self.function(level)
