@@ -18,6 +18,7 @@ from lcjax.evaluation.task import Limits, Unit
 from lcjax.evaluation.tasks.ruler import Ruler
 from lcjax.evaluation.tasks.ruler import task as task_lib
 from lcjax.evaluation.tasks.ruler.niah import DEPTHS
+from lcjax.evaluation.tasks.ruler.search import median_maximum
 from lcjax.evaluation.tasks.ruler.summary import over_lengths, tidy
 from lcjax.evaluation.tasks.ruler.task import TASKS
 from lcjax.evaluation.tasks.ruler.wording import wording
@@ -212,6 +213,21 @@ def test_gold_documents_stand_at_upstreams_places_where_shuffles_are_fixed(files
     assert order.index(0) + 1 == 19
     (unit, *_) = plan(Ruler(tasks=("qa_1",), samples=1, **own), 3000)
     assert sum(s.kind == "context_doc" for s in unit.payload.spans) == unit.facts["units"]
+
+
+def test_the_number_of_units_is_the_median_of_what_random_questions_fit():
+    def units(limits, least=1, most=None):
+        seeds = range(len(limits))
+        return median_maximum(lambda seed, n: n <= limits[seed], seeds, least, most, 25)
+
+    assert units([47, 46, 46, 46, 47]) == 46
+    assert units([3000, 46, 46]) == units([5, 46, 3000]) == 46
+    assert units([46, 3000, 3000], most=1234) == 1234
+    assert units([46, 2, 2], least=4) == 4
+    rng = random.Random(0)
+    for _ in range(100):
+        limits = [rng.randint(1, 10 ** rng.randint(1, 4)) for _ in range(7)]
+        assert units(limits) == sorted(limits)[3]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -3,9 +3,10 @@
 import math
 import random
 import string
+from collections.abc import Sequence
 
 from lcjax.evaluation.prompt import Budget, Layout, Segment
-from lcjax.evaluation.tasks.ruler.search import FIXED_SEED, Drawn, Maker
+from lcjax.evaluation.tasks.ruler.search import FIXED_SEED, Drawn, Maker, median_maximum
 from lcjax.evaluation.tasks.ruler.wording import Wording
 from lcjax.evaluation.tasks.ruler.words import Words
 
@@ -66,16 +67,15 @@ class FrequentWords(Maker):
     def step(self, length: int) -> int:
         return max(self._room // 32, 1)
 
-    def units(self, layout: Layout, budget: Budget, rng: random.Random) -> int:
-        """From a sixth of the budget on in steps until it is reached, then one step back."""
-        units = max(self._room // _WORD, self.least)
-        vocabulary = self._drawn(rng)
-        while self._left(layout, budget, rng, vocabulary, units) > 0:
-            units += self.step(0)
-        return max(units - self.step(0), self.least)
+    def units(self, layout: Layout, budget: Budget, seeds: Sequence[int | str]) -> int:
+        """As in upstream a sixth of the budget plus a number of steps, the median of `seeds`."""
+        first, step = self._room // _WORD, self.step(budget.length)
 
-    def _left(self, layout, budget, rng, vocabulary, units) -> int:
-        return budget.left(layout.prompt(self._of(rng, vocabulary, units).segments))
+        def fits(seed: int | str, steps: int) -> bool:
+            drawn = self.draw(random.Random(seed), first + steps * step, 0)
+            return self.fits(layout, budget, drawn)
+
+        return max(first + step * median_maximum(fits, seeds, -1, None, 1), self.least)
 
     def _drawn(self, rng: random.Random) -> list[str]:
         found: set[str] = set()
@@ -86,9 +86,7 @@ class FrequentWords(Maker):
         return ["...", *words[1:]]
 
     def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
-        return self._of(rng, self._drawn(rng), units)
-
-    def _of(self, rng: random.Random, vocabulary: list[str], units: int) -> Drawn:
+        vocabulary = self._drawn(rng)
         counts = [int(units / (rank**2 * _ZETA)) for rank in range(1, len(vocabulary) + 1)]
         pairs = zip(vocabulary, counts, strict=True)
         entries = [word for word, count in pairs for _ in range(count)]

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.tasks.ruler.aggregation import CommonWords, FrequentWords
 from lcjax.evaluation.tasks.ruler.niah import KINDS, Needles
 from lcjax.evaluation.tasks.ruler.qa import Passages, read
-from lcjax.evaluation.tasks.ruler.search import Maker, sample
+from lcjax.evaluation.tasks.ruler.search import Maker, probe_seeds, sample
 from lcjax.evaluation.tasks.ruler.summary import GROUPS, over_lengths, tidy
 from lcjax.evaluation.tasks.ruler.tracing import Tracing
 from lcjax.evaluation.tasks.ruler.wording import Wording, wording
@@ -96,7 +95,7 @@ class Ruler(GenerationTask):
             maker = source.maker(name, length)
             budget = source.budget(maker, length)
             seed = f"ruler {limits.seed} {name} {length}"
-            units = maker.units(source.layout, budget, random.Random(seed))
+            units = maker.units(source.layout, budget, probe_seeds(f"{name} {length}"))
             for index in range(source.samples(maker)):
                 own = f"{seed} {index}"
                 found, used = sample(maker, source.layout, budget, own, units, index, name)

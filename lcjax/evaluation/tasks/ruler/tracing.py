@@ -4,7 +4,7 @@ import random
 import string
 
 from lcjax.evaluation.prompt import Budget, Layout, Segment
-from lcjax.evaluation.tasks.ruler.search import Drawn, Maker, search
+from lcjax.evaluation.tasks.ruler.search import Drawn, Maker, probe_seeds
 from lcjax.evaluation.tasks.ruler.wording import Wording
 
 _HOPS = 4
@@ -61,9 +61,9 @@ class Tracing(_Chain):
 
     def __init__(self, wording: Wording, tokenizer, seed: int):
         super().__init__(wording, tokenizer)
-        self._example, layout = _Example(wording, tokenizer), Layout(tokenizer)
+        self._example, budget = _Example(wording, tokenizer), Budget(_EXAMPLE_TOKENS, 0, bos=False)
+        self._units = self._example.units(Layout(tokenizer), budget, probe_seeds("vt example"))
         rng = random.Random(f"vt {seed}")
-        self._units = search(self._example, layout, Budget(_EXAMPLE_TOKENS, 0, bos=False), rng)
         self._places = sorted(rng.sample(range(self._units), _HOPS + 1))
 
     def draw(self, rng: random.Random, units: int, index: int) -> Drawn:
