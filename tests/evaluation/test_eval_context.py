@@ -50,7 +50,9 @@ class Noting:
     """A model that notes what it is given."""
 
     def __init__(self, trained=4096):
-        memory = types.SimpleNamespace(usual=256, leads=False, check_chunk=lambda size, key: None)
+        memory = types.SimpleNamespace(
+            default_chunk_size=256, is_prefix=False, check_chunk=lambda size, key: None
+        )
         self.config = types.SimpleNamespace(max_length=trained, memory=memory)
         self.tokenizer, self.given = ByteTokenizer(), []
 

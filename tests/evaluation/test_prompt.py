@@ -158,7 +158,9 @@ class Noting:
     """A model that notes what it is given."""
 
     def __init__(self):
-        memory = types.SimpleNamespace(usual=8, leads=False, check_chunk=lambda size, key: None)
+        memory = types.SimpleNamespace(
+            default_chunk_size=8, is_prefix=False, check_chunk=lambda size, key: None
+        )
         self.config = types.SimpleNamespace(max_length=4096, memory=memory)
         self.tokenizer, self.given = TOKENIZER, []
 

@@ -113,7 +113,7 @@ def test_what_a_decoder_has_no_room_for_of_the_demonstrations_is_read_beside_it(
     asked, task = [], Icl(path=write(tmp_path, count=1), tasks=("sst2",), shots=4)
     (unit,) = plan(task)
     model = Beside()
-    model.config.memory = types.SimpleNamespace(leads=False)
+    model.config.memory = types.SimpleNamespace(is_prefix=False)
     task.score(SplitModel(model, ContextSplit(decoder=64, chunk=32), 64, 32), [unit], 1)
     (read, beside), bare = asked
     assert beside + read == TOKENIZER.decode(unit.tokens) and bare == ("", "")
