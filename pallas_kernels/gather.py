@@ -24,9 +24,9 @@ TIE = 2.0**-12
 
 
 def best_blocks(
-    q, summary, count: int, per: str = "token_and_head", *, asked=None, exists=None, scale=1.0
+    q, summary, count: int, per: str = "token_and_head", *, is_query=None, exists=None, scale=1.0
 ):
-    """The `count` blocks whose summaries fit the queries best, by number: (ids, there) [..., M].
+    """The `count` blocks whose summaries fit the queries best, by number: (ids, is_valid) [..., M].
 
     Scores that differ by no more than rounding may make them differ count as equal, and of equal
     blocks the later ones are taken. Otherwise noise would choose between blocks whose summaries are
@@ -38,7 +38,7 @@ def best_blocks(
       summary: float [B, C, K, H]; K divides N.
       count: blocks wanted; M = min(count, C).
       per: what chooses for itself, as in `pooled`.
-      asked: bool [B, T], queries that count; all if None.
+      is_query: bool [B, T], queries that count; all if None.
       exists: bool [B, C], blocks that may be taken; all if None.
       scale: of the products, which matters where scores go through a softmax.
 
@@ -48,12 +48,13 @@ def best_blocks(
     """
     share = max(TIE, float(jnp.finfo(q.dtype).eps) / 8)
     margin = share * scale * _score_bound(q, summary, exists)
-    x = pooled(scale * scores(q, summary), per, asked, exists)
-    if per == "head_and_chunk":  # of the difference of a score and a sum over all
-        margin = 2 * margin if asked is None else 2 * jnp.where(asked[..., None, None], margin, 0)
-        margin = margin.max(1)
+    x = pooled(scale * scores(q, summary), per, is_query, exists)
+    if per == "head_and_chunk":  # rounding moves the score and the softmax's sum
+        if is_query is not None:
+            margin = jnp.where(is_query[..., None, None], margin, 0.0)
+        margin = 2 * margin.max(1)
     else:
-        margin = pooled(margin, per, asked)
+        margin = pooled(margin, per, is_query)
     if exists is not None:
         exists = jnp.expand_dims(exists, tuple(range(1, x.ndim - 1)))
     return best(x, count, exists, margin=margin)
@@ -88,33 +89,33 @@ def scores(q, summary):
     return x.reshape(*q.shape[:3], -1)
 
 
-def pooled(x, per: str, asked=None, exists=None):
+def pooled(x, per: str, is_query=None, exists=None):
     """Scores [B, T, N, C] of one choice for many queries.
 
     "token_and_head": as they are. "head_and_chunk": [B, N, C], the logarithm of a softmax over
     blocks, the largest over the chunk's tokens (Landmark attention's offloaded cache). "chunk":
     [B, C], the mean over tokens, summed over heads (InfLLM).
 
-    asked bool [B, T]: queries that are none are left out; exists bool [B, C]: blocks that are.
+    Only queries of is_query bool [B, T] and blocks of exists bool [B, C] count.
     """
     if per not in PER:
         raise ValueError(f"pooled(per={per!r}): choose one of {', '.join(PER)}")
     if per == "token_and_head":
         return x
-    asked = jnp.ones(x.shape[:2], bool) if asked is None else asked
+    is_query = jnp.ones(x.shape[:2], bool) if is_query is None else is_query
     if per == "chunk":
-        total = jnp.where(asked[..., None, None], x, 0.0).sum((1, 2))
-        return total / jnp.maximum(asked.sum(1), 1)[:, None]
+        total = jnp.where(is_query[..., None, None], x, 0.0).sum((1, 2))
+        return total / jnp.maximum(is_query.sum(1), 1)[:, None]
     if exists is not None:
         x = jnp.where(exists[:, None, None], x, -jnp.inf)
         x = jnp.where(exists.any(-1)[:, None, None, None], x, 0.0)
-    return jnp.where(asked[..., None, None], jax.nn.log_softmax(x, -1), -jnp.inf).max(1)
+    return jnp.where(is_query[..., None, None], jax.nn.log_softmax(x, -1), -jnp.inf).max(1)
 
 
 def best(x, count: int, exists=None, forced=None, margin=0.0):
-    """The `count` blocks of the highest scores [..., C], by number: (ids, there) [..., M].
+    """The `count` blocks of the highest scores [..., C], by number: (ids, is_valid) [..., M].
 
-    M = min(count, C). ids are ascending; where fewer blocks exist, the rest are not `there` and
+    M = min(count, C). ids are ascending; where fewer blocks exist, the rest are not valid and
     have id 0. exists, forced bool, broadcastable to x: blocks that may, and that must be taken.
     Scores no further than `margin` [..., 1] from the least that is taken equal it: of these the
     later blocks are taken.
@@ -129,11 +130,11 @@ def best(x, count: int, exists=None, forced=None, margin=0.0):
     above = x > least + margin
     equal = (x >= least - margin) & ~above & (x > -jnp.inf)
     behind = jnp.cumsum(equal[..., ::-1], -1)[..., ::-1]  # equal blocks from each on
-    taken = above | (equal & (behind <= count - above.sum(-1, keepdims=True)))
-    numbers = jnp.where(taken, jnp.arange(blocks, dtype=jnp.int32), blocks)
+    is_chosen = above | (equal & (behind <= count - above.sum(-1, keepdims=True)))
+    numbers = jnp.where(is_chosen, jnp.arange(blocks, dtype=jnp.int32), blocks)
     ids = -lax.top_k(-numbers, count)[0]
-    there = ids < blocks
-    return jnp.where(there, ids, 0), there
+    is_valid = ids < blocks
+    return jnp.where(is_valid, ids, 0), is_valid
 
 
 def tokens(x, slots):

@@ -146,9 +146,11 @@ def test_modules_and_names_that_a_page_uses_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_trainings_and_evaluations_of_a_page_have_valid_options(page, monkeypatch):
     monkeypatch.chdir(ROOT)
+    kinds = {"train.py": TrainConfig, "eval.py": EvalConfig}
     for words in commands(PAGES[page]):
-        if words[:1] == ["python"] and words[1] in ("train.py", "eval.py") and "--config" in words:
-            config.parse(TrainConfig if words[1] == "train.py" else EvalConfig, words[2:])
+        if words[:1] == ["python"] and words[1] in kinds and "--config" in words:
+            kind = kinds[words[1]]
+            assert isinstance(config.parse(kind, words[2:]), kind)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -122,9 +122,11 @@ def check_replaceable(
       label: path of the folder in the error; None: `folder`.
     """
     if unknown := contents.unknown(folder, names):
-        more = len(unknown) - _MAX_LISTED
-        tail = f" and {'at least ' * (len(unknown) > _MAX_COUNTED)}{more} more" if more > 0 else ""
-        listed = ", ".join(unknown[:_MAX_LISTED]) + tail
+        num_unlisted = len(unknown) - _MAX_LISTED
+        listed = ", ".join(unknown[:_MAX_LISTED])
+        if num_unlisted > 0:
+            at_least = "at least " * (len(unknown) > _MAX_COUNTED)
+            listed += f" and {at_least}{num_unlisted} more"
         reason = f"lcjax does not write {listed} into {contents.name}"
     elif not contents.has_config(folder):
         reason = f"it has no {contents.config} of {contents.name} that lcjax wrote"

@@ -112,8 +112,8 @@ def estimate(
         matmul += flops
         weight_gradients += flops if trained(path) else 0
     per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
-    kept = config.pattern.for_inference().cache_window()
-    cached = length if kept is None else min(length, sum(kept))
+    window = config.pattern.for_inference().cache_window()
+    cached = length if window is None else min(length, sum(window))
     cache_width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     return Cost(
         parameters=parameters,
@@ -171,8 +171,8 @@ def _context_flops(
     states, encoded = config.memory.states, math.prod(context)
     within = 4 * states.num_heads * states.head_dim * _seen_within(config, context[1])
     within *= states.num_layers * encoded / length
-    kept = context[0] * config.memory.num_slots(context[1])
-    across = 4 * config.num_heads * config.head_dim * kept
+    num_slots = context[0] * config.memory.num_slots(context[1])
+    across = 4 * config.num_heads * config.head_dim * num_slots
     across *= sum(config.memory.reader_layers(config.num_layers))
     shapes = parameter_shapes(config)
     searched = _search_flops(config, length, context, shapes)
@@ -189,9 +189,9 @@ def _context_flops(
 def _attention_before(config: ModelConfig, length: int, context: tuple[int, int]) -> float:
     """Of windows, each behind what is kept of those before, and of the text behind all of them."""
     (chunks, size), memory = context, config.memory
-    kept = memory.num_slots(size)
-    seen = visible_keys(config, size) + (chunks - 1) / 2 * kept
-    pairs = chunks * memory.tokens_read(size) * seen / length + chunks * kept
+    num_slots = memory.num_slots(size)
+    seen = visible_keys(config, size) + (chunks - 1) / 2 * num_slots
+    pairs = chunks * memory.tokens_read(size) * seen / length + chunks * num_slots
     return 4 * config.num_heads * config.head_dim * config.num_layers * pairs
 
 

@@ -233,11 +233,11 @@ def make_jobs(sources: list[FileList], settings: Settings) -> list[Job]:
     return jobs
 
 
-def _order(count: int, settings: Settings, source: int, *more: int) -> np.ndarray:
+def _order(count: int, settings: Settings, source: int, *tags: int) -> np.ndarray:
     """The order of the first epoch of a stream with the same seed."""
     if settings.seed is None:
         return np.arange(count)
-    return order(count, derived_seed(settings.seed, source), 0, *more)
+    return order(count, derived_seed(settings.seed, source), 0, *tags)
 
 
 def _run(config: PrepareConfig, settings: Settings, tokenizer: Any, jobs: list[Job]) -> None:

@@ -4,6 +4,7 @@ A record is a str, which is the document, or a mapping of fields, one of which h
 Names of records are the same on every machine. Locations are for error messages.
 """
 
+import abc
 import hashlib
 import json
 import threading
@@ -66,17 +67,19 @@ class Document(NamedTuple):
         return self.name, self.value
 
 
-class Reader:
+class Reader(abc.ABC):
     """Base class of the readers of one file."""
 
     def __init__(self, name: str, path: Path):
         self._name, self._path = name, path
 
+    @abc.abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Returns the number of records."""
 
+    @abc.abstractmethod
     def record(self, index: int) -> Any:
-        raise NotImplementedError
+        """Returns one record: a str, or a mapping of fields."""
 
     def name(self, index: int) -> str:
         return f"{self._name}:{index + 1}"
@@ -434,7 +437,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-class RecordFiles:
+class RecordFiles(abc.ABC):
     """The files of a source of records."""
 
     def __init__(self, source: Source, settings: Iterable[str], on_bad_text: str = "error"):
@@ -459,8 +462,9 @@ class RecordFiles:
             case _:
                 return TextReader(name, path, on_bad_text, cache)
 
+    @abc.abstractmethod
     def document(self, reader: Reader, index: int) -> Document:
-        raise NotImplementedError
+        """Returns the document in a record."""
 
 
 class TextFiles(RecordFiles):

@@ -254,10 +254,10 @@ class ShardWriter:
             write_json(self._out / f"{name}.json", shard)
         self._num_shards, self._num_rows = self._num_shards + 1, self._num_rows + count
 
-    def _num_missing(self, more: int) -> int | None:
-        """Returns the rows to write after `more` further ones; None without a limit."""
+    def _num_missing(self, num_pending: int) -> int | None:
+        """Returns the rows to write after `num_pending` further ones; None without a limit."""
         rows = self._config.rows
-        return None if rows is None else rows - self._num_rows - more
+        return None if rows is None else rows - self._num_rows - num_pending
 
     def _to_disk_rows(self, batch: Row) -> np.ndarray:
         """Converts a batch to the dtype on disk, without rows of padding."""

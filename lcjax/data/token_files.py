@@ -6,6 +6,7 @@ document (`DOCUMENT`). A bare `.bin` file holds ids only. Its documents are sepa
 that they begin or end with (LongLoRA, LCEG: the first token of the file begins each document).
 """
 
+import abc
 import json
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,9 @@ class _TokenReader(Reader):
         start = int(self.starts[index])
         return self._map()[start : start + int(self.lengths[index])].astype(np.int32)
 
+    @abc.abstractmethod
     def label_and_characters(self, index: int) -> tuple[str, int]:
         """Returns the label of a document, and the characters of its text."""
-        raise NotImplementedError
 
     def num_special(self, bos: int | None, eos: int | None) -> np.ndarray:
         """Counts for each document whether it begins with `bos` and ends with `eos`: int64 [n]."""

@@ -133,10 +133,10 @@ def create(
 
 def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolling | None]:
     """(slots, how they are used) of a cache for `length` tokens, read `chunk` at a time."""
-    kept = pattern.cache_window()
-    if kept is None or chunk is None:
+    window = pattern.cache_window()
+    if window is None or chunk is None:
         return length, None
-    rolling = Rolling(*kept)
+    rolling = Rolling(*window)
     slots = whole_blocks(rolling.slots_for(min(chunk, length)))
     return (slots, rolling) if slots < length else (length, None)
 

@@ -4,6 +4,7 @@ Each takes document-relative positions [B, T] and returns new positions and the 
 is a pure function of its key: the same key gives the same positions on any number of devices.
 """
 
+import abc
 from dataclasses import dataclass
 
 import draccus
@@ -23,13 +24,14 @@ _NUM_WITHOUT_OFFSET = 4  # E2-LLM: first tokens of a document without an offset 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Positions(draccus.ChoiceRegistry):
+class Positions(draccus.ChoiceRegistry, abc.ABC):
     """A method of choosing training positions: the `train.positions` config section."""
 
     @classmethod
     def default_choice_name(cls) -> str:
         return "plain"
 
+    @abc.abstractmethod
     def sample(
         self,
         key: Array,
@@ -51,7 +53,6 @@ class Positions(draccus.ChoiceRegistry):
         Raises:
           InputError: the method does not fit the rope or the length of the rows.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define `sample`")
 
 
 @Positions.register_subclass("plain")

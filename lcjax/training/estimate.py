@@ -152,10 +152,10 @@ def undivided(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> list[str]:
         return []
     largest = sorted(num_bytes, key=num_bytes.get, reverse=True)[:3]
     names = ", ".join(f"{path} {list(shapes[path].shape)}" for path in largest)
-    more = f" and {len(num_bytes) - 3} more" if len(num_bytes) > 3 else ""
+    remainder = f" and {len(num_bytes) - 3} more" if len(num_bytes) > 3 else ""
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return [
-        f"not split as the mesh ({sizes}) asks, since it does not divide them: {names}{more};"
+        f"not split as the mesh ({sizes}) asks, since it does not divide them: {names}{remainder};"
         f" {sum(num_bytes.values()) / 1e6:,.1f} MB more of weights on each device, plus the"
         " gradients and moments of those that are trained"
     ]

@@ -164,11 +164,11 @@ def test_any_foreign_file_anywhere_survives_and_is_listed(outputs, entries):
                 .split(" into a model folder; choose")[0]
                 .split(", ")
             )
-            listed, (last, _, more) = listed[:-1], listed[-1].partition(" and ")
+            listed, (last, _, remainder) = listed[:-1], listed[-1].partition(" and ")
             listed.append(last)
             shown = {ascii(name) if "\n" in name else name for name in foreign}
             assert set(listed) <= shown and len(set(listed)) == min(5, len(foreign))
-            assert more == (f"{len(foreign) - 5} more" if len(foreign) > 5 else "")
+            assert remainder == (f"{len(foreign) - 5} more" if len(foreign) > 5 else "")
             assert foreign and snapshot(folder) == before and "\n" not in str(error)
         else:
             assert not foreign and snapshot(folder) == {"config.json": b"{}"}

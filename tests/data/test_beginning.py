@@ -102,8 +102,8 @@ def test_conversations_and_texts_share_batches_and_every_turn_is_learned(tmp_pat
 def test_the_papers_rows_have_the_chunks_of_the_released_code():
     sft = Chunks(count=15, length=512, text="beginning", decoder=4096, most=8)
     for question, answer in [(600, 50), (1024, 100), (5000, 500), (7900, 292)]:
-        found = num_context_chunks(sft, question, question + answer)
-        assert found == max(question // 512 - 1, 1)
+        count = num_context_chunks(sft, question, question + answer)
+        assert count == max(question // 512 - 1, 1)
     for length in (1200, 2048, 4095, 8192):
         assert num_context_chunks(sft, length, length) == min(max(length // 512 - 1, 1), 8)
 

@@ -53,8 +53,8 @@ def test_the_ends_of_the_rates_are_nothing_and_everything(rate, whole, kept):
 
 def test_padding_stays_padding():
     mask = np.arange(24).reshape(4, 6) >= 8
-    found = HideContext(Noise())({"chunk_mask": mask}, np.random.default_rng(1))["chunk_mask"]
-    assert not (found & ~mask).any()
+    visible = HideContext(Noise())({"chunk_mask": mask}, np.random.default_rng(1))["chunk_mask"]
+    assert not (visible & ~mask).any()
 
 
 @pytest.fixture(scope="module")

@@ -113,14 +113,14 @@ def test_a_context_that_is_not_full_is_read_without_its_padding(path):
     missing = np.arange(8) * 18 // 7
     batch["chunk_mask"] = (np.arange(18) >= missing[:, None]).reshape(8, 3, 6)
     batch["segments"][:4, 7:] = 0  # and the text ends within the row
-    found = teacher._add_probabilities(model, params, config, list(range(8)), batch)
+    fields = teacher._add_probabilities(model, params, config, list(range(8)), batch)
     contexts = (row.ravel()[gap:] for row, gap in zip(batch["chunks"], missing))
     p = probabilities([np.append(c, t) for c, t in zip(contexts, batch["tokens"])])
-    stored = found["teacher_probabilities"]
-    found |= {"teacher_probabilities": stored[..., :-1], "teacher_rest": stored[..., -1]}
+    stored = fields["teacher_probabilities"]
+    fields |= {"teacher_probabilities": stored[..., :-1], "teacher_rest": stored[..., -1]}
     for row, gap in enumerate(missing):
         places = int((batch["segments"][row] > 0).sum())
-        said = {name: value[row, :places] for name, value in found.items()}
+        said = {name: value[row, :places] for name, value in fields.items()}
         assert_taught(said, p[row, 18 - gap : 18 - gap + places])
 
 

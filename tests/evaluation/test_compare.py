@@ -157,8 +157,8 @@ def test_tasks_of_the_harness_are_also_compared_one_by_one():
         "ntk": {8: records({"a": [1, 0, 0, 0], "b": [0, 1]})},
     }
     gaps = differences.between(task, groups, {"ntk": "base"})
-    found = {gap.part: (gap.difference.mean, gap.difference.count) for gap in gaps}
-    assert found == {"": (-0.125, 6), "a": (0.25, 4), "b": (-0.5, 2)}
+    means = {gap.part: (gap.difference.mean, gap.difference.count) for gap in gaps}
+    assert means == {"": (-0.125, 6), "a": (0.25, 4), "b": (-0.5, 2)}
     (_, table) = differences.text(task, gaps)
     assert "ntk against base, b" in table and "-0.5000 [" in table
     (line,) = [line for line in differences.lines(task, gaps) if line["part"] == "a"]

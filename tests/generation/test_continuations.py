@@ -56,21 +56,21 @@ def test_each_continuation_has_the_losses_that_the_whole_text_has(lm):
 def test_one_continuation_of_each_prompt_is_read_with_it_as_by_a_cache(pattern, monkeypatch):
     lm = sharper(LanguageModel.load(ModelSection(preset="tiny", pattern=pattern)))
     options = [row[:1] for row in OPTIONS]
-    own = next(lm.stream(PROMPTS[1:2], Sampling(max_new_tokens=1))).ids
-    options[1] = [[*own]]
+    greedy = next(lm.stream(PROMPTS[1:2], Sampling(max_new_tokens=1))).ids
+    options[1] = [[*greedy]]
     with monkeypatch.context() as patched:
         patched.setattr(module, "score_at_once", None)  # not called
         patched.setattr(module, "prefill_chunk_size", lambda wanted: 64)
-        wanted = lm.continuations(PROMPTS, options)
+        by_cache = lm.continuations(PROMPTS, options)
     monkeypatch.setattr(module, "score_by_cache", None)
-    found = lm.continuations(PROMPTS, options)
-    assert_same(found, by_whole_texts(lm, PROMPTS, options))
-    assert_same(found, [[one.nll for one in row] for row in wanted])
-    assert [[one.greedy for one in row] for row in found] == [[False], [True], [False]]
+    at_once = lm.continuations(PROMPTS, options)
+    assert_same(at_once, by_whole_texts(lm, PROMPTS, options))
+    assert_same(at_once, [[one.nll for one in row] for row in by_cache])
+    assert [[one.greedy for one in row] for row in at_once] == [[False], [True], [False]]
 
 
 def test_long_prompts_and_continuations_are_read_in_chunks(lm, monkeypatch):
-    monkeypatch.setattr("lcjax.generation.scoring.prefill_chunk_size", lambda wanted: 64)
+    monkeypatch.setattr("lcjax.generation.scoring.prefill_chunk_size", lambda by_cache: 64)
     lm = lm.with_method(length=512)
     options = [[ids(5, 150)], [ids(6, 70)], [ids(7, 2)]]
     assert_same(lm.continuations(PROMPTS, options), by_whole_texts(lm, PROMPTS, options))

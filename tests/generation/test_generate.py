@@ -190,9 +190,9 @@ def test_top_k_keeps_the_most_probable_tokens_and_the_keep_top_p_counts_only_the
     from lcjax.generation.sampling import _keep_top_k, pick
 
     logits = jnp.array([[0.0, 3.0, 1.0, 2.0], [5.0, 5.0, 5.0, 1.0]])
-    kept = np.isfinite(np.asarray(_keep_top_k(logits, 2)))
+    is_kept = np.isfinite(np.asarray(_keep_top_k(logits, 2)))
     # What is as probable as the last one stays.
-    np.testing.assert_array_equal(kept, [[False, True, False, True], [True, True, True, False]])
+    np.testing.assert_array_equal(is_kept, [[False, True, False, True], [True, True, True, False]])
     logits, eos = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]])), jnp.array([], jnp.int32)
 
     def drawn(**options):
@@ -209,8 +209,8 @@ def test_keep_top_p_keeps_the_smallest_set_that_reaches_top_p():
     from lcjax.generation.sampling import _keep_top_p
 
     probability = np.array([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]])
-    kept = np.isfinite(np.asarray(_keep_top_p(jnp.log(probability), 0.8)))
-    np.testing.assert_array_equal(kept, [[False, True, True, True], [True, False, False, False]])
+    is_kept = np.isfinite(np.asarray(_keep_top_p(jnp.log(probability), 0.8)))
+    np.testing.assert_array_equal(is_kept, [[False, True, True, True], [True, False, False, False]])
 
 
 class _Scripted:

@@ -172,10 +172,10 @@ def test_scores_of_a_row_are_those_that_it_has_alone(case, monkeypatch):
             for seed, (rows, width) in enumerate(BATCHES):
                 tokens, lengths = padded(rows, width, seed)
                 scores = lm.nll(tokens, first=5, lengths=lengths, **beside(case, rows))
-                for row, own in zip(rows, scores, strict=True):
+                for row, row_scores in zip(rows, scores, strict=True):
                     end = LENGTHS[row]
-                    np.testing.assert_allclose(own[:end], alone[row], atol=TOLERANCE, rtol=0)
-                    assert not own[end:].any()
+                    np.testing.assert_allclose(row_scores[:end], alone[row], atol=TOLERANCE, rtol=0)
+                    assert not row_scores[end:].any()
 
 
 @EVERY
@@ -189,9 +189,9 @@ def test_continuations_of_a_prompt_are_scored_as_alone(case):
         batch = lm.continuations(prompts, options, **beside(case, range(4)))
         for row, scored in enumerate(batch):
             alone = lm.continuations([prompts[row]], [options[row]], **beside(case, [row]))[0]
-            for one, wanted in zip(scored, alone, strict=True):
-                np.testing.assert_allclose(one.nll, wanted.nll, atol=TOLERANCE, rtol=0)
-                assert one.greedy == wanted.greedy
+            for one, expected in zip(scored, alone, strict=True):
+                np.testing.assert_allclose(one.nll, expected.nll, atol=TOLERANCE, rtol=0)
+                assert one.greedy == expected.greedy
 
 
 @EVERY
@@ -232,8 +232,8 @@ def test_documents_of_a_row_have_the_hidden_states_that_they_have_alone(name):
     rows, segments = np.random.default_rng(1).integers(3, 250, (4, width)), np.zeros((4, width))
     places = [(0, 0), (0, 37), (0, 61), (1, 0), (2, 0), (3, width - 12)]  # each also by itself
     for number, (row, start) in enumerate(places):
-        own = slice(start, start + sizes[number % 3])
-        rows[row, own], segments[row, own] = parts[number % 3], 1 + number % 3
+        columns = slice(start, start + sizes[number % 3])
+        rows[row, columns], segments[row, columns] = parts[number % 3], 1 + number % 3
     states = np.asarray(
         hidden_states(
             decoder, lm.params, jnp.asarray(rows, jnp.int32), jnp.asarray(segments, jnp.int32),
@@ -242,8 +242,8 @@ def test_documents_of_a_row_have_the_hidden_states_that_they_have_alone(name):
     )  # fmt: skip
     for number, (row, start) in enumerate(places[3:]):
         size, at = sizes[number], places[number][1]
-        own = states[row, start : start + size]
-        np.testing.assert_allclose(states[0, at : at + size], own, atol=TOLERANCE, rtol=1e-5)
+        alone = states[row, start : start + size]
+        np.testing.assert_allclose(states[0, at : at + size], alone, atol=TOLERANCE, rtol=1e-5)
 
 
 def test_every_registered_method_has_a_case():

@@ -183,8 +183,8 @@ def test_memory_of_training_and_of_reading_is_estimated(section):
     assert activations(2) < activations(4)
     inference = config.for_inference()
     found = cost.generation_memory(inference, 64, 2, Mesh(fsdp=1), context=(5, 16)).context
-    kept = inference.memory.num_slots(16) * (2 * 2 * 2 * 16 * 4 + 1)
-    assert found == 2 * 5 * kept
+    num_bytes = inference.memory.num_slots(16) * (2 * 2 * 2 * 16 * 4 + 1)
+    assert found == 2 * 5 * num_bytes
 
 
 def test_defaults_fit_the_papers_models():

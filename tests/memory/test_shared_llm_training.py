@@ -218,8 +218,8 @@ def test_what_a_context_costs():
     context = 2, 16
     found, alone = cost.estimate(config, 16, context=context), cost.estimate(config, 16)
     layer = 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 160)
-    across, own = 4 * 4 * 16 * 2 * config.memory.num_slots(16), 2 * 2 * 64 * 4 * 16
-    assert found.matmul_flops - alone.matmul_flops == 2 * layer + own
+    across, within = 4 * 4 * 16 * 2 * config.memory.num_slots(16), 2 * 2 * 64 * 4 * 16
+    assert found.matmul_flops - alone.matmul_flops == 2 * layer + within
     within = 2 * 4 * 4 * 16 * (8 * 9 + 4 * 5 + 2 * 2 * 3) / 2 / 16
     assert found.attention_flops - alone.attention_flops == pytest.approx(within + across)
     asking = cost.estimate(small(policy=QueryAware())[0].config, 16, context=context)

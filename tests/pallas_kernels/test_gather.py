@@ -27,12 +27,12 @@ def test_scores_are_products_of_a_head_with_the_keys_it_shares():
 
 def test_pooling_leaves_out_padding_and_missing_blocks():
     x = RNG.normal(size=(2, 5, 4, 6)).astype(np.float32)
-    asked, exists = np.ones((2, 5), bool), np.ones((2, 6), bool)
-    asked[1, :2], exists[0, 4:] = False, False
+    is_query, exists = np.ones((2, 5), bool), np.ones((2, 6), bool)
+    is_query[1, :2], exists[0, 4:] = False, False
     assert gather.pooled(x, "token_and_head") is x
-    chunk = gather.pooled(x, "chunk", asked)
+    chunk = gather.pooled(x, "chunk", is_query)
     np.testing.assert_allclose(chunk[1], x[1, 2:].mean(0).sum(0), rtol=1e-5, atol=1e-5)
-    head = np.asarray(gather.pooled(x, "head_and_chunk", asked, exists))
+    head = np.asarray(gather.pooled(x, "head_and_chunk", is_query, exists))
     p = np.exp(x[0, :, :, :4])
     np.testing.assert_allclose(
         head[0, :, :4], np.log(p / p.sum(-1, keepdims=True)).max(0), rtol=1e-5, atol=1e-6
@@ -41,7 +41,7 @@ def test_pooling_leaves_out_padding_and_missing_blocks():
     np.testing.assert_allclose(
         head[1], np.log(p / p.sum(-1, keepdims=True)).max(0), rtol=1e-5, atol=1e-6
     )
-    nothing = gather.pooled(x, "head_and_chunk", asked, np.zeros((2, 6), bool))
+    nothing = gather.pooled(x, "head_and_chunk", is_query, np.zeros((2, 6), bool))
     assert np.isfinite(nothing).all()
     with pytest.raises(ValueError, match="token_and_head, head_and_chunk, chunk"):
         gather.pooled(x, "head")
@@ -49,23 +49,23 @@ def test_pooling_leaves_out_padding_and_missing_blocks():
 
 def test_the_best_blocks_come_in_the_order_of_the_text():
     x = RNG.normal(size=(3, 7)).astype(np.float32)
-    ids, there = gather.best(x, 3)
+    ids, is_valid = gather.best(x, 3)
     np.testing.assert_array_equal(ids, np.sort(np.argsort(-x)[:, :3]))
-    assert np.all(there)
-    ids, there = gather.best(x, 9)
+    assert np.all(is_valid)
+    ids, is_valid = gather.best(x, 9)
     np.testing.assert_array_equal(ids, np.tile(np.arange(7), (3, 1)))
 
 
 def test_forced_blocks_are_taken_and_missing_ones_are_not():
     x = np.array([[9.0, 1, 2, 8, 3]], np.float32)
     forced, exists = np.array([[0, 1, 0, 0, 0]], bool), np.array([[1, 1, 1, 0, 0]], bool)
-    ids, there = gather.best(x, 2, exists, forced)
+    ids, is_valid = gather.best(x, 2, exists, forced)
     np.testing.assert_array_equal(ids, [[0, 1]])
-    ids, there = gather.best(x, 4, exists)
+    ids, is_valid = gather.best(x, 4, exists)
     np.testing.assert_array_equal(ids, [[0, 1, 2, 0]])
-    np.testing.assert_array_equal(there, [[True, True, True, False]])
-    _, there = gather.best(x, 2, np.zeros((1, 5), bool), forced)
-    assert not np.any(there)
+    np.testing.assert_array_equal(is_valid, [[True, True, True, False]])
+    _, is_valid = gather.best(x, 2, np.zeros((1, 5), bool), forced)
+    assert not np.any(is_valid)
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.3])
@@ -73,16 +73,16 @@ def test_forced_blocks_are_taken_and_missing_ones_are_not():
 def test_of_scores_within_the_margin_of_the_least_taken_one_the_later_are_taken(margin, count):
     x = np.round(np.random.default_rng(1).normal(size=(200, 8)), 1).astype(np.float32)
     exists = np.random.default_rng(2).random((200, 8)) < 0.8
-    ids, there = map(np.asarray, gather.best(x, count, exists, margin=np.float32(margin)))
+    ids, is_valid = map(np.asarray, gather.best(x, count, exists, margin=np.float32(margin)))
     for row in range(200):
         real = np.flatnonzero(exists[row])
-        wanted = real
+        expected = real
         if len(real) > count:
             least = np.sort(x[row, real])[-count]
             above = real[x[row, real] > least + np.float32(margin)]
             equal = [n for n in real if n not in above and x[row, n] >= least - np.float32(margin)]
-            wanted = np.sort([*above, *equal[len(equal) - (count - len(above)) :]])
-        np.testing.assert_array_equal(ids[row, there[row]], wanted)
+            expected = np.sort([*above, *equal[len(equal) - (count - len(above)) :]])
+        np.testing.assert_array_equal(ids[row, is_valid[row]], expected)
 
 
 @pytest.mark.parametrize("per", gather.PER)
@@ -98,8 +98,8 @@ def test_rounding_does_not_choose_between_equal_blocks(per, dtype):
     )
     noise = 1 + eps * rng.uniform(-0.5, 0.5, (2, 9, 2, 64))
     summary = jnp.asarray(vector * noise, jnp.float32).astype(dtype)
-    ids, there = gather.best_blocks(jnp.asarray(q, dtype), summary, 4, per)
-    assert np.all(there)
+    ids, is_valid = gather.best_blocks(jnp.asarray(q, dtype), summary, 4, per)
+    assert np.all(is_valid)
     np.testing.assert_array_equal(ids, np.broadcast_to([5, 6, 7, 8], ids.shape))
     # A block that fits better by more than that is taken, wherever it stands.
     better = summary.at[:, 1].set(jnp.asarray(q.mean((1, 2))[:, None], dtype) * 9)

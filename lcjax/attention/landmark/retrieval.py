@@ -208,7 +208,7 @@ def _attend_selected(
     per = "token_and_head" if per_token else "head_and_chunk"
     # In the first layer all landmarks are the same vector, so ties are common.
     block_ids, is_valid = gather.best_blocks(
-        rotated_q, landmarks, pattern.top_k, per, asked=is_query, exists=exists, scale=scale
+        rotated_q, landmarks, pattern.top_k, per, is_query=is_query, exists=exists, scale=scale
     )
     shift, rows = cached.selection_shift(block_ids), jnp.arange(len(block_ids))
     rows = jnp.expand_dims(rows, tuple(range(1, block_ids.ndim)))

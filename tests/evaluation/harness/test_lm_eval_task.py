@@ -277,8 +277,9 @@ def test_a_group_is_the_mean_over_its_tasks_by_size_or_alike():
         for name, value in rows
     ]
     for by_size, value in ((True, 0.75), (False, 0.5)):
-        found = harness.of_tasks([r | {"by_size": by_size} for r in records], task_aggregation=None)
-        assert found == {"g": {"acc,none": value}}
+        sized = [record | {"by_size": by_size} for record in records]
+        scores = harness.of_tasks(sized, task_aggregation=None)
+        assert scores == {"g": {"acc,none": value}}
 
 
 @pytest.mark.parametrize("rule", ["weighted_perplexity", "bits_per_byte", "perplexity", "mean"])
@@ -291,20 +292,20 @@ def test_a_loss_that_is_no_number_makes_none_of_the_task(rule):
 
 def test_answers_come_back_in_order_whatever_is_asked():
     encoder, model = Encoder(Model().tokenizer, LENGTH), Model()
-    asked = [
+    requests = [
         encoder.request("generate_until", ["key 7", {"max_gen_toks": 3}]),
         encoder.request("loglikelihood", ["ab", " c"]),
         encoder.request("loglikelihood_rolling", ["some words"]),
         encoder.request("loglikelihood", ["a longer context", " d"]),
         encoder.request("loglikelihood", ["ab", " ef"]),
     ]
-    heard = {}
-    found = respond(model, asked, 2, heard.__setitem__)
-    assert found == [heard[number] for number in range(5)] and found[0] == " 7."
+    reported = {}
+    answers = respond(model, requests, 2, reported.__setitem__)
+    assert answers == [reported[number] for number in range(5)] and answers[0] == " 7."
     for number in (1, 3, 4):
-        text = [*asked[number].prompt, *asked[number].continuation]
-        total = sum(losses_of(text, len(asked[number].prompt)))
-        assert found[number][0] == pytest.approx(-total)
+        text = [*requests[number].prompt, *requests[number].continuation]
+        total = sum(losses_of(text, len(requests[number].prompt)))
+        assert answers[number][0] == pytest.approx(-total)
     assert model.log[0] == [17, 3]  # of three prompts two are the same, and read once
 
 
