@@ -8,7 +8,9 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,12 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed as runtime  # no public way to a barrier with a time limit
-from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize asks
 from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.parallel.rendezvous import Place, meet
 from pallas_kernels import measured
 
 _GRACE = 10  # seconds that a process which fails waits for the others to fail as well
@@ -31,13 +31,13 @@ _GRACE = 10  # seconds that a process which fails waits for the others to fail a
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """The processes of a job; null: what the cluster says, and one process where there is none."""
+    """The processes of a job; null: as the cluster's environment says, or a single process."""
 
     coordinator: str | None = None  # host:port of process 0, reachable by all
-    processes: int | None = None  # in all; 1: this one alone, whatever the cluster says
-    process: int | None = None  # the number of this one, from 0
+    processes: int | None = None  # number of processes; 1: this one alone, also in a cluster
+    process: int | None = None  # index of this process, from 0
     timeout: int = 300  # seconds that processes wait for each other at the start
-    heartbeat: int = 100  # seconds without a sign of life after which a process counts as dead
+    heartbeat: int = 100  # seconds without a heartbeat after which a process counts as dead
 
     def __post_init__(self):
         whole_numbers("distributed", self, 1, "processes", "timeout", "heartbeat")
@@ -92,61 +92,90 @@ def main(
 def start(section: Distributed, *, agreed_stop: bool = False) -> None:
     """Connects the processes of the job; does nothing where there is only one.
 
-    Before anything asks JAX for devices. With `agreed_stop` SIGTERM to any process only makes
-    `multihost_utils.reached_preemption_sync_point` true in all, at a common step; without, it ends
-    the process at once, as usual.
+    Must be called before anything asks JAX for devices. What `section` leaves open,
+    `jax.distributed.initialize` finds in the environment: SLURM, Open MPI, Cloud TPU, Kubernetes.
+
+    Args:
+      section: the config section.
+      agreed_stop: SIGTERM to any process only makes `multihost_utils.reached_preemption_sync_point`
+        true in all of them, at the same step. Otherwise it ends the process at once, as usual.
+
+    Raises:
+      InputError: the environment does not say which processes there are, or the coordinator's port
+        is taken.
     """
-    place = _place(section)
-    if place is None or jax.distributed.is_initialized():
+    arguments = section.coordinator, section.processes, section.process
+    if jax.distributed.is_initialized() or section.processes == 1:
         return
-    meet(place, section.timeout)
+    if arguments == (None, None, None) and not _is_cluster():
+        return
+    _check_port(section)
     jax.config.update("jax_enable_preemption_service", agreed_stop)
-    jax.distributed.initialize(
-        *place, initialization_timeout=section.timeout, heartbeat_timeout_seconds=section.heartbeat
-    )
-
-
-def _place(section: Distributed) -> Place | None:
-    """Where this process stands, by the section and then by the cluster; None: alone."""
-    given = section.coordinator, section.processes, section.process
-    if section.processes == 1 or (given == (None, None, None) and not _signs_of_a_cluster()):
-        return None
-    if None in given:
-        try:
-            given = ClusterEnv.auto_detect_unset_distributed_params(
-                *given, None, None, section.timeout
-            )[:3]
-        except (RuntimeError, ValueError, LookupError) as error:
-            raise InputError(
-                f"distributed: the cluster does not say which processes there are ({error}); give"
-                " coordinator, processes and process, or processes=1 to run alone"
-            ) from error
-    names = ("coordinator", "processes", "process")
-    lacking = [name for name, value in zip(names, given, strict=True) if value is None]
-    if lacking:
-        raise InputError(
-            f"distributed.{lacking[0]}=null, and no cluster says it; give coordinator, processes"
-            " and process, or none of them to run alone"
+    # At its own time-out JAX aborts the process with a stack trace of C++.
+    timer = threading.Timer(section.timeout, _exit_at_timeout, [section])
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            *arguments,
+            initialization_timeout=section.timeout + _GRACE,
+            heartbeat_timeout_seconds=section.heartbeat,
         )
-    place = Place(*given)
-    return place if place.processes > 1 else None
+    except (RuntimeError, ValueError, LookupError, OSError) as error:
+        if arguments == (None, None, None) and "coordinator_address" in str(error):
+            return  # one host with TPUs that is part of no pod, as in Colab
+        raise InputError(
+            f"distributed: JAX cannot connect the processes of this job ({error}); give"
+            " coordinator, processes and process, or processes=1 to run alone"
+        ) from error
+    finally:
+        timer.cancel()
 
 
-def _signs_of_a_cluster() -> bool:
-    """Whether the environment tells of other processes: only then JAX is asked for them.
+def _check_port(section: Distributed) -> None:
+    """Raises an InputError if process 0 cannot listen on the port of its coordinator.
 
-    JAX itself takes every pod of Kubernetes for a part of a job.
+    JAX would fail as well, but jaxlib 0.10 crashes in doing so while other threads run.
+    """
+    if section.process == 0 and section.coordinator is not None:
+        try:
+            socket.create_server(("", int(section.coordinator.rpartition(":")[2]))).close()
+        except OSError as error:
+            raise InputError(
+                f"distributed.coordinator={section.coordinator}: process 0 cannot listen there"
+                f" ({error.strerror}); give another port"
+            ) from error
+
+
+def _exit_at_timeout(section: Distributed) -> None:
+    """Ends the process, whose main thread waits in JAX, with one line."""
+    fields = ("coordinator", "processes", "process")
+    given = (f"{name}={getattr(section, name)}" for name in fields)
+    print(
+        f"error: distributed.timeout: not all processes connected within {section.timeout} s"
+        f" ({', '.join(given)}); start all of them, each with its own number, raise"
+        " distributed.timeout, or set distributed.processes=1 to run alone",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
+
+
+def _is_cluster() -> bool:
+    """Returns whether the environment names several processes.
+
+    JAX itself takes every pod of Kubernetes and every SLURM allocation for a part of a job.
     """
     env = os.environ
     several = any(
-        own in env and int(env.get(count, "1")) > 1
-        for own, count in (
+        variable in env and int(env.get(count, "1")) > 1
+        for variable, count in (
             ("SLURM_STEP_NODELIST", "SLURM_NTASKS"),
             ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
         )
     )
     indexed = "JOB_COMPLETION_INDEX" in env and "KUBERNETES_SERVICE_HOST" in env
-    # JAX notes this when it is imported on a machine with TPU chips.
+    # Cloud TPU sets the host names of a slice; JAX sets the platform when it finds TPU chips.
     on_tpu = "TPU_ML_PLATFORM" in env and not env.get("JAX_PLATFORMS", "tpu").startswith("cpu")
     return bool(
         several

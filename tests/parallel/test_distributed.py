@@ -3,8 +3,8 @@
 import dataclasses
 import os
 import socket
-import threading
-import time
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -15,93 +15,7 @@ from lcjax.checkpoints.orbax_io import CheckpointError, Checkpoints
 from lcjax.errors import InputError
 from lcjax.parallel import distributed
 from lcjax.parallel.distributed import Distributed
-from lcjax.parallel.rendezvous import Place, meet
 from pallas_kernels import measured
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def meeting(*places, timeout=20.0, delay=0.0):
-    """What `meet` says to each of the places, which start one after the other."""
-    said = [None] * len(places)
-
-    def one(index):
-        try:
-            meet(places[index], timeout)
-            said[index] = "go"
-        except InputError as error:
-            said[index] = str(error)
-
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(places))]
-    for thread in threads:
-        thread.start()
-        time.sleep(delay)
-    for thread in threads:
-        thread.join()
-    return said
-
-
-def places(*numbers, count):
-    address = free_address()
-    return [Place(address, count, number) for number in numbers]
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_processes_go_on_when_all_are_there_whoever_comes_first(order):
-    all_places = places(*order, count=3)
-    assert meeting(*all_places, delay=0.3) == ["go"] * 3
-    socket.create_server(("127.0.0.1", all_places[0].port)).close()  # the port is free again
-
-
-def test_all_that_are_there_learn_who_is_missing():
-    here = places(0, 2, count=4)
-    said = meeting(*here, timeout=1.0)
-    assert said[0] == said[1]
-    assert f"coordinator={here[0].coordinator}: processes 1, 3 did not come within 1 s" in said[0]
-    assert "(4 processes expected)" in said[0]
-
-
-def test_a_coordinator_that_is_not_there_is_named():
-    (here,) = places(1, count=2)
-    (said,) = meeting(here, timeout=0.5)
-    assert f"coordinator={here.coordinator}: process 0 did not come within 0.5 s" in said
-    assert "2 processes expected, this is process 1" in said
-
-
-def test_one_number_of_two_processes_and_two_counts_are_refused():
-    said = meeting(*places(0, 1, 1, count=3))
-    assert all("distributed.process=1 is the number of two processes" in line for line in said)
-    address = free_address()
-    said = meeting(Place(address, 2, 0), Place(address, 3, 1))
-    assert all("distributed.processes is 3 in process 1 and 2 in process 0" in s for s in said)
-
-
-def test_strangers_and_processes_that_died_do_not_count():
-    first, second, third = places(0, 1, 2, count=3)
-    thread = threading.Thread(target=meet, args=(first, 20.0))
-    thread.start()
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"lcjax 1 3\n"):  # a scanner; a process, then killed
-        for _ in range(50):
-            try:
-                with socket.create_connection(("127.0.0.1", first.port), 5) as door:
-                    door.sendall(words)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.1)
-    time.sleep(0.2)
-    assert thread.is_alive()
-    assert meeting(second, third) == ["go", "go"]
-    thread.join()
-
-
-def test_a_port_that_is_taken_is_said():
-    with socket.create_server(("", 0)) as server:
-        place = Place(f"127.0.0.1:{server.getsockname()[1]}", 2, 0)
-        with pytest.raises(InputError, match=r"cannot listen there .*give another port"):
-            meet(place, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +55,21 @@ OPEN_MPI = {
 }
 
 
-def test_a_cluster_says_who_is_there_and_the_section_overrules_it(monkeypatch):
-    clean(monkeypatch, **SLURM)
-    place = distributed._place(Distributed())
-    assert place.host == "node03" and place[1:] == (16, 9)
-    assert distributed._place(Distributed(coordinator="head:1")) == ("head:1", 16, 9)
-    assert distributed._place(Distributed(processes=1)) is None
-    clean(monkeypatch, **OPEN_MPI)
-    place = distributed._place(Distributed())
-    assert place.host == "10.96.0.1" and place[1:] == (4, 3)
+@pytest.fixture
+def connections(monkeypatch):
+    """The arguments of each call of `jax.distributed.initialize`, which does nothing."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **_: calls.append(args))
+    return calls
+
+
+@pytest.mark.parametrize("env", [SLURM, OPEN_MPI, {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1"}])
+def test_jax_finds_the_processes_of_a_cluster(monkeypatch, connections, env):
+    clean(monkeypatch, **env)
+    distributed.start(Distributed())
+    distributed.start(Distributed(coordinator="head:1"))
+    distributed.start(Distributed(processes=1))
+    assert connections == [(None, None, None), ("head:1", None, None)]
 
 
 @pytest.mark.parametrize(
@@ -162,17 +82,52 @@ def test_a_cluster_says_who_is_there_and_the_section_overrules_it(monkeypatch):
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a notebook in a pod
     ],
 )
-def test_a_process_on_its_own_connects_to_nothing(monkeypatch, env):
+def test_a_process_on_its_own_connects_to_nothing(monkeypatch, connections, env):
     clean(monkeypatch, **env)
-    assert distributed._place(Distributed()) is None
+    distributed.start(Distributed())
+    assert not connections
+
+
+def test_a_host_with_tpus_that_is_part_of_no_pod_runs_alone(monkeypatch):
+    clean(monkeypatch, TPU_ML_PLATFORM="JAX")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
     distributed.start(Distributed())
     assert not jax.distributed.is_initialized()
 
 
-def test_what_nobody_says_is_asked_for(monkeypatch):
+def test_a_process_without_a_number_is_refused(monkeypatch):
     clean(monkeypatch)
-    with pytest.raises(InputError, match=r"distributed.process=null, and no cluster says it"):
-        distributed._place(Distributed(coordinator="10.0.0.1:1", processes=2))
+    with pytest.raises(InputError, match=r"process id .*give coordinator .*processes=1"):
+        distributed.start(Distributed(coordinator="10.0.0.1:1", processes=2))
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_processes_that_do_not_come_end_the_others_with_one_line(process):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    run = connect(address, process)
+    assert run.returncode == 2
+    assert run.stderr.startswith(
+        "error: distributed.timeout: not all processes connected within 1 s"
+    )
+    assert f"coordinator={address}, processes=2, process={process}" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with socket.create_server(("", 0)) as server:
+        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(InputError, match=rf"{coordinator}: process 0 cannot listen .*port"):
+            distributed.start(Distributed(coordinator, 2, 0))
+
+
+def connect(address, process):
+    """Runs one of two processes that wait for each other for a second."""
+    section = f"Distributed('{address}', 2, {process}, timeout=1)"
+    code = f"from lcjax.parallel.distributed import *; start({section})"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_alone_there_is_nothing_to_agree_on():
