@@ -140,10 +140,10 @@ def _check_port(section: Distributed) -> None:
     if section.process == 0 and section.coordinator is not None:
         try:
             socket.create_server(("", int(section.coordinator.rpartition(":")[2]))).close()
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise InputError(
                 f"distributed.coordinator={section.coordinator}: process 0 cannot listen there"
-                f" ({error.strerror}); give another port"
+                f" ({error}); give another port"
             ) from error
 
 

@@ -97,7 +97,7 @@ def test_a_host_with_tpus_that_is_part_of_no_pod_runs_alone(monkeypatch):
 
 def test_a_process_without_a_number_is_refused(monkeypatch):
     clean(monkeypatch)
-    with pytest.raises(InputError, match=r"process id .*give coordinator .*processes=1"):
+    with pytest.raises(InputError, match=r"process id .*give coordinator.*processes=1"):
         distributed.start(Distributed(coordinator="10.0.0.1:1", processes=2))
 
 
