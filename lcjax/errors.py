@@ -4,6 +4,8 @@ import math
 import numbers
 from collections.abc import Collection
 
+INT32_MAX = 2**31 - 1  # counts, lengths and steps are int32 on devices
+
 
 class InputError(ValueError):
     """Something that the user can put right: a key, a file, a length.
@@ -22,19 +24,26 @@ def is_finite_number(value: object) -> bool:
         return False
 
 
-def whole_number(key: str, value: object, least: int, way_out: str = "") -> None:
-    """Refuses anything but a whole number of at least `least`; True is none either."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise InputError(
-            f"{key}={value!r} must be a whole number of at least {least}"
-            + (f"; {way_out}" if way_out else "")
-        )
+def whole_number(
+    key: str, value: object, least: int, way_out: str = "", *, most: int = INT32_MAX
+) -> None:
+    """Raises an InputError unless `value` is a whole number in least ... most; True is none."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if is_whole and least <= value <= most:
+        return
+    rule = f"at least {least}" if not is_whole or value < least else f"at most {most}"
+    way_out = f"; {way_out}" if way_out else ""
+    raise InputError(f"{key}={_shown(value)} must be a whole number of {rule}{way_out}")
 
 
 def whole_numbers(section: str, owner: object, least: int, *names: str) -> None:
-    """`whole_number` for fields of a dataclass, of which those that default to None may be None.
+    """Applies `whole_number` to fields of a dataclass; fields that default to None may be None.
 
-    `section` is where they stand in a config; empty: at its top.
+    Args:
+      section: the fields' section of the config, for error messages; empty: the top level.
+      owner: the dataclass instance.
+      least: the smallest value that is allowed.
+      *names: of the fields.
     """
     for name in names:
         value = getattr(owner, name)
@@ -42,6 +51,18 @@ def whole_numbers(section: str, owner: object, least: int, *names: str) -> None:
         if not (optional and value is None):
             key = f"{section}.{name}" if section else name
             whole_number(key, value, least, "null leaves it open" if optional else "")
+
+
+def random_seed(key: str, value: object) -> None:
+    """Raises an InputError unless `value` is a seed that NumPy and JAX take: 0 ... 2**32 - 1."""
+    whole_number(key, value, 0, "seeds have 32 bits", most=2**32 - 1)
+
+
+def _shown(value: object) -> str:
+    """The `repr` of a value, shortened: Python refuses to print integers of 4,300 digits."""
+    if isinstance(value, numbers.Integral) and abs(value) >= 10**40:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def one_of(key: str, value: object, known: Collection) -> None:

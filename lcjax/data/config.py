@@ -9,7 +9,7 @@ import draccus
 
 from lcjax.data.chunks import Chunks
 from lcjax.data.upsample import Upsample
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_of, random_seed, whole_number
 
 OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
@@ -219,7 +219,7 @@ class TextConfig:
     on_bad_text: str = "error"  # invalid UTF-8: error, skip the document, or replace the bytes
 
     def __post_init__(self):
-        _choice("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
+        one_of("data.on_bad_text", self.on_bad_text, ON_BAD_TEXT)
         if not 0 <= self.holdout < 1:
             raise InputError(
                 f"data.holdout={self.holdout} must be a fraction in [0, 1), such as 0.01"
@@ -260,7 +260,9 @@ class DataConfig(TextConfig):
     # first_fit, best_fit, single: split, truncate or drop documents longer than a row
     overlong: str = "split"
     packing_bins: int = 32  # first_fit, best_fit: rows filled at the same time
-    document_mask: bool = True  # attention and positions end at documents; false: at rows
+    # Attention and positions end at documents; false: at rows. null: true, but false where all
+    # documents of a row attend to its data.chunks.
+    document_mask: bool | None = None
     add_bos: bool | None = None  # BOS before each document; null: as the model was trained
     add_eos: bool | None = None  # EOS after each document; null: if the tokenizer has one
     min_document_tokens: int = 1  # shorter documents (without BOS, EOS) are left out
@@ -276,18 +278,17 @@ class DataConfig(TextConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _choice("pack", self.pack, PACKINGS)
-        _choice("overlong", self.overlong, OVERLONG)
-        _at_least("length", self.length, 2, "a row holds a token and its target")
-        _at_least("packing_bins", self.packing_bins, 1, "they are filled at the same time")
-        _at_least("min_document_tokens", self.min_document_tokens, 1, "no empty documents")
-        _at_least("shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
-        _at_least("threads", self.threads, 0, "0 reads in the caller's thread")
-        _at_least("prefetch", self.prefetch, 0, "0 computes no batch ahead")
+        one_of("data.pack", self.pack, PACKINGS)
+        one_of("data.overlong", self.overlong, OVERLONG)
+        whole_number("data.length", self.length, 2, "a row holds a token and its target")
+        whole_number("data.packing_bins", self.packing_bins, 1, "they are filled at the same time")
+        whole_number("data.min_document_tokens", self.min_document_tokens, 1, "no empty documents")
+        whole_number("data.shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
+        whole_number("data.threads", self.threads, 0, "0 reads in the caller's thread")
+        whole_number("data.prefetch", self.prefetch, 0, "0 computes no batch ahead")
         if self.repeat is not None:
-            _at_least("repeat", self.repeat, 1, "null repeats without end")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"data.seed={self.seed} must lie in 0 ... 4294967295")
+            whole_number("data.repeat", self.repeat, 1, "null repeats without end")
+        random_seed("data.seed", self.seed)
         for i, source in enumerate(self.sources):
             self._check_stride(i, source)
             self._check_converter(i, source)
@@ -299,6 +300,9 @@ class DataConfig(TextConfig):
             )
         if self.chunks is not None:
             self._check_chunks(self.chunks)
+        if self.document_mask is None:
+            joined = self.chunks is not None and self._has_packed_documents()
+            object.__setattr__(self, "document_mask", not joined)
 
     @property
     def decoder_length(self) -> int:
@@ -318,14 +322,12 @@ class DataConfig(TextConfig):
                 "data.chunks.learned=true needs targets of the tokens of chunks, which rows of"
                 " type teacher and of a converter do not have; leave one out"
             )
-        rows = [s for s in self.sources if s not in stored]
-        packings = {s.pack or self.pack for s in rows} if self.sources else {self.pack}
-        if self.document_mask and packings - {"windows", "single"}:
+        if self.document_mask and self._has_packed_documents():
             raise InputError(
                 "data.document_mask=true conflicts with data.chunks, which all documents of a row"
                 " attend to: set it to false, or pack: windows or single, with one document a row"
             )
-        if chunks.text == "beginning" and (stored or packings != {"single"}):
+        if chunks.text == "beginning" and (stored or self._packings() != {"single"}):
             raise InputError(
                 "data.chunks.text=beginning cuts whole documents: set pack: single, and leave"
                 " out sources of type teacher and with a converter"
@@ -335,6 +337,20 @@ class DataConfig(TextConfig):
                 "data.overlong=split would separate questions from their answers with"
                 " data.chunks.text=beginning: set it to truncate or drop"
             )
+
+    def _packings(self) -> set[str]:
+        """Packings of the sources whose rows are packed here."""
+        if not self.sources:
+            return {self.pack}
+        return {
+            source.pack or self.pack
+            for source in self.sources
+            if not (isinstance(source, TeacherSource) or _converts(source))
+        }
+
+    def _has_packed_documents(self) -> bool:
+        """Whether a row may hold several documents."""
+        return bool(self._packings() - {"windows", "single"})
 
     def _check_converter(self, i: int, source: Source) -> None:
         if _converts(source) and self.chunks is None:
@@ -365,13 +381,3 @@ def _source_at(path: str) -> Source:
         return TeacherSource(path)
     is_prepared = any((folder / name).is_file() for name in (INDEX, PLAN))
     return TokenSource(path) if is_prepared or folder.suffix == ".bin" else TextSource(path)
-
-
-def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InputError(f"data.{key}={value} is not one of {', '.join(choices)}")
-
-
-def _at_least(key: str, value: int, minimum: int, reason: str) -> None:
-    if value < minimum:
-        raise InputError(f"data.{key}={value} must be {minimum} or more: {reason}")

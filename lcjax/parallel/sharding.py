@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from pallas_kernels import Layout
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -52,6 +52,14 @@ class Mesh:
     tensor: int = 1  # heads and feed-forward width split
     context: int = 1  # every text cut in so many parts, for rows too long for one device
 
+    def __post_init__(self):
+        sizes = [getattr(self, axis) for axis in AXES]
+        for axis, size in zip(AXES, sizes, strict=True):
+            if size != -1:
+                whole_number(f"mesh.{axis}", size, 1, "-1 takes the devices that are left")
+        if sizes.count(-1) > 1:
+            raise InputError(f"mesh={sizes} for axes {AXES}: only one size may be -1")
+
 
 def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
     """The mesh of all devices (or of `devices`) with axes data, fsdp, tensor, context."""
@@ -65,8 +73,6 @@ def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
     """`shape` with a number in place of -1, for so many devices."""
     sizes = [getattr(shape, axis) for axis in AXES]
     fixed = math.prod(size for size in sizes if size != -1)
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise InputError(f"mesh={sizes} for axes {AXES}: sizes are positive, and one may be -1")
     if -1 in sizes and devices % fixed == 0:
         sizes[sizes.index(-1)] = devices // fixed
     elif fixed != devices:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import DataConfig
-from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.errors import InputError, random_seed, whole_number, whole_numbers
 from lcjax.models.distill import Distill
 from lcjax.models.lora import LoRA
 from lcjax.parallel.distributed import Distributed
@@ -162,6 +163,12 @@ class TrainSection:
     def __post_init__(self):
         counts = ("steps", "batch_size", "accumulation", "log_every", "save_every", "keep")
         whole_numbers("train", self, 1, *counts, "loss_chunk")
+        random_seed("train.seed", self.seed)
+        if self.profile is not None and self.profile.start + self.profile.steps > self.steps:
+            raise InputError(
+                f"train.profile.start={self.profile.start} with steps={self.profile.steps} ends"
+                f" after train.steps={self.steps}; lower them"
+            )
         for name in ("lr", "eps", "clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -273,5 +280,5 @@ class TrainConfig:
 
 
 def _nearest_divisor(number: int, target: int) -> int:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: abs(d - target))
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return min((*small, *(number // d for d in small)), key=lambda d: (abs(d - target), d))

@@ -104,6 +104,13 @@ def test_rows_inside_documents_keep_the_document_mask(path, texts):
     assert (rows["segments"] == 1).all() and (rows["positions"] == np.arange(8)).all()
 
 
+def test_the_document_mask_follows_from_chunks_and_packing():
+    chunks, windows = Chunks(4, 6), [TextSource("a.txt", pack="windows")]
+    assert DataConfig().document_mask is True
+    assert DataConfig(length=32, chunks=chunks).document_mask is False
+    assert DataConfig(length=32, chunks=chunks, sources=windows).document_mask is True
+
+
 def test_the_decoder_may_read_its_own_chunks(path):
     # CEPE's warm-up: copying
     config = config_for(path, chunks=Chunks(4, 8, text="same"))

@@ -1,0 +1,60 @@
+"""Checks of numbers in configs."""
+
+import numpy as np
+import pytest
+
+from lcjax.errors import InputError, random_seed, whole_number
+from lcjax.parallel.sharding import Mesh
+from lcjax.training.config import Profile, TrainSection
+
+
+@pytest.mark.parametrize("value", [1, 2**31 - 1, np.int64(5)])
+def test_whole_numbers_of_int32_pass(value):
+    whole_number("steps", value, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (0, "steps=0 must be a whole number of at least 1; raise it"),
+        (2**31, "steps=2147483648 must be a whole number of at most 2147483647"),
+        (2**150, "steps=an integer of 151 bits must be a whole number of at most"),
+        (-(2**150), "steps=an integer of 151 bits must be a whole number of at least 1"),
+        (True, "steps=True must be"),
+        (2.0, "steps=2.0 must be"),
+        ("2", "steps='2' must be"),
+        (None, "steps=None must be"),
+    ],
+)
+def test_other_values_are_errors_of_one_line(value, match):
+    with pytest.raises(InputError, match=match):
+        whole_number("steps", value, 1, "raise it")
+
+
+def test_seeds_have_32_bits():
+    random_seed("seed", 2**32 - 1)
+    with pytest.raises(InputError, match="seed=4294967296 must be .* at most 4294967295"):
+        random_seed("seed", 2**32)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: TrainSection(steps=2**70), "train.steps=.* at most 2147483647"),
+        (lambda: TrainSection(seed=2**64), "train.seed=.* at most 4294967295"),
+        (
+            lambda: TrainSection(steps=11, warmup_steps=0, profile=Profile(start=10, steps=3)),
+            "train.profile.start=10 with steps=3 ends after train.steps=11",
+        ),
+        (
+            lambda: TrainSection(batch_size=2**31 - 1, accumulation=2),
+            "accumulation=2 must divide train.batch_size=2147483647; nearest: 1",
+        ),
+        (lambda: TrainSection(batch_size=12, accumulation=5), "nearest: 4"),
+        (lambda: Mesh(tensor=-3), "mesh.tensor=-3 must be a whole number of at least 1; -1 takes"),
+        (lambda: Mesh(data=-1), r"mesh=\[-1, -1, 1, 1\] .* only one size may be -1"),
+    ],
+)
+def test_settings_out_of_bounds_are_errors(make, match):
+    with pytest.raises(InputError, match=match):
+        make()
