@@ -17,7 +17,7 @@ from lcjax.data.config import (
     TextSource,
     TokenSource,
 )
-from lcjax.data.corpus import check_sources, documents
+from lcjax.data.corpus import check_outside_data, check_sources, documents
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.upsample import Share, Upsample
 
@@ -36,6 +36,7 @@ __all__ = [
     "TextSource",
     "TokenSource",
     "Upsample",
+    "check_outside_data",
     "check_sources",
     "documents",
     "make_loader",

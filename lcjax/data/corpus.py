@@ -7,6 +7,7 @@ other and holds the index of one file only. `open_split` chooses between them fo
 import bisect
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
@@ -249,6 +250,21 @@ def check_sources(config: TextConfig) -> None:
     for source in config.resolved_sources():
         if not isinstance(source, SeqioSource):
             _check_rows(source_files(source, config.on_bad_text), config)
+
+
+def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
+    """Raises an InputError if `folder`, where results are written, lies in a folder of the data.
+
+    Its files would become documents, so the data would have changed when the run is resumed.
+    """
+    for source in config.resolved_sources():
+        path = getattr(source, "path", "")  # a task of seqio has none
+        data = Path(path).expanduser()
+        if path and data.is_dir() and folder.resolve().is_relative_to(data.resolve()):
+            raise InputError(
+                f"{key}={folder} lies in the data folder {path}, so its files would become"
+                " documents; name a folder outside of it"
+            )
 
 
 def _check_rows(files: SourceFiles, config: TextConfig) -> None:

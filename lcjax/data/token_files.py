@@ -137,7 +137,7 @@ class ShardReader(_TokenReader):
         cache: FileCache,
     ):
         super().__init__(name, path, dtype, cache)
-        table = np.load(path.with_suffix(".npy"), mmap_mode="r")
+        table = _read_table(path.with_suffix(".npy"))
         ends = np.append(table["start"][1:], path.stat().st_size // dtype.itemsize)
         lengths = ends - table["start"]
         label_ids = [i for i, label in enumerate(labels) if label in read_labels]
@@ -201,7 +201,48 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder / INDEX} is no index of format {FORMAT}: write it again with"
             " `python -m lcjax.data prepare`"
         )
+    _check_index(index, folder / INDEX)
     return index
+
+
+def _check_index(index: dict[str, Any], file: Path) -> None:
+    """Raises an InputError unless the index has the fields that `prepare` writes."""
+    shards = index.get("shards")
+    is_valid = (
+        index.get("dtype") in DTYPES
+        and all(isinstance(index.get(name), str) for name in ("tokenizer", "tokenizer_name"))
+        and isinstance(shards, list)
+        and all(isinstance(shard, dict) and _is_shard(shard) for shard in shards)
+    )
+    if not is_valid:
+        raise InputError(
+            f"{file} was changed: its fields are not those that `python -m lcjax.data prepare`"
+            " writes; prepare the text again"
+        )
+    for shard in shards:
+        if Path(shard["name"]).name != shard["name"]:  # would read a file outside of the folder
+            raise InputError(f"{file}: the shard {shard['name']!r} must be a file of this folder")
+
+
+def _is_shard(shard: dict[str, Any]) -> bool:
+    counts, labels = (shard.get("documents"), shard.get("tokens")), shard.get("labels")
+    return (
+        isinstance(shard.get("name"), str)
+        and all(type(count) is int and count >= 0 for count in counts)
+        and isinstance(labels, list)
+        and all(isinstance(label, str) for label in labels)
+    )
+
+
+def _read_table(path: Path) -> np.ndarray:
+    """Maps the table of a shard's documents: [n] of `DOCUMENT`."""
+    try:
+        table = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{path} cannot be read ({error}): prepare the text again") from None
+    if table.dtype != DOCUMENT or table.ndim != 1:
+        raise InputError(f"{path} is no table of documents: prepare the text again")
+    return table
 
 
 def _check_shards(shards: list[dict], paths: FileList, dtype: np.dtype) -> None:

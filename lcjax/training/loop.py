@@ -20,7 +20,7 @@ from lcjax import cost
 from lcjax.checkpoints.build import check_source
 from lcjax.checkpoints.orbax_io import Checkpoints
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, check_frozen
-from lcjax.data import Loader, check_sources
+from lcjax.data import Loader, check_outside_data, check_sources
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.models.lora import is_adapter
@@ -96,6 +96,7 @@ def _check(config: TrainConfig, mesh: jax.sharding.Mesh) -> Path:
     folder_lib.check_results(config, folder)
     check_source(config.model)
     check_sources(config.data)
+    check_outside_data("run.folder", folder, config.data)
     batches.check_text(config)
     if jax.process_index() == 0:
         check_packages(config.track)

@@ -18,7 +18,7 @@ import lcjax
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data import DataConfig, Share, TextSource, TokenSource, Upsample, make_loader, prepare
 from lcjax.data import __main__ as command
-from lcjax.data.corpus import open_corpus
+from lcjax.data.corpus import check_outside_data, open_corpus
 from lcjax.errors import InputError
 
 
@@ -233,6 +233,50 @@ def test_ids_of_another_tokenizer_and_changed_shards_are_refused(text, tmp_path)
         open_corpus(source)
     with pytest.raises(InputError, match=r"holds no tokens: give a folder"):
         open_corpus(TokenSource(text))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda index: index["shards"][0].update(name="../../etc/passwd"),
+            "must be a file of this",
+        ),
+        (lambda index: index["shards"][0].update(name="/etc/passwd"), "must be a file of this"),
+        (lambda index: index["shards"][0].update(tokens="many"), "was changed: its fields"),
+        (lambda index: index["shards"].append(3), "was changed: its fields"),
+        (lambda index: index.update(dtype="float64"), "was changed: its fields"),
+        (lambda index: index.pop("shards"), "was changed: its fields"),
+    ],
+)
+def test_a_changed_index_is_an_error_and_names_no_file_elsewhere(text, tmp_path, change, match):
+    run(text, tmp_path / "out")
+    file = tmp_path / "out" / "index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+    with pytest.raises(InputError, match=match):
+        open_corpus(TokenSource(str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("damage", ["cut", "object"])
+def test_a_damaged_table_of_documents_is_an_error(text, tmp_path, damage):
+    run(text, tmp_path / "out")
+    file = tmp_path / "out" / "000001.npy"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-3])
+    else:
+        np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
+    with pytest.raises(InputError, match=r"000001.npy cannot be read .*prepare the text again"):
+        open_corpus(TokenSource(str(tmp_path / "out")))
+
+
+def test_results_do_not_go_into_a_data_folder(text, tmp_path):
+    config = DataConfig(path=text)
+    check_outside_data("run.folder", tmp_path / "run", config)
+    for folder in (Path(text), Path(text) / "run", Path(text) / "a" / ".." / "run"):
+        with pytest.raises(InputError, match=r"run.folder=.* lies in the data folder"):
+            check_outside_data("run.folder", folder, config)
 
 
 def test_a_vocabulary_decides_how_wide_ids_are(text, tmp_path, monkeypatch):
