@@ -7,6 +7,7 @@ model/           the result, a Hugging Face folder         base.json  the frozen
 adapter/         adapters alone, as PEFT reads them        bad_batch_*.npz  batches that gave NaN
 tensorboard/     event files                               wandb/, wandb.json  its files, its run
 profile/         profiler traces                error.txt    traceback of an I/O or device error
+lock.json        the process that writes here
 """
 
 import json
@@ -29,6 +30,7 @@ from lcjax.checkpoints.tokenizer import TOKENIZER_FILES
 from lcjax.config.run import ERROR
 from lcjax.errors import InputError
 from lcjax.parallel import distributed
+from lcjax.parallel.run_lock import LOCK
 from lcjax.training.config import TrainConfig
 from lcjax.tree import flatten
 
@@ -41,7 +43,7 @@ _FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, TENSORBOARD, WANDB, PROFILE)
 RUN_FOLDER = FolderFormat(  # without model/ and adapter/, which have formats of their own
     name="a run folder",
     files=(
-        *(*_FILES, _BAD_BATCHES),
+        *(*_FILES, LOCK, _BAD_BATCHES),
         *(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES),
         # orbax, wandb and JAX's profiler change their file names between versions.
         *(f"{FOLDER}/[0-9]*/**", f"{WANDB}/**", f"{PROFILE}/plugins/**"),

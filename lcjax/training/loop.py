@@ -24,6 +24,7 @@ from lcjax.data import Loader, check_outside_data, check_sources
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.models.lora import is_adapter
+from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
 from lcjax.rope.positions import PlainPositions
 from lcjax.training import batches, estimate, optim
@@ -73,6 +74,11 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """
     mesh = make_mesh(config.mesh)
     folder = _check(config, mesh)
+    with RunLock(folder):
+        return _run(config, folder, mesh)
+
+
+def _run(config: TrainConfig, folder: Path, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     announce(f"loading {config.model.path or config.model.preset}")
     assembly = assemble(config, mesh)
     announce(

@@ -1,0 +1,129 @@
+"""Locks of run folders: one run at a time, and none is locked out by a run that was killed."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lcjax.errors import InputError
+from lcjax.parallel import run_lock
+from lcjax.parallel.run_lock import LOCK, RunLock
+
+HOLD = "import sys, time; from lcjax.parallel.run_lock import RunLock\n"
+HOLD += "with RunLock(sys.argv[1]): print('held', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of tmp_path/run."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_lock_is_released_and_leaves_nothing_behind(tmp_path):
+    folder = tmp_path / "a" / "run"
+    with RunLock(folder):
+        assert [file.name for file in folder.iterdir()] == [LOCK]
+    assert not folder.exists()
+    with RunLock(folder):
+        (folder / "metrics.jsonl").touch()
+    assert [file.name for file in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_second_run_is_told_who_holds_the_folder(tmp_path, holder):
+    match = rf"run.folder=.*run is in use by process {holder.pid} on .* since 2.*remove .*{LOCK}"
+    for _ in range(2):
+        with pytest.raises(InputError, match=match), RunLock(tmp_path / "run"):
+            pass
+    assert (tmp_path / "run" / LOCK).exists()
+
+
+def test_the_lock_of_a_killed_run_is_stale(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / "run" / LOCK).exists()
+    with RunLock(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("changes", "age", "is_stale"),
+    [
+        ({}, 0, False),
+        ({"started": "1"}, 0, True),  # another process got the number
+        ({"boot": "another"}, 0, True),
+        ({"host": "elsewhere"}, 30, False),
+        ({"host": "elsewhere"}, 1000, True),
+    ],
+)
+def test_locks_of_ended_processes_are_stale(tmp_path, changes, age, is_stale):
+    file = tmp_path / LOCK
+    file.write_text(json.dumps(run_lock._this_process() | changes))
+    os.utime(file, (time.time() - age,) * 2)
+    if is_stale:
+        with RunLock(tmp_path):
+            assert json.loads(file.read_text()) != changes
+    else:
+        with pytest.raises(InputError, match="is in use by"), RunLock(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_an_incomplete_lock_is_stale_only_when_it_is_old(tmp_path, text):
+    (tmp_path / LOCK).write_text(text)
+    with pytest.raises(InputError, match="is in use by process"), RunLock(tmp_path):
+        pass
+    os.utime(tmp_path / LOCK, (0, 0))
+    with RunLock(tmp_path):
+        pass
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_lock_is_refreshed_while_it_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_REFRESH", 0.01)
+    with RunLock(tmp_path):
+        os.utime(tmp_path / LOCK, (0, 0))
+        deadline = time.monotonic() + 30
+        while (tmp_path / LOCK).stat().st_mtime == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_of_many_starts_at_once_exactly_one_holds_a_stale_folder(tmp_path, attempt):
+    (tmp_path / LOCK).write_text(json.dumps(run_lock._this_process() | {"boot": "another"}))
+    start, end, held = threading.Barrier(8), threading.Barrier(8), []
+
+    def run(number):
+        lock = RunLock(tmp_path)
+        lock._owner = lock._owner | {"since": str(number)}
+        start.wait()
+        try:
+            lock._acquire()
+            held.append(number)
+        except InputError as error:
+            assert "is in use by" in str(error)
+        end.wait()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1
+    assert json.loads((tmp_path / LOCK).read_text())["since"] == str(held[0])
+    assert [file.name for file in tmp_path.iterdir()] == [LOCK]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "/proc/xx/run"])
+def test_folders_that_cannot_be_are_an_error_of_one_line(name):
+    with pytest.raises(InputError, match=r"run.folder=.* cannot be written .*name another folder"):
+        RunLock(name).__enter__()
