@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.algebra import Mask, by_heads
-from pallas_kernels.block_table import BlockTable, namespace
+from pallas_kernels.masks import Mask, by_heads
+from pallas_kernels.tables import BlockTable, namespace
 
 
 def expand(table: BlockTable, queries: int, keys: int):

@@ -24,14 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Operands, Spec
 from pallas_kernels.masks import Mask, PerHead, by_heads
-from pallas_kernels.merging import merge
+from pallas_kernels.online_softmax import merge
 
 METHODS = ("ring", "all_to_all")
 
@@ -106,7 +104,7 @@ def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, la
 
     `split(attention, q, k, v, operands, spec)` calls attention for each run of heads with one mask.
     """
-    if dispatch.given_table(operands, spec) is not None:
+    if dispatch.user_table(operands, spec) is not None:
         raise ValueError("flash: a table lists blocks of a whole row; give a table or a layout")
     layout = layout.fitting(q, k)
     hops = _hops(spec.mask, q, k, operands, layout)
@@ -264,51 +262,51 @@ def _axes(*names):
     return tuple(name for name in names if name is not None)
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """The static part of a device's attention over the keys of `hops` devices, its own first."""
+
+    implementation: str | None
+    layout: Layout
+    hops: int
+    spec: Spec
+
+
 def _local(implementation, layout: Layout, hops: int, q, k, v, operands, spec):
-    return _ring(q, k, v, operands, spec, implementation, layout, hops)
+    return _ring(q, k, v, operands, _Ring(implementation, layout, hops, spec))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _ring(q, k, v, operands, spec, implementation, layout, hops):
-    """Attention of this device's queries over the keys of `hops` devices, its own first."""
-    run = functools.partial(_run, "forward", implementation, layout, spec)
+def _ring_forward(arrays, operands: Operands, ring: _Ring):
+    q, k, v = arrays
 
-    def add(found, keys):
-        return merge([found, run((q, *keys[:2]), _seeing(operands, keys))])
+    def add(partial, keys):
+        operands_of_keys = _with_keys(operands, keys)
+        return merge([partial, _run("forward", ring, (q, *keys[:2]), operands_of_keys)])
 
     keys = k, v, operands.k_index, operands.k_segments
-    if hops == 1:
-        return run((q, k, v), operands)
+    if ring.hops == 1:
+        return _run("forward", ring, (q, k, v), operands)
     empty = jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32)
     start = (empty, jnp.full(q.shape[:3], -jnp.inf, jnp.float32)), keys
 
     def hop(carry, _):
-        found, keys = carry
+        partial, keys = carry
         # The next keys travel while these are multiplied.
-        return (add(found, keys), _sent(keys, layout, 1)), None
+        return (add(partial, keys), _send(keys, ring.layout, 1)), None
 
-    (found, keys), _ = lax.scan(hop, start, None, length=hops - 1)
-    out, lse = add(found, keys)
+    (partial, keys), _ = lax.scan(hop, start, None, length=ring.hops - 1)
+    out, lse = add(partial, keys)
     return out.astype(q.dtype), lse
 
 
-def _forward(q, k, v, operands, spec, implementation, layout, hops):
-    q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
-    found = _ring(q, k, v, operands, spec, implementation, layout, hops)
-    out, lse = (checkpoint_name(x, "attention") for x in found)
-    return (out, lse), (q, k, v, operands, out, lse)
-
-
-def _backward(spec, implementation, layout, hops, saved, cotangents):
-    q, k, v, operands, out, lse = saved
-    d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    cotangents = jnp.zeros_like(out) if d_out is None else d_out, d_lse
-    run = functools.partial(_run, "backward", implementation, layout, spec)
+def _ring_backward(arrays, operands: Operands, ring: _Ring):
+    q, k, v, *rows = arrays
 
     def add(sums, keys):
         """(dq, d_bias) and (dk, dv) with what these keys add: probabilities are of the whole."""
-        arrays = (q, *keys[:2], out, lse, *cotangents)
-        dq, dk, dv, d_bias = run(arrays, _seeing(operands, keys))
+        dq, dk, dv, d_bias = _run(
+            "backward", ring, (q, *keys[:2], *rows), _with_keys(operands, keys)
+        )
         return jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, ((dq, d_bias), (dk, dv)))
 
     keys = k, v, operands.k_index, operands.k_segments
@@ -317,40 +315,44 @@ def _backward(spec, implementation, layout, hops, saved, cotangents):
     def hop(carry, _):
         sums, keys = carry
         fixed, travelling = add(sums, keys)
-        return ((fixed, _sent(travelling, layout, 1)), _sent(keys, layout, 1)), None
+        return ((fixed, _send(travelling, ring.layout, 1)), _send(keys, ring.layout, 1)), None
 
+    hops = ring.hops
     if hops > 1:
         (sums, keys), _ = lax.scan(hop, (sums, keys), None, length=hops - 1)
     (dq, d_bias), travelling = add(sums, keys)
-    dk, dv = _sent(travelling, layout, 1 - hops) if hops > 1 else travelling  # home again
-    d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Operands(bias=d_bias)
+    # The cotangents of keys and values return to the device that holds these.
+    dk, dv = _send(travelling, ring.layout, 1 - hops) if hops > 1 else travelling
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_bias
 
 
-_ring.defvjp(_forward, _backward, symbolic_zeros=True)
+_ring = dispatch.differentiable(_ring_forward, _ring_backward, name="attention")
 
 
-def _seeing(operands: Operands, keys) -> Operands:
+def _with_keys(operands: Operands, keys) -> Operands:
     return operands._replace(k_index=keys[2], k_segments=keys[3])
 
 
-def _sent(tree, layout: Layout, hops: int):
+def _send(tree, layout: Layout, hops: int):
     """Every array of the tree to the device `hops` further along the ring."""
     count = layout.size(layout.length)
     pairs = [(i, (i + hops) % count) for i in range(count)]
     return jax.tree.map(lambda x: lax.ppermute(x, layout.length, pairs), tree)
 
 
-def _run(direction: str, implementation, layout: Layout, spec: Spec, arrays, operands: Operands):
+def _run(direction: str, ring: _Ring, arrays, operands: Operands):
     """A backend's `forward` or `backward` under this device's mask."""
-    masks = spec.mask.masks if isinstance(spec.mask, _ByShard) else (spec.mask,)
+    mask = ring.spec.mask
+    masks = mask.masks if isinstance(mask, _ByShard) else (mask,)
     different = tuple(dict.fromkeys(masks))
 
     def under(mask):
-        own = replace(spec, mask=mask)
-        return lambda: dispatch.choose_and_run(direction, implementation, arrays, operands, own)
+        spec = replace(ring.spec, mask=mask)
+        static = ring.implementation, spec
+        return lambda: dispatch.choose_and_run(direction, arrays, operands, static)
 
     if len(different) == 1:
         return under(different[0])()
     which = jnp.array([different.index(mask) for mask in masks])
-    return lax.switch(which[lax.axis_index(layout.heads)], [under(mask) for mask in different])
+    shard = lax.axis_index(ring.layout.heads)
+    return lax.switch(which[shard], [under(mask) for mask in different])

@@ -13,8 +13,17 @@ import types
 import numpy as np
 
 from pallas_kernels import by_heads, causal, dispatch, everything
-from pallas_kernels.algebra import And, Mask, Not, Or
-from pallas_kernels.atoms import Causal, ChunkDistance, Everything, Prefix, Window
+from pallas_kernels.masks import (
+    And,
+    Causal,
+    ChunkDistance,
+    Everything,
+    Mask,
+    Not,
+    Or,
+    Prefix,
+    Window,
+)
 
 OURS = "lcjax "
 
@@ -25,7 +34,7 @@ class Absent(Exception):
 
 def names() -> dict[str, str]:
     """Of all sides: "jax" or "torch", which library's arrays they take."""
-    here = {"cuda", dispatch._here()}
+    here = {"cuda", dispatch.platform()}
     ours = {
         OURS + name: "jax"
         for name, backend in dispatch.BACKENDS.items()
@@ -47,8 +56,8 @@ def attention(side: str, w):
 
 def _ours(name: str, w):
     backend = dispatch.BACKENDS[name]
-    if not backend.portable and dispatch._here() not in backend.platforms:
-        raise Absent(f"it runs on {', '.join(backend.platforms)}, this is {dispatch._here()}")
+    if not backend.portable and dispatch.platform() not in backend.platforms:
+        raise Absent(f"it runs on {', '.join(backend.platforms)}, this is {dispatch.platform()}")
     if w.landmark and name not in dispatch.LANDMARK:
         raise Absent("it has no Landmark kernel")
     return w.attention(name)

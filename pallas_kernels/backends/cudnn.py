@@ -18,9 +18,8 @@ import inspect
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.algebra import And
-from pallas_kernels.atoms import Causal, Everything, Window
-from pallas_kernels.dispatch import given_table
+from pallas_kernels.dispatch import unsupported_dtypes, user_table
+from pallas_kernels.masks import And, Causal, Everything, Window
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda"):
@@ -41,12 +40,10 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda"
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Why cuDNN cannot run the inputs, or None; reads shapes, dtypes and structure."""
-    dtypes = {str(x.dtype) for x in (q, k, v)}
-    if dtypes not in ({"bfloat16"}, {"float16"}):
-        found = ", ".join(sorted(dtypes))
-        return f"q, k and v must all be bfloat16 or all float16, they are {found}"
-    given = operands._asdict() | dict(soft_cap=spec.soft_cap, table=given_table(operands, spec))
-    extra = [name for name, x in given.items() if x is not None]
+    if (reason := unsupported_dtypes(q, k, v, "bfloat16", "float16")) is not None:
+        return reason
+    options = operands._asdict() | dict(soft_cap=spec.soft_cap, table=user_table(operands, spec))
+    extra = [name for name, x in options.items() if x is not None]
     if extra:
         return f"this call of cuDNN takes no {', '.join(extra)}"
     form = _form(spec.mask)
