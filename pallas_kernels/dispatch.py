@@ -189,7 +189,7 @@ LANDMARK = {
 }
 FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
-BY_NAME, NO_D_LSE = "asked for by name", "it takes no cotangent of lse"
+BY_NAME, NO_D_LSE = "chosen by name", "it takes no cotangent of lse"
 UNMEASURED = (
     "{}: XLA's blockwise attention runs ({}): no kernel was measured on {} yet, which "
     "`python -m benchmarks.gpu.attention --keep` does once (docs/benchmarks.md)"
@@ -298,13 +298,13 @@ def _fastest(times: dict[str, float], kind, inputs, d_lse: bool):
 
 def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> None:
     """Warns once on a platform if a better backend is refused, or if none was measured."""
-    here, backends = platform(), FAMILIES[family]
-    fastest = chosen.get(here, chosen["default"])
-    if here == "cuda" and kind and not times:
+    current, backends = platform(), FAMILIES[family]
+    fastest = chosen.get(current, chosen["default"])
+    if current == "cuda" and kind and not times:
         _warn_once(UNMEASURED.format(family, kind, tuning.device_kind()))
     for name in itertools.takewhile(lambda name: name != fastest, reasons):
         known = name in times or not backends[name].by_name
-        if known and here in backends[name].platforms and reasons[name] != NO_D_LSE:
+        if known and current in backends[name].platforms and reasons[name] != NO_D_LSE:
             _warn_once(f"{family}: not {name}, {reasons[name]}; {fastest} runs")
 
 
@@ -315,11 +315,11 @@ def _explicit(name: str, inputs, d_lse: bool):
     if name not in backends:
         choices = ", ".join([*backends, REFERENCE])
         raise ValueError(f"{call}: unknown; choose one of {choices}")
-    backend, here = backends[name], platform()
+    backend, current = backends[name], platform()
     if backend.portable:
         return dict.fromkeys(backend.platforms, name), {name: BY_NAME}
-    if here not in backend.platforms:
-        reason = f"it runs on {', '.join(backend.platforms)} and this process runs on {here}"
+    if current not in backend.platforms:
+        reason = f"it runs on {', '.join(backend.platforms)} and this process runs on {current}"
     else:
         reason = backend.load().unsupported(*inputs)
     if reason is not None:

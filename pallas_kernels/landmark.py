@@ -8,8 +8,8 @@ the ordinary tokens of that block by a second softmax:
     a = softmax over {own ordinary tokens j <= i} and {landmarks of older blocks} of s_ij
     out_i = sum_own a_j v_j + sum_blocks a_landmark(b) sum_{j in b} softmax_{j in b}(s_ij) v_j
 
-The own block is ordinary attention. Older blocks are walked once, O(T) memory: their outer softmax
-is running (Milakov and Gimelshein 2018), the inner one needs no more than the block at hand.
+The own block is ordinary attention. Older blocks are visited once, in O(T) memory: their outer
+softmax is running (Milakov and Gimelshein 2018), and the inner one needs a single block.
 """
 
 from __future__ import annotations
@@ -170,14 +170,14 @@ def _complete_blocks(k, v, index, segments, block: int):
     back = jnp.where(close < length, rank * block + offset, count * block)
     numbers = jnp.take_along_axis(index, jnp.minimum(ends, length - 1), 1) // block
     of_end = jnp.take_along_axis(segments, jnp.minimum(ends, length - 1), 1)
-    kept = jnp.where(ends < length, of_end, 0)
-    return _moved(k, slots, back), _moved(v, slots, back), numbers, kept
+    k_segments = jnp.where(ends < length, of_end, 0)
+    return _gather(k, slots, back), _gather(v, slots, back), numbers, k_segments
 
 
 def _closing(index, segments, block: int):
-    """Which tokens close a block that is there as a whole, and where that of each token closes.
+    """Which tokens are the last of a complete block, and the index of the last token of each block.
 
-    bool and int32 [B, S]; S for tokens of an open block and for padding.
+    bool and int32 [B, S]; S for tokens of an incomplete block and for padding.
     """
     length, offset = index.shape[1], index % block
     at = jnp.arange(length, dtype=jnp.int32)
@@ -188,7 +188,7 @@ def _closing(index, segments, block: int):
 
 
 @jax.custom_vjp
-def _moved(x, slots, back):
+def _gather(x, slots, back):
     """x [B, S, ...] -> [B, M, ...]: x[slots], 0 where slots is S; `back` is the inverse map.
 
     With it the gradient is a gather too: no scatter, whose order of sums could vary.
@@ -197,9 +197,9 @@ def _moved(x, slots, back):
     return jax.vmap(take)(x, slots)
 
 
-_moved.defvjp(
-    lambda x, slots, back: (_moved(x, slots, back), (slots, back)),
-    lambda saved, dy: (_moved(dy, saved[1], saved[0]), None, None),
+_gather.defvjp(
+    lambda x, slots, back: (_gather(x, slots, back), (slots, back)),
+    lambda saved, dy: (_gather(dy, saved[1], saved[0]), None, None),
 )
 
 

@@ -1,7 +1,7 @@
 """Masks: which keys a query sees, as expressions that kernels test per element or per block.
 
-A mask is a frozen, hashable expression over *order indices*, the places of a query and a key in
-their document. It is never materialised for a whole sequence. A mask has two methods:
+A mask is a frozen, hashable expression over *order indices*, the positions of a query and a key
+in their document. It is never materialised for a whole sequence. A mask has two methods:
 
 - `element(q, k)`: whether key `k` is visible to query `q`, elementwise over broadcastable integer
   arrays.
@@ -73,7 +73,7 @@ class Mask:
     def arithmetic(self) -> bool:
         """Whether `element` is integer arithmetic with scalars, as a kernel's body must be.
 
-        A long list of places or blocks is looked up in an array instead.
+        A long list of indices or blocks is looked up in an array instead.
         """
         return True
 
@@ -118,8 +118,8 @@ class _Pair(Mask):
         return self.combine(self.left.element(q, k), self.right.element(q, k))
 
     def bounds(self, q_lo, q_hi, k_lo, k_hi):
-        sides = (mask.bounds(q_lo, q_hi, k_lo, k_hi) for mask in (self.left, self.right))
-        return tuple(self.combine(a, b) for a, b in zip(*sides, strict=True))
+        bounds = (mask.bounds(q_lo, q_hi, k_lo, k_hi) for mask in (self.left, self.right))
+        return tuple(self.combine(a, b) for a, b in zip(*bounds, strict=True))
 
 
 class And(_Pair):
@@ -401,7 +401,7 @@ class TailOf(Mask):
 
 @dataclass(frozen=True)
 class SinceChunk(Mask):
-    """`k >= c(q) - recent`, c(q) being the first place of the chunk that q is in."""
+    """`k >= c(q) - recent`, c(q) being the first index of the chunk that q is in."""
 
     stride: int
     first: int
@@ -418,7 +418,7 @@ class SinceChunk(Mask):
 
 
 def _count_up_to(values: tuple[int, ...], x, side: str = "right"):
-    """How many of the sorted `values` are at most x ("right") or below x ("left")."""
+    """The number of the sorted `values` at most x ("right") or below x ("left")."""
     if not isinstance(x, jax.Array):
         return np.searchsorted(np.asarray(values, np.int64), x, side=side)
     if len(values) > UNROLLED:

@@ -1,6 +1,6 @@
 """Attention over a mesh: rows, heads and also the length of q, k, v split over devices.
 
-Rows and heads are independent. A length that is cut over c devices needs keys of others:
+Rows and heads are independent. A length that is split over c devices needs keys of others:
 
 - "ring": queries stay, keys and values go round the ring of devices in c - 1 hops, and every hop's
   partial result is merged by log-sum-exp (Ring Attention, Liu et al. 2023, arXiv 2310.01889). No
@@ -9,8 +9,8 @@ Rows and heads are independent. A length that is cut over c devices needs keys o
 - "all_to_all": an exchange gives every device the whole length of some heads and takes the result
   back (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The number of heads limits it.
 
-Tokens may lie in any order, as `q_index` and `k_index` say. `zigzag` is the one in which all
-devices have the same work under a causal mask.
+Tokens may be in any order, which `q_index` and `k_index` give. With the order `zigzag` all devices
+have the same work under a causal mask.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Layout:
     mesh: jax.sharding.Mesh
     rows: tuple[str, ...] = ()  # axes that share the rows of the batch
     heads: str | None = None  # the axis that shares the heads
-    length: str | None = None  # the axis along which queries and keys are cut
-    method: str = "ring"  # how a cut length is put together: ring or all_to_all
+    length: str | None = None  # the axis along which queries and keys are split
+    method: str = "ring"  # how a split length is put together: ring or all_to_all
 
     def __post_init__(self):
         if self.method not in METHODS:
             raise ValueError(f"Layout(method={self.method!r}): choose ring or all_to_all")
         parts = (self.rows, self.heads, self.length)
         used = [a for x in parts for a in ((x,) if isinstance(x, str) else x or ())]
-        known = self.mesh.axis_names
-        if len(set(used)) < len(used) or not set(used) <= set(known):
+        names = self.mesh.axis_names
+        if len(set(used)) < len(used) or not set(used) <= set(names):
             raise ValueError(
                 f"Layout: rows, heads and length use the axes {used}; each may be used once, of "
-                f"those of the mesh: {list(known)}"
+                f"those of the mesh: {list(names)}"
             )
 
     def size(self, axis: str | tuple[str, ...] | None) -> int:
@@ -71,7 +71,7 @@ class Layout:
             if tokens % count:
                 near = -(-tokens // count) * count
                 raise ValueError(
-                    f"{tokens} {name} cannot be cut over the {count} devices of the mesh axis "
+                    f"{tokens} {name} cannot be split over the {count} devices of the mesh axis "
                     f"{length!r}; the next length that can: {near}"
                 )
         return replace(self, rows=rows, heads=heads, length=length)
@@ -83,16 +83,16 @@ class Layout:
 
 
 def zigzag(length: int, devices: int) -> np.ndarray:
-    """int32 [length]: which token stands at each place so that causal work is balanced.
+    """Returns int32 [length], the order of tokens in which causal work is balanced.
 
-    The text is cut into 2 c pieces for c devices; device i holds pieces i and 2 c - 1 - i: one that
-    sees little and one that sees much (Llama 3, Grattafiori et al. 2024, sec. 3.3.2).
+    The text is split into 2 c pieces for c devices; device i holds pieces i and 2 c - 1 - i: one
+    that sees little and one that sees much (Llama 3, Grattafiori et al. 2024, sec. 3.3.2).
     """
     if length % (2 * devices):
         near = -(-length // (2 * devices)) * 2 * devices
         raise ValueError(
-            f"{length} tokens cannot be cut into 2 x {devices} equal pieces; the next length that "
-            f"can: {near}"
+            f"{length} tokens cannot be split into 2 x {devices} equal pieces; the next length "
+            f"that can: {near}"
         )
     pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
     order = [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
@@ -100,7 +100,7 @@ def zigzag(length: int, devices: int) -> np.ndarray:
 
 
 def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, layout: Layout):
-    """(out, lse) of attention laid out as `layout` says; the arguments of `flash`, prepared.
+    """(out, lse) of attention over the mesh of `layout`.
 
     `split(attention, q, k, v, operands, spec)` calls attention for each run of heads with one mask.
     """
@@ -124,7 +124,7 @@ def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, la
 def gathered(run, q, k, v, operands: Operands, layout: Layout):
     """`run(q, k, v, operands) -> (out, lse)` on each device's queries and heads, with all keys.
 
-    For attention that is no sum of parts: the keys of a cut length are gathered.
+    For attention that is no sum of parts: the keys of a split length are gathered.
     """
     layout = layout.fitting(q, k)
     if layout.length is not None:
@@ -143,16 +143,16 @@ def gathered(run, q, k, v, operands: Operands, layout: Layout):
 def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
     """`local(q, k, v, operands) -> (out, lse)` on each device's part of them."""
     k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
-    places = (None if x is None else layout.spec(x) for x in operands[:4])
+    positions = (None if x is None else layout.spec(x) for x in operands[:4])
     bias = jax.tree.map(
         lambda x: PartitionSpec(*(None,) * (x.ndim - 1), layout.heads), operands.bias
     )
     whole = layout.spec(q, heads=True)
-    specs = whole, whole, whole, Operands(*places, bias)
-    placed = q, k, v, operands
-    if layout.mesh.explicit_axes:  # there types say how arrays are split, and have to agree
+    specs = whole, whole, whole, Operands(*positions, bias)
+    arrays = q, k, v, operands
+    if layout.mesh.explicit_axes:  # types of arrays contain their sharding, which has to agree
         on = jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
-        placed = jax.tree.map(jax.reshard, placed, on)
+        arrays = jax.tree.map(jax.reshard, arrays, on)
     run = jax.shard_map(
         local,
         mesh=layout.mesh,
@@ -161,7 +161,7 @@ def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
         check_vma=False,
     )
     # Run op by op, shard_map knows no symbolic zeros: which outputs nothing depends on.
-    return jax.jit(run)(*placed)
+    return jax.jit(run)(*arrays)
 
 
 def _joined_keys(operands: Operands, join) -> Operands:
@@ -170,12 +170,12 @@ def _joined_keys(operands: Operands, join) -> Operands:
 
 
 def _with_indices(q, k, operands: Operands) -> Operands:
-    """With explicit places, which are cut along with the tokens."""
+    """The operands with explicit order indices, which are split along with the tokens."""
 
-    def index(given, x):
-        return jnp.arange(x.shape[1], dtype=jnp.int32)[None] if given is None else given
+    def explicit(index, x):
+        return jnp.arange(x.shape[1], dtype=jnp.int32)[None] if index is None else index
 
-    return operands._replace(q_index=index(operands[0], q), k_index=index(operands[1], k))
+    return operands._replace(q_index=explicit(operands[0], q), k_index=explicit(operands[1], k))
 
 
 def _shareable(x, parts: int):
@@ -207,9 +207,9 @@ def _of_shard(mask: Mask, shards: int) -> Mask:
 
 
 def _hops(mask: Mask, q, k, operands: Operands, layout: Layout) -> int:
-    """How far keys have to travel round the ring: all the way unless the mask ends before.
+    """The number of devices whose keys a device has to see: all unless the mask hides the rest.
 
-    Known where tokens lie in their order and the mask looks at differences only.
+    It is known if tokens are in their order and the mask depends on differences only.
     """
     count = layout.size(layout.length)
     ordered = operands.q_index is None and operands.k_index is None
@@ -244,12 +244,12 @@ def _exchanged(split, implementation, layout: Layout, q, k, v, operands: Operand
     )
     join = functools.partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
 
-    def mine(x):
+    def slice_heads(x):
         size = x.shape[-1] // parts
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, x.ndim - 1)
 
-    places = (None if x is None else join(x) for x in operands[:4])
-    operands = Operands(*places, jax.tree.map(mine, operands.bias))
+    positions = (None if x is None else join(x) for x in operands[:4])
+    operands = Operands(*positions, jax.tree.map(slice_heads, operands.bias))
     shards = layout.size(layout.heads) * parts
     spec = replace(spec, mask=_of_shard(spec.mask, shards))
     whole = replace(layout, heads=_axes(layout.heads, axis), length=None)

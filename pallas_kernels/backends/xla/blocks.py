@@ -136,7 +136,7 @@ def positions(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) ->
     if q_segments is None and tiling.nk * tiling.bk != s:
         # Padded keys are hidden as keys of segment 0.
         q_segments, k_segments = np.ones((1, t), np.int32), np.ones((1, s), np.int32)
-    # Repeating the last place keeps block bounds tight; padded queries have zero cotangents and
+    # Repeating the last index keeps block bounds tight; padded queries have zero cotangents and
     # are removed again, so what they see does not matter.
     return Positions(
         _blocks(q_index, tiling.nq, tiling.bq, mode="edge"),
@@ -262,7 +262,7 @@ def _joint(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> Bl
     if q_index is None and spec.block is not None:
         q_index = default_q_index(spec, t)
     q = blocks_of(q_index, q_segments, t, tiling.bq).take(lambda x: x[:, :, None])
-    k = blocks_of(k_index, k_segments, s, tiling.bk, cut_is_mixed=True).take(lambda x: x[:, None])
+    k = blocks_of(k_index, k_segments, s, tiling.bk, is_padded=True).take(lambda x: x[:, None])
     shape = tiling.batch_chunks, tiling.batch, 1, tiling.nq, tiling.nk
     visible, full = (x.reshape(shape) for x in meet(spec.mask, q, k))
     return from_block_mask(visible.any(1), full=full.all(1), q_block=tiling.bq, k_block=tiling.bk)
