@@ -10,7 +10,7 @@ import argparse
 import time
 
 from pallas_kernels import causal, chunks, documents, keys_in, prefix, stride, window
-from pallas_kernels.backends.tpu import tables as _tpu_tables
+from pallas_kernels.backends.tpu import grid as _tpu_grid
 from pallas_kernels.tables import from_mask, transpose
 
 
@@ -37,9 +37,9 @@ def best(run, repeats: int):
 
 def packed(table, length: int):
     """The lists that the TPU kernels read, for a head whose queries share nothing."""
-    found = _tpu_tables.visits(table, heads=1, split=1)
+    found = _tpu_grid.list_visits(table, heads=1, split=1)
     sizes = dict(rows=-(-length // table.q_block), cols=-(-length // table.k_block))
-    return [_tpu_tables.calls(found, axis, **sizes, batch=1, heads=1) for axis in (0, 0, 1)]
+    return [_tpu_grid.kernel_calls(found, axis, **sizes, batch=1, heads=1) for axis in (0, 0, 1)]
 
 
 def main():

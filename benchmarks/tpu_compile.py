@@ -26,7 +26,7 @@ from jax.experimental import topologies
 
 from pallas_kernels import causal, prefix, window
 from pallas_kernels.backends.tpu import attention as _tpu
-from pallas_kernels.backends.tpu import tables as _tpu_tables
+from pallas_kernels.backends.tpu import grid as _tpu_grid
 from pallas_kernels.dispatch import Operands, Spec
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -81,9 +81,9 @@ def row(case, generation: str, backward: bool) -> str:
 def _products(q, k, operands, spec, backward: bool):
     """The layout, and the floating-point operations of the visited blocks if they are static."""
     if operands.q_index is not None:
-        return _tpu._layout(q, k, k, operands, None, backward), None
+        return _tpu._tiling(q, k, k, operands, None, backward), None
     cut, found = _tpu._plan(q, k, k, operands, spec, backward)
-    pairs = int(np.sum(found.valid & (found.kind != _tpu_tables.NOTHING)))
+    pairs = int(np.sum(found.valid & (found.kind != _tpu_grid.NOTHING)))
     per_step = 2 * cut.rows * cut.key_block * q.shape[-1]
     return cut, (7 if backward else 2) * per_step * pairs * cut.batch * cut.heads
 

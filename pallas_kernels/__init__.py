@@ -13,9 +13,8 @@ Depends on JAX only.
 
 from pallas_kernels import gather, tables
 from pallas_kernels.biases import Alibi, Bias, RelativeBias, alibi_slopes
-from pallas_kernels.decode import decode
-from pallas_kernels.explain import explain
-from pallas_kernels.flash import flash
+from pallas_kernels.dispatch import explain
+from pallas_kernels.flash import decode, flash
 from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.masks import (
     Mask,
@@ -38,7 +37,7 @@ from pallas_kernels.masks import (
     tail_of,
     window,
 )
-from pallas_kernels.merging import merge
+from pallas_kernels.online_softmax import merge
 from pallas_kernels.sharded import Layout, zigzag
 from pallas_kernels.tables import BlockTable
 

@@ -1,7 +1,7 @@
 """Biases of the logits that depend on the head and on the distance `k_index - q_index`.
 
 A bias is a pytree whose leaves end in the axis of query heads, so a part of the heads is a slice
-of the leaves. Its parameters get gradients. Kernels ask two questions, block by block:
+of the leaves. Its parameters get gradients. Kernels call two methods, block by block:
 
 - `logits(q_index [..., T], k_index [..., S]) -> float32 [..., N, T, S]`
 - `gradient(q_index, k_index, d_logits [..., N, T, S])`: the cotangent of the parameters, summed
@@ -79,10 +79,10 @@ class RelativeBias:
         thresholds = self.thresholds
         # The bucket of every distance up to the last threshold, looked up.
         known = np.searchsorted(thresholds, np.arange(thresholds[-1] + 1), side="right")
-        found = jnp.asarray(known.astype(np.int32))[jnp.minimum(away, thresholds[-1])]
+        bucket = jnp.asarray(known.astype(np.int32))[jnp.minimum(away, thresholds[-1])]
         if not self.bidirectional:
-            return found
-        return found + jnp.where(ahead > 0, self.table.shape[0] // 2, 0)
+            return bucket
+        return bucket + jnp.where(ahead > 0, self.table.shape[0] // 2, 0)
 
     def logits(self, q_index, k_index):
         values = self.table.astype(jnp.float32)[self.buckets(q_index, k_index)]
@@ -118,14 +118,14 @@ def _thresholds(buckets: int, max_distance: int) -> tuple[int, ...]:
     steps = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(
         math.log(max_distance / exact)
     )
-    found = exact + (steps * np.float32(buckets - exact)).astype(np.int64)
-    found = np.minimum(found, buckets - 1)
-    logarithmic = (int(far[np.argmax(found >= b)]) for b in range(exact + 1, buckets))
+    bucket = exact + (steps * np.float32(buckets - exact)).astype(np.int64)
+    bucket = np.minimum(bucket, buckets - 1)
+    logarithmic = (int(far[np.argmax(bucket >= b)]) for b in range(exact + 1, buckets))
     return *range(1, exact + 1), *logarithmic
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """float32 [heads]: 2^(-8 i / heads) for i = 1.., as in the paper's released code.
+    """Returns float32 [heads]: 2^(-8 i / heads) for i = 1.., as in the paper's released code.
 
     For a number of heads that is no power of two: the slopes of the power below, then every second
     one of the power above.

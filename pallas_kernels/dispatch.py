@@ -1,4 +1,4 @@
-"""What a backend is given and must answer, which ones there are, and which one runs.
+"""The interface of a backend, the table of backends, and the choice of the one that runs.
 
 A backend is a module with three functions over q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]:
 
@@ -10,42 +10,50 @@ A backend is a module with three functions over q [B, T, N, H], k [B, S, K, H], 
         a reason not to run these inputs, or None; only shapes, dtypes and structure are read
 
 It computes logit = cap(scale q k^T) + bias with cap(x) = spec.soft_cap tanh(x / spec.soft_cap),
-hides what `spec.mask`, the segments or the table hide, and returns the softmax's weighted values
-and its log-sum-exp (natural logarithm). A query that sees no key gets out 0, lse -inf and zero
-gradients. Softmax and sums are float32; float32 operands are multiplied in full precision. The
+hides the keys that `spec.mask`, the segments or the table hide, and returns the softmax's weighted
+values and its log-sum-exp (natural logarithm). A query that sees no key gets out 0, lse -inf and
+zero gradients. Softmax and sums are float32; float32 operands are multiplied in full precision. The
 cotangent of lse enters the backward pass through `di = rowsum(out * d_out) - d_lse`; d_lse is None
 where nothing depends on lse.
 
-Already done outside backends: masks per head are split (`spec.mask` is one mask for all heads),
-k_lengths are segments, sinks are merged in, a table that overflowed has its results replaced.
+The caller of a backend has already split masks per head (`spec.mask` is one mask for all heads) and
+turned k_lengths into segments; it merges sinks and replaces the results of tables that overflowed.
 `platform` is the one that the program is lowered for ("cpu", "tpu", "cuda", ...), or "default".
+
+`LANDMARK` has the backends of `pallas_kernels.landmark.older_blocks`: the same three functions,
+where `spec.block` is set, and masks, indices and segments of keys are those of landmark blocks.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import importlib
 import itertools
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.backend import get_backend
 
 from pallas_kernels import measured, tuning
 from pallas_kernels.biases import Bias
-from pallas_kernels.explain import note
 from pallas_kernels.masks import Mask
+from pallas_kernels.tables import BlockTable, from_mask, restrict
 
 log = logging.getLogger(__name__)
 
 
 class Constant:
-    """NumPy arrays that a program is compiled for: a hashable that equals its like in content."""
+    """NumPy arrays that a program is compiled for: hashable, and equal where the contents are."""
 
     def __init__(self, tree):
         leaves, structure = jax.tree.flatten(tree)
@@ -64,50 +72,93 @@ class Constant:
 
 @dataclass(frozen=True)
 class Spec:
-    """What is known when the program is traced; hashable."""
+    """The static part of a call, which is known when the program is traced; hashable."""
 
     mask: Mask
     scale: float
     soft_cap: float | None = None
     table: Constant | None = None  # a caller's block table of NumPy arrays
-    splits: int | None = None  # parts of the keys to compute apart; None: what suits the platform
+    splits: int | None = None  # parts of the keys to compute apart; None: the platform's default
+    block: int | None = None  # tokens of a landmark block; None: ordinary attention
+
+    @property
+    def family(self) -> str:
+        """The key of `FAMILIES`: the public function that the call belongs to."""
+        return "flash" if self.block is None else "landmark_attention"
 
 
 class Operands(NamedTuple):
-    """Arrays beside q, k, v; what is absent is None."""
+    """Arrays beside q, k, v; None where the caller gives none.
+
+    With `Spec.block`, k_index and k_segments are [.., C] of C landmark blocks, and the indices are
+    numbers of blocks; q_index None stands for t // block.
+    """
 
     q_index: Any = None  # int32 [1 or B, T]; None: 0, 1, ..., known when traced
     k_index: Any = None  # int32 [1 or B, S]; None: 0, 1, ...
     q_segments: Any = None  # int32 [B, T], 0 is padding; None together with k_segments
     k_segments: Any = None  # int32 [B, S]
     bias: Bias | None = None
-    table: Any = None  # a caller's block table of traced arrays; see `given_table`
+    table: Any = None  # a caller's block table of traced arrays; see `user_table`
 
 
-@dataclass(frozen=True)
-class LandmarkSpec:
-    """`Spec` of grouped softmax over older blocks (`pallas_kernels.landmark.older_blocks`)."""
+def user_table(operands: Operands, spec: Spec) -> BlockTable | None:
+    """The caller's BlockTable, of NumPy or of traced arrays, or None.
 
-    block: int
-    scale: float
-
-
-class LandmarkOperands(NamedTuple):
-    """`Operands` of grouped softmax over older blocks; C of them stand behind each other in k."""
-
-    q_numbers: Any = None  # int32 [1 or B, T] of blocks; None: t // block
-    k_numbers: Any = None  # int32 [1 or B, C]; None: 0, 1, ...
-    q_segments: Any = None  # int32 [B, T], 0 is padding; None together with k_segments
-    k_segments: Any = None  # int32 [B, C]
-
-
-def given_table(operands: Operands, spec: Spec):
-    """The caller's BlockTable, of NumPy or of traced arrays, or None: the mask says it all.
-
-    Only its blocks are visible, on top of the mask. It calls a block full with respect to the mask
-    alone: segments still apply there (`pallas_kernels.tables.restrict` applies them).
+    Only its blocks are visible, on top of the mask. A block that it calls full is full with respect
+    to the mask alone: segments still apply there (`pallas_kernels.tables.restrict` applies them).
     """
     return operands.table if spec.table is None else spec.table.tree
+
+
+def default_q_index(spec: Spec, queries: int) -> np.ndarray:
+    """int32 [1, T], which stands for operands.q_index None: 0, 1, ... or numbers of blocks."""
+    index = np.arange(queries, dtype=np.int32)[None]
+    return index if spec.block is None else index // spec.block
+
+
+def visible_blocks(
+    operands: Operands, spec: Spec, queries: int, keys: int, q_block: int, k_block: int
+) -> BlockTable:
+    """The blocks to visit: those of the caller's table, or blocks of the given sizes."""
+    q_index, k_index, q_segments, k_segments = operands[:4]
+    if q_index is None and spec.block is not None:
+        q_index = default_q_index(spec, queries)
+    arrays = dict(q_index=q_index, k_index=k_index, q_segments=q_segments, k_segments=k_segments)
+    sizes = dict(queries=queries, keys=keys)
+    if (table := user_table(operands, spec)) is not None:
+        return restrict(table, spec.mask, **sizes, **arrays)
+    return from_mask(spec.mask, **sizes, **arrays, q_block=q_block, k_block=k_block)
+
+
+def unsupported_dtypes(q, k, v, *dtypes: str) -> str | None:
+    """The reason against q, k and v that are not all of one of `dtypes`, or None."""
+    names = {str(x.dtype) for x in (q, k, v)}
+    if any(names == {dtype} for dtype in dtypes):
+        return None
+    rule = " or all ".join(dtypes)
+    return f"q, k and v must all be {rule}, they are {', '.join(sorted(names))}"
+
+
+def unsupported_mask(spec: Spec) -> str | None:
+    """The reason against a mask that kernels cannot compute, or None."""
+    if spec.mask.arithmetic:
+        return None
+    return "the mask looks indices up in a long list; kernels compute masks from scalars"
+
+
+def unsupported_blocks(q, k, table: BlockTable | None, multiple: int) -> str | None:
+    """The reason against a table whose blocks are no multiple of `multiple`, or None.
+
+    A block that is alone may have any size.
+    """
+    if table is None:
+        return None
+    lengths = (q.shape[1], table.q_block), (k.shape[1], table.k_block)
+    for name, (length, block) in zip(("queries", "keys"), lengths, strict=True):
+        if length > block and block % multiple:
+            return f"blocks of {block} {name} are no multiple of {multiple}"
+    return None
 
 
 class Backend(NamedTuple):
@@ -116,7 +167,7 @@ class Backend(NamedTuple):
     module: str
     platforms: tuple[str, ...]
     portable: bool = False
-    by_name: bool = False  # only where it is asked for, or was measured on the device
+    by_name: bool = False  # runs only if it is named, or was measured on the device
     takes_d_lse: bool = True  # else its backward pass runs only where nothing depends on lse
 
     def load(self):
@@ -131,98 +182,157 @@ BACKENDS = {
     "mosaic_gpu": Backend("pallas_kernels.backends.mosaic_gpu.attention", ("cuda",), by_name=True),
     "cudnn": Backend("pallas_kernels.backends.cudnn", ("cuda",), by_name=True, takes_d_lse=False),
 }
-LANDMARK = {  # the same functions over `LandmarkOperands` and `LandmarkSpec`, without a bias
+LANDMARK = {
     "xla": Backend("pallas_kernels.backends.xla.landmark", ("cpu", "default"), portable=True),
     "tpu": Backend("pallas_kernels.backends.tpu.landmark", ("tpu",)),
     "triton": Backend("pallas_kernels.backends.triton.landmark", ("cuda",), by_name=True),
 }
 FAMILIES = {"flash": BACKENDS, "landmark_attention": LANDMARK}
 REFERENCE = "reference"  # dense, differentiated by JAX: for tests, chosen by name only
-ASKED, NO_D_LSE = "asked for by name", "it takes no cotangent of lse"
+BY_NAME, NO_D_LSE = "chosen by name", "it takes no cotangent of lse"
 UNMEASURED = (
     "{}: XLA's blockwise attention runs ({}): no kernel was measured on {} yet, which "
     "`python -m benchmarks.gpu.attention --keep` does once (docs/benchmarks.md)"
 )
 
 
-def choose(
-    name: str | None, q, k, v, operands, spec, family: str = "flash",
-    direction: str = "forward", d_lse: bool = False,
-):  # fmt: skip
-    """((platform, backend), ...) for `run`; an explicit name that cannot run raises its reason.
+@dataclass(frozen=True)
+class Explanation:
+    """One kind of attention call, the implementation that computes it here, and the reasons."""
 
-    Where several backends of a platform can, it is the one that was measured to be the fastest.
-    d_lse: the backward pass has a cotangent of lse. Any backend can go on from another's results.
+    call: str
+    kind: str | None  # of calls that are measured together (`pallas_kernels.measured`)
+    implementation: str
+    reasons: tuple[tuple[str, str], ...]  # of every implementation that was considered
+
+    def __str__(self) -> str:
+        marks = ((">" if name == self.implementation else " ") for name, _ in self.reasons)
+        lines = (f"  {m} {x:10} {y}" for m, (x, y) in zip(marks, self.reasons, strict=True))
+        return "\n".join([self.call, *lines])
+
+
+_explanations: contextvars.ContextVar[list | None] = contextvars.ContextVar(
+    "attention", default=None
+)
+
+
+def explain(function, *args, **options) -> list[Explanation]:
+    """Returns which implementation computes each attention call of a function, and why.
+
+        print(*explain(lambda q, k, v: flash(q, k, v, causal()), q, k, v), sep="\\n")
+
+    `function(*args, **options)` is traced and not run. Each different call is listed once; backward
+    passes are listed if the function differentiates. Functions that `jax.jit` has traced before are
+    not traced again: give the function under `jit`.
+
+    Args:
+      function: calls `flash`, `decode` or `landmark_attention`.
+      *args, **options: arrays, or their `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: no attention call was traced.
+    """
+    token = _explanations.set([])
+    try:
+        jax.eval_shape(lambda *x, **y: function(*x, **y), *args, **options)
+        explanations = _explanations.get()
+    finally:
+        _explanations.reset(token)
+    if not explanations:
+        raise ValueError(
+            "explain: the function traced no attention; one that jax.jit has traced before is not "
+            "traced again: give the function that is under jit, or call jax.clear_caches() first"
+        )
+    return list(dict.fromkeys(explanations))
+
+
+def choose(
+    name: str | None, q, k, v, operands, spec, direction: str = "forward", d_lse: bool = False
+):
+    """((platform, backend), ...) for `run`; a name that cannot run raises its reason.
+
+    Of the backends that can run on a platform, the one that was measured to be the fastest is
+    taken. Any backend can run the backward pass of another's results.
+
+    Args:
+      d_lse: whether the backward pass has a cotangent of lse.
     """
     inputs = q, k, v, operands, spec
-    kind = measured.kind(*inputs, family)
+    kind = measured.kind(*inputs)
     if name is not None:
-        choice, reasons = _explicit(name, inputs, family, d_lse)
+        choice, reasons = _explicit(name, inputs, d_lse)
     else:
-        choice, reasons = _fastest(measured.times(kind, direction), kind, inputs, family, d_lse)
-    note(inputs, kind, family, direction, dict(choice), reasons, _here())
-    return choice
+        choice, reasons = _fastest(measured.times(kind, direction), kind, inputs, d_lse)
+    if (explanations := _explanations.get()) is not None:
+        arrays = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", (q, k, v)))
+        suffix = f" ({kind})" if kind else ""
+        call = f"{spec.family} {direction}{suffix} on {platform()}: {arrays}"
+        implementation = choice.get(platform(), choice["default"])
+        explanations.append(Explanation(call, kind, implementation, tuple(reasons.items())))
+    return tuple(choice.items())
 
 
-def _fastest(times: dict[str, float], kind, inputs, family: str, d_lse: bool):
-    """The choice, and by backend why it is or is not taken; times: of those that were measured."""
-    backends, chosen, reasons = FAMILIES[family], {}, {}
+def _fastest(times: dict[str, float], kind, inputs, d_lse: bool):
+    """The choice, and why each backend is or is not taken; times: of those that were measured."""
+    backends, chosen, reasons = FAMILIES[inputs[-1].family], {}, {}
     for name in sorted(backends, key=lambda x: (times.get(x, math.inf), backends[x].portable)):
-        backend, took = backends[name], f"{times.get(name, 0.0):.3g} ms for a call like it"
+        backend, duration = backends[name], f"{times.get(name, 0.0):.3g} ms for a call like it"
         if backend.portable:
-            timed = ("cuda",) if name in times else ()  # what was slower is not asked any more
+            timed = ("cuda",) if name in times else ()  # slower backends are not considered
             chosen = dict.fromkeys((*backend.platforms, *timed), name) | chosen
-            reasons[name] = took if name in times else "it runs everywhere"
+            reasons[name] = duration if name in times else "it runs everywhere"
         elif backend.by_name and name not in times:
             reasons[name] = f"not measured here for {kind or 'float32'}"
         elif chosen.keys() >= set(backend.platforms):
-            reasons[name] = took if name in times else "another one is first"
+            reasons[name] = duration if name in times else "another one is first"
         elif d_lse and not backend.takes_d_lse:
             reasons[name] = NO_D_LSE
         elif reason := backend.load().unsupported(*inputs):
             reasons[name] = reason
         else:
             chosen = dict.fromkeys(backend.platforms, name) | chosen
-            reasons[name] = took if name in times else f"for {', '.join(backend.platforms)}"
-    _tell(times, kind, family, chosen, reasons)
-    return tuple(chosen.items()), reasons
+            reasons[name] = duration if name in times else f"for {', '.join(backend.platforms)}"
+    _log_choice(times, kind, inputs[-1].family, chosen, reasons)
+    return chosen, reasons
 
 
-def _tell(times: dict, kind, family: str, chosen: dict, reasons: dict) -> None:
-    """Says once on its platform that a better backend was refused, or that none was measured."""
-    here, backends = _here(), FAMILIES[family]
-    taken = chosen.get(here, chosen["default"])
-    if here == "cuda" and kind and not times:
-        _say_once(UNMEASURED.format(family, kind, tuning.device_kind()))
-    for name in itertools.takewhile(lambda name: name != taken, reasons):
+def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> None:
+    """Warns once on a platform if a better backend is refused, or if none was measured."""
+    current, backends = platform(), FAMILIES[family]
+    fastest = chosen.get(current, chosen["default"])
+    if current == "cuda" and kind and not times:
+        _warn_once(UNMEASURED.format(family, kind, tuning.device_kind()))
+    for name in itertools.takewhile(lambda name: name != fastest, reasons):
         known = name in times or not backends[name].by_name
-        if known and here in backends[name].platforms and reasons[name] != NO_D_LSE:
-            _say_once(f"{family}: not {name}, {reasons[name]}; {taken} runs")
+        if known and current in backends[name].platforms and reasons[name] != NO_D_LSE:
+            _warn_once(f"{family}: not {name}, {reasons[name]}; {fastest} runs")
 
 
-def _explicit(name: str, inputs, family: str, d_lse: bool):
+def _explicit(name: str, inputs, d_lse: bool):
+    """As `_fastest`, for a backend that the caller names."""
+    family = inputs[-1].family
     backends, call = FAMILIES[family], f"{family}(implementation={name!r})"
     if name not in backends:
         choices = ", ".join([*backends, REFERENCE])
         raise ValueError(f"{call}: unknown; choose one of {choices}")
-    backend, here = backends[name], _here()
+    backend, current = backends[name], platform()
     if backend.portable:
-        return tuple((platform, name) for platform in backend.platforms), {name: ASKED}
-    if here not in backend.platforms:
-        reason = f"it runs on {', '.join(backend.platforms)} and this process runs on {here}"
+        return dict.fromkeys(backend.platforms, name), {name: BY_NAME}
+    if current not in backend.platforms:
+        reason = f"it runs on {', '.join(backend.platforms)} and this process runs on {current}"
     else:
         reason = backend.load().unsupported(*inputs)
     if reason is not None:
         raise ValueError(f"{call}: {reason}; leave implementation out for the best one that can")
     if d_lse and not backend.takes_d_lse:
         portable = next(name for name, backend in backends.items() if backend.portable)
-        _say_once(f"{call}: a result depends on lse and {NO_D_LSE}; {portable} computes gradients")
-        return (("default", portable),), {name: NO_D_LSE, portable: "it runs everywhere"}
-    return (("default", name),), {name: ASKED}
+        _warn_once(f"{call}: a result depends on lse and {NO_D_LSE}; {portable} computes gradients")
+        return {"default": portable}, {name: NO_D_LSE, portable: "it runs everywhere"}
+    return {"default": name}, {name: BY_NAME}
 
 
-def _here() -> str:
-    """This process' platform, as programs that are lowered for it name it: "cuda", not "gpu"."""
+def platform() -> str:
+    """The platform of this process under the name that lowered programs use: "cuda", not "gpu"."""
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
@@ -230,24 +340,63 @@ def _here() -> str:
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     log.warning(message)
 
 
-def choose_and_run(direction: str, name: str | None, arrays, operands, spec, family: str = "flash"):
-    """`run` by the backends that `choose` takes for (q, k, v, ...); d_lse comes last, backwards."""
+def differentiable(forward: Callable, backward: Callable, name: str | None = None) -> Callable:
+    """Returns `attention(q, k, v, operands, static) -> (out, lse)` with a gradient rule.
+
+    Args:
+      forward: ((q, k, v), operands, static) -> (out, lse).
+      backward: ((q, k, v, out, lse, d_out, d_lse), operands, static) -> dq, dk, dv and the
+        cotangent of operands.bias; d_lse is None where nothing depends on lse.
+      name: of the residuals out and lse: a remat policy that saves it recomputes no attention.
+    """
+
+    def attention(q, k, v, operands, static):
+        return forward((q, k, v), operands, static)
+
+    def save(q, k, v, operands, static):
+        q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
+        out, lse = forward((q, k, v), operands, static)
+        if name is not None:
+            out, lse = (checkpoint_name(x, name) for x in (out, lse))
+        return (out, lse), (q, k, v, operands, out, lse)
+
+    def pull_back(static, residuals, cotangents):
+        q, k, v, operands, out, lse = residuals
+        d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+        d_out = jnp.zeros_like(out) if d_out is None else d_out
+        dq, dk, dv, d_bias = backward((q, k, v, out, lse, d_out, d_lse), operands, static)
+        if d_bias is not None:
+            d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
+        return dq, dk, dv, Operands(bias=d_bias)
+
+    attention = jax.custom_vjp(attention, nondiff_argnums=(4,))
+    attention.defvjp(save, pull_back, symbolic_zeros=True)
+    return attention
+
+
+def choose_and_run(direction: str, arrays, operands: Operands, static: tuple[str | None, Spec]):
+    """`run` by the backends that `choose` takes for (q, k, v, ...).
+
+    Args:
+      static: the name of the implementation or None, and the spec.
+    """
+    name, spec = static
     d_lse = direction == "backward" and arrays[-1] is not None
-    choice = choose(name, *arrays[:3], operands, spec, family, direction, d_lse)
-    return run(direction, choice, arrays, operands, spec, family)
+    choice = choose(name, *arrays[:3], operands, spec, direction, d_lse)
+    return run(direction, choice, arrays, operands, spec)
 
 
 # Compiled once per shape also when called outside jit, and traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("direction", "choice", "spec", "family"))
-def run(direction: str, choice, arrays, operands, spec, family: str = "flash"):
+@functools.partial(jax.jit, static_argnames=("direction", "choice", "spec"))
+def run(direction: str, choice, arrays, operands, spec):
     """`forward` or `backward` of the chosen backends, by the platform that the program is for."""
     branches = {
         platform: functools.partial(
-            getattr(FAMILIES[family][name].load(), direction), spec=spec, platform=platform
+            getattr(FAMILIES[spec.family][name].load(), direction), spec=spec, platform=platform
         )
         for platform, name in choice
     }

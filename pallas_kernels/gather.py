@@ -1,4 +1,4 @@
-"""Blocks of keys that are worth reading: summaries, scores, the best k, and their tokens.
+"""Selection of the best blocks of keys: summaries, scores, the best k, and their tokens.
 
 A block is summarised by one vector, such as its last key, the landmark. A query scores summaries
 instead of keys, and only the tokens of the best blocks are gathered.
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# What is gathered at a time stays below this many elements: 64 MB in float32.
+# At most this many elements are gathered at a time: 64 MB in float32.
 BUDGET = 2**24
-PER = ("token_and_head", "head_and_chunk", "chunk")
+SCOPES = ("token_and_head", "head_and_chunk", "chunk")
 # Scores count as equal if they differ by less than this share of |q| |summary|: rounding of float32
 # through some tens of layers moves them by 2^-16 of it, products of bfloat16 by 2^-12.
 TIE = 2.0**-12
@@ -26,7 +26,7 @@ TIE = 2.0**-12
 def best_blocks(
     q, summary, count: int, per: str = "token_and_head", *, is_query=None, exists=None, scale=1.0
 ):
-    """The `count` blocks whose summaries fit the queries best, by number: (ids, is_valid) [..., M].
+    """Returns (ids, is_valid) [..., M] of the `count` blocks whose summaries match queries best.
 
     Scores that differ by no more than rounding may make them differ count as equal, and of equal
     blocks the later ones are taken. Otherwise noise would choose between blocks whose summaries are
@@ -36,9 +36,9 @@ def best_blocks(
     Args:
       q: float [B, T, N, H].
       summary: float [B, C, K, H]; K divides N.
-      count: blocks wanted; M = min(count, C).
-      per: what chooses for itself, as in `pooled`.
-      is_query: bool [B, T], queries that count; all if None.
+      count: number of blocks; M = min(count, C).
+      per: the scope of a choice, as in `pooled`.
+      is_query: bool [B, T], queries that are no padding; all if None.
       exists: bool [B, C], blocks that may be taken; all if None.
       scale: of the products, which matters where scores go through a softmax.
 
@@ -90,7 +90,7 @@ def scores(q, summary):
 
 
 def pooled(x, per: str, is_query=None, exists=None):
-    """Scores [B, T, N, C] of one choice for many queries.
+    """Returns scores [B, T, N, C] pooled over the queries that share a choice.
 
     "token_and_head": as they are. "head_and_chunk": [B, N, C], the logarithm of a softmax over
     blocks, the largest over the chunk's tokens (Landmark attention's offloaded cache). "chunk":
@@ -98,8 +98,8 @@ def pooled(x, per: str, is_query=None, exists=None):
 
     Only queries of is_query bool [B, T] and blocks of exists bool [B, C] count.
     """
-    if per not in PER:
-        raise ValueError(f"pooled(per={per!r}): choose one of {', '.join(PER)}")
+    if per not in SCOPES:
+        raise ValueError(f"pooled(per={per!r}): choose one of {', '.join(SCOPES)}")
     if per == "token_and_head":
         return x
     is_query = jnp.ones(x.shape[:2], bool) if is_query is None else is_query
@@ -113,7 +113,7 @@ def pooled(x, per: str, is_query=None, exists=None):
 
 
 def best(x, count: int, exists=None, forced=None, margin=0.0):
-    """The `count` blocks of the highest scores [..., C], by number: (ids, is_valid) [..., M].
+    """Returns (ids, is_valid) [..., M] of the `count` blocks with the highest scores [..., C].
 
     M = min(count, C). ids are ascending; where fewer blocks exist, the rest are not valid and
     have id 0. exists, forced bool, broadcastable to x: blocks that may, and that must be taken.
@@ -152,13 +152,15 @@ def tokens(x, slots):
 
 
 def by_query(run: Callable[[Any], Any], arrays, elements: int):
-    """`run` of every query: arrays [B, T, ...] -> results [B, T, ...], a few queries at a time.
+    """Returns `run` of every query, arrays [B, T, ...] -> [B, T, ...], a few queries at a time.
 
-    run takes and gives arrays [B, ...]. `elements` is what it gathers for one query of the whole
-    batch; together they stay below `BUDGET`, or one query at a time goes.
+    Args:
+      run: a function from arrays [B, ...] to arrays [B, ...].
+      elements: the number that it gathers for one query of the whole batch; as many queries run
+        together as stay below `BUDGET`, at least one.
     """
-    some = max(1, BUDGET // max(1, elements))
+    num_queries = max(1, BUDGET // max(1, elements))
     first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
     length = jax.tree.leaves(first)[0].shape[0]
-    results = lax.map(run, first, batch_size=min(some, length))
+    results = lax.map(run, first, batch_size=min(num_queries, length))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), results)

@@ -8,30 +8,36 @@ the ordinary tokens of that block by a second softmax:
     a = softmax over {own ordinary tokens j <= i} and {landmarks of older blocks} of s_ij
     out_i = sum_own a_j v_j + sum_blocks a_landmark(b) sum_{j in b} softmax_{j in b}(s_ij) v_j
 
-The own block is ordinary attention. Older blocks are walked once, O(T) memory: their outer softmax
-is running (Milakov and Gimelshein 2018), the inner one needs no more than the block at hand.
+The own block is ordinary attention. Older blocks are visited once, in O(T) memory: their outer
+softmax is running (Milakov and Gimelshein 2018), and the inner one needs a single block.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels import dispatch
-from pallas_kernels._checks import check_arrays, check_places, check_scale
-from pallas_kernels._meshes import on_any_mesh
-from pallas_kernels.dispatch import LandmarkOperands, LandmarkSpec, Operands
+from pallas_kernels.arguments import check_arrays, on_any_mesh
+from pallas_kernels.dispatch import Operands, Spec
 from pallas_kernels.flash import flash
 from pallas_kernels.masks import Mask, causal, chunks, tail_of, window
-from pallas_kernels.merging import merge
+from pallas_kernels.online_softmax import merge
 from pallas_kernels.sharded import Layout, gathered
-from pallas_kernels.tables import from_mask
 
-OLDER = causal() & ~window(1)  # of numbers of blocks: those before the query's own
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+OLDER = causal() & ~window(1)  # of block numbers: the blocks before the query's own
+
+
+def older_spec(block: int, scale: float) -> Spec:
+    """The static part of the grouped softmax over older blocks."""
+    return Spec(OLDER, float(scale), block=block)
 
 
 def own_block(block: int) -> Mask:
@@ -41,53 +47,58 @@ def own_block(block: int) -> Mask:
 
 @on_any_mesh
 def landmark_attention(
-    q,
-    k,
-    v,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
     block: int,
     *,
     scale: float | None = None,
-    q_index=None,
-    k_index=None,
-    q_segments=None,
-    k_segments=None,
+    q_index: Int[Array, "*B T"] | None = None,
+    k_index: Int[Array, "*B S"] | None = None,
+    q_segments: Int[Array, "B T"] | None = None,
+    k_segments: Int[Array, "B S"] | None = None,
     layout: Layout | None = None,
     implementation: str | None = None,
-):
-    """(out [B, T, N, Hv], lse float32 [B, T, N]) of the grouped softmax, both differentiable.
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns attention with the grouped softmax, and the log-sum-exp of its outer softmax.
 
-    q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv] with N a multiple of K. lse is that of the outer
-    softmax. The landmark of a block is its last token: order index p with p % block == block - 1.
+    The landmark of a block is its last token: order index p with p % block == block - 1.
 
-    block: tokens of a block, the landmark included.
-    q_index [T] or [B, T], k_index [S] or [B, S]: places in the own document, by default 0, 1, ...
-        Older blocks have to stand in consecutive keys; one whose start is not there is not seen.
-    q_segments int [B, T], k_segments int [B, S]: documents; 0 is padding.
-    layout: as in `flash`; keys of a length that is cut are gathered, and must lie in order.
-    implementation: as in `flash`: a name of `pallas_kernels.dispatch.LANDMARK`, "reference" (dense,
-        for tests), or None for the best one on this platform.
+    Args:
+      q: queries; N is a multiple of K.
+      k: keys.
+      v: values.
+      block: tokens of a block, the landmark included.
+      scale: None means H ** -0.5.
+      q_index, k_index: order indices within the document, of all rows or of each, by default
+        0, 1, ... The keys of an older block have to be consecutive; a block whose first key is
+        missing is not seen.
+      q_segments, k_segments: documents; 0 is padding.
+      layout: as in `flash`; keys of a split length are gathered, and must be in order.
+      implementation: as in `flash`: a name of `pallas_kernels.dispatch.LANDMARK`, "reference"
+        (dense, for tests), or None for the platform's default.
+
+    Returns:
+      out in q's dtype and lse in float32, both differentiable.
     """
-    check_arrays("landmark_attention", q, k, v)
-    check_places("landmark_attention", q, k, q_index, k_index, q_segments, k_segments)
-    check_scale("landmark_attention", scale)
+    positions = dict(q_index=q_index, k_index=k_index)
+    positions |= dict(q_segments=q_segments, k_segments=k_segments)
+    check_arrays("landmark_attention", q, k, v, scale, **positions)
     if isinstance(block, jax.Array) or block < 2:
         raise ValueError(
             f"landmark_attention: block={block} must be an integer of at least 2: a token and its "
             "landmark"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    places = {
-        "q_index": q_index, "k_index": k_index, "q_segments": q_segments, "k_segments": k_segments
-    }  # fmt: skip
     if layout is not None:
         run = functools.partial(_of_operands, block, scale, implementation)
-        rows = [None if x is None else jnp.atleast_2d(jnp.asarray(x)) for x in places.values()]
+        rows = [None if x is None else jnp.atleast_2d(jnp.asarray(x)) for x in positions.values()]
         return gathered(run, q, k, v, Operands(*rows), layout)
     if implementation == "reference":
         rows = *_rows(q_index, q_segments, q), *_rows(k_index, k_segments, k)
         return _dense(q, k, v, *rows, block=block, scale=scale)
     options = {"scale": scale, "implementation": implementation}
-    own = functools.partial(flash, q, k, v, own_block(block), **places, **options)
+    own = functools.partial(flash, q, k, v, own_block(block), **positions, **options)
     if k.shape[1] < block or 0 in q.shape[:2]:
         return own()
     if k_index is None and k_segments is None:
@@ -105,38 +116,26 @@ def landmark_attention(
 
 
 def _of_operands(block: int, scale: float, implementation, q, k, v, operands: Operands):
-    places = dict(zip(Operands._fields[:4], operands[:4], strict=True))
-    return landmark_attention(q, k, v, block, scale=scale, implementation=implementation, **places)
+    positions = dict(zip(Operands._fields[:4], operands[:4], strict=True))
+    options = dict(scale=scale, implementation=implementation)
+    return landmark_attention(q, k, v, block, **positions, **options)
 
 
 def older_blocks(
     q, k, v, block: int, *, scale: float, q_numbers=None, k_numbers=None,
     q_segments=None, k_segments=None, implementation: str | None = None,
 ):  # fmt: skip
-    """The part of `landmark_attention` that falls on blocks numbered below the query's own.
+    """Returns the partial attention of `landmark_attention` over blocks before the query's own.
 
-    k [B, C * block, K, H], v likewise: C whole blocks. q_numbers [B, T] and k_numbers [B, C] number
-    the blocks within their document (None: t // block and 0, 1, ...); k_segments is [B, C].
-    implementation: as in `landmark_attention`, without the dense form.
+    Args:
+      k, v: C whole blocks, [B, C * block, K, H] and [B, C * block, K, Hv].
+      q_numbers, k_numbers: int [B, T] and [B, C], numbers of blocks within their document; None
+        stands for t // block and 0, 1, ...
+      k_segments: int [B, C].
+      implementation: as in `landmark_attention`, without "reference".
     """
-    operands = LandmarkOperands(q_numbers, k_numbers, q_segments, k_segments)
-    spec = LandmarkSpec(block, float(scale))
-    return _older(q, k, v, operands, spec, implementation)
-
-
-def older_table(operands: LandmarkOperands, block: int, queries: int, keys: int, **blocks):
-    """Which of `keys` landmark blocks each block of queries visits; blocks: q_block and k_block."""
-    index = operands.q_numbers
-    return from_mask(
-        OLDER,
-        queries=queries,
-        keys=keys,
-        q_index=np.arange(queries, dtype=np.int32)[None] // block if index is None else index,
-        k_index=operands.k_numbers,
-        q_segments=operands.q_segments,
-        k_segments=operands.k_segments,
-        **blocks,
-    )
+    operands = Operands(q_numbers, k_numbers, q_segments, k_segments)
+    return _older(q, k, v, operands, (implementation, older_spec(block, scale)))
 
 
 def _rows(index, segments, k):
@@ -171,14 +170,14 @@ def _complete_blocks(k, v, index, segments, block: int):
     back = jnp.where(close < length, rank * block + offset, count * block)
     numbers = jnp.take_along_axis(index, jnp.minimum(ends, length - 1), 1) // block
     of_end = jnp.take_along_axis(segments, jnp.minimum(ends, length - 1), 1)
-    kept = jnp.where(ends < length, of_end, 0)
-    return _moved(k, slots, back), _moved(v, slots, back), numbers, kept
+    k_segments = jnp.where(ends < length, of_end, 0)
+    return _gather(k, slots, back), _gather(v, slots, back), numbers, k_segments
 
 
 def _closing(index, segments, block: int):
-    """Which tokens close a block that is there as a whole, and where that of each token closes.
+    """Which tokens are the last of a complete block, and the index of the last token of each block.
 
-    bool and int32 [B, S]; S for tokens of an open block and for padding.
+    bool and int32 [B, S]; S for tokens of an incomplete block and for padding.
     """
     length, offset = index.shape[1], index % block
     at = jnp.arange(length, dtype=jnp.int32)
@@ -189,7 +188,7 @@ def _closing(index, segments, block: int):
 
 
 @jax.custom_vjp
-def _moved(x, slots, back):
+def _gather(x, slots, back):
     """x [B, S, ...] -> [B, M, ...]: x[slots], 0 where slots is S; `back` is the inverse map.
 
     With it the gradient is a gather too: no scatter, whose order of sums could vary.
@@ -198,32 +197,16 @@ def _moved(x, slots, back):
     return jax.vmap(take)(x, slots)
 
 
-_moved.defvjp(
-    lambda x, slots, back: (_moved(x, slots, back), (slots, back)),
-    lambda saved, dy: (_moved(dy, saved[1], saved[0]), None, None),
+_gather.defvjp(
+    lambda x, slots, back: (_gather(x, slots, back), (slots, back)),
+    lambda saved, dy: (_gather(dy, saved[1], saved[0]), None, None),
 )
 
 
-_run = functools.partial(dispatch.choose_and_run, family="landmark_attention")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _older(q, k, v, operands, spec, implementation):
-    return _run("forward", implementation, (q, k, v), operands, spec)
-
-
-def _older_forward(q, k, v, operands, spec, implementation):
-    out, lse = _older(q, k, v, operands, spec, implementation)
-    return (out, lse), (q, k, v, operands, out, lse)
-
-
-def _older_backward(spec, implementation, saved, cotangents):
-    q, k, v, operands, out, lse = saved
-    arrays = (q, k, v, out, lse, *cotangents)
-    return *_run("backward", implementation, arrays, operands, spec), None
-
-
-_older.defvjp(_older_forward, _older_backward)
+_older = dispatch.differentiable(
+    functools.partial(dispatch.choose_and_run, "forward"),
+    functools.partial(dispatch.choose_and_run, "backward"),
+)
 
 
 def _dense(q, k, v, q_index, q_segments, k_index, k_segments, *, block: int, scale: float):

@@ -1,25 +1,37 @@
-"""Lazy masks: who may see whom, asked of elements or of whole blocks.
+"""Masks: which keys a query sees, as expressions that kernels test per element or per block.
 
-A mask is a frozen, hashable expression over *order indices*, the places of a query and a key in
-their document. It is never materialised for a whole sequence. Kernels ask it two questions:
+A mask is a frozen, hashable expression over *order indices*, the positions of a query and a key
+in their document. It is never materialised for a whole sequence. A mask has two methods:
 
-- `element(q, k)`: is key `k` visible to query `q`? Elementwise over broadcastable integer arrays.
-- `bounds(q_lo, q_hi, k_lo, k_hi) -> (any, all)`: may some pair of the block be visible, and are
-  all of them? Interval ends are inclusive. The answer is conservative: `any` may be true for an
-  empty block and `all` false for a full one, never the other way round.
+- `element(q, k)`: whether key `k` is visible to query `q`, elementwise over broadcastable integer
+  arrays.
+- `bounds(q_lo, q_hi, k_lo, k_hi) -> (any, all)`: whether some pair of the block may be visible, and
+  whether all pairs are. Interval ends are inclusive. The result is conservative: `any` may be true
+  for an empty block and `all` false for a full one, never the other way round.
 
 Masks combine with `&`, `|` and `~`; `per_head` gives query heads masks of their own. A mask that
-depends on `q - k` only is `shift_invariant`. All answers use only integer arithmetic, so the same
-code runs on Python integers, NumPy arrays (at trace time) and traced JAX arrays.
+depends on `q - k` only is `shift_invariant`.
+
+Both methods use integer arithmetic and comparison alone, so one formula serves Python integers,
+NumPy arrays (at trace time) and traced JAX arrays, and runs inside kernels. `//` and `%` round down
+in all of them, so indices below 0 (queries before every key) need no special case. `0 * x` widens
+a result about keys alone to the queries' shape: as integers, because some compilers cannot
+broadcast booleans. A kernel's body cannot hold arrays of its own, so for traced indices a short
+list is unrolled into comparisons with scalars; a long one is looked up, and `arithmetic` is false.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-from pallas_kernels import atoms, lists
-from pallas_kernels.algebra import And, Mask, Not, Or, PerHead, by_heads
-from pallas_kernels.atoms import integer
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 __all__ = [
     "And", "Mask", "Not", "Or", "PerHead", "band", "by_heads", "causal", "chunk_distance", "chunks",
@@ -27,25 +39,524 @@ __all__ = [
     "random_blocks", "since_chunk", "stride", "tail_of", "window",
 ]  # fmt: skip
 
+UNROLLED = 128  # longest list that is unrolled
+# A table of random blocks is summed over rectangles up to this many cells (16 MB).
+SUMMED_CELLS = 2**22
+NO_BLOCK = -(2**31)  # no key has this block
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Base of all masks; subclasses define `element`, `bounds` and `shift_invariant`.
+
+    `element` and `bounds` return flags of the full broadcast shape of the queries and the keys,
+    also where only one of the two matters.
+    """
+
+    def element(self, q, k):
+        """Whether the query with order index q sees the key with order index k."""
+        raise NotImplementedError(f"{type(self).__name__} has no element test")
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        """(any, all) over the queries from q_lo to q_hi and the keys from k_lo to k_hi.
+
+        Where a flag is not known, `any` is true and `all` is false.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no bounds of a block")
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether the mask depends on `q - k` only, so that any common origin serves."""
+        return False
+
+    @property
+    def arithmetic(self) -> bool:
+        """Whether `element` is integer arithmetic with scalars, as a kernel's body must be.
+
+        A long list of indices or blocks is looked up in an array instead.
+        """
+        return True
+
+    # A mask of several heads combines part by part: its own reflected operators do that.
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other) if _single(other) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other) if _single(other) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self):
+        raise TypeError(
+            "a mask is neither true nor false: `a and b` is b alone; combine masks with &, | and ~"
+        )
+
+
+def _single(other) -> bool:
+    return isinstance(other, Mask) and not isinstance(other, PerHead)
+
+
+@dataclass(frozen=True)
+class _Pair(Mask):
+    left: Mask
+    right: Mask
+
+    @staticmethod
+    def combine(a, b):
+        raise NotImplementedError
+
+    @property
+    def shift_invariant(self) -> bool:
+        return self.left.shift_invariant and self.right.shift_invariant
+
+    @property
+    def arithmetic(self) -> bool:
+        return self.left.arithmetic and self.right.arithmetic
+
+    def element(self, q, k):
+        return self.combine(self.left.element(q, k), self.right.element(q, k))
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        bounds = (mask.bounds(q_lo, q_hi, k_lo, k_hi) for mask in (self.left, self.right))
+        return tuple(self.combine(a, b) for a, b in zip(*bounds, strict=True))
+
+
+class And(_Pair):
+    """Visible in both masks."""
+
+    combine = staticmethod(operator.and_)
+
+
+class Or(_Pair):
+    """Visible in at least one of the masks."""
+
+    combine = staticmethod(operator.or_)
+
+
+@dataclass(frozen=True)
+class Not(Mask):
+    """Visible exactly where the inner mask hides."""
+
+    inner: Mask
+
+    @property
+    def shift_invariant(self) -> bool:
+        return self.inner.shift_invariant
+
+    @property
+    def arithmetic(self) -> bool:
+        return self.inner.arithmetic
+
+    # `x ^ True` is logical "not" for Python bools too, where `~True` would be -2.
+    def element(self, q, k):
+        return self.inner.element(q, k) ^ True
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        some, whole = self.inner.bounds(q_lo, q_hi, k_lo, k_hi)
+        return whole ^ True, some ^ True
+
+
+@dataclass(frozen=True)
+class PerHead(Mask):
+    """Different masks for consecutive groups of query heads: `parts` of (mask, heads).
+
+    `element` and `bounds` raise a TypeError; `by_heads` returns the parts, each of which is an
+    ordinary mask.
+    """
+
+    parts: tuple[tuple[Mask, int], ...]
+
+    def __post_init__(self):
+        for mask, heads in self.parts:
+            if not _single(mask):
+                raise ValueError(f"per_head: {mask!r} is no mask of one head; give (mask, heads)")
+            if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+                raise ValueError(
+                    f"per_head: a part of {heads!r} heads; the number must be an integer of at "
+                    "least 1"
+                )
+        if not self.parts:
+            raise ValueError("per_head(): give at least one (mask, heads)")
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads that the parts cover."""
+        return sum(heads for _, heads in self.parts)
+
+    @property
+    def shift_invariant(self) -> bool:
+        return all(mask.shift_invariant for mask, _ in self.parts)
+
+    @property
+    def arithmetic(self) -> bool:
+        return all(mask.arithmetic for mask, _ in self.parts)
+
+    def element(self, q, k):
+        raise TypeError("a mask per head has no single element test; take its parts by_heads()")
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        raise TypeError("a mask per head has no single bounds; take its parts by_heads()")
+
+    def __and__(self, other):
+        return self._combine(other, lambda a, b: a & b)
+
+    def __rand__(self, other):
+        return self._combine(other, lambda a, b: b & a)
+
+    def __or__(self, other):
+        return self._combine(other, lambda a, b: a | b)
+
+    def __ror__(self, other):
+        return self._combine(other, lambda a, b: b | a)
+
+    def __invert__(self):
+        return PerHead(tuple((~mask, heads) for mask, heads in self.parts))
+
+    def _combine(self, other, join: Callable[[Mask, Mask], Mask]):
+        if not isinstance(other, Mask):
+            return NotImplemented
+        others = by_heads(other, self.heads)
+        ends = [list(accumulate(heads for _, heads in parts)) for parts in (self.parts, others)]
+        parts, start, i, j = [], 0, 0, 0
+        while start < self.heads:
+            stop = min(ends[0][i], ends[1][j])
+            parts.append((join(self.parts[i][0], others[j][0]), stop - start))
+            i, j, start = i + (stop == ends[0][i]), j + (stop == ends[1][j]), stop
+        return PerHead(tuple(parts))
+
+
+def by_heads(mask: Mask, heads: int) -> tuple[tuple[Mask, int], ...]:
+    """(mask, number of heads) of consecutive query heads; one part unless masks differ by head."""
+    if not isinstance(mask, PerHead):
+        return ((mask, heads),)
+    if mask.heads != heads:
+        raise ValueError(
+            f"per_head: the parts cover {mask.heads} query heads and are used with {heads}; "
+            "the numbers must agree"
+        )
+    return mask.parts
+
+
+def integer(name: str, value, least: int | None = None) -> int:
+    """`value` as an int of at least `least`, or an error that names the argument."""
+    rule = "an integer" if least is None else f"an integer of at least {least}"
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        raise ValueError(f"{name} is {value!r}, must be {rule}")
+    return number
+
+
+def floor_divide(x, n: int):
+    """x // n; JAX's own form needs `sign`, which the TPU compiler lowers only on a TPU."""
+    return lax.div(x - x % n, jnp.asarray(n, x.dtype)) if isinstance(x, jax.Array) else x // n
+
+
+class Invariant(Mask):
+    """Masks that depend on `q - k` only."""
+
+    @property
+    def shift_invariant(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Everything(Invariant):
+    """Every key is visible to every query."""
+
+    def element(self, q, k):
+        return 0 * q + 0 * k == 0
+
+    # Known without knowing the indices: NumPy, so that tables stay static for traced indices.
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        whole = np.ones(np.broadcast_shapes(np.shape(q_lo), np.shape(k_lo)), bool)
+        return whole, whole
+
+
+@dataclass(frozen=True)
+class Nothing(Invariant):
+    """No key is visible to any query."""
+
+    def element(self, q, k):
+        return 0 * q + 0 * k != 0
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        none = np.zeros(np.broadcast_shapes(np.shape(q_lo), np.shape(k_lo)), bool)
+        return none, none
+
+
+@dataclass(frozen=True)
+class Causal(Invariant):
+    """A key is visible to queries at or after it: `k <= q`."""
+
+    def element(self, q, k):
+        return k <= q
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        return k_lo <= q_hi, k_hi <= q_lo
+
+
+@dataclass(frozen=True)
+class Window(Invariant):
+    """A key is visible while it is less than `size` behind the query: `q - k < size`."""
+
+    size: int
+
+    def element(self, q, k):
+        return q - k < self.size
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        return q_lo - k_hi < self.size, q_hi - k_lo < self.size
+
+
+@dataclass(frozen=True)
+class Band(Invariant):
+    """`low <= q - k <= high`."""
+
+    low: int
+    high: int
+
+    def element(self, q, k):
+        return (q - k >= self.low) & (q - k <= self.high)
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        least, most = q_lo - k_hi, q_hi - k_lo
+        some = (most >= self.low) & (least <= self.high)
+        return some, (least >= self.low) & (most <= self.high)
+
+
+@dataclass(frozen=True)
+class Stride(Invariant):
+    """`(q - k) % step == 0`."""
+
+    step: int
+
+    def element(self, q, k):
+        return q % self.step == k % self.step  # divides rows and columns, not their pairs
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        least, most = q_lo - k_hi, q_hi - k_lo
+        some = most // self.step * self.step >= least
+        return some, some & ((most == least) | (self.step == 1))
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """`k < size`."""
+
+    size: int
+
+    def element(self, q, k):
+        return k + 0 * q < self.size
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        return k_lo + 0 * q_lo < self.size, k_hi + 0 * q_lo < self.size
+
+
+@dataclass(frozen=True)
+class ChunkDistance(Mask):
+    """`low <= (q + shift) // size - (k + shift) // size <= high`; None leaves `high` open."""
+
+    size: int
+    low: int
+    high: int | None
+    shift: int
+
+    def _within(self, least, most):
+        """(whether some difference from least to most is in the range, whether all are)."""
+        some, whole = most >= self.low, least >= self.low
+        if self.high is None:
+            return some, whole
+        return some & (least <= self.high), whole & (most <= self.high)
+
+    def element(self, q, k):
+        q, k = (floor_divide(x + self.shift, self.size) for x in (q, k))
+        distance = q - k
+        return self._within(distance, distance)[0]
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        q_lo, q_hi, k_lo, k_hi = ((x + self.shift) // self.size for x in (q_lo, q_hi, k_lo, k_hi))
+        return self._within(q_lo - k_hi, q_hi - k_lo)
+
+
+@dataclass(frozen=True)
+class TailOf(Mask):
+    """The last `count` keys of every stretch of `size`: `k % size >= size - count`."""
+
+    size: int
+    count: int
+
+    def element(self, q, k):
+        return k % self.size + 0 * q >= self.size - self.count
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        k_lo, k_hi, start = k_lo + 0 * q_lo, k_hi + 0 * q_lo, self.size - self.count
+        crossing = k_lo // self.size != k_hi // self.size  # then the last of a stretch is inside
+        some = crossing | (k_hi % self.size >= start)
+        return some, (crossing ^ True | (start == 0)) & (k_lo % self.size >= start)
+
+
+@dataclass(frozen=True)
+class SinceChunk(Mask):
+    """`k >= c(q) - recent`, c(q) being the first index of the chunk that q is in."""
+
+    stride: int
+    first: int
+    recent: int
+
+    def _chunk(self, q):
+        return (q >= self.first) * (q - (q - self.first) % self.stride)
+
+    def element(self, q, k):
+        return k >= self._chunk(q) - self.recent
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        return self.element(q_lo, k_hi), self.element(q_hi, k_lo)
+
+
+def _count_up_to(values: tuple[int, ...], x, side: str = "right"):
+    """The number of the sorted `values` at most x ("right") or below x ("left")."""
+    if not isinstance(x, jax.Array):
+        return np.searchsorted(np.asarray(values, np.int64), x, side=side)
+    if len(values) > UNROLLED:
+        return jnp.searchsorted(jnp.asarray(values, x.dtype), x, side=side)
+    flags = (x >= v if side == "right" else x > v for v in values)
+    return sum((flag.astype(x.dtype) for flag in flags), 0 * x)
+
+
+def _pick(values: tuple[int, ...], i, default: int):
+    """values[i], or `default` where i is out of range."""
+    if isinstance(i, jax.Array) and len(values) <= UNROLLED:
+        picked = jnp.full_like(i, default)
+        for index, value in enumerate(values):
+            picked = jnp.where(i == index, value, picked)
+        return picked
+    xp = jnp if isinstance(i, jax.Array) else np
+    inside = (i >= 0) & (i < len(values))
+    return xp.where(inside, xp.asarray(values, np.int32)[xp.clip(i, 0, len(values) - 1)], default)
+
+
+@dataclass(frozen=True)
+class _Listed(Mask):
+    indices: tuple[int, ...]
+
+    @property
+    def arithmetic(self) -> bool:
+        return len(self.indices) <= UNROLLED
+
+    def _inside(self, lo, hi):
+        """The number of listed indices from lo to hi."""
+        return _count_up_to(self.indices, hi) - _count_up_to(self.indices, lo, "left")
+
+
+@dataclass(frozen=True)
+class KeysIn(_Listed):
+    """The listed keys, for every query."""
+
+    def element(self, q, k):
+        return self._inside(k, k) + 0 * q > 0
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        count = self._inside(k_lo, k_hi) + 0 * q_lo
+        return count > 0, count > k_hi - k_lo
+
+
+@dataclass(frozen=True)
+class QueriesIn(_Listed):
+    """All keys, for the listed queries."""
+
+    def element(self, q, k):
+        return self._inside(q, q) + 0 * k > 0
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        count = self._inside(q_lo, q_hi) + 0 * k_lo
+        return count > 0, count > q_hi - q_lo
+
+
+@dataclass(frozen=True)
+class Documents(_Listed):
+    """The same document, where documents begin at the listed indices."""
+
+    def element(self, q, k):
+        return _count_up_to(self.indices, q) == _count_up_to(self.indices, k)
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        q_lo, q_hi, k_lo, k_hi = (_count_up_to(self.indices, x) for x in (q_lo, q_hi, k_lo, k_hi))
+        return (q_lo <= k_hi) & (k_lo <= q_hi), (q_lo == k_hi) & (q_hi == k_lo)
+
+
+@dataclass(frozen=True)
+class RandomBlocks(Mask):
+    """Key blocks listed for each block of queries: `k // block in table[q // block]`."""
+
+    block: int
+    table: tuple[tuple[int, ...], ...]
+
+    @property
+    def arithmetic(self) -> bool:
+        return len(self.table) <= UNROLLED
+
+    @functools.cached_property
+    def _columns(self) -> tuple[tuple[int, ...], ...]:
+        width = max(map(len, self.table), default=0)
+        return tuple(zip(*(row + (NO_BLOCK,) * (width - len(row)) for row in self.table)))
+
+    @functools.cached_property
+    def _sums(self) -> np.ndarray | None:
+        """sums[i, j]: listed pairs of query blocks below i and key blocks below j."""
+        rows, columns = (
+            len(self.table),
+            1 + max((max(r, default=-1) for r in self.table), default=-1),
+        )
+        if (rows + 1) * (columns + 1) > SUMMED_CELLS:
+            return None
+        sums = np.zeros((rows + 1, columns + 1), np.int32)
+        for i, row in enumerate(self.table):
+            sums[i + 1, np.asarray(row, np.int64) + 1] = 1
+        return sums.cumsum(0, dtype=np.int32).cumsum(1, dtype=np.int32)
+
+    def element(self, q, k):
+        q, k = floor_divide(q, self.block), floor_divide(k, self.block)
+        seen = 0 * q + 0 * k != 0
+        for column in self._columns:
+            seen = seen | (_pick(column, q, NO_BLOCK) == k)
+        return seen
+
+    def bounds(self, q_lo, q_hi, k_lo, k_hi):
+        q_lo, q_hi, k_lo, k_hi = (x // self.block for x in (q_lo, q_hi, k_lo, k_hi))
+        if self._sums is None:  # too large to sum: any block of the table may be listed
+            some = (q_hi >= 0) & (q_lo < len(self.table)) & (k_hi + 0 * q_lo >= 0)
+            return some, some & (0 * q_lo != 0)
+        traced = any(isinstance(x, jax.Array) for x in (q_lo, q_hi, k_lo, k_hi))
+        xp, rows, columns = (jnp if traced else np), *(n - 1 for n in self._sums.shape)
+        sums = xp.asarray(self._sums)
+        i, j = xp.clip(q_lo, 0, rows), xp.clip(k_lo, 0, columns)
+        m, n = xp.clip(q_hi + 1, 0, rows), xp.clip(k_hi + 1, 0, columns)
+        count = sums[m, n] - sums[i, n] - sums[m, j] + sums[i, j]
+        return count > 0, count == (q_hi - q_lo + 1) * (k_hi - k_lo + 1)
+
 
 def everything() -> Mask:
     """All keys."""
-    return atoms.Everything()
+    return Everything()
 
 
 def nothing() -> Mask:
     """No keys."""
-    return atoms.Nothing()
+    return Nothing()
 
 
 def causal() -> Mask:
     """Keys at or before the query: `k <= q`."""
-    return atoms.Causal()
+    return Causal()
 
 
 def window(size: int) -> Mask:
     """Keys less than `size` behind the query, and all keys ahead of it: `q - k < size`."""
-    return atoms.Window(integer("window: size", size, 1))
+    return Window(integer("window: size", size, 1))
 
 
 def band(low: int, high: int) -> Mask:
@@ -55,7 +566,7 @@ def band(low: int, high: int) -> Mask:
     (Longformer, Beltagy et al. 2020, sec. 3.1).
     """
     low = integer("band: low", low)
-    return atoms.Band(low, integer("band: high", high, low))
+    return Band(low, integer("band: high", high, low))
 
 
 def stride(n: int) -> Mask:
@@ -63,7 +574,7 @@ def stride(n: int) -> Mask:
 
     The strided pattern of the Sparse Transformer (Child et al. 2019, sec. 4.3).
     """
-    return atoms.Stride(integer("stride: n", n, 1))
+    return Stride(integer("stride: n", n, 1))
 
 
 def tail_of(n: int, c: int) -> Mask:
@@ -74,12 +585,12 @@ def tail_of(n: int, c: int) -> Mask:
     n, c = integer("tail_of: n", n, 1), integer("tail_of: c", c, 1)
     if c > n:
         raise ValueError(f"tail_of({n}, {c}): c must not exceed n; at most {n}")
-    return atoms.TailOf(n, c)
+    return TailOf(n, c)
 
 
 def prefix(n: int) -> Mask:
     """The first `n` keys, such as attention sinks: `k < n`."""
-    return atoms.Prefix(integer("prefix: n", n, 0))
+    return Prefix(integer("prefix: n", n, 0))
 
 
 def chunks(size: int, shift: int = 0) -> Mask:
@@ -94,7 +605,7 @@ def chunk_distance(size: int, low: int, high: int | None = None, shift: int = 0)
     """
     size, low = integer("chunk_distance: size", size, 1), integer("chunk_distance: low", low)
     high = None if high is None else integer("chunk_distance: high", high, low)
-    return atoms.ChunkDistance(size, low, high, integer("chunk_distance: shift", shift))
+    return ChunkDistance(size, low, high, integer("chunk_distance: shift", shift))
 
 
 def since_chunk(stride: int, first: int, recent: int) -> Mask:
@@ -104,7 +615,7 @@ def since_chunk(stride: int, first: int, recent: int) -> Mask:
     q < first and first + (q - first) // stride * stride after it. The parallel form of a cache
     that keeps the `recent` last keys between chunks (StreamingLLM, Xiao et al. 2023).
     """
-    return atoms.SinceChunk(
+    return SinceChunk(
         integer("since_chunk: stride", stride, 1),
         integer("since_chunk: first", first, 0),
         integer("since_chunk: recent", recent, 0),
@@ -113,17 +624,17 @@ def since_chunk(stride: int, first: int, recent: int) -> Mask:
 
 def keys_in(indices: Iterable[int]) -> Mask:
     """The listed keys, for every query."""
-    return lists.KeysIn(_places("keys_in: indices", indices))
+    return KeysIn(_sorted("keys_in: indices", indices))
 
 
 def queries_in(indices: Iterable[int]) -> Mask:
     """All keys, for the listed queries."""
-    return lists.QueriesIn(_places("queries_in: indices", indices))
+    return QueriesIn(_sorted("queries_in: indices", indices))
 
 
 def documents(starts: Iterable[int]) -> Mask:
-    """Keys of the query's own document; `starts` are the places where documents begin."""
-    return lists.Documents(_places("documents: starts", starts))
+    """Keys of the query's own document; `starts` are the indices where documents begin."""
+    return Documents(_sorted("documents: starts", starts))
 
 
 def random_blocks(block: int, table: Sequence[Sequence[int]]) -> Mask:
@@ -134,7 +645,7 @@ def random_blocks(block: int, table: Sequence[Sequence[int]]) -> Mask:
     rows = tuple(
         tuple(sorted({integer("random_blocks: a key block", x, 0) for x in row})) for row in table
     )
-    return lists.RandomBlocks(integer("random_blocks: block", block, 1), rows)
+    return RandomBlocks(integer("random_blocks: block", block, 1), rows)
 
 
 def per_head(*parts: tuple[Mask, int]) -> PerHead:
@@ -142,5 +653,5 @@ def per_head(*parts: tuple[Mask, int]) -> PerHead:
     return PerHead(tuple((mask, heads) for mask, heads in parts))
 
 
-def _places(name: str, indices: Iterable[int]) -> tuple[int, ...]:
+def _sorted(name: str, indices: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({integer(name, x) for x in indices}))

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.algebra import Mask, by_heads
-from pallas_kernels.block_table import BlockTable, namespace
+from pallas_kernels.masks import Mask, by_heads
+from pallas_kernels.tables import BlockTable, namespace
 
 
 def expand(table: BlockTable, queries: int, keys: int):
@@ -24,7 +24,7 @@ def expand(table: BlockTable, queries: int, keys: int):
 def visibility(
     mask: Mask, q_index, k_index, q_segments=None, k_segments=None, *, heads: int = 1, table=None
 ) -> jax.Array:
-    """Who sees whom, bool [1 or B, 1 or N, T, S]: mask, same non-zero segment, listed block.
+    """Returns the attention mask, bool [1 or B, 1 or N, T, S]: mask, segments and listed blocks.
 
     q_index [T] or [B, T], k_index [S] or [B, S]. The axis of heads has N = `heads` entries where
     the mask or the table differ by head, else 1.
@@ -65,7 +65,7 @@ def attention(
     sinks=None,
     table: BlockTable | None = None,
 ):
-    """softmax(cap(scale q k^T) + bias) v over the visible keys, and the logarithm of its sum.
+    """Returns softmax(cap(scale q k^T) + bias) v over visible keys, and the log of its sum.
 
     cap(x) = soft_cap tanh(x / soft_cap). bias: float [N, T, S] or [B, N, T, S], or such logits as
     a function of (q_index [1 or B, T], k_index), also as a method `logits`. sinks [N]: logits that
@@ -83,10 +83,10 @@ def attention(
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if bias is not None:
         bias = getattr(bias, "logits", bias)
-        places = (jnp.atleast_2d(x) for x in (q_index, k_index))
-        logits = logits + (bias(*places) if callable(bias) else bias)
-    places = q_index, k_index, q_segments, k_segments
-    seen = visibility(mask, *places, heads=heads, table=table)
+        indices = (jnp.atleast_2d(x) for x in (q_index, k_index))
+        logits = logits + (bias(*indices) if callable(bias) else bias)
+    positions = q_index, k_index, q_segments, k_segments
+    seen = visibility(mask, *positions, heads=heads, table=table)
     weights, lse = _softmax(logits, seen, sinks)
     out = _products("BNTS,BSNH->BTNH", weights, _every_head(v, heads)).astype(q.dtype)
     lse = lse.swapaxes(1, 2)
@@ -111,11 +111,11 @@ def _softmax(logits, seen, sinks):
     if sinks is not None:
         sinks = jnp.asarray(sinks, jnp.float32)[:, None, None]
         top = jnp.maximum(top, sinks)
-    some = top > -jnp.inf
+    has_keys = top > -jnp.inf
     # The maximum is a constant shift: no gradient. Where nothing is seen it must stay finite.
-    top = jax.lax.stop_gradient(jnp.where(some, top, 0.0))
+    top = jax.lax.stop_gradient(jnp.where(has_keys, top, 0.0))
     p = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0.0)), 0.0)
     total = jnp.sum(p, -1, keepdims=True)
     total = total if sinks is None else total + jnp.exp(sinks - top)
-    total = jnp.where(some, total, 1.0)
-    return p / total, jnp.where(some, jnp.log(total) + top, -jnp.inf)[..., 0]
+    total = jnp.where(has_keys, total, 1.0)
+    return p / total, jnp.where(has_keys, jnp.log(total) + top, -jnp.inf)[..., 0]

@@ -1,6 +1,6 @@
 """Attention over a mesh: rows, heads and also the length of q, k, v split over devices.
 
-Rows and heads are independent. A length that is cut over c devices needs keys of others:
+Rows and heads are independent. A length that is split over c devices needs keys of others:
 
 - "ring": queries stay, keys and values go round the ring of devices in c - 1 hops, and every hop's
   partial result is merged by log-sum-exp (Ring Attention, Liu et al. 2023, arXiv 2310.01889). No
@@ -9,8 +9,8 @@ Rows and heads are independent. A length that is cut over c devices needs keys o
 - "all_to_all": an exchange gives every device the whole length of some heads and takes the result
   back (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The number of heads limits it.
 
-Tokens may lie in any order, as `q_index` and `k_index` say. `zigzag` is the one in which all
-devices have the same work under a causal mask.
+Tokens may be in any order, which `q_index` and `k_index` give. With the order `zigzag` all devices
+have the same work under a causal mask.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Operands, Spec
 from pallas_kernels.masks import Mask, PerHead, by_heads
-from pallas_kernels.merging import merge
+from pallas_kernels.online_softmax import merge
 
 METHODS = ("ring", "all_to_all")
 
@@ -43,19 +41,19 @@ class Layout:
     mesh: jax.sharding.Mesh
     rows: tuple[str, ...] = ()  # axes that share the rows of the batch
     heads: str | None = None  # the axis that shares the heads
-    length: str | None = None  # the axis along which queries and keys are cut
-    method: str = "ring"  # how a cut length is put together: ring or all_to_all
+    length: str | None = None  # the axis along which queries and keys are split
+    method: str = "ring"  # how a split length is put together: ring or all_to_all
 
     def __post_init__(self):
         if self.method not in METHODS:
             raise ValueError(f"Layout(method={self.method!r}): choose ring or all_to_all")
         parts = (self.rows, self.heads, self.length)
         used = [a for x in parts for a in ((x,) if isinstance(x, str) else x or ())]
-        known = self.mesh.axis_names
-        if len(set(used)) < len(used) or not set(used) <= set(known):
+        names = self.mesh.axis_names
+        if len(set(used)) < len(used) or not set(used) <= set(names):
             raise ValueError(
                 f"Layout: rows, heads and length use the axes {used}; each may be used once, of "
-                f"those of the mesh: {list(known)}"
+                f"those of the mesh: {list(names)}"
             )
 
     def size(self, axis: str | tuple[str, ...] | None) -> int:
@@ -73,7 +71,7 @@ class Layout:
             if tokens % count:
                 near = -(-tokens // count) * count
                 raise ValueError(
-                    f"{tokens} {name} cannot be cut over the {count} devices of the mesh axis "
+                    f"{tokens} {name} cannot be split over the {count} devices of the mesh axis "
                     f"{length!r}; the next length that can: {near}"
                 )
         return replace(self, rows=rows, heads=heads, length=length)
@@ -85,16 +83,16 @@ class Layout:
 
 
 def zigzag(length: int, devices: int) -> np.ndarray:
-    """int32 [length]: which token stands at each place so that causal work is balanced.
+    """Returns int32 [length], the order of tokens in which causal work is balanced.
 
-    The text is cut into 2 c pieces for c devices; device i holds pieces i and 2 c - 1 - i: one that
-    sees little and one that sees much (Llama 3, Grattafiori et al. 2024, sec. 3.3.2).
+    The text is split into 2 c pieces for c devices; device i holds pieces i and 2 c - 1 - i: one
+    that sees little and one that sees much (Llama 3, Grattafiori et al. 2024, sec. 3.3.2).
     """
     if length % (2 * devices):
         near = -(-length // (2 * devices)) * 2 * devices
         raise ValueError(
-            f"{length} tokens cannot be cut into 2 x {devices} equal pieces; the next length that "
-            f"can: {near}"
+            f"{length} tokens cannot be split into 2 x {devices} equal pieces; the next length "
+            f"that can: {near}"
         )
     pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
     order = [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
@@ -102,11 +100,11 @@ def zigzag(length: int, devices: int) -> np.ndarray:
 
 
 def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, layout: Layout):
-    """(out, lse) of attention laid out as `layout` says; the arguments of `flash`, prepared.
+    """(out, lse) of attention over the mesh of `layout`.
 
     `split(attention, q, k, v, operands, spec)` calls attention for each run of heads with one mask.
     """
-    if dispatch.given_table(operands, spec) is not None:
+    if dispatch.user_table(operands, spec) is not None:
         raise ValueError("flash: a table lists blocks of a whole row; give a table or a layout")
     layout = layout.fitting(q, k)
     hops = _hops(spec.mask, q, k, operands, layout)
@@ -126,7 +124,7 @@ def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, la
 def gathered(run, q, k, v, operands: Operands, layout: Layout):
     """`run(q, k, v, operands) -> (out, lse)` on each device's queries and heads, with all keys.
 
-    For attention that is no sum of parts: the keys of a cut length are gathered.
+    For attention that is no sum of parts: the keys of a split length are gathered.
     """
     layout = layout.fitting(q, k)
     if layout.length is not None:
@@ -145,16 +143,16 @@ def gathered(run, q, k, v, operands: Operands, layout: Layout):
 def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
     """`local(q, k, v, operands) -> (out, lse)` on each device's part of them."""
     k, v = (_shareable(x, layout.size(layout.heads)) for x in (k, v))
-    places = (None if x is None else layout.spec(x) for x in operands[:4])
+    positions = (None if x is None else layout.spec(x) for x in operands[:4])
     bias = jax.tree.map(
         lambda x: PartitionSpec(*(None,) * (x.ndim - 1), layout.heads), operands.bias
     )
     whole = layout.spec(q, heads=True)
-    specs = whole, whole, whole, Operands(*places, bias)
-    placed = q, k, v, operands
-    if layout.mesh.explicit_axes:  # there types say how arrays are split, and have to agree
+    specs = whole, whole, whole, Operands(*positions, bias)
+    arrays = q, k, v, operands
+    if layout.mesh.explicit_axes:  # types of arrays contain their sharding, which has to agree
         on = jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
-        placed = jax.tree.map(jax.reshard, placed, on)
+        arrays = jax.tree.map(jax.reshard, arrays, on)
     run = jax.shard_map(
         local,
         mesh=layout.mesh,
@@ -163,7 +161,7 @@ def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
         check_vma=False,
     )
     # Run op by op, shard_map knows no symbolic zeros: which outputs nothing depends on.
-    return jax.jit(run)(*placed)
+    return jax.jit(run)(*arrays)
 
 
 def _joined_keys(operands: Operands, join) -> Operands:
@@ -172,12 +170,12 @@ def _joined_keys(operands: Operands, join) -> Operands:
 
 
 def _with_indices(q, k, operands: Operands) -> Operands:
-    """With explicit places, which are cut along with the tokens."""
+    """The operands with explicit order indices, which are split along with the tokens."""
 
-    def index(given, x):
-        return jnp.arange(x.shape[1], dtype=jnp.int32)[None] if given is None else given
+    def explicit(index, x):
+        return jnp.arange(x.shape[1], dtype=jnp.int32)[None] if index is None else index
 
-    return operands._replace(q_index=index(operands[0], q), k_index=index(operands[1], k))
+    return operands._replace(q_index=explicit(operands[0], q), k_index=explicit(operands[1], k))
 
 
 def _shareable(x, parts: int):
@@ -209,9 +207,9 @@ def _of_shard(mask: Mask, shards: int) -> Mask:
 
 
 def _hops(mask: Mask, q, k, operands: Operands, layout: Layout) -> int:
-    """How far keys have to travel round the ring: all the way unless the mask ends before.
+    """The number of devices whose keys a device has to see: all unless the mask hides the rest.
 
-    Known where tokens lie in their order and the mask looks at differences only.
+    It is known if tokens are in their order and the mask depends on differences only.
     """
     count = layout.size(layout.length)
     ordered = operands.q_index is None and operands.k_index is None
@@ -246,12 +244,12 @@ def _exchanged(split, implementation, layout: Layout, q, k, v, operands: Operand
     )
     join = functools.partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
 
-    def mine(x):
+    def slice_heads(x):
         size = x.shape[-1] // parts
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, x.ndim - 1)
 
-    places = (None if x is None else join(x) for x in operands[:4])
-    operands = Operands(*places, jax.tree.map(mine, operands.bias))
+    positions = (None if x is None else join(x) for x in operands[:4])
+    operands = Operands(*positions, jax.tree.map(slice_heads, operands.bias))
     shards = layout.size(layout.heads) * parts
     spec = replace(spec, mask=_of_shard(spec.mask, shards))
     whole = replace(layout, heads=_axes(layout.heads, axis), length=None)
@@ -264,51 +262,51 @@ def _axes(*names):
     return tuple(name for name in names if name is not None)
 
 
+@dataclass(frozen=True)
+class _Ring:
+    """The static part of a device's attention over the keys of `hops` devices, its own first."""
+
+    implementation: str | None
+    layout: Layout
+    hops: int
+    spec: Spec
+
+
 def _local(implementation, layout: Layout, hops: int, q, k, v, operands, spec):
-    return _ring(q, k, v, operands, spec, implementation, layout, hops)
+    return _ring(q, k, v, operands, _Ring(implementation, layout, hops, spec))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _ring(q, k, v, operands, spec, implementation, layout, hops):
-    """Attention of this device's queries over the keys of `hops` devices, its own first."""
-    run = functools.partial(_run, "forward", implementation, layout, spec)
+def _ring_forward(arrays, operands: Operands, ring: _Ring):
+    q, k, v = arrays
 
-    def add(found, keys):
-        return merge([found, run((q, *keys[:2]), _seeing(operands, keys))])
+    def add(partial, keys):
+        operands_of_keys = _with_keys(operands, keys)
+        return merge([partial, _run("forward", ring, (q, *keys[:2]), operands_of_keys)])
 
     keys = k, v, operands.k_index, operands.k_segments
-    if hops == 1:
-        return run((q, k, v), operands)
+    if ring.hops == 1:
+        return _run("forward", ring, (q, k, v), operands)
     empty = jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32)
     start = (empty, jnp.full(q.shape[:3], -jnp.inf, jnp.float32)), keys
 
     def hop(carry, _):
-        found, keys = carry
+        partial, keys = carry
         # The next keys travel while these are multiplied.
-        return (add(found, keys), _sent(keys, layout, 1)), None
+        return (add(partial, keys), _send(keys, ring.layout, 1)), None
 
-    (found, keys), _ = lax.scan(hop, start, None, length=hops - 1)
-    out, lse = add(found, keys)
+    (partial, keys), _ = lax.scan(hop, start, None, length=ring.hops - 1)
+    out, lse = add(partial, keys)
     return out.astype(q.dtype), lse
 
 
-def _forward(q, k, v, operands, spec, implementation, layout, hops):
-    q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
-    found = _ring(q, k, v, operands, spec, implementation, layout, hops)
-    out, lse = (checkpoint_name(x, "attention") for x in found)
-    return (out, lse), (q, k, v, operands, out, lse)
-
-
-def _backward(spec, implementation, layout, hops, saved, cotangents):
-    q, k, v, operands, out, lse = saved
-    d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    cotangents = jnp.zeros_like(out) if d_out is None else d_out, d_lse
-    run = functools.partial(_run, "backward", implementation, layout, spec)
+def _ring_backward(arrays, operands: Operands, ring: _Ring):
+    q, k, v, *rows = arrays
 
     def add(sums, keys):
         """(dq, d_bias) and (dk, dv) with what these keys add: probabilities are of the whole."""
-        arrays = (q, *keys[:2], out, lse, *cotangents)
-        dq, dk, dv, d_bias = run(arrays, _seeing(operands, keys))
+        dq, dk, dv, d_bias = _run(
+            "backward", ring, (q, *keys[:2], *rows), _with_keys(operands, keys)
+        )
         return jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, ((dq, d_bias), (dk, dv)))
 
     keys = k, v, operands.k_index, operands.k_segments
@@ -317,40 +315,44 @@ def _backward(spec, implementation, layout, hops, saved, cotangents):
     def hop(carry, _):
         sums, keys = carry
         fixed, travelling = add(sums, keys)
-        return ((fixed, _sent(travelling, layout, 1)), _sent(keys, layout, 1)), None
+        return ((fixed, _send(travelling, ring.layout, 1)), _send(keys, ring.layout, 1)), None
 
+    hops = ring.hops
     if hops > 1:
         (sums, keys), _ = lax.scan(hop, (sums, keys), None, length=hops - 1)
     (dq, d_bias), travelling = add(sums, keys)
-    dk, dv = _sent(travelling, layout, 1 - hops) if hops > 1 else travelling  # home again
-    d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Operands(bias=d_bias)
+    # The cotangents of keys and values return to the device that holds these.
+    dk, dv = _send(travelling, ring.layout, 1 - hops) if hops > 1 else travelling
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_bias
 
 
-_ring.defvjp(_forward, _backward, symbolic_zeros=True)
+_ring = dispatch.differentiable(_ring_forward, _ring_backward, name="attention")
 
 
-def _seeing(operands: Operands, keys) -> Operands:
+def _with_keys(operands: Operands, keys) -> Operands:
     return operands._replace(k_index=keys[2], k_segments=keys[3])
 
 
-def _sent(tree, layout: Layout, hops: int):
+def _send(tree, layout: Layout, hops: int):
     """Every array of the tree to the device `hops` further along the ring."""
     count = layout.size(layout.length)
     pairs = [(i, (i + hops) % count) for i in range(count)]
     return jax.tree.map(lambda x: lax.ppermute(x, layout.length, pairs), tree)
 
 
-def _run(direction: str, implementation, layout: Layout, spec: Spec, arrays, operands: Operands):
+def _run(direction: str, ring: _Ring, arrays, operands: Operands):
     """A backend's `forward` or `backward` under this device's mask."""
-    masks = spec.mask.masks if isinstance(spec.mask, _ByShard) else (spec.mask,)
+    mask = ring.spec.mask
+    masks = mask.masks if isinstance(mask, _ByShard) else (mask,)
     different = tuple(dict.fromkeys(masks))
 
     def under(mask):
-        own = replace(spec, mask=mask)
-        return lambda: dispatch.choose_and_run(direction, implementation, arrays, operands, own)
+        spec = replace(ring.spec, mask=mask)
+        static = ring.implementation, spec
+        return lambda: dispatch.choose_and_run(direction, arrays, operands, static)
 
     if len(different) == 1:
         return under(different[0])()
     which = jnp.array([different.index(mask) for mask in masks])
-    return lax.switch(which[lax.axis_index(layout.heads)], [under(mask) for mask in different])
+    shard = lax.axis_index(ring.layout.heads)
+    return lax.switch(which[shard], [under(mask) for mask in different])

@@ -1,34 +1,292 @@
 """Block tables: which blocks of keys each block of queries visits, and which need an element test.
 
-A table is static (NumPy leaves) when all it is made from is, and traced otherwise. It costs
+A table is static (NumPy leaves) if all its inputs are, and traced otherwise. It costs
 O(blocks of queries x blocks of keys) array operations from a mask and O(listed blocks) from a
-list, never O(T S). Transposed it lists for each block of keys the blocks of queries that visit it,
-as the pass over keys of a backward kernel needs.
+list, never O(T S). A transposed table lists for each block of keys the blocks of queries that visit
+it, as the pass over keys of a backward kernel needs.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.algebra import Mask, PerHead
-from pallas_kernels.atoms import Everything
-from pallas_kernels.block_table import (
-    BlockLists,
-    BlockTable,
-    build,
-    build_static,
-    namespace,
-    on_device,
-    row_pieces,
-    stack_heads,
+from pallas_kernels.masks import Everything, Mask, PerHead, integer
+
+# Static tables are made from this many pairs of blocks at a time, to stay small in memory.
+CELLS = 2**21
+_LEAVES = ("index", "full", "seen", "overflow")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=_LEAVES, meta_fields=("q_block", "k_block")
 )
-from pallas_kernels.blocks import at, blocks_of, meet, meetings
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """The visited key blocks of every query block; b is 1 or B, h is 1, K or N.
+
+    index int32 [b, h, nq, capacity]: key blocks in visiting order, first the `full` ones, each
+        kind ascending unless stated otherwise; the tail repeats the last one.
+    full int32 [b, h, nq]: the number that are visible to all their queries: no element test.
+    seen int32 [b, h, nq]: the number of all visited blocks.
+    overflow bool [] or None: a traced table did not fit into its capacity, so blocks are missing
+        and results computed from it must not be used. None: it cannot happen.
+    q_block, k_block: rows of a block; the last block of either may be shorter. A shorter last key
+        block is never full, so that kernels may read it padded.
+    """
+
+    index: jax.Array | np.ndarray
+    full: jax.Array | np.ndarray
+    seen: jax.Array | np.ndarray
+    overflow: jax.Array | None
+    q_block: int
+    k_block: int
+
+    @property
+    def capacity(self) -> int:
+        return self.index.shape[-1]
+
+    @property
+    def static(self) -> bool:
+        """Whether the table is known outside of a traced program."""
+        return not on_device(self.index, self.full, self.seen)
+
+    @property
+    def listed(self):
+        """bool [b, h, nq, capacity]: which entries of `index` are no repeats."""
+        return np.arange(self.capacity) < self.seen[..., None]
+
+    @property
+    def known_full(self):
+        """bool [b, h, nq, capacity]: which entries of `index` are full."""
+        return np.arange(self.capacity) < self.full[..., None]
+
+    def tested(self) -> BlockTable:
+        """The table without full blocks: kernels test the elements of all blocks."""
+        return replace(self, full=0 * self.full)
+
+    def heads(self, change: Callable) -> BlockTable:
+        """The table with `change` applied to the arrays along their axis of heads, 1."""
+        arrays = {name: change(getattr(self, name)) for name in ("index", "full", "seen")}
+        return replace(self, **arrays)
+
+    def lists(self) -> BlockLists:
+        """The concatenated lists of the query blocks."""
+        first = np.arange(self.seen.shape[2], dtype=np.int32) * self.capacity
+        index = self.index.reshape(*self.seen.shape[:2], -1)
+        return BlockLists(index, np.broadcast_to(first, self.seen.shape), self.full, self.seen)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """For every block the blocks that it meets, as kernels read them; b is 1 or B, h is 1, K or N.
+
+    index int32 [b, h, entries]: the lists of all blocks; entries outside of them have no meaning.
+    first int32 [b, h, blocks]: the offset of a block's list in `index`.
+    full, seen int32 [b, h, blocks]: the number of blocks of a list that need no element test, which
+        come first, and of all of them.
+    """
+
+    index: jax.Array | np.ndarray
+    first: jax.Array | np.ndarray
+    full: jax.Array | np.ndarray
+    seen: jax.Array | np.ndarray
+
+
+def on_device(*arrays) -> bool:
+    return any(isinstance(x, jax.Array) for x in arrays)
+
+
+def namespace(*arrays):
+    """NumPy for arrays that are known, jax.numpy as soon as one is traced or on a device."""
+    return jnp if on_device(*arrays) else np
+
+
+def choose(columns, some, whole, capacity: int | None):
+    """(index, full, seen) of candidates with flags [..., candidates]: full ones, then others.
+
+    columns: the block of each candidate; None means 0, 1, ... capacity: None is the need of the
+    longest row if that is known, else the number of candidates. Longer rows are truncated.
+    """
+    xp = namespace(some, whole)
+    whole = whole & some
+    order = xp.argsort(-(some.astype(np.int8) + whole.astype(np.int8)), axis=-1, stable=True)
+    full, seen = (x.sum(-1).astype(np.int32) for x in (whole, some))
+    if capacity is None:
+        capacity = some.shape[-1] if xp is jnp else max(1, int(seen.max()))
+    slot = xp.minimum(np.arange(capacity, dtype=np.int32), xp.maximum(seen - 1, 0)[..., None])
+    index = xp.take_along_axis(order, slot, -1)
+    if columns is not None:
+        index = xp.take_along_axis(columns, index, -1)
+    return index.astype(np.int32), full, seen
+
+
+def build(columns, some, whole, capacity: int | None, q_block: int, k_block: int) -> BlockTable:
+    """A table from candidates with flags [b, h, nq, candidates], see `choose`."""
+    return _fitted(*choose(columns, some, whole, capacity), capacity, q_block, k_block)
+
+
+def build_static(
+    pieces: Iterable, shape: tuple[int, int, int], capacity: int | None, q_block: int, k_block: int
+) -> BlockTable:
+    """A table [b, h, nq] from NumPy flags (some, whole) [rows, nk] of consecutive rows."""
+    parts = [choose(None, some, whole, None) for some, whole in pieces]
+    index, full, seen = ([part[i] for part in parts] for i in range(3))
+    wide = max(x.shape[-1] for x in index) if capacity is None else capacity
+    index = np.concatenate([_widen(x, wide) for x in index])
+    full, seen = np.concatenate(full), np.concatenate(seen)
+    arrays = index.reshape(*shape, -1), full.reshape(shape), seen.reshape(shape)
+    return _fitted(*arrays, capacity, q_block, k_block)
+
+
+def row_pieces(rows: int, columns: int) -> Iterable[slice]:
+    """Slices of rows, of about CELLS cells each."""
+    step = max(1, CELLS // columns)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def stack_heads(parts: list[tuple[BlockTable, int]]) -> BlockTable:
+    """One table from (table, times it is repeated) of consecutive heads."""
+    wide = max(part.capacity for part, _ in parts)
+    leaves = {}
+    xp = namespace(*(x for part, _ in parts for x in (part.index, part.seen)))
+    for name in ("index", "full", "seen"):
+        arrays = [
+            (_widen(part.index, wide) if name == "index" else getattr(part, name), times)
+            for part, times in parts
+        ]
+        batch = max(len(x) for x, _ in arrays)
+        arrays = [
+            xp.broadcast_to(xp.repeat(x, times, 1), (batch, times * x.shape[1], *x.shape[2:]))
+            for x, times in arrays
+        ]
+        leaves[name] = xp.concatenate(arrays, 1)
+    return replace(parts[0][0], **leaves, overflow=any_overflow(*(part for part, _ in parts)))
+
+
+def any_overflow(*tables: BlockTable):
+    flags = [table.overflow for table in tables if table.overflow is not None]
+    return functools.reduce(jnp.logical_or, flags) if flags else None
+
+
+def _widen(index, capacity: int):
+    """[..., c] -> [..., capacity]; the last entry is repeated already."""
+    xp, more = namespace(index), capacity - index.shape[-1]
+    if more <= 0:
+        return index[..., :capacity]
+    return xp.pad(index, [(0, 0)] * (index.ndim - 1) + [(0, more)], mode="edge")
+
+
+def _fitted(index, full, seen, capacity: int | None, q_block: int, k_block: int) -> BlockTable:
+    """A table; if it overflows its capacity, an error where that is known, else a flag."""
+    overflow = None
+    if capacity is not None:
+        integer("a block table: capacity", capacity, 1)
+        most = seen.max()
+        if isinstance(most, jax.core.Tracer):
+            overflow, seen = most > capacity, jnp.minimum(seen, capacity)
+            full = jnp.minimum(full, capacity)
+        elif int(most) > capacity:
+            raise ValueError(
+                f"a block table: capacity {capacity} is too small, a block visits {int(most)} "
+                f"others; give at least {int(most)}"
+            )
+    return BlockTable(index, full, seen, overflow, q_block, k_block)
+
+
+class Blocks(NamedTuple):
+    """Bounds of every block of queries or keys; arrays [1 or B, blocks].
+
+    The order indices are within lo..hi. The segments other than padding are within first..last
+    (first > last: none); both are None without segments. mixed: some rows are padding.
+    """
+
+    lo: jax.Array | np.ndarray
+    hi: jax.Array | np.ndarray
+    first: jax.Array | np.ndarray | None
+    last: jax.Array | np.ndarray | None
+    mixed: jax.Array | np.ndarray
+
+    def take(self, f: Callable) -> Blocks:
+        return Blocks(*(None if x is None else f(x) for x in self))
+
+    def row(self, b: int) -> Blocks:
+        return self.take(lambda x: x[min(b, len(x) - 1)])
+
+    def piece(self, part: slice) -> Blocks:
+        """A slice of the blocks of one row, as a column."""
+        return self.take(lambda x: x[part, None])
+
+    @property
+    def count(self) -> int:
+        return self.lo.shape[-1]
+
+    @property
+    def batch(self) -> int:
+        return max(len(x) for x in self if x is not None)
+
+
+def blocks_of(index, segments, length: int, block: int, is_padded: bool = False) -> Blocks:
+    """The bounds of blocks; is_padded: kernels read a shorter last block padded, so it is mixed."""
+    integer("a block table: block", block, 1)
+    count = -(-integer("a block table: length", length, 1) // block)
+
+    def split(x):
+        xp = namespace(x)
+        x = xp.asarray(x).reshape(-1, length)
+        x = xp.pad(x, [(0, 0), (0, count * block - length)], mode="edge")
+        return x.reshape(-1, count, block)
+
+    if index is None:
+        lo = np.arange(0, length, block, dtype=np.int32)[None]
+        hi = np.minimum(lo + (block - 1), np.int32(length - 1))
+    else:
+        index = split(index)
+        lo, hi = index.min(-1), index.max(-1)
+    mixed = np.zeros((1, count), bool)
+    mixed[0, -1] = is_padded and length % block != 0
+    if segments is None:
+        return Blocks(lo, hi, None, None, mixed)
+    segments, limits = split(segments), np.iinfo(np.int32)
+    xp = namespace(segments)
+    first = xp.where(segments == 0, limits.max, segments).min(-1)
+    last = xp.where(segments == 0, limits.min, segments).max(-1)
+    return Blocks(lo, hi, first, last, mixed | (segments == 0).any(-1))
+
+
+def meet(mask: Mask, q: Blocks, k: Blocks, known_full=False):
+    """(any, all) of pairs of blocks under the mask and the segments; q and k are broadcast."""
+    some, whole = mask.bounds(q.lo, q.hi, k.lo, k.hi)
+    whole = (whole | known_full) & ~(q.mixed | k.mixed)
+    if (q.first is None) != (k.first is None):
+        raise ValueError("a block table: give both q_segments and k_segments, or neither")
+    if q.first is not None:
+        some = some & (q.first <= k.last) & (k.first <= q.last)
+        whole = whole & (q.first == k.last) & (q.last == k.first)
+    return some, whole & some
+
+
+def _meet_by_rows(mask: Mask, q: Blocks, k: Blocks) -> Iterable:
+    """The flags of `meet`, [rows, nk] at a time, for all queries of each batch row in turn."""
+    for b in range(max(q.batch, k.batch)):
+        rows, columns = q.row(b), k.row(b)
+        for piece in row_pieces(q.count, k.count):
+            yield meet(mask, rows.piece(piece), columns)
+
+
+def _gather_blocks(x, index):
+    """x[b, index[b, ...]] of x [1 or B, nk] for every entry of a table."""
+    x = namespace(x, index).asarray(x)
+    if len(x) == 1:
+        return x[0][index]
+    return x[np.arange(len(x))[:, None, None, None], index]
 
 
 def from_mask(
@@ -44,14 +302,13 @@ def from_mask(
     k_segments=None,
     capacity: int | None = None,
 ) -> BlockTable:
-    """The blocks that `mask` and the segments let be seen.
+    """Returns the table of the blocks that are visible under `mask` and the segments.
 
     q_index [T] or [B, T], k_index [S] or [B, S]: order indices, by default 0, 1, ...;
-    q_segments [B, T], k_segments [B, S]: segment 0 is padding. A table of a batch, or of N heads
-    for a mask per head, has an entry for each; others have one for all.
+    q_segments [B, T], k_segments [B, S]: segment 0 is padding. A table with a row per batch row has
+    one for each if they differ, and N heads for a mask per head; others have one for all.
     """
     if isinstance(mask, PerHead):
-        # Several parts: the capacity of all is that of the largest.
         make = functools.partial(
             from_mask, queries=queries, keys=keys, q_block=q_block, k_block=k_block,
             q_index=q_index, k_index=k_index, q_segments=q_segments, k_segments=k_segments,
@@ -59,9 +316,9 @@ def from_mask(
         )  # fmt: skip
         return stack_heads([(make(part), heads) for part, heads in mask.parts])
     q = blocks_of(q_index, q_segments, queries, q_block)
-    k = blocks_of(k_index, k_segments, keys, k_block, cut_is_mixed=True)
+    k = blocks_of(k_index, k_segments, keys, k_block, is_padded=True)
     if not on_device(*q, *k):
-        pieces, batch = meetings(mask, q, k), max(q.batch, k.batch)
+        pieces, batch = _meet_by_rows(mask, q, k), max(q.batch, k.batch)
         return build_static(pieces, (batch, 1, q.count), capacity, q_block, k_block)
     some, whole = meet(mask, q.take(lambda x: x[:, :, None]), k.take(lambda x: x[:, None]))
     return from_block_mask(
@@ -72,10 +329,10 @@ def from_mask(
 def from_block_mask(
     visible, *, q_block: int, k_block: int, full=None, capacity: int | None = None
 ) -> BlockTable:
-    """The blocks of `visible` bool [nq, nk], [h, nq, nk] or [b, h, nq, nk].
+    """Returns the table of the blocks of `visible` bool [nq, nk], [h, nq, nk] or [b, h, nq, nk].
 
     full: bool of the same shape, blocks whose pairs are all visible (not a shorter last key
-    block); None claims it of no block.
+    block); None: no block.
     """
     if not 2 <= visible.ndim <= 4:
         raise ValueError(
@@ -107,26 +364,26 @@ def from_top_k(
     k_index=None,
     capacity: int | None = None,
 ) -> BlockTable:
-    """Chosen key blocks, indices int [b, h, nq, k], and those that the mask `also` may see.
+    """Returns the table of chosen key blocks, int [b, h, nq, k], and the blocks of the mask `also`.
 
     Blocks may be chosen several times and are visited once, in ascending order; choices where
-    `valid` (bool, same shape) is false or that are no block of keys are left out. None of them is
-    called full. `also` is tested on q_index and k_index as in `from_mask` (default 0, 1, ...); its
+    `valid` (bool, same shape) is false or that are no block of keys are ignored. None of them is
+    full. `also` is tested on q_index and k_index as in `from_mask` (default 0, 1, ...); its
     blocks become visible as wholes, so the mask of the attention must still hide what `also` does.
     """
     shape = np.shape(indices) if valid is None else np.shape(valid)
     if np.ndim(indices) != 4 or shape != np.shape(indices):
         raise ValueError(
             f"from_top_k: indices {np.shape(indices)} must be [batch or 1, heads or 1, query "
-            f"blocks, choices], and valid, if given, of their shape; it is {shape}"
+            f"blocks, choices], and valid must have their shape or be None; it has {shape}"
         )
     if not np.issubdtype(indices.dtype, np.integer):
         raise TypeError(f"from_top_k: indices are {indices.dtype}, must be integers")
     count = -(-keys // k_block)
-    there = (indices >= 0) & (indices < count)
-    there = there if valid is None else there & valid
-    xp = namespace(indices, there)
-    listed = [xp.where(there, indices, count)]
+    is_valid = (indices >= 0) & (indices < count)
+    is_valid = is_valid if valid is None else is_valid & valid
+    xp = namespace(indices, is_valid)
+    listed = [xp.where(is_valid, indices, count)]
     if isinstance(also, PerHead):
         listed = [_every_head(listed[0], also.heads)]
     if also is not None:
@@ -143,8 +400,10 @@ def from_top_k(
     before = xp.concatenate([xp.full_like(columns[..., :1], -1), columns[..., :-1]], -1)
     fresh = (columns < count) & (columns != before)
     columns = xp.minimum(columns, count - 1)
-    made = build(columns, fresh, fresh & False, capacity, q_block, k_block)
-    return made if capacity is not None else _narrow(made, count)
+    table = build(columns, fresh, fresh & False, capacity, q_block, k_block)
+    if capacity is not None:
+        return table
+    return replace(table, index=table.index[..., :count])  # no row has more than `count` blocks
 
 
 def from_lengths(
@@ -160,7 +419,10 @@ def from_lengths(
     k_index=None,
     capacity: int | None = None,
 ) -> BlockTable:
-    """The first k_lengths[b] keys of each row, int [B], for its first q_lengths[b] queries."""
+    """Returns the table of the first k_lengths[b] keys of each row, int [B].
+
+    q_lengths: int [B], the number of first queries that see them; None: all queries.
+    """
 
     def segments(lengths, size):
         if lengths is None:
@@ -186,41 +448,41 @@ def restrict(
     q_segments=None,
     k_segments=None,
 ) -> BlockTable:
-    """The blocks of `table` that `mask` and the segments let be seen, as `from_mask` has them.
+    """Returns the blocks of `table` that are visible under `mask` and the segments.
 
-    Costs O(listed blocks). What the table calls full stays so with respect to the mask; segments
+    Costs O(listed blocks). Full blocks of the table stay full with respect to the mask; segments
     and a shorter last key block are applied on top. The order within each kind is the table's.
     """
     if isinstance(mask, PerHead):
-        places = dict(queries=queries, keys=keys, q_index=q_index, k_index=k_index)
-        places |= dict(q_segments=q_segments, k_segments=k_segments)
+        options = dict(queries=queries, keys=keys, q_index=q_index, k_index=k_index)
+        options |= dict(q_segments=q_segments, k_segments=k_segments)
         wide = table.heads(lambda x: _every_head(x, mask.heads))
         parts, start = [], 0
         for part, count in mask.parts:
-            cut = slice(start, start := start + count)
-            parts.append((restrict(wide.heads(lambda x, cut=cut: x[:, cut]), part, **places), 1))
+            heads = slice(start, start := start + count)
+            of_part = wide.heads(lambda x, heads=heads: x[:, heads])
+            parts.append((restrict(of_part, part, **options), 1))
         return stack_heads(parts)
     q = blocks_of(q_index, q_segments, queries, table.q_block)
-    k = blocks_of(k_index, k_segments, keys, table.k_block, cut_is_mixed=True)
-    q, k = q.take(lambda x: x[:, None, :, None]), k.take(lambda x: at(x, table.index))
+    k = blocks_of(k_index, k_segments, keys, table.k_block, is_padded=True)
+    q, k = q.take(lambda x: x[:, None, :, None]), k.take(lambda x: _gather_blocks(x, table.index))
     some, whole = meet(mask, q, k, table.known_full)
     some = some & table.listed
     columns = namespace(some, table.index).broadcast_to(table.index, some.shape)
-    made = build(columns, some, whole, None, table.q_block, table.k_block)
-    return replace(made, overflow=table.overflow)
+    restricted = build(columns, some, whole, None, table.q_block, table.k_block)
+    return replace(restricted, overflow=table.overflow)
 
 
 def transpose(table: BlockTable, keys: int) -> BlockLists:
-    """The same pairs of blocks, listed for every block of keys: blocks of queries, ascending.
+    """Returns the same pairs of blocks, listed for every block of keys: query blocks, ascending.
 
-    A traced table costs one sort of its entries, and memory for them alone. Lists are as long as
-    they need be: none overflows that the table has room for.
+    A traced table costs one sort of its entries, and memory for them alone. No list overflows.
     """
     nk = -(-keys // table.k_block)
-    return _gathered(table, nk) if table.static else _sorted(table, nk)
+    return _transpose_static(table, nk) if table.static else _transpose_traced(table, nk)
 
 
-def _sorted(table: BlockTable, nk: int) -> BlockLists:
+def _transpose_traced(table: BlockTable, nk: int) -> BlockLists:
     """`transpose` of a traced table."""
     b, h, nq, capacity = table.index.shape
     # Each block of keys has two numbers in a row, of its full pairs and of the others. They are
@@ -238,19 +500,19 @@ def _sorted(table: BlockTable, nk: int) -> BlockLists:
     return BlockLists(rows, first, middle - first, end - first)
 
 
-def _gathered(table: BlockTable, nk: int) -> BlockLists:
+def _transpose_static(table: BlockTable, nk: int) -> BlockLists:
     """`transpose` of a static table."""
     b, h, nq, _ = table.index.shape
     kind = table.listed.astype(np.int8) + table.known_full
     lists, counts = [], []
-    for index, what in zip(table.index.reshape(b * h, nq, -1), kind.reshape(b * h, nq, -1)):
-        rows, places = np.nonzero(what)
+    for index, kinds in zip(table.index.reshape(b * h, nq, -1), kind.reshape(b * h, nq, -1)):
+        rows, slots = np.nonzero(kinds)
         dense = np.zeros((nk, nq), np.int8)
-        dense[index[rows, places], rows] = what[rows, places]
-        parts = [dense[cut] for cut in row_pieces(nk, nq)]
-        # Full pairs in front of the others: what is there lies in the order of a list.
-        found = [np.nonzero(np.concatenate([x == 2, x == 1], 1))[1] % nq for x in parts]
-        lists.append(np.concatenate(found).astype(np.int32))
+        dense[index[rows, slots], rows] = kinds[rows, slots]
+        parts = [dense[piece] for piece in row_pieces(nk, nq)]
+        # Full pairs before the others: the non-zero entries are in the order of a list.
+        columns = [np.nonzero(np.concatenate([x == 2, x == 1], 1))[1] % nq for x in parts]
+        lists.append(np.concatenate(columns).astype(np.int32))
         counts.append([(dense == 2).sum(1), (dense > 0).sum(1)])
     wide = max(1, *(len(x) for x in lists))
     index = np.stack([np.pad(x, (0, wide - len(x))) for x in lists]).reshape(b, h, wide)
@@ -259,15 +521,10 @@ def _gathered(table: BlockTable, nk: int) -> BlockLists:
 
 
 def _every_head(x, heads: int):
-    """[b, h, ...] -> [b, heads, ...]: every head of x serves as many query heads as the others."""
+    """[b, h, ...] -> [b, heads, ...]: every head of x is repeated for its query heads."""
     if heads % x.shape[1]:
         raise ValueError(
             f"a block table of {x.shape[1]} heads does not fit a mask of {heads} heads; "
             "1, the key heads or the query heads must have a table each"
         )
     return namespace(x).repeat(x, heads // x.shape[1], 1)
-
-
-def _narrow(table: BlockTable, count: int) -> BlockTable:
-    """The table without room for more than `count` blocks in a row, which no row has."""
-    return replace(table, index=table.index[..., :count])

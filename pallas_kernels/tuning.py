@@ -1,6 +1,6 @@
 """Which NVIDIA GPU a program is for, and the block sizes of its kernels.
 
-No figure here is a timing. Tiles were chosen by what the compilers say of them without a GPU
+No number here is a timing. Tiles were chosen by the compilers' reports without a GPU
 (`benchmarks/gpu/compile.py`): no spilled register, tensor cores, shared memory within the limit.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-# Compute capability by name, for devices that are described and not there.
+# Compute capability by name, for described devices (ahead-of-time compilation).
 CAPABILITIES = {
     "T4": 75, "A100": 80, "A30": 80, "A10": 86, "A40": 86, "L4": 89, "L40": 89, "L40S": 89,
     "RTX 4090": 89, "H100": 90, "H200": 90, "GH200": 90, "B200": 100, "GB200": 100,
@@ -25,10 +25,10 @@ SHARED_MEMORY = {"sm80": 166912, "sm86": 101376, "sm90": 232448}  # bytes that a
 
 
 def device_kind() -> str | None:
-    """Name of the NVIDIA GPU that programs are for; None: there is none.
+    """Returns the name of the NVIDIA GPU that programs are for, or None.
 
-    It is that of the abstract device of the mesh in use, for which a program is compiled ahead of
-    time, or of this process' first device.
+    It is the name of the abstract device of the mesh in use, for which a program is compiled ahead
+    of time, or of this process' first device.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.platform in ("gpu", "cuda"):
@@ -38,24 +38,24 @@ def device_kind() -> str | None:
 
 
 def capability() -> int | None:
-    """Compute capability times ten of the GPU of `device_kind`; None: it has none that is known."""
+    """Returns ten times the compute capability of the GPU of `device_kind`; None: unknown."""
     kind, device = device_kind(), _device()
     if kind is None:
         return None
     if device is None or kind != device.device_kind:
         names = "|".join(sorted(CAPABILITIES, key=len, reverse=True))
-        found = re.search(rf"\b({names})\b", kind)
-        return CAPABILITIES[found[1]] if found else None
+        match = re.search(rf"\b({names})\b", kind)
+        return CAPABILITIES[match[1]] if match else None
     version = str(getattr(device, "compute_capability", ""))
     return int(version.replace(".", "")) if re.fullmatch(r"\d+\.\d", version) else None
 
 
 @functools.cache
 def assembler() -> tuple[int, ...] | None:
-    """Version of the ptxas that JAX runs, (12, 9, 86) in CUDA 12.9.1; None: none is found.
+    """Returns the version of the ptxas that JAX runs, (12, 9, 86) in CUDA 12.9.1, or None.
 
-    It is the first on the PATH, in an installed CUDA or in NVIDIA's wheels, as XLA looks for it.
-    The version of the runtime, which JAX can tell, has no patch level.
+    It is the first one on the PATH, in an installed CUDA or in NVIDIA's wheels, as XLA searches.
+    The version of the runtime, which JAX knows, has no patch level.
     """
     wheels = importlib.util.find_spec("nvidia")
     roots = [Path("/usr/local/cuda"), Path("/opt/cuda")]
@@ -64,11 +64,11 @@ def assembler() -> tuple[int, ...] | None:
     for folder in (*os.get_exec_path(), *(root / "bin" for root in roots)):
         run = [Path(folder) / "ptxas", "--version"]
         try:
-            said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+            output = subprocess.run(run, capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError):
             continue
-        if found := re.search(r"\bV(\d+)\.(\d+)\.(\d+)\b", said):
-            return tuple(map(int, found.groups()))
+        if match := re.search(r"\bV(\d+)\.(\d+)\.(\d+)\b", output):
+            return tuple(map(int, match.groups()))
     return None
 
 
@@ -77,11 +77,11 @@ def _device():
 
 
 def architecture() -> str | None:
-    """Name of the tables' row for `capability`; None where there is no GPU, or one before sm80."""
+    """Returns the row of the tables for `capability`; None without a GPU, or before sm80."""
     version = capability()
     if version is None or version < 80:
         return None
-    if version in (80, 100, 103):  # those of 10.x are given no more than what is known of 8.0
+    if version in (80, 100, 103):  # 10.x gets the tiles that are known to fit 8.0
         return "sm80"
     return "sm90" if version == 90 else "sm86"  # the least shared memory of all
 
@@ -141,7 +141,7 @@ def mosaic_gpu(kind: str, size: int, capped: bool) -> Warpgroups:
     """The tiles of a Mosaic-GPU kernel for heads of `size`.
 
     capped: a soft cap's slope is a third number of every score beside p and its cotangent; beside
-    dk and dv, or dq of 128, there is room for half as many scores.
+    dk and dv, or dq of 128, registers hold half as many scores.
     """
     tiles = MOSAIC_GPU[kind, -(-size // 64) * 64]
     if capped and (kind == "d_keys" or (kind == "d_queries" and size > 64)):
@@ -152,8 +152,8 @@ def mosaic_gpu(kind: str, size: int, capped: bool) -> Warpgroups:
 def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
     """The tile of a kernel of KINDS for heads that are read as a power of two, `size`.
 
-    busy: every score has more numbers beside it (places, documents, soft cap, bias); what passes
-    by in a step is half as much then, because registers hold no more.
+    busy: every score has more numbers beside it (indices, segments, soft cap, bias); the passing
+    side of a tile is halved then, because registers hold no more.
     """
     tiles = TRITON.get((architecture() or "sm86", max(size, 64), str(dtype)), EXACT)
     rows, keys, warps, stages = tiles[KINDS.index(kind)]
@@ -165,7 +165,8 @@ def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
 
 
 # Rows, warps and stages of the first three kinds of grouped softmax, whose steps are one landmark
-# block; its tokens as they are read come last. What is not here spills registers or was not tried.
+# block; the last key is the number of its tokens as they are read. Other tiles spill registers or
+# were not tried.
 LANDMARK = {
     ("sm90", 64, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (128, 8, 2)),
     ("sm90", 128, "bfloat16", 64): ((128, 8, 3), (128, 8, 2), (128, 8, 2)),

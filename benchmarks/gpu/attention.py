@@ -9,10 +9,11 @@ or both in one, in 9 minutes: the latter with `--check --minutes 9`. Without a G
 of it at tiny sizes (`--interpret`: Pallas-Triton kernels as well); its times say nothing.
 
 Workloads are taken by importance until the time is up (`--group` chooses, see
-workloads.py). All sides of a workload are compiled, compared with a dense float32 oracle, run
-twice for equal bits, and then timed in turns, every round in another order, as medians of chains of
-dependent calls. Who cannot run a workload has a row that says why. A kernel that crashes the
-process or hangs is left out of that workload, and of all of them the second time.
+workloads.py). All implementations of a workload are compiled, compared with a dense float32 oracle,
+run twice for equal bits, and then timed in turns, every round in another order, as medians of
+chains of dependent calls. An implementation that cannot run a workload has a row with the reason. A
+kernel that crashes the process or hangs is left out of that workload, and of all of them the second
+time.
 Where it is a backward pass, `--passes fwd` still times the forward ones.
 
 "executed" counts pairs in visited blocks of 128 x 128, "useful" the visible ones; a backward pass
@@ -105,19 +106,19 @@ class Report:
 
     def wrong(self) -> int:
         """1 where results of ours are not those of the oracle, or not the same twice."""
+        from benchmarks.gpu.implementations import OURS
         from benchmarks.gpu.report import is_right
-        from benchmarks.gpu.sides import OURS
 
         ours = [r for r in self.found["rows"] if r.get("ms") and r["side"].startswith(OURS)]
         return int(not all(map(is_right, ours)))
 
     def keep(self) -> str:
         """Writes what was fastest where dispatch reads it; says where, and what was left out."""
-        from benchmarks.gpu.report import fastest, milliseconds, wrong_sides
+        from benchmarks.gpu.report import fastest, milliseconds, wrong_implementations
         from pallas_kernels import measured
 
         device, rows = self.found.get("about", {}).get("device"), self.found["rows"]
-        wrong = wrong_sides(rows, self.failures, self.found["lost"])
+        wrong = wrong_implementations(rows, self.failures, self.found["lost"])
         times = milliseconds(rows, wrong)
         if not times:
             return "Nothing was kept: no implementation was timed."

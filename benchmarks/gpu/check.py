@@ -93,7 +93,7 @@ def poisoned(program, inputs):
     import jax
     import jax.numpy as jnp
 
-    from benchmarks.gpu.timing import poison
+    from benchmarks.gpu.runs import poison
 
     shapes = jax.eval_shape(program, *inputs)
     over = jax.jit(lambda trash, *x: program(*x), donate_argnums=0, keep_unused=True)
@@ -109,11 +109,11 @@ def poisoned(program, inputs):
 
 def check(name: str, case, backend: str) -> tuple[str, str]:
     """("ok", "skip" or "FAIL", why) of one case."""
-    from benchmarks.gpu.runs import told
+    from benchmarks.gpu.runs import recorded_error
     from pallas_kernels.dispatch import BACKENDS
 
     found = {}
-    with told(found, name):
+    with recorded_error(found, name):
         if name.startswith(LANDMARK):
             return _check_landmark(case, backend)
         if name.startswith(DECODE):
@@ -162,7 +162,7 @@ def _check_landmark(case, backend: str) -> tuple[str, str]:
     import landmark_oracle as oracle
     import numpy as np
 
-    from benchmarks.gpu.timing import poison
+    from benchmarks.gpu.runs import poison
 
     q, k, v = case.arrays()[:3]
     found = []
@@ -185,7 +185,7 @@ def _same(found: list, said: str) -> tuple[str, str]:
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
     """Checks jobs "backend | case" in this process."""
     if args.interpret:
-        from benchmarks.gpu.sides import interpret_triton
+        from benchmarks.gpu.implementations import interpret_triton
 
         interpret_triton()
     known = cases(args.seed)

@@ -40,7 +40,8 @@ from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
 from pallas_kernels.backends.triton import attention as _triton
 from pallas_kernels.backends.triton import landmark as _triton_landmark
 from pallas_kernels.biases import Alibi
-from pallas_kernels.dispatch import LandmarkOperands, LandmarkSpec, Operands, Spec
+from pallas_kernels.dispatch import Operands, Spec
+from pallas_kernels.landmark import older_spec
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "compile.json"
@@ -147,7 +148,7 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
         q, k = array(b, t, n, size), array(b, count * block, heads, size)
         places = [array(b, x, kind="int32") if traced else None for x in (t, count, t, count)]
         saved = q, k, k, q, array(b, t, n, kind="float32")
-        return saved, LandmarkOperands(*places), LandmarkSpec(block, size**-0.5)
+        return saved, Operands(*places), older_spec(block, size**-0.5)
     b, t, s, n, heads, mask, cap, biased, traced = CALLS[call]
     places = [array(b, x, kind="int32") if traced else None for x in (t, s, t, s)]
     bias = Alibi(array(n, kind="float32")) if biased else None

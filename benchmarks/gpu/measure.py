@@ -16,10 +16,19 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu import sides
-from benchmarks.gpu.runs import JaxRun, TorchRun, errors, same_bits, told
-from benchmarks.gpu.sides import Absent
-from benchmarks.gpu.timing import GUESS, ceilings, rotated, summary
+from benchmarks.gpu import implementations
+from benchmarks.gpu.implementations import Unavailable
+from benchmarks.gpu.runs import (
+    GUESS,
+    JaxRun,
+    TorchRun,
+    ceilings,
+    errors,
+    recorded_error,
+    rotated,
+    same_bits,
+    summary,
+)
 from benchmarks.gpu.workloads import UNIT, oracle, workloads
 from pallas_kernels.tables import from_mask
 
@@ -56,7 +65,7 @@ def describe() -> dict:
 def work(jobs: list[dict], args, emit, deadline=math.inf) -> None:
     """Does the jobs in this process; "ceilings" first, then workloads by name."""
     if args.interpret:
-        sides.interpret_triton()
+        implementations.interpret_triton()
     by_name = {w.name: w for w in chosen(args)}
     emit(about=describe())
     for i, job in enumerate(jobs):
@@ -98,16 +107,16 @@ def measure(w, args, job: dict, emit) -> None:
 
 
 def begin(w, arrays, args, job: dict, emit) -> dict:
-    """The sides that have something to compile for the workload, compiled; rows for the others."""
+    """The compiled implementations of the workload, and rows with reasons for the others."""
     runs, reasons = {}, {}
-    for side, library in sides.names().items():
+    for side, library in implementations.names().items():
         if not re.search(args.sides, side):
             continue
         emit(step=side)
-        with told(reasons, side):
+        with recorded_error(reasons, side):
             if side in job.get("skip", ()):
-                raise Absent("it has crashed the process or hung, here or twice before")
-            guess, attention = guess_of(side, w, args), sides.attention(side, w)
+                raise Unavailable("it has crashed the process or hung, here or twice before")
+            guess, attention = guess_of(side, w, args), implementations.attention(side, w)
             make = JaxRun if library == "jax" else TorchRun
             runs[side] = make(attention, w, arrays, args.passes, guess)
         if side in reasons:
@@ -128,17 +137,17 @@ def guess_of(side: str, w, args) -> float:
     """Operations per second to expect, or a reason not to try."""
     if args.cpu:
         return 1.0
-    if side != sides.OURS + "xla":
+    if side != implementations.OURS + "xla":
         return GUESS
     if w.flops("fwd")[1] > LONGEST_XLA:
-        raise Absent(f"blockwise XLA on a GPU is left out above {LONGEST_XLA:.0e} FLOP")
+        raise Unavailable(f"blockwise XLA on a GPU is left out above {LONGEST_XLA:.0e} FLOP")
     return GUESS / 100
 
 
 def checked(run, expected) -> dict:
     """Errors and bits of a side's results, or the reason that there are none."""
     found = {}
-    with told(found, "reason"):
+    with recorded_error(found, "reason"):
         first = run.check()
         return {"error": errors(first, expected), "same_bits": same_bits(first, run.check())}
     alive()
@@ -146,11 +155,11 @@ def checked(run, expected) -> dict:
 
 
 def in_turns(runs: dict, which: str, seconds: float, emit) -> dict:
-    """Times of the sides that can do the pass; a side that fails is without."""
+    """Times of the implementations that can do the pass, without those that fail."""
     ready = {}
     for side, run in runs.items():
         emit(step=side)
-        with told(run.reasons, which):
+        with recorded_error(run.reasons, which):
             run.sample(which)
             ready[side] = lambda run=run: run.sample(which)
         if side not in ready:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from benchmarks.gpu.sides import OURS
+from benchmarks.gpu.implementations import OURS
 
 WRONG = 0.02  # relative error, of bfloat16 results of at most 0.01
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
@@ -54,7 +54,7 @@ def with_ratios(rows: list[dict]) -> list[dict]:
     return found
 
 
-def wrong_sides(rows: list[dict], checks: list[dict], lost: list[dict]) -> dict[str, str]:
+def wrong_implementations(rows: list[dict], checks: list[dict], lost: list[dict]) -> dict[str, str]:
     """Our implementations that were wrong, crashed or hung anywhere, with the first reason.
 
     rows: what was timed; checks: cases of the check that failed; lost: what ended a process.
@@ -160,7 +160,7 @@ def _milliseconds(row: dict) -> str:
 
 
 def absences(rows: list[dict]) -> str:
-    """Every reason once, with the sides and how many rows it was given for."""
+    """Every reason once, with its implementations and its number of rows."""
     found: dict = {}
     for row in rows:
         if row.get("reason"):

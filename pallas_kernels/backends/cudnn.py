@@ -1,13 +1,13 @@
 """Dense, causal and causal-window attention by cuDNN, through the primitives under `jax.nn`.
 
-They have not run on a GPU from here: tests read the calls that they lower to. Two traps of
+They have not run on a GPU yet: tests read the calls that they lower to. Two traps of
 `jax.nn.dot_product_attention` (jax 0.10 to 0.12) are why it is not called: its log-sum-exp comes
 in the inputs' dtype and its cotangent is dropped silently; and a window without `is_causal` shows
 the keys ahead (jax-ml/jax#39576).
 
-cuDNN adds up rowsum(out * d_out) itself, so it has no place for a cotangent of lse: `flash` hands a
-backward pass that needs one to another backend (`backends.backward_choice`). Its own backward pass
-adds up dq in any order; --xla_gpu_deterministic_ops makes results the same in every run.
+cuDNN computes rowsum(out * d_out) itself and has no operand for a cotangent of lse: a backward pass
+that needs one runs on another backend (`dispatch.choose`). cuDNN's backward pass sums dq in any
+order; --xla_gpu_deterministic_ops makes results the same in every run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import inspect
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.algebra import And
-from pallas_kernels.atoms import Causal, Everything, Window
-from pallas_kernels.dispatch import given_table
+from pallas_kernels.dispatch import unsupported_dtypes, user_table
+from pallas_kernels.masks import And, Causal, Everything, Window
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda"):
@@ -41,12 +40,10 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda"
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Why cuDNN cannot run the inputs, or None; reads shapes, dtypes and structure."""
-    dtypes = {str(x.dtype) for x in (q, k, v)}
-    if dtypes not in ({"bfloat16"}, {"float16"}):
-        found = ", ".join(sorted(dtypes))
-        return f"q, k and v must all be bfloat16 or all float16, they are {found}"
-    given = operands._asdict() | dict(soft_cap=spec.soft_cap, table=given_table(operands, spec))
-    extra = [name for name, x in given.items() if x is not None]
+    if (reason := unsupported_dtypes(q, k, v, "bfloat16", "float16")) is not None:
+        return reason
+    options = operands._asdict() | dict(soft_cap=spec.soft_cap, table=user_table(operands, spec))
+    extra = [name for name, x in options.items() if x is not None]
     if extra:
         return f"this call of cuDNN takes no {', '.join(extra)}"
     form = _form(spec.mask)
@@ -58,7 +55,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 
 
 def _refusal(q, k, v) -> str | None:
-    """What JAX and the installed cuDNN say themselves of head sizes, versions and GPUs."""
+    """The reasons of JAX and the installed cuDNN: head sizes, versions and GPUs."""
     try:
         fused = _primitives()
         version = fused.check_cudnn_version()
@@ -90,9 +87,9 @@ def _form(mask) -> tuple[bool, int | None] | None:
 def _options(spec) -> dict:
     """Parameters that both primitives share."""
     fused, (causal, size) = _primitives(), _form(spec.mask)
-    known = inspect.signature(fused._dot_product_attention_fwd).parameters
+    parameters = inspect.signature(fused._dot_product_attention_fwd).parameters
     # A function of the logits, from jax 0.12 on.
-    newer = {name: None for name in ("score_mod",) if name in known}
+    newer = {name: None for name in ("score_mod",) if name in parameters}
     return newer | dict(
         scale=spec.scale,
         seed=0,
@@ -106,7 +103,7 @@ def _options(spec) -> dict:
 
 
 def _absent(q) -> list:
-    """Bias, lengths, offsets and page tables, as the primitives know that they are not there."""
+    """Empty arrays for the bias, lengths, offsets and page tables."""
     return [jnp.zeros(0, q.dtype)] * 7
 
 

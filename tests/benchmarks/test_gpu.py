@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.gpu import attention, check, measure, report, sides
+from benchmarks.gpu import attention, check, implementations, measure, report
 from benchmarks.gpu.runs import JaxRun
 from benchmarks.gpu.workers import ROOT, supervise
 from benchmarks.gpu.workloads import workloads
@@ -49,13 +49,13 @@ def test_counted_pairs_are_those_that_are_visible(w):
 def test_torch_masks_and_block_masks_say_the_same(w):
     torch = pytest.importorskip("torch")
     if w.landmark:
-        with pytest.raises(sides.Absent, match="no FlexAttention mask"):
-            sides.mask_mod(w, "cpu")
+        with pytest.raises(implementations.Unavailable, match="no FlexAttention mask"):
+            implementations.mask_mod(w, "cpu")
         return
-    seen, mod = visible(w), sides.mask_mod(w, "cpu")
+    seen, mod = visible(w), implementations.mask_mod(w, "cpu")
     h, q, k = (torch.arange(n) for n in (w.heads, w.t, w.s))
     found = torch.broadcast_to(mod(0, h[:, None, None], q[:, None], k), seen.shape).numpy()
-    blocks = sides.block_mask(w, "cpu").to_dense()[0].numpy().astype(bool)
+    blocks = implementations.block_mask(w, "cpu").to_dense()[0].numpy().astype(bool)
     listed = blocks.repeat(w.block, 1).repeat(w.block, 2)
     np.testing.assert_array_equal(found & listed, seen)
 
@@ -148,7 +148,7 @@ def test_implementations_are_ranked_on_the_workload_that_most_of_them_did():
     ]  # fmt: skip
     failed = {"backend": "mosaic_gpu", "case": "a case", "status": "FAIL", "why": "it is off"}
     lost = [{"lost": "a long", "step": x, "why": "silent"} for x in ("lcjax apart", "torch", None)]
-    wrong = report.wrong_sides(rows, [failed], lost)
+    wrong = report.wrong_implementations(rows, [failed], lost)
     assert list(wrong) == ["other", "mosaic_gpu", "apart"]
     assert wrong["mosaic_gpu"] == "a case: it is off" and "a long: silent" in wrong["apart"]
     times = {"forward": {"triton": 2.0, "xla": 8.0, "cudnn": 1.0}, "backward": {"xla": 9.0}}

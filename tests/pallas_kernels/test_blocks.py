@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import Alibi, causal, flash, window
 from pallas_kernels.backends.xla import attention as _xla
 from pallas_kernels.backends.xla import blocks as _xla_blocks
-from pallas_kernels.backends.xla import visits as _xla_visits
 from pallas_kernels.dispatch import Operands, Spec
 
 
@@ -32,10 +31,10 @@ def assert_close(x, y):
 def walked(mask, batch, t, block, batch_chunks, segments=None, **places):
     """The table of a cut into `batch_chunks`, one key head."""
     n = t // block
-    cut = _xla_blocks.Cut(batch // batch_chunks, 1, batch_chunks, 1, n, block, n, block, 1)
+    cut = _xla_blocks.Tiling(batch // batch_chunks, 1, batch_chunks, 1, n, block, n, block, 1)
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
     operands = Operands(**places, q_segments=segments, k_segments=segments)
-    return _xla_visits.table_of(operands, Spec(mask, 1.0), t, t, cut)
+    return _xla_blocks.block_table(operands, Spec(mask, 1.0), t, t, cut)
 
 
 def test_causal_walks_the_triangle_masks_only_the_diagonal_and_is_known_when_compiling():
@@ -79,7 +78,7 @@ def test_looping_over_batch_and_heads_changes_nothing(scores):
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (3, 50)), 1).astype(np.int32)
     slopes = Alibi(jnp.linspace(0.1, 2.0, 12))
     operands = Operands(q_segments=segments, k_segments=segments, bias=slopes)
-    spec, blocks = Spec(causal(), 0.3), _xla_blocks.Blocks(16, 24, scores)
+    spec, blocks = Spec(causal(), 0.3), _xla_blocks.BlockSizes(16, 24, scores)
     out, lse = jax.jit(lambda *x: _xla.forward(*x, operands, spec, blocks=blocks))(q, k, v)
     dense = jax.jit(lambda *x: flash(
         *x, causal(), scale=0.3, bias=slopes, q_segments=segments, k_segments=segments,
@@ -87,7 +86,7 @@ def test_looping_over_batch_and_heads_changes_nothing(scores):
     ))  # fmt: skip
     expected = dense(q, k, v)
     assert_close((out, lse), expected)
-    rows, whole = (q, k, v, out, lse, q, jnp.ones_like(lse)), _xla_blocks.Blocks(50, 50)
+    rows, whole = (q, k, v, out, lse, q, jnp.ones_like(lse)), _xla_blocks.BlockSizes(50, 50)
     found, single = (
         jax.jit(lambda *x, blocks=blocks: _xla.backward(*x, operands, spec, blocks=blocks))(*rows)
         for blocks in (blocks, whole)

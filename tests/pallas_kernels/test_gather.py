@@ -85,7 +85,7 @@ def test_of_scores_within_the_margin_of_the_least_taken_one_the_later_are_taken(
         np.testing.assert_array_equal(ids[row, is_valid[row]], expected)
 
 
-@pytest.mark.parametrize("per", gather.PER)
+@pytest.mark.parametrize("per", gather.SCOPES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rounding_does_not_choose_between_equal_blocks(per, dtype):
     """Blocks of one summary, moved by rounding, are taken from the end, also at a score of 0."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import pallas_kernels as pk
 from pallas_kernels import causal, everything, window
-from pallas_kernels.lists import UNROLLED
+from pallas_kernels.masks import UNROLLED
 
 INTEGERS = st.integers(-25, 70)
 SIZES = st.integers(1, 20)

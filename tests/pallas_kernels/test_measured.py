@@ -73,7 +73,7 @@ def test_landmark_attention_is_a_kind_beside_its_own_blocks():
 def gpu(tmp_path, monkeypatch):
     """This process counts as one with an H200, whose kernels are constants; yields the folder."""
     monkeypatch.setenv(measured.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(dispatch, "_here", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     for name, takes in {"quick": True, "quicker": False, "refusing": True}.items():
         module = types.ModuleType(f"measured_{name}")
         module.unsupported = lambda *x, why="it can not" * (name == "refusing"): why or None
@@ -84,7 +84,7 @@ def gpu(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         new = Backend(module.__name__, ("cuda",), by_name=True, takes_d_lse=takes)
         monkeypatch.setitem(BACKENDS, name, new)
-    dispatch._say_once.cache_clear()
+    dispatch._warn_once.cache_clear()
     measured._read.cache_clear()
     with described():
         yield tmp_path

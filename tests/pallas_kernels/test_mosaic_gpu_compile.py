@@ -93,7 +93,5 @@ def test_tables_per_head_lower(lists):
 @pytest.mark.slow
 def test_a_causal_mask_of_a_million_tokens_has_a_small_table():
     q = jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.bfloat16)
-    from pallas_kernels.backends.mosaic_gpu import layout as layouts
-
-    table = layouts.table_of(q, q, Operands(), Spec(causal(), 1.0))
+    table = _mosaic_gpu._table(q, q, Operands(), Spec(causal(), 1.0))
     assert table.q_block == 512 and table.index.nbytes <= 2**24

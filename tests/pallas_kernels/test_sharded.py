@@ -180,12 +180,12 @@ def test_keys_travel_no_further_than_the_mask_sees():
 
 def test_what_cannot_be_cut_is_refused_with_the_way_out():
     arrays, _ = inputs(t=44)
-    with pytest.raises(ValueError, match="44 queries cannot be cut over the 8 devices.*48"):
+    with pytest.raises(ValueError, match="44 queries cannot be split over the 8 devices.*48"):
         flash(*arrays, causal(), layout=layout(length=8))
     with pytest.raises(ValueError, match="choose ring or all_to_all"):
         layout(method="star")
     arrays, _ = inputs(heads=4, kv_heads=2)
     with pytest.raises(ValueError, match="4 query heads.*8 devices.*use method 'ring'"):
         flash(*arrays, causal(), layout=layout(length=8, method="all_to_all"))
-    with pytest.raises(ValueError, match="cannot be cut into 2 x 8.*48"):
+    with pytest.raises(ValueError, match="cannot be split into 2 x 8.*48"):
         zigzag(40, 8)

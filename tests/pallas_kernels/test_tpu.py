@@ -14,8 +14,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from pallas_kernels import causal, everything, prefix, reference, window
 from pallas_kernels.backends.tpu import attention as _tpu
-from pallas_kernels.backends.tpu import levels as _tpu_levels
-from pallas_kernels.backends.tpu import tables as _tpu_tables
+from pallas_kernels.backends.tpu import grid as _tpu_grid
+from pallas_kernels.backends.tpu.kernels import bias_levels
 from pallas_kernels.biases import Alibi, RelativeBias
 from pallas_kernels.dispatch import Constant, Operands, Spec
 from pallas_kernels.masks import keys_in, stride
@@ -249,10 +249,10 @@ def test_lists_too_long_for_scalar_memory_are_cut_into_calls_with_the_same_resul
 ):
     case = Case(t=130, s=140, heads=4, kv_heads=2, tables=(1, 2), mask=causal(), traced=traced)
     arrays, operands, spec, table = build(case)
-    monkeypatch.setattr(_tpu_tables, "SCALAR_BYTES", 4 * 3)
+    monkeypatch.setattr(_tpu_grid, "SCALAR_BYTES", 4 * 3)
     seen = []
-    cut = _tpu_tables._cut
-    monkeypatch.setattr(_tpu_tables, "_cut", lambda *a: seen.append(cut(*a)) or seen[-1])
+    cut = _tpu_grid._split_lists
+    monkeypatch.setattr(_tpu_grid, "_split_lists", lambda *a: seen.append(cut(*a)) or seen[-1])
     compare(run(arrays, operands, spec), expected(arrays, operands, spec, table))
     calls = [call for grid in seen for row in grid for call in row]
     assert len(seen) > 3 and len(calls) == 2 * len(seen)  # cut by blocks, and by heads
@@ -320,7 +320,7 @@ def test_a_bias_of_more_buckets_than_lanes_says_why():
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (12, 100), (4, 3), (128, 4000)])
 def test_levels_of_distances_are_the_buckets(buckets, far, both_ways):
     bias = RelativeBias(jnp.zeros((buckets, 1)), far, both_ways)
-    levels = _tpu_levels.of(bias, group=1)
+    levels = bias_levels(bias, group=1)
     assert sorted(levels.buckets) == list(range(buckets))
     ahead = np.arange(-far - 50, far + 50)
     level = np.searchsorted(levels.starts, -ahead, side="right") - 1

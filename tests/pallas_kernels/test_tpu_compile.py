@@ -17,7 +17,8 @@ from pallas_kernels import causal, everything, prefix, window
 from pallas_kernels.backends.tpu import attention as _tpu
 from pallas_kernels.backends.tpu import landmark as _tpu_landmark
 from pallas_kernels.biases import Alibi, RelativeBias
-from pallas_kernels.dispatch import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
+from pallas_kernels.dispatch import Constant, Operands, Spec
+from pallas_kernels.landmark import older_spec
 from pallas_kernels.tables import from_block_mask
 
 # The compiler: two minutes together.
@@ -157,7 +158,7 @@ def compile_landmark(generation, shape, block, operands, dtype="bfloat16"):
     keys = (shape[0], shape[1] // block * block, *shape[2:])
     q, k = arrays(generation, shape, keys, dtype=dtype)
     (lse,) = arrays(generation, shape[:3], dtype="float32")
-    spec = LandmarkSpec(block, 0.1)
+    spec = older_spec(block, 0.1)
     assert _tpu_landmark.unsupported(q, k, k, operands, spec) is None
     yield compiled(lambda q, k, v, x: _tpu_landmark.forward(q, k, v, x, spec), q, k, k, operands)
     saved = (q, k, k, q, lse, q, lse)
@@ -167,7 +168,7 @@ def compile_landmark(generation, shape, block, operands, dtype="bfloat16"):
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 def test_grouped_softmax_of_131072_tokens_of_llama_2_7b_heads_compiles(generation):
     shape, kernels = (1, LONG, 32, 128), []
-    for memory, text in compile_landmark(generation, shape, 64, LandmarkOperands()):
+    for memory, text in compile_landmark(generation, shape, 64, Operands()):
         kernels.append(text.count("tpu_custom_call"))
         assert "stablehlo.while" not in text
         # Operands in the kernels' order, keys also turned, and nothing of queries times blocks.
@@ -178,7 +179,7 @@ def test_grouped_softmax_of_131072_tokens_of_llama_2_7b_heads_compiles(generatio
 @pytest.mark.parametrize("block", [51, 1000])
 def test_grouped_softmax_of_packed_documents_and_large_heads_compiles(block):
     count = 2048 // block
-    operands = LandmarkOperands(*arrays("v5e", *[(2, 2048), (2, count)] * 2, dtype="int32"))
+    operands = Operands(*arrays("v5e", *[(2, 2048), (2, count)] * 2, dtype="int32"))
     shape = (2, 2048, 4, 256)
     for _, text in compile_landmark("v5e", shape, block, operands, dtype="float32"):
         assert "stablehlo.while" not in text

@@ -11,11 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 from landmark_cases import Case, build
 
 from pallas_kernels.backends.tpu import attention as _tpu
+from pallas_kernels.backends.tpu import grid as _tpu_grid
 from pallas_kernels.backends.tpu import landmark as _tpu_landmark
-from pallas_kernels.backends.tpu import tables as _tpu_tables
-from pallas_kernels.backends.tpu.landmark_layout import layout
-from pallas_kernels.dispatch import LandmarkOperands, LandmarkSpec
-from pallas_kernels.landmark import landmark_attention, older_blocks
+from pallas_kernels.backends.tpu.landmark import make_tiling
+from pallas_kernels.dispatch import Operands
+from pallas_kernels.landmark import landmark_attention, older_blocks, older_spec
 
 pytestmark = pytest.mark.slow  # the interpreter: two minutes together
 
@@ -42,9 +42,9 @@ def test_lists_too_long_for_scalar_memory_are_cut_into_calls_with_the_same_resul
     monkeypatch, places
 ):
     arrays, operands, spec = build(Case(t=700 if places else 1100, s=1096, places=places, heads=1))
-    monkeypatch.setattr(_tpu_tables, "SCALAR_BYTES", 4 * 3)
-    seen, cut = [], _tpu_tables._cut
-    monkeypatch.setattr(_tpu_tables, "_cut", lambda *a: seen.append(a) or cut(*a))
+    monkeypatch.setattr(_tpu_grid, "SCALAR_BYTES", 4 * 3)
+    seen, cut = [], _tpu_grid._split_lists
+    monkeypatch.setattr(_tpu_grid, "_split_lists", lambda *a: seen.append(a) or cut(*a))
     compare(arrays, operands, spec)
     assert len(seen) > 3  # three kernels
 
@@ -93,7 +93,7 @@ def test_a_step_holds_whole_blocks_in_whole_lanes(block, height):
     q = jax.ShapeDtypeStruct((1, 8192, 4, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, 8192 // block * block, 4, 128), jnp.bfloat16)
     for backward in (False, True):
-        cut, groups = layout(q, k, k, block, backward)
+        cut, groups = make_tiling(q, k, k, block, backward)
         assert groups.height == height and groups.step * height == cut.key_block
         assert cut.key_block % 128 == 0 and cut.key_block <= 1024
 
@@ -137,7 +137,7 @@ def test_what_cannot_run_says_why(change, reason):
 
 def test_too_many_blocks_say_why():
     q = jax.ShapeDtypeStruct((1, 2**25, 1, 128), jnp.float32)
-    reason = _tpu_landmark.unsupported(q, q, q, LandmarkOperands(), LandmarkSpec(64, 1.0))
+    reason = _tpu_landmark.unsupported(q, q, q, Operands(), older_spec(64, 1.0))
     assert "65536 x 65536 blocks of a step are more than 16383" in reason
 
 

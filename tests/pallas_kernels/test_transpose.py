@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import pallas_kernels as pk
 from pallas_kernels import causal, window
-from pallas_kernels.block_table import BlockLists
-from pallas_kernels.tables import from_block_mask, from_top_k, restrict, transpose
+from pallas_kernels.tables import BlockLists, from_block_mask, from_top_k, restrict, transpose
 
 
 def agree_transposed(lists, visited, full):

@@ -185,12 +185,12 @@ def test_what_cannot_run_says_why(monkeypatch, change, reason):
 def test_they_run_where_they_are_asked_for_and_say_why_they_cannot(monkeypatch):
     arguments = inputs()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "_here", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     monkeypatch.setattr(tuning, "architecture", lambda: "sm80")
     assert "cuda" not in dict(dispatch.choose(None, *arguments))  # not seen on a GPU yet
     assert dispatch.choose("triton", *arguments) == (("default", "triton"),)
     # A later version of JAX without Pallas-Triton.
-    monkeypatch.setattr(_triton.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(_triton.kernels, "plt", None)
     with pytest.raises(ValueError, match="'triton'.*: this version of JAX has no Pallas-Triton"):
         dispatch.choose("triton", *arguments)
 

@@ -27,8 +27,8 @@ from pallas_kernels import (
 from pallas_kernels.backends.triton import attention as _triton
 from pallas_kernels.backends.triton import landmark as _triton_landmark
 from pallas_kernels.biases import Alibi
-from pallas_kernels.dispatch import Constant, LandmarkOperands, LandmarkSpec, Operands, Spec
-from pallas_kernels.landmark import landmark_attention
+from pallas_kernels.dispatch import Constant, Operands, Spec
+from pallas_kernels.landmark import landmark_attention, older_spec
 from pallas_kernels.tables import from_block_mask
 
 pytestmark = pytest.mark.slow  # half a minute together
@@ -111,7 +111,7 @@ def older(t, block, size, traced):
     count = t // block
     q, k = array(2, t, 8, size), array(2, count * block, 2, size)
     places = [array(2, n, dtype="int32") if traced else None for n in (t, count, t, count)]
-    operands, spec = LandmarkOperands(*places), LandmarkSpec(block, 0.1)
+    operands, spec = Operands(*places), older_spec(block, 0.1)
     return both(q, k, k, operands, spec, _triton_landmark)
 
 
@@ -126,7 +126,7 @@ def test_grouped_softmax_lowers_for_blocks_of_any_size(block, size):
 
 
 def test_landmark_attention_is_kernels_alone(monkeypatch):
-    monkeypatch.setattr(dispatch, "_here", lambda: "cuda")
+    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
     q, index = array(1, 512, 2, 64), array(1, 512, dtype="int32")
 
     def loss(q, k, v, index):

@@ -14,7 +14,8 @@ from landmark_cases import Case, build
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.backends.triton import attention as _triton
 from pallas_kernels.backends.triton import landmark as _triton_landmark
-from pallas_kernels.dispatch import LandmarkOperands, LandmarkSpec
+from pallas_kernels.dispatch import Operands
+from pallas_kernels.landmark import older_spec
 from pallas_kernels.tuning import Tile
 
 slow = pytest.mark.slow
@@ -75,14 +76,14 @@ def test_listed_blocks_of_several_steps_give_the_same_result(monkeypatch, places
     case = Case(t=150, s=143, block=11, batch=2, places=places)
     monkeypatch.setattr(_triton, "PAIRS", 10)
     body, _ = _triton_landmark._prepare("forward", *build(case)[0][:3], *build(case)[1:], True)
-    assert body.rows.steps > 1 and body.keys.steps > 1 and body.cut_keys
+    assert body.rows.steps > 1 and body.keys.steps > 1 and body.ragged_keys
     landmark_cases.compare(_triton_landmark, *build(case))
 
 
 def assert_equal_in_spite_of(poison, places, arrays, operands):
     """`poison` of arrays, (array, part) each, leaves `places` of the results as they are."""
     run = functools.partial(landmark_cases.run, _triton_landmark, interpret=True)
-    spec, poisoned = LandmarkSpec(8, 1.0), list(arrays)
+    spec, poisoned = older_spec(8, 1.0), list(arrays)
     for array, part in poison:
         poisoned[array] = poisoned[array].at[:, part].set(jnp.nan)
     found, wanted = (run(x, operands, spec) for x in (poisoned, arrays))
@@ -96,7 +97,7 @@ def test_nothing_is_read_of_other_documents():
     arrays, *_ = build(Case(t=64, s=64, heads=1))
     numbers, segments = np.arange(64) % 32 // 8, 1 + np.arange(64) // 32
     places = numbers, numbers[::8], segments, segments[::8]
-    operands = LandmarkOperands(*(jnp.asarray(x[None], jnp.int32) for x in places))
+    operands = Operands(*(jnp.asarray(x[None], jnp.int32) for x in places))
     first, last, rest = slice(0, 32), slice(56, 64), slice(40, 64)
     poison = [*((i, first) for i in range(5)), (1, last), (2, last)]
     assert_equal_in_spite_of(poison, [(i, rest) for i in range(5)], arrays, operands)
@@ -108,10 +109,10 @@ def test_nothing_is_read_above_the_diagonal():
     arrays, *_ = build(Case(t=64, s=64, heads=1))
     early, later, unseen = slice(8, 32), slice(32, 64), slice(24, 64)
     poison, places = [(1, unseen), (2, unseen)], [(0, early), (1, early), (2, early)]
-    assert_equal_in_spite_of(poison, places, arrays, LandmarkOperands())
+    assert_equal_in_spite_of(poison, places, arrays, Operands())
     rows, keys = [(i, slice(0, 32)) for i in (0, 3, 4)], [(3, unseen), (4, unseen)]
     places = [(0, later), (1, later), (2, later), *keys]
-    assert_equal_in_spite_of(rows, places, arrays, LandmarkOperands())
+    assert_equal_in_spite_of(rows, places, arrays, Operands())
 
 
 @pytest.mark.parametrize(
@@ -133,9 +134,9 @@ def test_what_cannot_run_says_why(monkeypatch, change, reason):
         for length, heads in ((case.t, case.heads), (case.s, case.kv_heads))
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "_here", lambda: "cuda")
-    arguments = q, k, k, LandmarkOperands(), LandmarkSpec(case.block, 1.0)
-    choose = functools.partial(dispatch.choose, family="landmark_attention")
+    monkeypatch.setattr(dispatch, "platform", lambda: "cuda")
+    arguments = q, k, k, Operands(), older_spec(case.block, 1.0)
+    choose = dispatch.choose
     assert "cuda" not in dict(choose(None, *arguments))  # not seen on a GPU yet
     if reason is None:
         assert choose("triton", *arguments) == (("default", "triton"),)

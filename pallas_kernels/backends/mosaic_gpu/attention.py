@@ -1,23 +1,34 @@
 """Block-sparse attention for Hopper GPUs: forward, dq, and dk with dv, in Pallas' Mosaic GPU.
 
-Every kernel walks lists of visible blocks, so dense, causal, windowed, packed, per-head and top-k
+Every kernel visits lists of visible blocks, so dense, causal, windowed, packed, per-head and top-k
 attention are one kernel, and time follows the number of visible blocks. Nothing is accumulated in
 global memory: results are the same bit by bit in every run.
+
+A program of the grid has some compute warpgroups and one that moves memory. Each compute warpgroup
+holds 64 rows of the side that stays (queries in the forward pass and for dq, keys for dk and dv)
+while tiles of the other side pass through a ring of stages in shared memory.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import online_softmax as online
 from pallas_kernels import tuning
-from pallas_kernels.backends import online_softmax as online
-from pallas_kernels.backends.mosaic_gpu import layout as layouts
-from pallas_kernels.backends.mosaic_gpu.layout import D_KEYS, D_QUERIES, FORWARD, HEAD, ROWS
-from pallas_kernels.dispatch import given_table
+from pallas_kernels.dispatch import (
+    unsupported_blocks,
+    unsupported_dtypes,
+    unsupported_mask,
+    user_table,
+    visible_blocks,
+)
+from pallas_kernels.masks import Mask
+from pallas_kernels.tables import transpose
 
 LARGEST_HEAD = 128
 LARGEST_GRID = 65535  # heads, or tiles of 64 rows
@@ -25,40 +36,107 @@ LARGEST_GRID = 65535  # heads, or tiles of 64 rows
 # kernel of JAX's own like these (jax.experimental.pallas.ops.gpu.attention_mgpu, jax 0.11). That
 # kernel refuses 12.9.1 as well: it asks the runtime, whose version has no patch level.
 MISCOMPILING = (12, 8, 0), (12, 9, 86)
+ROWS = 64  # of a warpgroup's matrix products
+HEAD = 16  # head sizes are padded to multiples of it: the narrowest tile of the matrix unit
+BLOCK = 128  # of a table that the caller does not give
+CELLS = 2**22  # pairs of blocks of such a table; longer inputs get larger blocks
+FORWARD, D_QUERIES, D_KEYS = "forward", "d_queries", "d_keys"
+
+
+@dataclass(frozen=True)
+class TileAxis:
+    """An axis of queries or keys: tiles of `tile` rows, `pieces` of them in a table's block."""
+
+    length: int
+    tile: int
+    pieces: int
+    padded: int
+
+    @property
+    def count(self) -> int:
+        return self.padded // self.tile
+
+    def pad(self, x, axis: int):
+        """`x` with zeros behind, up to whole tiles along `axis`."""
+        if x is None or x.shape[axis] == self.padded:
+            return x
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, self.padded - x.shape[axis])
+        return jnp.pad(x, widths)
+
+
+def tile_axis(length: int, block: int, tile: int) -> TileAxis:
+    """Splits an axis into tiles of at most `tile` rows that divide its blocks.
+
+    A lone block need not be divided evenly.
+    """
+    if length <= block:
+        while tile > ROWS and length <= tile // 2:
+            tile //= 2
+        pieces = -(-length // tile)
+        return TileAxis(length, tile, pieces, pieces * tile)
+    while tile > ROWS and block % tile:
+        tile //= 2
+    return TileAxis(length, tile, block // tile, -(-length // block) * block)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of one kernel; a program holds `groups` times 64 rows of the side that stays."""
+
+    queries: TileAxis
+    keys: TileAxis
+    groups: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The static part of a kernel."""
+
+    mask: Mask
+    soft_cap: float | None
+    scale: float
+    heads: int
+    key_heads: int
+    tiling: Tiling
+    joined: bool  # a key head's list has the blocks of all its query heads behind each other
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.key_heads
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    table = layouts.table_of(q, k, operands, spec)
-    body, x = _prepare(FORWARD, q, k, v, operands, spec, table)
-    out, lse = _launch().forward(body, x, interpret)
+    table = _table(q, k, operands, spec)
+    kernel_spec, x = _prepare(FORWARD, q, k, v, operands, spec, table)
+    out, lse = _kernels().run_forward(kernel_spec, x, interpret)
     return out[:, : q.shape[1], :, : v.shape[-1]], lse[:, :, : q.shape[1]].swapaxes(1, 2)
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
     """Cotangents of q, k and v; that of lse enters through di."""
-    table = layouts.table_of(q, k, operands, spec)
+    table = _table(q, k, operands, spec)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0) * math.log2(math.e)
     rows = {"d_out": d_out.astype(q.dtype)}
     # A score's cotangent is p (d_out v^T - di): the kernels' sums of d_out v^T start at -di.
     rows |= {"lse": lse, "start": -online.row_cotangent(out, d_out, d_lse)}
-    body, x = _prepare(D_QUERIES, q, k, v, operands, spec, table, rows)
-    dq = _launch().d_queries(body, x, interpret)
-    body, x = _prepare(D_KEYS, q, k, v, operands, spec, table, rows)
-    dk, dv = _launch().d_keys(body, x, interpret)
-    cut = ((dq, q), (dk, k), (dv, v))
-    return *(x[:, : like.shape[1], :, : like.shape[3]] for x, like in cut), None
+    kernel_spec, x = _prepare(D_QUERIES, q, k, v, operands, spec, table, rows)
+    dq = _kernels().run_d_queries(kernel_spec, x, interpret)
+    kernel_spec, x = _prepare(D_KEYS, q, k, v, operands, spec, table, rows)
+    dk, dv = _kernels().run_d_keys(kernel_spec, x, interpret)
+    pairs = (dq, q), (dk, k), (dv, v)
+    return *(x[:, : like.shape[1], :, : like.shape[3]] for x, like in pairs), None
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
-    if (reason := _absent()) is not None:
+    if (reason := _unsupported_here()) is not None:
         return reason
-    dtypes = {str(x.dtype) for x in (q, k, v)}
-    if dtypes not in ({"bfloat16"}, {"float16"}):
-        found = ", ".join(sorted(dtypes))
-        return f"q, k and v must all be bfloat16 or all float16, they are {found}"
+    if (reason := unsupported_dtypes(q, k, v, "bfloat16", "float16")) is not None:
+        return reason
     largest = max(q.shape[-1], v.shape[-1])
     if largest > LARGEST_HEAD:
         return (
@@ -72,66 +150,99 @@ def unsupported(q, k, v, operands, spec) -> str | None:
         return f"{tiles} tiles of {q.shape[2]} heads are more than a grid's {LARGEST_GRID}"
     if operands.bias is not None:
         return "these kernels add no bias to the logits"
-    if not spec.mask.arithmetic:
-        return "the mask looks places up in a long list; these kernels compute masks from scalars"
-    table = given_table(operands, spec)
-    if table is not None:
-        lengths = (q.shape[1], table.q_block), (k.shape[1], table.k_block)
-        for name, (length, block) in zip(("queries", "keys"), lengths, strict=True):
-            if length > block and block % ROWS:
-                return f"blocks of {block} {name} are no multiple of {ROWS}"
-    return None
+    if (reason := unsupported_mask(spec)) is not None:
+        return reason
+    return unsupported_blocks(q, k, user_table(operands, spec), ROWS)
 
 
-def _absent() -> str | None:
-    """Why there is no such kernel here, whatever the inputs."""
+def _unsupported_here() -> str | None:
+    """Why these kernels cannot run in this process, whatever the inputs."""
     if tuning.capability() != 90:
         return "these kernels are for Hopper GPUs (compute capability 9.0)"
     version = tuning.assembler()
     if version is not None and MISCOMPILING[0] <= version < MISCOMPILING[1]:
-        said = ".".join(map(str, version))
-        return f"JAX knows ptxas {said} to miscompile such kernels; that of CUDA 12.9.1 does not"
+        text = ".".join(map(str, version))
+        return f"JAX knows ptxas {text} to miscompile such kernels; that of CUDA 12.9.1 does not"
     try:
-        _launch()
+        _kernels()
     except (ImportError, AttributeError) as error:
         return f"jax {jax.__version__} does not have what they are written in ({error})"
     return None
 
 
-def _launch():
-    return importlib.import_module("pallas_kernels.backends.mosaic_gpu.launch")
+def _kernels():
+    """The module of the kernels, which not every version of JAX can import."""
+    return importlib.import_module("pallas_kernels.backends.mosaic_gpu.kernels")
+
+
+def _table(q, k, operands, spec):
+    """The blocks to visit, query-major."""
+    return visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks(q, k))
 
 
 def _prepare(kernel: str, q, k, v, operands, spec, table, rows=None):
     """The kernel's static part, and its operands in whole tiles."""
-    from pallas_kernels.backends.mosaic_gpu.program import Body
-
     capped = spec.soft_cap is not None
-    cut = layouts.cut(kernel, q, k, v, table.q_block, table.k_block, capped)
+    tiling = make_tiling(kernel, q, k, v, table.q_block, table.k_block, capped)
     joined = table.index.shape[1] > k.shape[2]
-    body = Body(
+    kernel_spec = KernelSpec(
         mask=spec.mask,
         soft_cap=spec.soft_cap,
         scale=spec.scale,
         heads=q.shape[2],
         key_heads=k.shape[2],
-        cut=cut,
+        tiling=tiling,
         joined=joined,
     )
-    x = {"q": cut.queries.pad(_wide(q), 1)}
-    x |= {"k": cut.keys.pad(_wide(k), 1), "v": cut.keys.pad(_wide(v), 1)}
-    for name, x_side in (("q", cut.queries), ("k", cut.keys)):
+    x = {"q": tiling.queries.pad(_wide(q), 1)}
+    x |= {"k": tiling.keys.pad(_wide(k), 1), "v": tiling.keys.pad(_wide(v), 1)}
+    for name, axis in (("q", tiling.queries), ("k", tiling.keys)):
         for vector in (f"{name}_index", f"{name}_segments"):
             value = getattr(operands, vector)
             value = None if value is None else jnp.asarray(value, jnp.int32)
-            x[vector] = x_side.pad(value, 1)
+            x[vector] = axis.pad(value, 1)
     if rows is not None:
-        x["d_out"] = cut.queries.pad(_wide(rows["d_out"]), 1)
-        x |= {name: cut.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "start")}
-    return body, x | layouts.lists(table, kernel, cut, body.group if joined else 1)
+        x["d_out"] = tiling.queries.pad(_wide(rows["d_out"]), 1)
+        x |= {name: tiling.queries.pad(rows[name].swapaxes(1, 2), 2) for name in ("lse", "start")}
+    return kernel_spec, x | list_operands(table, kernel, tiling, kernel_spec.group if joined else 1)
 
 
 def _wide(x):
     """The last axis padded to a multiple of HEAD."""
-    more = -x.shape[-1] % HEAD
-    return jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) if more else x
+    padding = -x.shape[-1] % HEAD
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, padding)]) if padding else x
+
+
+def blocks(q, k) -> tuple[int, int]:
+    """Sizes of a table's blocks where the caller gives none."""
+    block = BLOCK
+    while (-(-q.shape[1] // block)) * (-(-k.shape[1] // block)) > CELLS:
+        block *= 2
+    return block, block
+
+
+def make_tiling(kernel: str, q, k, v, q_block: int, k_block: int, capped: bool = False) -> Tiling:
+    tiles = tuning.mosaic_gpu(kernel, max(q.shape[-1], v.shape[-1]), capped)
+    stay, move = tiles.groups * ROWS, tiles.passing
+    if kernel == D_KEYS:
+        queries, keys = tile_axis(q.shape[1], q_block, move), tile_axis(k.shape[1], k_block, stay)
+        return Tiling(queries, keys, keys.tile // ROWS, tiles.stages)
+    queries, keys = tile_axis(q.shape[1], q_block, stay), tile_axis(k.shape[1], k_block, move)
+    return Tiling(queries, keys, queries.tile // ROWS, tiles.stages)
+
+
+def list_operands(table, kernel: str, tiling: Tiling, group: int) -> dict:
+    """The table's BlockLists as operands of a kernel.
+
+    group: the lists of that many query heads become one, with consecutive numbers of blocks.
+    """
+    if kernel == D_KEYS:
+        if group > 1:
+            table = table.heads(lambda x: x.reshape(len(x), -1, group * x.shape[2], *x.shape[3:]))
+        lists = transpose(table, tiling.keys.length)
+    elif tiling.keys.length <= table.k_block and tiling.keys.length < tiling.keys.padded:
+        # A lone block may be full by itself: its last tile is not.
+        lists = table.tested().lists()
+    else:
+        lists = table.lists()
+    return dict(index=lists.index, first=lists.first, full=lists.full, seen=lists.seen)

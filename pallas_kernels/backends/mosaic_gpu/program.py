@@ -1,14 +1,16 @@
-"""What the Hopper kernels share: a program's warpgroups, the ring that feeds them, element tests.
+"""The parts of the Hopper kernels: a program's warpgroups, the ring that feeds them, element tests.
 
-One warpgroup walks the list of visible blocks and has the copy engine (TMA) bring their tiles into
+One warpgroup visits the list of visible blocks and has the copy engine (TMA) bring their tiles into
 a ring of stages; the others multiply (wgmma). Barriers say when a stage is filled and when it is
 free again. Full blocks come first in a list and are taken without an element test.
 
-Logits are held as multiples of log 2, so that softmax is made of powers of two.
+Logits are held as multiples of log 2, so that softmax uses powers of two. Values that a warpgroup
+holds in registers have the layout in which the matrix unit (wgmma) leaves them.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,38 +21,79 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backends.mosaic_gpu.layout import ROWS, Cut, Side
-from pallas_kernels.backends.mosaic_gpu.values import column, div, iota, rem, repeat
-from pallas_kernels.masks import Mask
+from pallas_kernels.backends.mosaic_gpu.attention import ROWS, KernelSpec, TileAxis
 
+F32 = jnp.float32
+WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
 # A program each; rows of the batch vary fastest. Where an axis of the device mesh has such a name,
-# Pallas asks for the place on the mesh.
+# Pallas uses the index on the mesh.
 GRID = ("_lcjax_heads", "_lcjax_tiles", "_lcjax_rows")
 WARPGROUP = "_lcjax_warpgroup"
 # Registers of a thread where two warpgroups compute: 2 x 240 + 24 of the 512 that there are.
-MUCH, LITTLE = 240, 24
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 
 
-@dataclass(frozen=True)
-class Body:
-    """What is static in a kernel."""
-
-    mask: Mask
-    soft_cap: float | None
-    scale: float
-    heads: int
-    key_heads: int
-    cut: Cut
-    joined: bool  # a key head's list has the blocks of all its query heads behind each other
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.key_heads
+def fill(shape, value: float, axis: int | None = None):
+    """A matrix of one value, or a vector that lies along axis `axis` of matrices."""
+    layout = WGMMA if axis is None else WGMMA.reduce(1 - axis)
+    return plgpu.layout_cast(jnp.full(shape, value, F32), layout)
 
 
-class Here(NamedTuple):
-    """Where a program is: numbers of the batch row, query head, key head and staying tile."""
+def column(ref, axis: int):
+    """A vector in shared memory that lies along axis `axis` of matrices."""
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    is_required = index is not None and index.default is inspect.Parameter.empty  # until jax 0.10
+    return plgpu.load(ref, **({"idx": ()} if is_required else {}), layout=WGMMA.reduce(1 - axis))
+
+
+def repeat(x, axis: int, shape):
+    """A vector along axis `axis` of a matrix, repeated along the other."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def iota(axis: int, shape):
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def rem(x, n: int):
+    return jnp.zeros_like(x) if n == 1 else lax.rem(x, jnp.asarray(n, x.dtype))
+
+
+def div(x, n: int):
+    return x if n == 1 else lax.div(x, jnp.asarray(n, x.dtype))
+
+
+def product(a, b, between: Callable = lambda: None):
+    """a b^T of tiles in shared memory, float32."""
+
+    def multiply(total):
+        plgpu.wgmma(total, a, b.transpose((1, 0)))
+        between()
+        return total[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), F32))
+
+
+def sums_on(starts, begin: Callable) -> list:
+    """`starts` and the products that `begin(sums, ready)` adds to them; waits for the products.
+
+    ready(i, later): what sum i is, while the last `later` products that were begun go on.
+    """
+
+    def run(sums):
+        begin(sums, lambda i, later: plgpu.wgmma_accumulator_load(sums[i], wait_n=later))
+
+    return pl.run_state(run)([plgpu.ACC.init(x) for x in starts])
+
+
+def add_product(total, a, b) -> None:
+    """Adds a b to a sum of products; a is of values in registers, b a tile in shared memory."""
+    plgpu.wgmma(total, a.astype(b.dtype), b)
+
+
+class ProgramIndex(NamedTuple):
+    """The batch row, query head, key head and staying tile of a program."""
 
     row: object
     head: object
@@ -58,17 +101,16 @@ class Here(NamedTuple):
     tile: object
 
 
-class Walk(NamedTuple):
+class Visits(NamedTuple):
     """The tiles that a block of the staying side meets: `full` of `seen` need no element test.
 
-    start: where the block's list starts among those at `place` in `index`.
-
-    repeats: how many heads meet the same tiles, one after the other. blocks: the length of a list
-    of all heads of a group is divided by it, where they have lists of their own; or None.
+    start: the offset of the block's list among those at `list_index` in `index`.
+    repeats: the number of heads that meet the same tiles, one after the other.
+    blocks: the number of blocks of one head, if the heads of a group have lists of their own.
     """
 
     index: object
-    place: tuple
+    list_index: tuple
     start: object
     pieces: int
     repeats: int
@@ -88,31 +130,35 @@ class Walk(NamedTuple):
         return block * self.pieces + rem(div(step, self.repeats), self.pieces)
 
     def _entry(self, step):
-        return self.index[(*self.place, self.start + div(step, self.repeats * self.pieces))]
+        return self.index[(*self.list_index, self.start + div(step, self.repeats * self.pieces))]
 
 
-def walk(body: Body, x, here: Here, staying: Side, passing: Side, heads: int = 1) -> Walk:
-    """heads: how many query heads pass by, each with its tiles."""
+def list_visits(
+    spec: KernelSpec, x, program: ProgramIndex, staying: TileAxis, passing: TileAxis, heads: int = 1
+) -> Visits:
+    """heads: the number of query heads that pass by, each with its tiles."""
     rows, lists = x["index"].shape[:2]
-    own = 0 if lists == 1 else here.key_head if lists == body.key_heads else here.head
-    place = here.row if rows > 1 else 0, own
-    block = *place, div(here.tile, staying.pieces)
-    blocks = passing.count // passing.pieces if body.joined and heads > 1 else None
+    head = 0 if lists == 1 else program.key_head if lists == spec.key_heads else program.head
+    list_index = program.row if rows > 1 else 0, head
+    block = *list_index, div(program.tile, staying.pieces)
+    blocks = passing.count // passing.pieces if spec.joined and heads > 1 else None
     repeats = heads if blocks is None else 1
     full, seen = (x[name][block] * (passing.pieces * repeats) for name in ("full", "seen"))
-    return Walk(x["index"], place, x["first"][block], passing.pieces, repeats, blocks, full, seen)
+    return Visits(
+        x["index"], list_index, x["first"][block], passing.pieces, repeats, blocks, full, seen
+    )
 
 
-def part(x, name: str, here: Here, first, count: int):
+def part(x, name: str, program: ProgramIndex, first, count: int):
     """Rows `first`.. of an operand, of this program's batch row and head."""
     ref, rows = x[name], pl.ds(first, count)
     if name == "count":
         return ref
     if name in ("q_index", "k_index", "q_segments", "k_segments"):
-        return ref.at[here.row if ref.shape[0] > 1 else 0, rows]
+        return ref.at[program.row if ref.shape[0] > 1 else 0, rows]
     if name in ("lse", "start"):
-        return ref.at[here.row, here.head, rows]
-    return ref.at[here.row, rows, here.key_head if name in ("k", "v") else here.head]
+        return ref.at[program.row, program.head, rows]
+    return ref.at[program.row, rows, program.key_head if name in ("k", "v") else program.head]
 
 
 @dataclass(frozen=True)
@@ -120,67 +166,67 @@ class Ring:
     """Stages of passing tiles; `names` are sets of operands that are filled and freed together."""
 
     names: tuple[tuple[str, ...], ...]
-    room: dict
+    scratch: dict
     stages: int
     tile: int
 
     def slot(self, step):
         return rem(step, self.stages)
 
-    def fill(self, x, here: Here, step, tile) -> None:
+    def fill(self, x, program: ProgramIndex, step, tile) -> None:
         slot = self.slot(step)
         for i, names in enumerate(self.names):
-            barrier = self.room["filled"][i].at[slot]
+            barrier = self.scratch["filled"][i].at[slot]
 
             @pl.when(step >= self.stages)
             def _(i=i):
-                plgpu.barrier_wait(self.room["free"][i].at[slot])
+                plgpu.barrier_wait(self.scratch["free"][i].at[slot])
 
             for name in names:
-                source = part(x, name, here, tile * self.tile, self.tile)
-                plgpu.copy_gmem_to_smem(source, self.room[name].at[slot], barrier)
+                source = part(x, name, program, tile * self.tile, self.tile)
+                plgpu.copy_gmem_to_smem(source, self.scratch[name].at[slot], barrier)
 
     def drain(self, steps) -> None:
         """Waits until all is free: who has waited for a barrier once sees it to its end."""
 
         def wait(i, _):
-            for free in self.room["free"]:
+            for free in self.scratch["free"]:
                 plgpu.barrier_wait(free.at[self.slot(steps - 1 - i)])
 
         lax.fori_loop(0, jnp.minimum(steps, self.stages), wait, None)
 
     def wait(self, i: int, step) -> None:
-        plgpu.barrier_wait(self.room["filled"][i].at[self.slot(step)])
+        plgpu.barrier_wait(self.scratch["filled"][i].at[self.slot(step)])
 
     def release(self, i: int, step) -> None:
-        if any(self.room[name].ndim == 2 for name in self.names[i]):
+        if any(self.scratch[name].ndim == 2 for name in self.names[i]):
             # Vectors are read by threads and not by the matrix unit: without a fence, nothing
             # orders that before the copy engine writes there again.
             plgpu.commit_smem()
-        plgpu.barrier_arrive(self.room["free"][i].at[self.slot(step)])
+        plgpu.barrier_arrive(self.scratch["free"][i].at[self.slot(step)])
 
-    def first(self, walked: Walk, step):
+    def first(self, visits: Visits, step):
         """The first row of a step's tile."""
-        return walked.tile(step) * self.tile
+        return visits.tile(step) * self.tile
 
     def at(self, name: str, step):
-        return self.room[name].at[self.slot(step)]
+        return self.scratch[name].at[self.slot(step)]
 
 
-def fetch(x, room, names, here: Here, first, group) -> None:
-    """Brings a compute warpgroup's own rows, and waits for them."""
+def fetch(x, scratch, names, program: ProgramIndex, first, group) -> None:
+    """Copies the rows of a compute warpgroup to shared memory, and waits for them."""
     for name in names:
-        source = part(x, name, here, first, ROWS)
-        plgpu.copy_gmem_to_smem(source, room[name].at[group], room["own"].at[group])
-    plgpu.barrier_wait(room["own"].at[group])
+        source = part(x, name, program, first, ROWS)
+        plgpu.copy_gmem_to_smem(source, scratch[name].at[group], scratch["own_rows"].at[group])
+    plgpu.barrier_wait(scratch["own_rows"].at[group])
 
 
-class Meeting(NamedTuple):
+class TilePair(NamedTuple):
     """A tile of queries and one of keys; the first axis of their products is the one that stays.
 
-    staying: its first row; passing: gives that of the other when it is asked for. vectors: places
-    and segments in shared memory, and 0, 1, ... for the axis that passes: numbers made from the
-    thread's would be kept in registers while they are not needed.
+    staying: its first row. passing: a function that returns the first row of the other.
+    vectors: indices and segments in shared memory, and 0, 1, ... for the axis that passes: numbers
+      computed from the thread's index would occupy registers while they are not needed.
     """
 
     shape: tuple[int, int]
@@ -189,73 +235,73 @@ class Meeting(NamedTuple):
     passing: Callable
     vectors: dict
 
-    def seen(self, body: Body):
+    def seen(self, spec: KernelSpec):
         q_axis, k_axis = self.q_axis, 1 - self.q_axis
 
         def vector(name: str, axis: int):
             return repeat(column(self.vectors[name], axis), axis, self.shape)
 
-        def place(axis: int):
+        def number(axis: int):
             if axis == 0:
                 return iota(0, self.shape) + self.staying
             return repeat(column(self.vectors["count"], 1) + self.passing(), 1, self.shape)
 
         def index(name: str, axis: int):
-            return vector(name, axis) if name in self.vectors else place(axis)
+            return vector(name, axis) if name in self.vectors else number(axis)
 
-        seen = body.mask.element(index("q_index", q_axis), index("k_index", k_axis))
+        seen = spec.mask.element(index("q_index", q_axis), index("k_index", k_axis))
         if "q_segments" in self.vectors:
             q, k = vector("q_segments", q_axis), vector("k_segments", k_axis)
             seen = seen & (q == k) & (k != 0)
-        length = body.cut.keys.length
-        return seen if body.cut.keys.padded == length else seen & (place(k_axis) < length)
+        length = spec.tiling.keys.length
+        return seen if spec.tiling.keys.padded == length else seen & (number(k_axis) < length)
 
-    def hide(self, body: Body, masked, values, otherwise: float):
-        """`values`, or `otherwise` in their place where the element test of a step hides them."""
+    def hide(self, spec: KernelSpec, masked, values, otherwise: float):
+        """`values`, or `otherwise` where the element test of a step hides them."""
 
         def test(values):
-            return jnp.where(self.seen(body), values, otherwise)
+            return jnp.where(self.seen(spec), values, otherwise)
 
         return lax.cond(masked, test, lambda values: values, values)
 
 
-def logits(body: Body, products):
+def logits(spec: KernelSpec, products):
     """(values, factor that makes them logits in multiples of log 2); values of a cap are tanh."""
-    factor, cap = body.scale * LOG2E, body.soft_cap
+    factor, cap = spec.scale * LOG2E, spec.soft_cap
     if cap is not None:
         # tanh of powers of two: the chip's own is good to 11 bits only.
-        bent = 1.0 - 2.0 / (jnp.exp2(products * (2 * factor / cap)) + 1.0)
-        return bent, cap * LOG2E
+        tanh = 1.0 - 2.0 / (jnp.exp2(products * (2 * factor / cap)) + 1.0)
+        return tanh, cap * LOG2E
     return (products, factor) if factor > 0 else (products * factor, 1.0)
 
 
-def hidden(body: Body, products, meeting: Meeting, masked):
+def hidden(spec: KernelSpec, products, tiles: TilePair, masked):
     """(values, factor) of `logits` where keys are seen; elsewhere their power of two is 0."""
-    values, factor = logits(body, products)
+    values, factor = logits(spec, products)
     # The square of what is hidden has to stay finite where it is a slope.
-    return meeting.hide(body, masked, values, -jnp.inf if body.soft_cap is None else -1e18), factor
+    return tiles.hide(spec, masked, values, -jnp.inf if spec.soft_cap is None else -1e18), factor
 
 
-def probabilities(body: Body, values, factor, lse, axis: int):
+def probabilities(spec: KernelSpec, values, factor, lse, axis: int):
     """(p, p times the slope of the cap) from the saved lse, in multiples of log 2 along `axis`."""
     p = jnp.exp2(values * factor - repeat(lse, axis, values.shape))
-    return p, p if body.soft_cap is None else p * (1.0 - values * values)
+    return p, p if spec.soft_cap is None else p * (1.0 - values * values)
 
 
-def specialise(body: Body, compute: Callable, move: Callable) -> None:
+def specialise(spec: KernelSpec, compute: Callable, move: Callable) -> None:
     """Runs `compute(warpgroup)` in the compute warpgroups and `move()` in the last one."""
-    group, several = lax.axis_index(WARPGROUP), body.cut.groups > 1
+    group, has_groups = lax.axis_index(WARPGROUP), spec.tiling.groups > 1
 
-    @pl.when(group < body.cut.groups)
+    @pl.when(group < spec.tiling.groups)
     def _():
-        if several:
-            plgpu.set_max_registers(MUCH, action="increase")
+        if has_groups:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         compute(group)
 
-    @pl.when(group == body.cut.groups)
+    @pl.when(group == spec.tiling.groups)
     def _():
-        if several:
-            plgpu.set_max_registers(LITTLE, action="decrease")
+        if has_groups:
+            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         move()
 
 
@@ -267,16 +313,16 @@ def send(*pairs) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def of_queries(body: Body) -> Here:
-    """A program's place in a grid over query heads and tiles of queries.
+def of_queries(spec: KernelSpec) -> ProgramIndex:
+    """The index of a program in a grid over query heads and tiles of queries.
 
     The last tiles start first: under a causal mask they have the longest lists.
     """
     head, tile, row = (lax.axis_index(name) for name in GRID)
-    return Here(row, head, div(head, body.group), body.cut.queries.count - 1 - tile)
+    return ProgramIndex(row, head, div(head, spec.group), spec.tiling.queries.count - 1 - tile)
 
 
-def of_keys() -> Here:
-    """A program's place in a grid over key heads and tiles of keys."""
+def of_keys() -> ProgramIndex:
+    """The index of a program in a grid over key heads and tiles of keys."""
     head, tile, row = (lax.axis_index(name) for name in GRID)
-    return Here(row, None, head, tile)
+    return ProgramIndex(row, None, head, tile)

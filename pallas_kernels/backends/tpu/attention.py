@@ -1,6 +1,6 @@
 """Block-sparse attention for TPU: forward, dq, and dk with dv, each one Pallas kernel.
 
-The grid has one step per visited pair of blocks (`_tpu_tables`), so time follows the number of
+The grid has one step per visited pair of blocks (`grid.py`), so time follows the number of
 visible blocks, whatever the mask, also where the table is per head or computed on the device.
 Batch and heads are axes of the grid. Sums run in a fixed order inside one core and nothing is
 accumulated in memory: results are the same bit by bit in every run.
@@ -10,84 +10,110 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends import online_softmax as online
+from pallas_kernels import online_softmax as online
 from pallas_kernels.backends.tpu import decode as decoding
-from pallas_kernels.backends.tpu import kernels, levels, tables
-from pallas_kernels.backends.tpu import layout as layouts
-from pallas_kernels.backends.tpu.kernels import Body
-from pallas_kernels.backends.tpu.launch import every_call, launch
-from pallas_kernels.backends.tpu.layout import LANES, Layout, wide
+from pallas_kernels.backends.tpu import grid, kernels
+from pallas_kernels.backends.tpu.grid import (
+    LANES,
+    Call,
+    Tiling,
+    col_of,
+    row_of,
+    run_calls,
+    run_kernel,
+    sized,
+    wide,
+)
+from pallas_kernels.backends.tpu.kernels import (
+    MAX_LEVELS,
+    KernelSpec,
+    bias_levels,
+    level_gradient,
+    level_operands,
+)
 from pallas_kernels.biases import Alibi, RelativeBias
-from pallas_kernels.block_table import namespace
-from pallas_kernels.dispatch import given_table
-from pallas_kernels.tables import from_mask, restrict
+from pallas_kernels.dispatch import unsupported_dtypes, unsupported_mask, user_table, visible_blocks
+from pallas_kernels.tables import namespace
 
 LARGEST_HEAD = 256
 F32 = jnp.float32
+ROW_OPERANDS = ("q", "d_out", "q_index", "q_segments", "slopes", "lse", "di")
+MATRICES = ("q", "k", "v", "d_out")
+SCALARS = ("starts", "levels")  # in scalar memory as a whole
 
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     if not _relative(operands) and decoding.fits(q, k, v, operands, spec):
         return decoding.forward(q, k, v, operands, spec, interpret=interpret)
-    cut, found = _plan(q, k, v, operands, spec, backward=False)
-    body, x = _prepare(q, k, v, operands, spec, cut)
+    tiling, visits = _plan(q, k, v, operands, spec, backward=False)
+    kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
     size = x["v"].shape[-1]
     run = functools.partial(
         launch,
         kernels.forward,
-        body,
-        cut,
+        kernel_spec,
+        tiling,
         x,
         axis=0,
         outputs=[(q.dtype, size), (F32, None)],
-        scratch=[(F32, LANES), (F32, LANES), (F32, size), _scratch(body, 0)],
+        scratch=[(F32, LANES), (F32, LANES), (F32, size), _scratch(kernel_spec, 0)],
         interpret=interpret,
     )
-    out, lse = every_call(found, cut, 0, run)
-    return cut.from_rows(out)[..., : v.shape[-1]], cut.from_rows(lse[:, :, 0])
+    out, lse = run_calls(visits, tiling, 0, run)
+    return tiling.from_rows(out)[..., : v.shape[-1]], tiling.from_rows(lse[:, :, 0])
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
     """Cotangents of q, k, v and of the bias; that of lse enters through `di`."""
-    cut, found = _plan(q, k, v, operands, spec, backward=True)
-    body, x = _prepare(q, k, v, operands, spec, cut)
+    tiling, visits = _plan(q, k, v, operands, spec, backward=True)
+    kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
     di = online.row_cotangent(out, d_out, d_lse)
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
-    x["lse"] = cut.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
-    x["di"] = cut.to_rows(di)[:, :, None]
-    x["d_out"] = cut.to_rows(wide(d_out.astype(q.dtype)))
+    x["lse"] = tiling.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
+    x["di"] = tiling.to_rows(di)[:, :, None]
+    x["d_out"] = tiling.to_rows(wide(d_out.astype(q.dtype)))
 
     def run(kernel, axis, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
-        one = functools.partial(launch, kernel, body, cut, x, **fixed)
-        return every_call(found, cut, axis, one)
+        one = functools.partial(launch, kernel, kernel_spec, tiling, x, **fixed)
+        return run_calls(visits, tiling, axis, one)
 
     h, hv, sums, acc_sums = x["k"].shape[-1], x["v"].shape[-1], None, None
     if operands.bias is not None:  # a lane of sums for each row, or for each level
-        rows = cut.rows if body.levels is None else LANES
+        rows = tiling.rows if kernel_spec.levels is None else LANES
         sums, acc_sums = (F32, None, rows), (F32, LANES, rows)
     dq, d_bias = run(
-        kernels.d_queries, 0, [(q.dtype, h), sums], [(F32, h), acc_sums, _scratch(body, 0)]
+        kernels.d_queries, 0, [(q.dtype, h), sums], [(F32, h), acc_sums, _scratch(kernel_spec, 0)]
     )
     dk, dv = run(
-        kernels.d_keys, 1, [(k.dtype, h), (v.dtype, hv)], [(F32, h), (F32, hv), _scratch(body, 1)]
+        kernels.d_keys,
+        1,
+        [(k.dtype, h), (v.dtype, hv)],
+        [(F32, h), (F32, hv), _scratch(kernel_spec, 1)],
     )
-    if body.levels is not None:
-        d_bias = levels.gradient(d_bias, operands.bias, body.levels)
+    if kernel_spec.levels is not None:
+        d_bias = level_gradient(d_bias, operands.bias, kernel_spec.levels)
     elif d_bias is not None:
-        d_bias = Alibi(jnp.sum(cut.from_rows(d_bias[:, :, 0]), (0, 1)))
-    dq = cut.from_rows(dq)[..., : q.shape[-1]]
-    return dq, cut.from_keys(dk, k.shape[-1]), cut.from_keys(dv, v.shape[-1]), d_bias
+        d_bias = Alibi(jnp.sum(tiling.from_rows(d_bias[:, :, 0]), (0, 1)))
+    dq = tiling.from_rows(dq)[..., : q.shape[-1]]
+    return dq, tiling.from_keys(dk, k.shape[-1]), tiling.from_keys(dv, v.shape[-1]), d_bias
 
 
-def _scratch(body: Body, axis: int):
-    """Room for the scores of a step, where their bias is made tile by tile."""
-    if body.levels is None:
+def _scratch(kernel_spec: KernelSpec, axis: int):
+    """VMEM for the scores of a step, where their bias is computed tile by tile."""
+    if kernel_spec.levels is None:
         return None
-    return (F32, body.rows, body.key_block) if axis else (F32, body.key_block, body.rows)
+    return (
+        (F32, kernel_spec.rows, kernel_spec.key_block)
+        if axis
+        else (F32, kernel_spec.key_block, kernel_spec.rows)
+    )
 
 
 def _relative(operands) -> bool:
@@ -96,21 +122,21 @@ def _relative(operands) -> bool:
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
-    if (reason := online.mixed_dtypes(q, k, v)) is not None:
+    if (reason := unsupported_dtypes(q, k, v, "float32", "bfloat16")) is not None:
         return reason
     if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
         largest = max(q.shape[-1], v.shape[-1])
         return f"the head size {largest} is above {LARGEST_HEAD}: a step would not fit into VMEM"
-    if not spec.mask.arithmetic:
-        return "the mask looks places up in a long list; TPU kernels compute masks from scalars"
-    if _relative(operands) and operands.bias.table.shape[0] > levels.MOST_LEVELS:
+    if (reason := unsupported_mask(spec)) is not None:
+        return reason
+    if _relative(operands) and operands.bias.table.shape[0] > MAX_LEVELS:
         buckets = operands.bias.table.shape[0]
-        return f"the bias has {buckets} buckets, the kernels hold {levels.MOST_LEVELS}: a lane each"
+        return f"the bias has {buckets} buckets, the kernels hold {MAX_LEVELS}: a lane each"
     return _table_unsupported(q, k, v, operands, spec)
 
 
 def _table_unsupported(q, k, v, operands, spec) -> str | None:
-    table = given_table(operands, spec)
+    table = user_table(operands, spec)
     (queries, n), (keys, heads) = q.shape[1:3], k.shape[1:3]
     if table is not None:
         width = 1 if _lists(q, k, operands, table) > heads else n // heads
@@ -119,87 +145,146 @@ def _table_unsupported(q, k, v, operands, spec) -> str | None:
                 f"blocks of {table.q_block} queries times {width} heads are "
                 f"{table.q_block * width} rows, no multiple of {LANES}"
             )
-        if keys > table.k_block and (table.k_block % LANES or table.k_block > layouts.KEYS):
-            return f"blocks of {table.k_block} keys are no multiple of {LANES} up to {layouts.KEYS}"
+        if keys > table.k_block and (table.k_block % LANES or table.k_block > grid.KEYS):
+            return f"blocks of {table.k_block} keys are no multiple of {LANES} up to {grid.KEYS}"
     for backward in (False, True):
-        cut = _layout(q, k, v, operands, table, backward)
-        if max(cut.count, cut.key_count) >= tables.LIMIT:
+        tiling = _tiling(q, k, v, operands, table, backward)
+        if max(tiling.count, tiling.key_count) >= grid.LIMIT:
             return (
-                f"{cut.count} x {cut.key_count} blocks are more than {tables.LIMIT - 1} along an "
-                "axis; larger blocks make fewer"
+                f"{tiling.count} x {tiling.key_count} blocks are more than {grid.LIMIT - 1} along "
+                "an axis; larger blocks make fewer"
             )
     return None
 
 
-def _lists(q, k, operands, given) -> int:
-    """How many tables there are along heads.
+def _lists(q, k, operands, table) -> int:
+    """The number of tables along heads.
 
-    A bias by buckets is scalars of one query head, so those of a key head are taken apart.
+    A bias by buckets is scalars of one query head, so the query heads of a key head are separate.
     """
     if _relative(operands) and q.shape[2] > k.shape[2]:
         return q.shape[2]
-    return 1 if given is None else given.index.shape[1]
+    return 1 if table is None else table.index.shape[1]
 
 
-def _layout(q, k, v, operands, given, backward: bool) -> Layout:
-    lists = _lists(q, k, operands, given)
-    if given is not None:
-        q_block, k_block = given.q_block, given.k_block
+def _tiling(q, k, v, operands, table, backward: bool) -> Tiling:
+    lists = _lists(q, k, operands, table)
+    if table is not None:
+        q_block, k_block = table.q_block, table.k_block
     else:
-        q_block, k_block = layouts.table_blocks(q, k, v, backward, by_head=lists > k.shape[2])
+        q_block, k_block = grid.table_blocks(q, k, v, backward, by_head=lists > k.shape[2])
     sizes = dict(q_block=q_block, k_block=k_block)
-    return layouts.layout(q, k, v, lists=lists, **sizes, backward=backward)
+    return grid.make_tiling(q, k, v, lists=lists, **sizes, backward=backward)
 
 
-def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Layout, tables.Visits]:
-    """The layout, and the visits of blocks that it is for."""
-    given = given_table(operands, spec)
-    cut = _layout(q, k, v, operands, given, backward)
-    places = dict(queries=q.shape[1], keys=k.shape[1])
-    places |= dict(q_index=operands.q_index, k_index=operands.k_index)
-    places |= dict(q_segments=operands.q_segments, k_segments=operands.k_segments)
-    if given is None:
-        q_block, k_block = layouts.table_blocks(q, k, v, backward, by_head=cut.by_head)
-        table = from_mask(spec.mask, **places, q_block=q_block, k_block=k_block)
-    else:
-        table = restrict(given, spec.mask, **places)
-    heads, lists = cut.heads, table.index.shape[1]
-    if cut.by_head and lists <= heads:  # query heads are taken apart and share their lists
+def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Tiling, grid.Visits]:
+    """The tiling, and the visits of its blocks."""
+    tiling = _tiling(q, k, v, operands, user_table(operands, spec), backward)
+    blocks = grid.table_blocks(q, k, v, backward, by_head=tiling.by_head)
+    table = visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks)
+    heads, lists = tiling.heads, table.index.shape[1]
+    if tiling.by_head and lists <= heads:  # query heads are separate and share their lists
         repeat = namespace(table.index, table.seen).repeat
-        heads, table = lists, table.heads(lambda x: repeat(x, cut.group, 1))
-    return cut, tables.visits(table, heads=heads, split=cut.split)
+        heads, table = lists, table.heads(lambda x: repeat(x, tiling.group, 1))
+    return tiling, grid.list_visits(table, heads=heads, split=tiling.split)
 
 
-def _prepare(q, k, v, operands, spec, cut: Layout):
-    """The kernels' static part, and the operands in their layout."""
+def _prepare(q, k, v, operands, spec, tiling: Tiling):
+    """The kernels' static part, and the operands as the kernels read them."""
     before, factor = online.scales(spec.scale, q.dtype)
-    body = Body(
+    kernel_spec = KernelSpec(
         mask=spec.mask,
         soft_cap=spec.soft_cap,
         factor=factor,
         scale=spec.scale,
-        rows=cut.rows,
-        key_block=cut.key_block,
-        keys=cut.keys,
-        group=1 if cut.by_head else cut.group,
-        period=cut.period,
-        levels=levels.of(operands.bias, cut.group) if _relative(operands) else None,
+        rows=tiling.rows,
+        key_block=tiling.key_block,
+        keys=tiling.keys,
+        group=1 if tiling.by_head else tiling.group,
+        period=tiling.period,
+        levels=bias_levels(operands.bias, tiling.group) if _relative(operands) else None,
     )
 
-    def vector(x, lay):
-        return None if x is None else lay(jnp.asarray(x, jnp.int32))
+    def vector(x, pad):
+        return None if x is None else pad(jnp.asarray(x, jnp.int32))
 
     slopes = operands.bias.slopes if isinstance(operands.bias, Alibi) else None
     x = {
-        "q": cut.to_rows(wide(q * jnp.asarray(before, q.dtype))),
-        "k": cut.to_keys(wide(k)),
-        "v": cut.to_keys(wide(v)),
-        "q_index": vector(operands.q_index, cut.query_vector),
-        "k_index": vector(operands.k_index, cut.key_vector),
-        "q_segments": vector(operands.q_segments, cut.query_vector),
-        "k_segments": vector(operands.k_segments, cut.key_vector),
-        "slopes": None if slopes is None else cut.head_vector(slopes.astype(F32)),
+        "q": tiling.to_rows(wide(q * jnp.asarray(before, q.dtype))),
+        "k": tiling.to_keys(wide(k)),
+        "v": tiling.to_keys(wide(v)),
+        "q_index": vector(operands.q_index, tiling.query_vector),
+        "k_index": vector(operands.k_index, tiling.key_vector),
+        "q_segments": vector(operands.q_segments, tiling.query_vector),
+        "k_segments": vector(operands.k_segments, tiling.key_vector),
+        "slopes": None if slopes is None else tiling.head_vector(slopes.astype(F32)),
     }
-    if body.levels is not None:
-        x |= levels.scalars(operands.bias, body.levels)
-    return body, x
+    if kernel_spec.levels is not None:
+        x |= level_operands(operands.bias, kernel_spec.levels)
+    return kernel_spec, x
+
+
+def launch(
+    kernel,
+    kernel_spec: KernelSpec,
+    tiling: Tiling,
+    x,
+    call: Call,
+    *,
+    axis,
+    outputs,
+    scratch,
+    interpret,
+):
+    """Runs one kernel call; arguments as in `grid.run_kernel`, scratch as its outputs."""
+    staying = tiling.key_block if axis else tiling.rows
+    columns = {
+        name: pltpu.VMEM((staying, LANES), value.dtype)
+        for name, value in x.items()
+        if value is not None
+        and name not in (*MATRICES, *SCALARS)
+        and (name in ROW_OPERANDS) == (axis == 0)
+    }
+
+    def memory(item):
+        dtype, width, rows = sized(item, staying)
+        return pltpu.VMEM((rows, width), dtype)
+
+    return run_kernel(
+        functools.partial(kernel, kernel_spec, call),
+        f"lcjax_{kernel.__name__}",
+        x,
+        call,
+        axis=axis,
+        staying=staying,
+        operand=lambda name, value: _operand(name, value, tiling, call),
+        outputs=outputs,
+        scratch=(columns, *(None if item is None else memory(item) for item in scratch)),
+        interpret=interpret,
+    )
+
+
+def _operand(name: str, value, tiling: Tiling, call: Call):
+    """The block of an operand that a step reads."""
+    if value is None:
+        return None
+    if name in SCALARS:
+        return pl.BlockSpec(memory_space=pltpu.SMEM)
+    by_row = name in ROW_OPERANDS
+    size = tiling.rows if by_row else tiling.key_block
+    block_of = row_of if by_row else col_of
+    # Indices and segments are the same for all heads, slopes for all batch rows.
+    along = {"slopes": (1,)}.get(name, (0,) if value.ndim == 3 else (0, 1))
+
+    def index(b, h, s, steps):
+        code = steps[call.offset(b, h, s)]
+        block = block_of(code)
+        if name in ("q_index", "q_segments"):
+            block = jax.lax.rem(block, tiling.period)
+        lead = [(b + call.batch[0], h + call.heads[0])[i] for i in along]
+        if value.shape[0] == 1:
+            lead[0] = 0
+        return (*lead, block, 0) if name in MATRICES else (*lead, 0, block)
+
+    sizes = (size, value.shape[-1]) if name in MATRICES else (1, size)
+    return pl.BlockSpec((*(None,) * len(along), *sizes), index)

@@ -1,13 +1,13 @@
 """Few queries over many keys on TPU: decoding, whose time is that of reading the cache once.
 
-Keys are read as a cache [B, K, S, H] lies in memory, without a copy that pads or turns them. XLA
-keeps heads that do not fill the 128 lanes turned, as [B, K, H, S], because that needs no padding;
-then a step's block is [H, keys], and the products contract its other side. A last block that
-reaches beyond the keys is cut off by the test of its elements.
+Keys are read in the memory layout of a cache [B, K, S, H], without a copy that pads or transposes
+them. XLA stores heads that do not fill the 128 lanes as [B, K, H, S], because that needs no
+padding; then a step's block is [H, keys], and the products contract its other side. A last block
+that reaches beyond the keys is masked by the test of its elements.
 
 The queries of the heads that share a key head are rows of one product, padded to whole sublanes
 only: with 128 rows a step would take longer to compute than to read. The visited blocks can be
-dealt out to `splits` parts, which run side by side on a chip with several cores (v4, v5p) and are
+split into `splits` parts, which run side by side on a chip with several cores (v4, v5p) and are
 merged by log-sum-exp.
 """
 
@@ -21,15 +21,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends import online_softmax as online
+from pallas_kernels import online_softmax as online
 from pallas_kernels.backends.tpu import kernels
-from pallas_kernels.backends.tpu.kernels import Block, Body, dot
-from pallas_kernels.backends.tpu.layout import LANES, Layout
-from pallas_kernels.backends.tpu.tables import FULL, NOTHING, PARTIAL, SCALAR_BYTES, Step
-from pallas_kernels.block_table import BlockTable
-from pallas_kernels.dispatch import given_table
-from pallas_kernels.merging import merge
-from pallas_kernels.tables import from_mask, restrict
+from pallas_kernels.backends.tpu.grid import (
+    FULL,
+    LANES,
+    NOTHING,
+    PARTIAL,
+    SCALAR_BYTES,
+    Step,
+    Tiling,
+)
+from pallas_kernels.backends.tpu.kernels import Block, KernelSpec, dot
+from pallas_kernels.dispatch import user_table, visible_blocks
+from pallas_kernels.online_softmax import merge
+from pallas_kernels.tables import BlockTable
 
 F32 = jnp.float32
 KEY_BYTES = 2**19  # keys of a step: long enough to hide what a step costs (0.3 us)
@@ -41,24 +47,25 @@ def fits(q, k, v, operands, spec) -> bool:
     """Whether these kernels run the inputs: few rows, and lists that scalar memory holds."""
     if q.shape[1] * q.shape[2] // k.shape[2] > LANES:
         return False
-    given, keys, heads = given_table(operands, spec), k.shape[1], k.shape[2]
-    if given is None:
+    table, keys, heads = user_table(operands, spec), k.shape[1], k.shape[2]
+    if table is None:
         blocks, lists = -(-keys // _key_block(q, k, v)), 1
     else:
-        blocks, lists = given.capacity, given.seen.shape[1]
-        whole = keys <= given.k_block or given.k_block % LANES == 0
-        if lists > heads or given.seen.shape[2] > 1 or not whole:
+        blocks, lists = table.capacity, table.seen.shape[1]
+        is_aligned = keys <= table.k_block or table.k_block % LANES == 0
+        if lists > heads or table.seen.shape[2] > 1 or not is_aligned:
             return False
     return 4 * q.shape[0] * lists * blocks <= SCALAR_BYTES
 
 
 def forward(q, k, v, operands, spec, *, interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    table = _table(q, k, v, operands, spec)
-    cut, lists = _layout(q, k, table), _Lists(table, _parts(q, k, spec))
-    body, x = _prepare(q, k, v, operands, spec, cut)
-    outs, lses = _launch(body, cut, lists, x, q.dtype, v.shape[-1], interpret)
-    parts = [(cut.from_rows(out), cut.from_rows(lse[..., 0])) for out, lse in zip(outs, lses)]
+    blocks = q.shape[1], _key_block(q, k, v)
+    table = visible_blocks(operands, spec, q.shape[1], k.shape[1], *blocks)
+    tiling, lists = _tiling(q, k, table), _BlockLists(table, _parts(q, k, spec))
+    kernel_spec, x = _prepare(q, k, v, operands, spec, tiling)
+    outs, lses = _launch(kernel_spec, tiling, lists, x, q.dtype, v.shape[-1], interpret)
+    parts = [(tiling.from_rows(out), tiling.from_rows(lse[..., 0])) for out, lse in zip(outs, lses)]
     out, lse = parts[0] if len(parts) == 1 else merge(parts)
     return out.astype(q.dtype), lse
 
@@ -83,20 +90,10 @@ def _key_block(q, k, v) -> int:
     return min(k.shape[1], most // LANES * LANES)
 
 
-def _table(q, k, v, operands, spec) -> BlockTable:
-    places = dict(queries=q.shape[1], keys=k.shape[1])
-    places |= dict(q_index=operands.q_index, k_index=operands.k_index)
-    places |= dict(q_segments=operands.q_segments, k_segments=operands.k_segments)
-    given = given_table(operands, spec)
-    if given is not None:
-        return restrict(given, spec.mask, **places)
-    return from_mask(spec.mask, **places, q_block=q.shape[1], k_block=_key_block(q, k, v))
-
-
-def _layout(q, k, table: BlockTable) -> Layout:
+def _tiling(q, k, table: BlockTable) -> Tiling:
     (batch, queries, n), (keys, heads) = q.shape[:3], k.shape[1:3]
     key_block = min(table.k_block, keys)
-    return Layout(
+    return Tiling(
         batch=batch,
         heads=heads,
         group=n // heads,
@@ -111,8 +108,8 @@ def _layout(q, k, table: BlockTable) -> Layout:
     )
 
 
-class _Lists:
-    """The visited blocks as scalars of the kernel, dealt out to `splits` parts.
+class _BlockLists:
+    """The visited blocks as scalars of the kernel, split into `splits` parts.
 
     Of a table with the same list for all batch rows or heads there is one list.
     """
@@ -138,7 +135,7 @@ class _Lists:
 
 
 @dataclass(frozen=True)
-class _Body(Body):
+class _DecodeSpec(KernelSpec):
     """`k_axis`, `v_axis`: which axis of a block of keys, and of values, counts the keys."""
 
     k_axis: int = 0
@@ -147,22 +144,22 @@ class _Body(Body):
 
 class _Keys(Block):
     def products(self):
-        return dot(self.x["q"][...], self.x["k"][...], 1 - self.body.k_axis)
+        return dot(self.x["q"][...], self.x["k"][...], 1 - self.spec.k_axis)
 
     def values(self, masked: bool):
-        value, axis = self.x["v"][...], self.body.v_axis
-        if not (masked and self.body.ragged):
+        value, axis = self.x["v"][...], self.spec.v_axis
+        if not (masked and self.spec.ragged):
             return value
-        # Nothing is known of what lies behind the keys: it may be no number, and 0 times that is.
-        place = self.step.col * self.body.key_block
-        place = place + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
-        return jnp.where(place < self.body.keys, value, jnp.zeros_like(value))
+        # The memory behind the keys is undefined: it may hold NaN, and 0 times NaN is NaN.
+        number = self.step.col * self.spec.key_block
+        number = number + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
+        return jnp.where(number < self.spec.keys, value, jnp.zeros_like(value))
 
 
-def _kernel(body: _Body, lists: _Lists, index, full, seen, x, out, lse, top, total, acc):
+def _kernel(spec: _DecodeSpec, lists: _BlockLists, index, full, seen, x, out, lse, top, total, acc):
     part, b, h, n = (pl.program_id(axis) for axis in range(4))
     col, kind = lists.visit(part, b, h, n, index, full, seen)
-    block = _Keys(body, Step(0, col, kind, None, None), x, {}, turned=False)
+    block = _Keys(spec, Step(0, col, kind, None, None), x, {}, transposed=False)
     pl.when(n == 0)(lambda: kernels.start_softmax(top, total, acc))
 
     def visit(masked: bool):
@@ -170,7 +167,7 @@ def _kernel(body: _Body, lists: _Lists, index, full, seen, x, out, lse, top, tot
         if masked:
             logits = jnp.where(block.seen(), logits, -jnp.inf)
         values = block.values(masked)
-        kernels.add_to_softmax(logits, values, body.v_axis, top, total, acc)
+        kernels.add_to_softmax(logits, values, spec.v_axis, top, total, acc)
 
     kernels.visit_as(kind, visit)
 
@@ -180,43 +177,43 @@ def _kernel(body: _Body, lists: _Lists, index, full, seen, x, out, lse, top, tot
         out[...], lse[...] = wide.astype(out.dtype), sums[:, :1]
 
 
-def _prepare(q, k, v, operands, spec, cut: Layout):
-    """The kernel's static part, and its operands: rows as columns, keys as they lie in memory."""
+def _prepare(q, k, v, operands, spec, tiling: Tiling):
+    """The kernel's static part, and its operands: rows as columns, keys as in memory."""
     before, factor = online.scales(spec.scale, q.dtype)
     k_axis, v_axis = (int(x.shape[-1] % LANES != 0) for x in (k, v))
-    body = _Body(
+    kernel_spec = _DecodeSpec(
         mask=spec.mask,
         soft_cap=spec.soft_cap,
         factor=factor,
         scale=spec.scale,
-        rows=cut.rows,
-        key_block=cut.key_block,
-        keys=cut.keys,
-        group=cut.group,
+        rows=tiling.rows,
+        key_block=tiling.key_block,
+        keys=tiling.keys,
+        group=tiling.group,
         period=1,
         k_axis=k_axis,
         v_axis=v_axis,
     )
     x = {
-        "q": cut.to_rows(q * jnp.asarray(before, q.dtype)),
+        "q": tiling.to_rows(q * jnp.asarray(before, q.dtype)),
         "k": k.transpose((0, 2, 3, 1) if k_axis else (0, 2, 1, 3)),
         "v": v.transpose((0, 2, 3, 1) if v_axis else (0, 2, 1, 3)),
     }
-    return body, x | _vectors(operands, cut)
+    return kernel_spec, x | _vectors(operands, tiling)
 
 
-def _vectors(operands, cut: Layout):
-    """Places, segments and slopes: of rows [.., rows, 1], of keys [.., 1, S]."""
+def _vectors(operands, tiling: Tiling):
+    """Indices, segments and slopes: of rows [.., rows, 1], of keys [.., 1, S]."""
 
     def rows(x):
-        return None if x is None else cut.query_vector(x).swapaxes(1, 2)
+        return None if x is None else tiling.query_vector(x).swapaxes(1, 2)
 
     def keys(x):
         return None if x is None else x[:, None]
 
     slopes = None
     if operands.bias is not None:
-        slopes = cut.head_vector(operands.bias.slopes.astype(F32)).swapaxes(1, 2)
+        slopes = tiling.head_vector(operands.bias.slopes.astype(F32)).swapaxes(1, 2)
     return {
         "q_index": rows(operands.q_index),
         "k_index": keys(operands.k_index),
@@ -226,29 +223,33 @@ def _vectors(operands, cut: Layout):
     }
 
 
-def _launch(body: _Body, cut: Layout, lists: _Lists, x, dtype, v_size: int, interpret):
+def _launch(
+    kernel_spec: _DecodeSpec, tiling: Tiling, lists: _BlockLists, x, dtype, v_size: int, interpret
+):
     """out [splits, B, K, rows, Hv] and lse [splits, B, K, rows, 1]."""
-    grid = (lists.splits, cut.batch, cut.heads, lists.steps)
+    grid = (lists.splits, tiling.batch, tiling.heads, lists.steps)
     # Parts are merged in float32.
     dtype = dtype if lists.splits == 1 else F32
 
     def output(width):
         return pl.BlockSpec(
-            (None, None, None, cut.rows, width), lambda part, b, h, n, *_: (part, b, h, 0, 0)
+            (None, None, None, tiling.rows, width), lambda part, b, h, n, *_: (part, b, h, 0, 0)
         )
 
     run = pl.pallas_call(
-        functools.partial(_kernel, body, lists),
+        functools.partial(_kernel, kernel_spec, lists),
         out_shape=tuple(
-            jax.ShapeDtypeStruct((*grid[:3], cut.rows, width), kind)
+            jax.ShapeDtypeStruct((*grid[:3], tiling.rows, width), kind)
             for width, kind in ((v_size, dtype), (1, F32))
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=grid,
-            in_specs=[{name: _operand(name, v, body, lists) for name, v in x.items()}],
+            in_specs=[{name: _operand(name, v, kernel_spec, lists) for name, v in x.items()}],
             out_specs=(output(v_size), output(1)),
-            scratch_shapes=[pltpu.VMEM((cut.rows, width), F32) for width in (LANES, LANES, v_size)],
+            scratch_shapes=[
+                pltpu.VMEM((tiling.rows, width), F32) for width in (LANES, LANES, v_size)
+            ],
         ),
         interpret=interpret,
         name="lcjax_decode",
@@ -259,23 +260,25 @@ def _launch(body: _Body, cut: Layout, lists: _Lists, x, dtype, v_size: int, inte
     return run(*lists.scalars, x)
 
 
-def _operand(name: str, value, body: _Body, lists: _Lists):
+def _operand(name: str, value, kernel_spec: _DecodeSpec, lists: _BlockLists):
     """The block of an operand that a step reads."""
     if value is None:
         return None
-    passing = {"k": body.k_axis, "v": body.v_axis, "k_index": 1, "k_segments": 1}.get(name)
-    # Places and segments are the same for all heads, slopes for all batch rows.
+    passing = {"k": kernel_spec.k_axis, "v": kernel_spec.v_axis, "k_index": 1, "k_segments": 1}.get(
+        name
+    )
+    # Indices and segments are the same for all heads, slopes for all batch rows.
     along = {"slopes": (1,)}.get(name, (0,) if value.ndim == 3 else (0, 1))
     sizes = list(value.shape[-2:])
     if passing is not None:
-        sizes[passing] = body.key_block
+        sizes[passing] = kernel_spec.key_block
 
     def index(part, b, h, n, *scalars):
-        lead, place = [(b, h)[axis] for axis in along], [0, 0]
+        lead, block = [(b, h)[axis] for axis in along], [0, 0]
         if value.shape[0] == 1:
             lead[0] = 0
         if passing is not None:
-            place[passing], _ = lists.visit(part, b, h, n, *scalars)
-        return (*lead, *place)
+            block[passing], _ = lists.visit(part, b, h, n, *scalars)
+        return (*lead, *block)
 
     return pl.BlockSpec((*(None,) * len(along), *sizes), index)

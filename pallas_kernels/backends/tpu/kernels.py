@@ -1,10 +1,18 @@
-"""Kernel bodies for TPU: what one grid step computes of the forward pass, of dq and of dk, dv.
+"""Kernel bodies for TPU: one grid step of the forward pass, of dq and of dk with dv.
 
-A step multiplies one block of R rows (queries of one key head, see `_tpu.Rows`) by one block of
+A step multiplies one block of R rows (queries of one key head, see `grid.Tiling`) by one block of
 keys. Scores are [rows, keys] in the forward pass and for dq and [keys, rows] for dk, dv, so the
 block that stays while others pass by is always the long side of the matrix products and no operand
-is ever transposed. Vectors over the passing side (places, segments, lse) lie along lanes as they
+is ever transposed. Vectors over the passing side (indices, segments, lse) lie along lanes as they
 are; those over the staying side are turned into columns once, at its first step.
+
+T5's bias by buckets of distance needs no lookup per element and no table in VMEM. Over the distance
+q_index - k_index the bias is a step function: a few dozen levels, each one number per head, with
+fixed distances at which they start. A step whose distances all lie in one level, as nearly all
+steps of a long text do, adds one scalar. The others are computed in tiles of 128 x 128, each of
+which loops over the levels that its own distances reach: one comparison and one selection per
+element and level, in registers. The gradient of a level is the sum of the logits' cotangents over
+it, in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,20 +20,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.online_softmax import LOWEST
-from pallas_kernels.backends.tpu import levels
-from pallas_kernels.backends.tpu.tables import FULL, PARTIAL, Call, Step, unpack
+from pallas_kernels.backends.tpu.grid import FULL, LANES, NOTHING, PARTIAL, Call, Step, unpack
+from pallas_kernels.biases import RelativeBias
 from pallas_kernels.masks import Mask
+from pallas_kernels.online_softmax import LOWEST
 
-LANES = 128
+LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+MAX_LEVELS = LANES
 
 
 @dataclass(frozen=True)
-class Body:
-    """What is static in a kernel.
+class BiasLevels:
+    """Level m holds the distances q - k from starts[m] to starts[m + 1] - 1, by `buckets[m]`.
+
+    `group` query heads share a key head; the rows of a step belong to one query head.
+    """
+
+    starts: tuple[int, ...]
+    buckets: tuple[int, ...]
+    group: int
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The static part of a kernel.
 
     Row r of a row block stands for query `(block % period * rows + r) // group`. The queries come
     scaled already unless `factor` is not 1; `scale` is the whole scale.
@@ -40,7 +66,7 @@ class Body:
     keys: int
     group: int
     period: int
-    levels: levels.Levels | None = None
+    levels: BiasLevels | None = None
 
     @property
     def ragged(self) -> bool:
@@ -56,7 +82,7 @@ def dot(a, b, axis: int):
 
 def read(call: Call, steps) -> Step:
     b, h, s = (pl.program_id(axis) for axis in range(3))
-    return unpack(steps[call.place(b, h, s)])
+    return unpack(steps[call.offset(b, h, s)])
 
 
 def _fill(columns, x):
@@ -66,10 +92,16 @@ def _fill(columns, x):
 
 
 class Block:
-    """The vectors of one step, each [rows, 1] or [1, keys] ([1, rows], [keys, 1] if `turned`)."""
+    """The vectors of one step: [rows, 1] and [1, keys], or [1, rows] and [keys, 1]."""
 
-    def __init__(self, body: Body, step: Step, x, columns, turned: bool):
-        self.body, self.step, self.x, self.columns, self.turned = body, step, x, columns, turned
+    def __init__(self, spec: KernelSpec, step: Step, x, columns, transposed: bool):
+        self.spec, self.step, self.x, self.columns, self.transposed = (
+            spec,
+            step,
+            x,
+            columns,
+            transposed,
+        )
 
     def vector(self, name):
         if name in self.columns:
@@ -81,67 +113,230 @@ class Block:
         return lax.broadcasted_iota(jnp.int32, shape, axis)
 
     @property
-    def key_place(self):
-        size = self.body.key_block
-        return self.step.col * size + self._count(size, 0 if self.turned else 1)
+    def key_number(self):
+        size = self.spec.key_block
+        return self.step.col * size + self._count(size, 0 if self.transposed else 1)
 
     @property
     def k_index(self):
-        return self.key_place if self.x["k_index"] is None else self.vector("k_index")
+        return self.key_number if self.x["k_index"] is None else self.vector("k_index")
 
     @property
     def q_index(self):
         if self.x["q_index"] is not None:
             return self.vector("q_index")
-        body = self.body
-        place = lax.rem(self.step.row, body.period) * body.rows
-        place = place + self._count(body.rows, 1 if self.turned else 0)
-        return place if body.group == 1 else lax.div(place, jnp.int32(body.group))
+        spec = self.spec
+        row = lax.rem(self.step.row, spec.period) * spec.rows
+        row = row + self._count(spec.rows, 1 if self.transposed else 0)
+        return row if spec.group == 1 else lax.div(row, jnp.int32(spec.group))
 
     def seen(self):
-        seen = self.body.mask.element(self.q_index, self.k_index)
+        seen = self.spec.mask.element(self.q_index, self.k_index)
         if self.x["q_segments"] is not None:
             q, k = self.vector("q_segments"), self.vector("k_segments")
             seen = seen & (q == k) & (k != 0)
-        return seen & (self.key_place < self.body.keys) if self.body.ragged else seen
+        return seen & (self.key_number < self.spec.keys) if self.spec.ragged else seen
 
     def distance(self):
         return jnp.abs(self.q_index - self.k_index).astype(jnp.float32)
 
     def products(self):
-        pair = (self.x["k"], self.x["q"]) if self.turned else (self.x["q"], self.x["k"])
+        pair = (self.x["k"], self.x["q"]) if self.transposed else (self.x["q"], self.x["k"])
         return dot(pair[0][...], pair[1][...], 1)
 
-    def logits(self, part=None):
-        """(logits, cap's tanh or None), [rows, keys] or turned; part: see `_tpu_levels.visit`."""
-        logits, cap = self.products(), self.body.soft_cap
-        if self.body.factor != 1.0:
-            logits = logits * self.body.factor
-        bent = None
+    def logits(self, bias=None):
+        """(logits, tanh of the cap or None), [rows, keys] or transposed; bias: see `visit_step`."""
+        logits, cap = self.products(), self.spec.soft_cap
+        if self.spec.factor != 1.0:
+            logits = logits * self.spec.factor
+        tanh = None
         if cap is not None:
-            bent = jnp.tanh(logits * (1 / cap))
-            logits = cap * bent
+            tanh = jnp.tanh(logits * (1 / cap))
+            logits = cap * tanh
         if self.x["slopes"] is not None:
             logits = logits - self.vector("slopes") * self.distance()
-        return (logits if part is None else logits + part.value()), bent
+        return (logits if bias is None else logits + bias.value()), tanh
 
-    def probabilities(self, masked: bool, part):
-        """(p, cap's tanh) from the saved lse."""
-        logits, bent = self.logits(part)
+    def probabilities(self, masked: bool, bias):
+        """(p, tanh of the cap) from the saved lse."""
+        logits, tanh = self.logits(bias)
         p = jnp.exp(logits - self.vector("lse"))
-        return (jnp.where(self.seen(), p, 0.0) if masked else p), bent
+        return (jnp.where(self.seen(), p, 0.0) if masked else p), tanh
 
-    def gradients(self, masked: bool, part):
+    def gradients(self, masked: bool, bias):
         """(p, cotangent of the logits, cotangent of the products before `factor`)."""
-        pair = ("v", "d_out") if self.turned else ("d_out", "v")
-        p, bent = self.probabilities(masked, part)
+        pair = ("v", "d_out") if self.transposed else ("d_out", "v")
+        p, tanh = self.probabilities(masked, bias)
         d_logits = p * (dot(self.x[pair[0]][...], self.x[pair[1]][...], 1) - self.vector("di"))
-        d_products = d_logits if bent is None else d_logits * (1 - bent * bent)
+        d_products = d_logits if tanh is None else d_logits * (1 - tanh * tanh)
         return p, d_logits, d_products
 
 
+def bias_levels(bias: RelativeBias, group: int) -> BiasLevels:
+    later = bias.thresholds
+    buckets = range(len(later) + 1)
+    if not bias.bidirectional:  # keys ahead of the query share bucket 0
+        return BiasLevels((LEAST, *later), tuple(buckets), group)
+    # From the farthest key ahead to distance -1, then as above. Where a distance belongs to no
+    # bucket, two levels start at the same one and the first is empty.
+    ahead = (LEAST, *(1 - start for start in reversed(later)))
+    half = len(later) + 1
+    both = (*(half + bucket for bucket in reversed(buckets)), *buckets)
+    return BiasLevels((*ahead, 0, *later), both, group)
+
+
+def level_operands(bias: RelativeBias, levels: BiasLevels) -> dict:
+    """Operands in scalar memory: the starts, filled up to a power of two, and levels by head."""
+    starts = np.full(1 << levels.count.bit_length(), MOST, np.int32)
+    starts[: levels.count] = levels.starts
+    table = bias.table.astype(jnp.float32)[np.array(levels.buckets)]
+    return {"starts": jnp.asarray(starts), "levels": table.T.reshape(-1)}
+
+
+def level_gradient(sums, bias: RelativeBias, levels: BiasLevels) -> RelativeBias:
+    """The table's cotangent from sums [B, K, 1, row blocks * 128], a level per lane."""
+    batch, heads = sums.shape[:2]
+    sums = sums.reshape(batch, heads, levels.group, -1, LANES).sum((0, 3))
+    table = sums.reshape(-1, LANES)[:, np.argsort(levels.buckets)].T
+    return RelativeBias(table, bias.max_distance, bias.bidirectional)
+
+
+def visit_step(block, key_head, scratch, run):
+    """Runs `run(masked, bias)` for the kind of the step.
+
+    bias: None without levels, else `bias.value()` is the bias of the step's scores, and
+    `bias.collect(d_logits, sums)` adds their cotangents to sums [levels, lanes].
+    """
+    kind = block.step.kind
+    if block.spec.levels is None:
+        pl.when(kind == FULL)(lambda: run(False, None))
+        pl.when(kind == PARTIAL)(lambda: run(True, None))
+        return
+    bias = _LevelBias(block, key_head)
+    first, last = bias.reached(0, block.spec.rows, 0, block.spec.key_block)
+    one, several = _OneLevel(bias, first), _ManyLevels(bias, scratch)
+    pl.when((kind == FULL) & (first == last))(lambda: run(False, one))
+    pl.when((kind == PARTIAL) & (first == last))(lambda: run(True, one))
+    pl.when((kind != NOTHING) & (first != last))(lambda: run(True, several))
+
+
+class _LevelBias:
+    """The bias of a step's block by levels of the distance."""
+
+    def __init__(self, block, key_head):
+        spec, step = block.spec, block.step
+        self.block, self.levels, self.x = block, spec.levels, block.x
+        head = key_head * self.levels.group + lax.div(step.row, jnp.int32(spec.period))
+        self.offset = head * self.levels.count
+        first = lax.rem(step.row, jnp.int32(spec.period)) * spec.rows, step.col * spec.key_block
+        self.first = dict(zip(("q_index", "k_index"), first, strict=True))
+
+    def value(self, level):
+        return self.x["levels"][self.offset + level]
+
+    def level(self, distance):
+        """The level of a scalar distance, by binary search."""
+        starts, level, half = self.x["starts"], 0, self.x["starts"].shape[0] // 2
+        while half:
+            level = jnp.where(starts[level + half] <= distance, level + half, level)
+            half //= 2
+        return level
+
+    def reached(self, q_start, q_size: int, k_start, k_size: int):
+        """First and last level that a part of the block reaches."""
+        (q_least, q_most), (k_least, k_most) = (
+            self._ends(name, start, size)
+            for name, start, size in (("q_index", q_start, q_size), ("k_index", k_start, k_size))
+        )
+        return self.level(q_least - k_most), self.level(q_most - k_least)
+
+    def _ends(self, name, start, size: int):
+        if self.x[name] is None:
+            first = self.first[name] + start
+            return first, first + (size - 1)
+        index = self.x[name][:, pl.ds(start, size)]
+        return jnp.min(index), jnp.max(index)
+
+    def _tile_index(self, name, start, axis: int):
+        """Order indices [128, 1] or [1, 128] from `start` on."""
+        if self.x[name] is None:
+            shape = (LANES, 1) if axis == 0 else (1, LANES)
+            return self.first[name] + start + lax.broadcasted_iota(jnp.int32, shape, axis)
+        if name in self.block.columns:
+            return self.block.columns[name][pl.ds(start, LANES), :1]
+        return self.x[name][:, pl.ds(start, LANES)]
+
+    def each_tile(self, shape, run):
+        """`run(tile, distances [128, 128], first, last)` for all tiles of scores of `shape`."""
+        transposed = self.block.transposed
+
+        def tile(i, j):
+            i, j = (pl.multiple_of(n * LANES, LANES) for n in (i, j))
+            q, k = (j, i) if transposed else (i, j)
+            q_index = self._tile_index("q_index", q, int(transposed))
+            distances = q_index - self._tile_index("k_index", k, int(not transposed))
+            run((pl.ds(i, LANES), pl.ds(j, LANES)), distances, *self.reached(q, LANES, k, LANES))
+
+        @pl.loop(0, shape[0] // LANES)
+        def _(i):
+            pl.loop(0, shape[1] // LANES)(lambda j: tile(i, j))
+
+
+class _OneLevel:
+    """The bias of a step whose distances are all in one level."""
+
+    def __init__(self, bias: _LevelBias, level):
+        self.bias, self.level = bias, level
+
+    def value(self):
+        return self.bias.value(self.level)
+
+    def collect(self, d_logits, sums):
+        total = jnp.sum(d_logits, 0, keepdims=True)
+        parts = (total[:, i : i + LANES] for i in range(0, total.shape[1], LANES))
+        sums[pl.ds(self.level, 1), :] += sum(parts, jnp.zeros((1, LANES), jnp.float32))
+
+
+class _ManyLevels:
+    """The bias of a step with several levels, computed by tiles.
+
+    scratch: [rows, keys] or transposed; its tiles hold the bias, or the cotangents of the logits.
+    """
+
+    def __init__(self, bias: _LevelBias, scratch):
+        self.bias, self.scratch = bias, scratch
+
+    def value(self):
+        bias, starts = self.bias, self.bias.x["starts"]
+
+        def fill(tile, distances, first, last):
+            def choose(m, value):
+                return jnp.where(distances >= starts[m], bias.value(m), value)
+
+            start = jnp.full(distances.shape, bias.value(first), jnp.float32)
+            self.scratch[tile] = lax.fori_loop(first + 1, last + 1, choose, start)
+
+        bias.each_tile(self.scratch.shape, fill)
+        return self.scratch[...]
+
+    def collect(self, d_logits, sums):
+        starts = self.bias.x["starts"]
+        self.scratch[...] = d_logits
+
+        def add(tile, distances, first, last):
+            cotangents = self.scratch[tile]
+
+            @pl.loop(first, last + 1)
+            def _(m):
+                inside = (distances >= starts[m]) & (distances < starts[m + 1])
+                part = jnp.where(inside, cotangents, 0.0)
+                sums[pl.ds(m, 1), :] += jnp.sum(part, 0, keepdims=True)
+
+        self.bias.each_tile(self.scratch.shape, add)
+
+
 def visit_as(kind, run):
-    """Runs `run(masked)` as the kind of a step asks."""
+    """Runs `run(masked)` for the kind of a step."""
     pl.when(kind == FULL)(lambda: run(False))
     pl.when(kind == PARTIAL)(lambda: run(True))
 
@@ -165,28 +360,28 @@ def add_to_softmax(logits, value, axis: int, top, total, acc):
 
 def end_softmax(top, total, acc):
     """The output [rows, size] in float32 and the lse [rows, lanes], the same in every lane."""
-    some = total[...] > 0
-    safe = jnp.where(some, total[...], 1.0)
-    return acc[...] / safe[:, :1], jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)
+    has_keys = total[...] > 0
+    safe = jnp.where(has_keys, total[...], 1.0)
+    return acc[...] / safe[:, :1], jnp.where(has_keys, top[...] + jnp.log(safe), -jnp.inf)
 
 
-def forward(body: Body, call: Call, steps, x, out, lse, columns, top, total, acc, scratch):
+def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, total, acc, scratch):
     """Online softmax over the key blocks of a row block (FlashAttention, Dao et al. 2022)."""
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
-    block = Block(body, step, x, columns, turned=False)
+    block = Block(spec, step, x, columns, transposed=False)
 
     @pl.when(step.first)
     def _():
         _fill(columns, x)
         start_softmax(top, total, acc)
 
-    def visit(masked: bool, part):
-        logits, _ = block.logits(part)
+    def visit(masked: bool, bias):
+        logits, _ = block.logits(bias)
         if masked:
             logits = jnp.where(block.seen(), logits, -jnp.inf)
         add_to_softmax(logits, x["v"][...], 0, top, total, acc)
 
-    levels.visit(block, key_head, scratch, visit)
+    visit_step(block, key_head, scratch, visit)
 
     @pl.when(step.last)
     def _():
@@ -195,10 +390,10 @@ def forward(body: Body, call: Call, steps, x, out, lse, columns, top, total, acc
         lse[...] = sums.T[:1]
 
 
-def d_queries(body: Body, call: Call, steps, x, dq, d_bias, columns, acc, acc_bias, scratch):
+def d_queries(spec: KernelSpec, call: Call, steps, x, dq, d_bias, columns, acc, acc_bias, scratch):
     """Cotangent of the queries of a row block, and of its rows' slopes or its head's levels."""
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
-    block = Block(body, step, x, columns, turned=False)
+    block = Block(spec, step, x, columns, transposed=False)
 
     @pl.when(step.first)
     def _():
@@ -207,31 +402,31 @@ def d_queries(body: Body, call: Call, steps, x, dq, d_bias, columns, acc, acc_bi
         if d_bias is not None:
             acc_bias[...] = jnp.zeros_like(acc_bias)
 
-    def visit(masked: bool, part):
+    def visit(masked: bool, bias):
         key = x["k"][...]
-        _, d_logits, d_products = block.gradients(masked, part)
+        _, d_logits, d_products = block.gradients(masked, bias)
         acc[...] += dot(d_products.astype(key.dtype), key, 0)
-        if part is not None:
-            part.collect(d_logits, acc_bias)
+        if bias is not None:
+            bias.collect(d_logits, acc_bias)
         elif d_bias is not None:
             acc_bias[...] -= jnp.sum(d_logits * block.distance(), 1, keepdims=True)
 
-    levels.visit(block, key_head, scratch, visit)
+    visit_step(block, key_head, scratch, visit)
 
     @pl.when(step.last)
     def _():
-        dq[...] = (acc[...] * body.scale).astype(dq.dtype)
+        dq[...] = (acc[...] * spec.scale).astype(dq.dtype)
         if d_bias is not None:
             sums = acc_bias[...]
-            if body.levels is not None:
+            if spec.levels is not None:
                 sums = jnp.broadcast_to(jnp.sum(sums, 1, keepdims=True), sums.shape)
             d_bias[...] = sums.T[:1]
 
 
-def d_keys(body: Body, call: Call, steps, x, dk, dv, columns, acc_k, acc_v, scratch):
+def d_keys(spec: KernelSpec, call: Call, steps, x, dk, dv, columns, acc_k, acc_v, scratch):
     """Cotangents of a block of keys and of values: sums over all rows, so over the group too."""
     step, key_head = read(call, steps), pl.program_id(1) + call.heads[0]
-    block = Block(body, step, x, columns, turned=True)
+    block = Block(spec, step, x, columns, transposed=True)
 
     @pl.when(step.first)
     def _():
@@ -239,15 +434,15 @@ def d_keys(body: Body, call: Call, steps, x, dk, dv, columns, acc_k, acc_v, scra
         acc_k[...] = jnp.zeros_like(acc_k)
         acc_v[...] = jnp.zeros_like(acc_v)
 
-    def visit(masked: bool, part):
+    def visit(masked: bool, bias):
         query, d_out = x["q"][...], x["d_out"][...]
-        p, _, d_products = block.gradients(masked, part)
+        p, _, d_products = block.gradients(masked, bias)
         acc_v[...] += dot(p.astype(d_out.dtype), d_out, 0)
         acc_k[...] += dot(d_products.astype(query.dtype), query, 0)
 
-    levels.visit(block, key_head, scratch, visit)
+    visit_step(block, key_head, scratch, visit)
 
     @pl.when(step.last)
     def _():
-        dk[...] = (acc_k[...] * body.factor).astype(dk.dtype)
+        dk[...] = (acc_k[...] * spec.factor).astype(dk.dtype)
         dv[...] = acc_v[...].astype(dv.dtype)

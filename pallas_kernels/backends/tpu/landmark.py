@@ -1,86 +1,107 @@
-"""Grouped softmax over older blocks for TPU: forward, dq, and dk with dv, each one Pallas kernel.
+"""Grouped softmax over older landmark blocks for TPU: forward, dq, and dk with dv.
 
-The grid, its lists of visits and the layout of rows are those of block-sparse attention beside it
-(`_tpu.py`). Its keys are whole landmark blocks wherever their documents begin
-(`landmark_attention` gathers them), so every step holds whole blocks: the softmax inside a block is
-made and used within a step, in the backward pass a second time, and only the outer one is carried
-from step to step.
+The grid, its lists of visits and the tiling of rows are those of block-sparse attention
+(`grid.py`). The keys are whole landmark blocks wherever their documents begin (`landmark_attention`
+gathers them), so every step holds whole blocks: the softmax inside a block is computed and used
+within a step, in the backward pass a second time, and only the outer one is carried from step to
+step.
+
+A step multiplies some whole landmark blocks by one block of R rows. Scores are
+[blocks, height, rows] everywhere: a block's tokens lie along sublanes and the softmax inside it
+goes over whole registers; the padding to `height` rows makes it so. A number per query is one row
+of lanes, [1, R]. Where keys are summed over, in the forward pass and for dq, the result is
+accumulated as [size, rows] from transposed keys [size, keys]: no step transposes anything.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backends import online_softmax as online
-from pallas_kernels.backends.tpu import landmark_kernels as kernels
-from pallas_kernels.backends.tpu import tables
+from pallas_kernels import online_softmax as online
+from pallas_kernels.backends.tpu import grid
 from pallas_kernels.backends.tpu.attention import LARGEST_HEAD
-from pallas_kernels.backends.tpu.landmark_layout import LARGEST_BLOCK, LandmarkBlocks, layout
-from pallas_kernels.backends.tpu.launch import every_call, start
-from pallas_kernels.backends.tpu.layout import Layout, wide
-from pallas_kernels.backends.tpu.tables import Call, Visits, col_of, row_of
-from pallas_kernels.dispatch import LandmarkOperands
-from pallas_kernels.landmark import older_table
+from pallas_kernels.backends.tpu.grid import (
+    LANES,
+    NOTHING,
+    Call,
+    Step,
+    Tiling,
+    Visits,
+    col_of,
+    row_of,
+    run_calls,
+    run_kernel,
+    wide,
+)
+from pallas_kernels.backends.tpu.kernels import dot, read
+from pallas_kernels.dispatch import Operands, unsupported_dtypes, visible_blocks
+from pallas_kernels.online_softmax import LOWEST
 
 F32 = jnp.float32
 NEVER = np.iinfo(np.int32).max  # number of a block that nobody sees
-ROW_MATRICES, ROW_VECTORS = ("q", "d_out"), ("q_numbers", "q_segments", "lse", "di")
+ROW_MATRICES, ROW_VECTORS = ("q", "d_out"), ("q_index", "q_segments", "lse", "di")
+SUBLANES = 8
+LARGEST_BLOCK = 1024  # keys of a step
 
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    cut, blocks, found = _plan(q, k, v, operands, spec, backward=False)
-    body, x = _prepare(q, k, operands, spec, cut, blocks)
-    x["k"], x["v_turned"] = _keys(k, cut, blocks), _keys(v, cut, blocks).swapaxes(2, 3)
-    size = x["v_turned"].shape[2]
+    tiling, blocks, visits = _plan(q, k, v, operands, spec, backward=False)
+    kernel_spec, x = _prepare(q, k, operands, spec, tiling, blocks)
+    x["k"], x["v_transposed"] = _keys(k, tiling, blocks), _keys(v, tiling, blocks).swapaxes(2, 3)
+    size = x["v_transposed"].shape[2]
     run = functools.partial(
         _launch,
-        kernels.forward,
-        body,
-        cut,
+        landmark_forward,
+        kernel_spec,
+        tiling,
         x,
         axis=0,
         outputs=[(q.dtype, size), (F32, None)],
-        scratch=[(1, cut.rows), (1, cut.rows), (size, cut.rows)],
+        scratch=[(1, tiling.rows), (1, tiling.rows), (size, tiling.rows)],
         interpret=interpret,
     )
-    out, lse = every_call(found, cut, 0, run)
-    return cut.from_rows(out)[..., : v.shape[-1]], cut.from_rows(lse[:, :, 0])
+    out, lse = run_calls(visits, tiling, 0, run)
+    return tiling.from_rows(out)[..., : v.shape[-1]], tiling.from_rows(lse[:, :, 0])
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu", interpret=False):
     """Cotangents of q, k and v; that of lse enters through `di`."""
-    cut, blocks, found = _plan(q, k, v, operands, spec, backward=True)
-    body, x = _prepare(q, k, operands, spec, cut, blocks)
+    tiling, blocks, visits = _plan(q, k, v, operands, spec, backward=True)
+    kernel_spec, x = _prepare(q, k, operands, spec, tiling, blocks)
     di = online.row_cotangent(out, d_out, d_lse)
-    x["lse"] = cut.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
-    x["di"] = cut.to_rows(di)[:, :, None]
-    x["d_out"] = cut.to_rows(wide(d_out.astype(q.dtype)))
-    x["k"], x["v"] = _keys(k, cut, blocks), _keys(v, cut, blocks)
+    x["lse"] = tiling.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
+    x["di"] = tiling.to_rows(di)[:, :, None]
+    x["d_out"] = tiling.to_rows(wide(d_out.astype(q.dtype)))
+    x["k"], x["v"] = _keys(k, tiling, blocks), _keys(v, tiling, blocks)
     h, hv = x["k"].shape[-1], x["v"].shape[-1]
 
     def run(kernel, axis, x, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
-        one = functools.partial(_launch, kernel, body, cut, x, **fixed)
-        return every_call(found, cut, axis, one)
+        one = functools.partial(_launch, kernel, kernel_spec, tiling, x, **fixed)
+        return run_calls(visits, tiling, axis, one)
 
-    turned = x | {"k_turned": x["k"].swapaxes(2, 3)}
-    (dq,) = run(kernels.d_queries, 0, turned, [(q.dtype, h)], [(h, cut.rows)])
-    sizes = [(cut.key_block, h), (cut.key_block, hv)]
-    dk, dv = run(kernels.d_keys, 1, x, [(k.dtype, h), (v.dtype, hv)], sizes)
-    dk = blocks.narrow(cut.from_keys(dk, k.shape[-1]))
-    dv = blocks.narrow(cut.from_keys(dv, v.shape[-1]))
-    return cut.from_rows(dq)[..., : q.shape[-1]], dk, dv
+    transposed = x | {"k_transposed": x["k"].swapaxes(2, 3)}
+    (dq,) = run(landmark_d_queries, 0, transposed, [(q.dtype, h)], [(h, tiling.rows)])
+    sizes = [(tiling.key_block, h), (tiling.key_block, hv)]
+    dk, dv = run(landmark_d_keys, 1, x, [(k.dtype, h), (v.dtype, hv)], sizes)
+    dk = blocks.narrow(tiling.from_keys(dk, k.shape[-1]))
+    dv = blocks.narrow(tiling.from_keys(dv, v.shape[-1]))
+    return tiling.from_rows(dq)[..., : q.shape[-1]], dk, dv, None
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Why these kernels cannot run the inputs, or None; reads shapes and dtypes."""
-    if (reason := online.mixed_dtypes(q, k, v)) is not None:
+    if (reason := unsupported_dtypes(q, k, v, "float32", "bfloat16")) is not None:
         return reason
     largest = max(q.shape[-1], v.shape[-1])
     if largest > LARGEST_HEAD:
@@ -91,91 +112,314 @@ def unsupported(q, k, v, operands, spec) -> str | None:
             "whose scores would not fit into VMEM"
         )
     for back in (False, True):
-        cut, _ = layout(q, k, v, spec.block, back)
-        if max(cut.count, cut.key_count) >= tables.LIMIT:
+        tiling, _ = make_tiling(q, k, v, spec.block, back)
+        if max(tiling.count, tiling.key_count) >= grid.LIMIT:
             return (
-                f"{cut.count} x {cut.key_count} blocks of a step are more than "
-                f"{tables.LIMIT - 1} along an axis"
+                f"{tiling.count} x {tiling.key_count} blocks of a step are more than "
+                f"{grid.LIMIT - 1} along an axis"
             )
     return None
 
 
-def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Layout, LandmarkBlocks, Visits]:
-    """The layout, and the visits of blocks that it is for."""
-    cut, blocks = layout(q, k, v, spec.block, backward)
-    sizes = dict(q_block=blocks.q_block, k_block=blocks.step)
-    table = older_table(operands, spec.block, cut.queries, blocks.count, **sizes)
-    return cut, blocks, tables.visits(table, heads=cut.heads, split=cut.split)
+def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Tiling, LandmarkBlocks, Visits]:
+    """The tiling, how blocks lie in it, and the visits of its blocks."""
+    tiling, blocks = make_tiling(q, k, v, spec.block, backward)
+    sizes = blocks.q_block, blocks.step
+    table = visible_blocks(operands, spec, tiling.queries, blocks.count, *sizes)
+    return tiling, blocks, grid.list_visits(table, heads=tiling.heads, split=tiling.split)
 
 
-def _keys(x, cut: Layout, blocks: LandmarkBlocks):
-    return cut.to_keys(wide(blocks.spread(x)))
+def _keys(x, tiling: Tiling, blocks: LandmarkBlocks):
+    return tiling.to_keys(wide(blocks.spread(x)))
 
 
-def _prepare(q, k, operands: LandmarkOperands, spec, cut: Layout, blocks: LandmarkBlocks):
+def _prepare(q, k, operands: Operands, spec, tiling: Tiling, blocks: LandmarkBlocks):
     """The kernels' static part, and the operands that all kernels read in their layout."""
     before, factor = online.scales(spec.scale, q.dtype)
-    body = kernels.Body(
+    kernel_spec = LandmarkSpec(
         block=spec.block,
         height=blocks.height,
         blocks=blocks.step,
         count=blocks.count,
-        rows=cut.rows,
-        group=cut.group,
+        rows=tiling.rows,
+        group=tiling.group,
         factor=factor,
         scale=spec.scale,
     )
 
     def vector(x):
-        return None if x is None else cut.query_vector(jnp.asarray(x, jnp.int32))
+        return None if x is None else tiling.query_vector(jnp.asarray(x, jnp.int32))
 
-    return body, {
-        "q": cut.to_rows(wide(q * jnp.asarray(before, q.dtype))),
-        "q_numbers": vector(operands.q_numbers),
+    return kernel_spec, {
+        "q": tiling.to_rows(wide(q * jnp.asarray(before, q.dtype))),
+        "q_index": vector(operands.q_index),
         "q_segments": vector(operands.q_segments),
-        "k_numbers": blocks.vector(operands.k_numbers, cut.key_count, NEVER),
-        "k_segments": blocks.vector(operands.k_segments, cut.key_count, 0),
+        "k_index": blocks.vector(operands.k_index, tiling.key_count, NEVER),
+        "k_segments": blocks.vector(operands.k_segments, tiling.key_count, 0),
     }
 
 
-def _launch(kernel, body, cut: Layout, x, call: Call, *, axis, outputs, scratch, interpret):
-    """One kernel call, as `_tpu_launch.start` says; scratch: shapes, float32."""
-    return start(
-        functools.partial(kernel, body, call),
-        f"lcjax_landmark_{kernel.__name__}",
+def _launch(
+    kernel, kernel_spec, tiling: Tiling, x, call: Call, *, axis, outputs, scratch, interpret
+):
+    """Runs one kernel call; arguments as in `grid.run_kernel`, scratch: shapes, float32."""
+    return run_kernel(
+        functools.partial(kernel, kernel_spec, call),
+        f"lcjax_{kernel.__name__}",
         x,
         call,
         axis=axis,
-        staying=cut.key_block if axis else cut.rows,
-        operand=lambda name, value: _operand(name, value, cut, call),
+        staying=tiling.key_block if axis else tiling.rows,
+        operand=lambda name, value: _operand(name, value, tiling, call),
         outputs=outputs,
         scratch=[pltpu.VMEM(sizes, F32) for sizes in scratch],
         interpret=interpret,
     )
 
 
-def _operand(name: str, value, cut: Layout, call: Call):
+def _operand(name: str, value, tiling: Tiling, call: Call):
     """The block of an operand that a step reads."""
     if value is None:
         return None
     by_row = name in ROW_MATRICES + ROW_VECTORS
 
     def index(b, h, s, steps):
-        code = steps[call.place(b, h, s)]
+        code = steps[call.offset(b, h, s)]
         block = (row_of if by_row else col_of)(code)
         lead = (b + call.batch[0] if value.shape[0] > 1 else 0,)
-        if name in ("k_numbers", "k_segments"):
+        if name in ("k_index", "k_segments"):
             return (*lead, block, 0, 0)
         if value.ndim == 4:
             lead = (*lead, h + call.heads[0])
-        along_lanes = name in ROW_VECTORS or name.endswith("turned")
+        along_lanes = name in ROW_VECTORS or name.endswith("transposed")
         return (*lead, 0, block) if along_lanes else (*lead, block, 0)
 
-    size = cut.rows if by_row else cut.key_block
-    if name in ("k_numbers", "k_segments"):
+    size = tiling.rows if by_row else tiling.key_block
+    if name in ("k_index", "k_segments"):
         sizes = value.shape[2:]
     elif name in ROW_VECTORS:
         sizes = (1, size)
     else:
-        sizes = (value.shape[2], size) if name.endswith("turned") else (size, value.shape[-1])
+        sizes = (value.shape[2], size) if name.endswith("transposed") else (size, value.shape[-1])
     return pl.BlockSpec((*(None,) * (value.ndim - 2), *sizes), index)
+
+
+@dataclass(frozen=True)
+class LandmarkBlocks:
+    """How landmark blocks lie in a step's keys: `step` of them, `height` keys each."""
+
+    block: int
+    height: int
+    step: int
+    count: int
+    q_block: int  # queries of a table's block
+
+    def spread(self, x):
+        """[B, count * block, K, H] -> [B, count * height, K, H]."""
+        if self.block == self.height:
+            return x
+        x = x.reshape(x.shape[0], self.count, self.block, *x.shape[2:])
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, self.height - self.block), (0, 0), (0, 0)])
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    def narrow(self, x):
+        """The inverse of `spread`, for keys that may be padded at the end."""
+        x = x[:, : self.count * self.height]
+        x = x.reshape(x.shape[0], self.count, self.height, *x.shape[2:])[:, :, : self.block]
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    def vector(self, x, steps: int, fill: int):
+        """[1 or B, count] -> columns [1 or B, steps, blocks of a step, 1]."""
+        if x is None:
+            return None
+        padding = steps * self.step - self.count
+        x = jnp.pad(jnp.asarray(x, jnp.int32), [(0, 0), (0, padding)], constant_values=fill)
+        return x.reshape(x.shape[0], steps, self.step, 1)
+
+
+def height_of(block: int) -> int:
+    """Keys that a block takes: whole sublanes, and some blocks of it fill whole lanes."""
+    least = -(-block // SUBLANES) * SUBLANES
+    heights = range(least, LARGEST_BLOCK + 1, SUBLANES)
+    return next(height for height in heights if math.lcm(height, LANES) <= LARGEST_BLOCK)
+
+
+def make_tiling(q, k, v, block: int, backward: bool) -> tuple[Tiling, LandmarkBlocks]:
+    """The tiling of rows and of keys padded to whole steps, and how blocks lie in the keys."""
+    height, count = height_of(block), k.shape[1] // block
+    unit = math.lcm(height, LANES)
+    keys = -(-count * height // unit) * unit
+    _, most = grid.step_blocks(q, v, backward)
+    k_block = min(max(most // unit, 1) * unit, keys)
+    padded = jax.ShapeDtypeStruct((k.shape[0], keys, *k.shape[2:]), k.dtype)
+    q_block, _ = grid.table_blocks(q, padded, v, backward)
+    sizes = dict(lists=1, q_block=q_block, k_block=k_block, backward=backward)
+    blocks = LandmarkBlocks(block, height, k_block // height, count, q_block)
+    return grid.make_tiling(q, padded, v, **sizes), blocks
+
+
+@dataclass(frozen=True)
+class LandmarkSpec:
+    """What is static in a kernel.
+
+    Row r of a row block stands for query `(block * rows + r) // group`. The queries come scaled
+    already unless `factor` is not 1; `scale` is the whole scale.
+    """
+
+    block: int  # tokens of a landmark block, the landmark included
+    height: int  # keys that it takes: whole sublanes
+    blocks: int  # landmark blocks of a step
+    count: int  # number of landmark blocks
+    rows: int
+    group: int
+    factor: float
+    scale: float
+
+    @property
+    def ragged(self) -> bool:
+        return self.count % self.blocks != 0
+
+
+class _StepScores:
+    """The scores of one step, and which of them count."""
+
+    def __init__(self, spec: LandmarkSpec, step: Step, x):
+        self.spec, self.step, self.x = spec, step, x
+
+    @property
+    def slot(self):
+        return lax.broadcasted_iota(jnp.int32, (1, self.spec.height, 1), 1)
+
+    def q_number(self):
+        """Number of the block in which each query stands, [1, rows]."""
+        if self.x["q_index"] is not None:
+            return self.x["q_index"][...]
+        spec = self.spec
+        row = self.step.row * spec.rows + lax.broadcasted_iota(jnp.int32, (1, spec.rows), 1)
+        return lax.div(row, jnp.int32(spec.group * spec.block))
+
+    def visible(self):
+        """Which blocks each query sees, [blocks, rows]."""
+        spec, x = self.spec, self.x
+        number = lax.broadcasted_iota(jnp.int32, (spec.blocks, 1), 0) + self.step.col * spec.blocks
+        seen = (number if x["k_index"] is None else x["k_index"][...]) < self.q_number()
+        if x["k_segments"] is not None:
+            segments = x["k_segments"][...]
+            seen = seen & (x["q_segments"][...] == segments) & (segments != 0)
+        return seen & (number < spec.count) if spec.ragged else seen
+
+    def products(self, keys: str, rows: str):
+        """Products of keys and rows as [blocks, height, rows]."""
+        spec = self.spec
+        x = dot(self.x[keys][...], self.x[rows][...], 1)
+        return x.reshape(spec.blocks, spec.height, spec.rows)
+
+    def scores(self):
+        """(exp of ordinary logits minus their maximum, its sums [blocks, rows], landmarks' logits).
+
+        The exponentials are 0 for landmarks and for padding.
+        """
+        spec = self.spec
+        logits = self.products("k", "q")
+        if spec.factor != 1.0:
+            logits = logits * spec.factor
+        start = (spec.block - 1) // SUBLANES * SUBLANES  # only one register holds landmarks
+        near = slice(start, start + SUBLANES)
+        marks = jnp.where(self.slot[:, near] == spec.block - 1, logits[:, near], 0.0)
+        logits = jnp.where(self.slot < spec.block - 1, logits, -jnp.inf)
+        p = jnp.exp(logits - jnp.max(logits, 1, keepdims=True))
+        return p, jnp.sum(p, 1), jnp.sum(marks, 1)
+
+    def flat(self, x, like):
+        """[blocks, height, rows] as a matrix for products with `like`."""
+        return x.reshape(-1, self.spec.rows).astype(like.dtype)
+
+    def gradients(self):
+        """(weights, cotangent of the logits), both [blocks, height, rows].
+
+        With w the weight of a block, p the probabilities inside it, g_j = v_j . d_out and their
+        mean g = sum p_j g_j: d landmark = w (g - di), d logit_j = w p_j (g_j - g).
+        """
+        p, total, marks = self.scores()
+        # A row without keys is masked everywhere; any finite lse keeps it finite until then.
+        weight = jnp.where(self.visible(), jnp.exp(marks - self.x["lse"][...]), 0.0)
+        g = self.products("v", "d_out")
+        mean = jnp.sum(p * g, 1) / total
+        d_mark = weight * (mean - self.x["di"][...])
+        p = p * (weight / total)[:, None]
+        landmark = self.slot == self.spec.block - 1
+        return p, jnp.where(landmark, d_mark[:, None], p * (g - mean[:, None]))
+
+
+def landmark_forward(spec: LandmarkSpec, call: Call, steps, x, out, lse, top, total, acc):
+    """Online softmax over landmarks, each of which brings the softmax inside its block."""
+    step = read(call, steps)
+
+    @pl.when(step.first)
+    def _():
+        top[...] = jnp.full_like(top, LOWEST)
+        total[...] = jnp.zeros_like(total)
+        acc[...] = jnp.zeros_like(acc)
+
+    @pl.when(step.kind != NOTHING)
+    def _():
+        scores = _StepScores(spec, step, x)
+        p, inside, marks = scores.scores()
+        marks = jnp.where(scores.visible(), marks, -jnp.inf)
+        old = top[...]
+        new = jnp.maximum(old, jnp.max(marks, 0, keepdims=True))
+        weight, keep = jnp.exp(marks - new), jnp.exp(old - new)
+        top[...] = new
+        total[...] = total[...] * keep + jnp.sum(weight, 0, keepdims=True)
+        p = p * (weight / inside)[:, None]
+        value = x["v_transposed"][...]
+        acc[...] = acc[...] * keep + dot(value, scores.flat(p, value), 0)
+
+    @pl.when(step.last)
+    def _():
+        has_keys = total[...] > 0
+        safe = jnp.where(has_keys, total[...], 1.0)
+        out[...] = (acc[...] / safe).T.astype(out.dtype)
+        lse[...] = jnp.where(has_keys, top[...] + jnp.log(safe), -jnp.inf)
+
+
+def landmark_d_queries(spec: LandmarkSpec, call: Call, steps, x, dq, acc):
+    """Cotangent of the queries of a row block."""
+    step = read(call, steps)
+
+    @pl.when(step.first)
+    def _():
+        acc[...] = jnp.zeros_like(acc)
+
+    @pl.when(step.kind != NOTHING)
+    def _():
+        scores = _StepScores(spec, step, x)
+        key = x["k_transposed"][...]
+        acc[...] += dot(key, scores.flat(scores.gradients()[1], key), 0)
+
+    @pl.when(step.last)
+    def _():
+        dq[...] = (acc[...] * spec.scale).T.astype(dq.dtype)
+
+
+def landmark_d_keys(spec: LandmarkSpec, call: Call, steps, x, dk, dv, acc_k, acc_v):
+    """Cotangents of some blocks of keys and of values: sums over all rows, so over the group."""
+    step = read(call, steps)
+
+    @pl.when(step.first)
+    def _():
+        acc_k[...] = jnp.zeros_like(acc_k)
+        acc_v[...] = jnp.zeros_like(acc_v)
+
+    @pl.when(step.kind != NOTHING)
+    def _():
+        scores = _StepScores(spec, step, x)
+        weights, d_logits = scores.gradients()
+        query, d_out = x["q"][...], x["d_out"][...]
+        acc_v[...] += dot(scores.flat(weights, d_out), d_out, 0)
+        acc_k[...] += dot(scores.flat(d_logits, query), query, 0)
+
+    @pl.when(step.last)
+    def _():
+        dk[...] = (acc_k[...] * spec.factor).astype(dk.dtype)
+        dv[...] = acc_v[...].astype(dv.dtype)

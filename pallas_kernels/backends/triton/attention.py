@@ -1,52 +1,62 @@
 """Block-sparse attention for NVIDIA GPUs in Pallas-Triton: forward, dq, and dk with dv.
 
-Every program walks the list of blocks that its own block meets, read from the table in memory
+Every program visits the listed blocks that its own block meets, read from the table in memory
 while the kernel runs, so time follows the number of visible blocks, forward and backward, whatever
-the mask, also where the table is per head or computed on the device. Arrays are read as they lie:
-nothing is padded, turned or repeated per head. Sums run in a fixed order in one program and nothing
-is accumulated in memory: results are the same bit by bit in every run.
+the mask, also where the table is per head or computed on the device. Arrays are read in their own
+layout: nothing is padded, transposed or repeated per head. Sums run in a fixed order in one program
+and nothing is accumulated in memory: results are the same bit by bit in every run.
 
 Few queries (decoding) are rows of one product with all heads that share a key head, over a cache
-[B, K, S, H] as it lies, and a list is dealt out to several programs where few would run.
+[B, K, S, H] in its own layout, and a list is split over several programs where few would run.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import online_softmax as online
 from pallas_kernels import tuning
-from pallas_kernels.backends import online_softmax as online
-from pallas_kernels.backends.triton.layout import LEAST, Axis, Body, axis, by_keys, by_rows, power
+from pallas_kernels.backends.triton import kernels
+from pallas_kernels.backends.triton.kernels import (
+    LOG2_E,
+    MIN_TILE,
+    Axis,
+    KernelSpec,
+    axis,
+    by_keys,
+    by_rows,
+    next_power_of_two,
+)
 from pallas_kernels.biases import Alibi
-from pallas_kernels.block_table import BlockLists, BlockTable
-from pallas_kernels.dispatch import given_table
-from pallas_kernels.merging import merge
-from pallas_kernels.tables import from_mask, restrict, transpose
+from pallas_kernels.dispatch import (
+    unsupported_blocks,
+    unsupported_dtypes,
+    unsupported_mask,
+    user_table,
+    visible_blocks,
+)
+from pallas_kernels.online_softmax import merge
+from pallas_kernels.tables import BlockLists, BlockTable, transpose
 
 LARGEST_HEAD = 256
 LARGEST_GRID = 65535  # heads, or batch rows
 PACKED = 64  # most rows of a key head that are one block of decoding
-PROGRAMS = 256  # that keep a GPU busy; where fewer would run, lists are dealt out
+PROGRAMS = 256  # that keep a GPU busy; where fewer would run, lists are split
 PAIRS = 2**24  # of blocks in a mask's table; beyond it larger blocks are listed
 F32 = jnp.float32
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    from pallas_kernels.backends.triton import kernels
-
     packed = _packs(q, k, operands, spec)
-    body, x = _prepare("decode" if packed else "forward", q, k, v, operands, spec, interpret)
+    kernel_spec, x = _prepare("decode" if packed else "forward", q, k, v, operands, spec, interpret)
     x |= {"q": q, "k": k, "v": v}
     if packed:
         x |= {"q": _pack(q, k.shape[2]), "k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
     # Parts are merged in float32.
-    outputs = [(q.dtype if body.parts == 1 else F32, v.shape[-1]), "vector"]
-    outs, lses = by_rows(functools.partial(kernels.launch, kernels.forward), body, x, outputs)
+    outputs = [(q.dtype if kernel_spec.parts == 1 else F32, v.shape[-1]), "vector"]
+    outs, lses = by_rows(kernels.forward, kernel_spec, x, outputs)
     parts = list(zip(outs, lses.swapaxes(2, 3), strict=True))
     out, lse = parts[0] if len(parts) == 1 else merge(parts)
     if packed:
@@ -56,24 +66,19 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
     """Cotangents of q, k, v and of the bias; that of lse enters through `di`."""
-    from pallas_kernels.backends.triton import kernels
-
-    arrays = saved(q, k, v, out, lse, d_out, d_lse)
-    body, x = _prepare("d_queries", q, k, v, operands, spec, interpret)
+    arrays = residuals(q, k, v, out, lse, d_out, d_lse)
+    kernel_spec, x = _prepare("d_queries", q, k, v, operands, spec, interpret)
     outputs = [(q.dtype, q.shape[-1]), None if operands.bias is None else "number"]
-    run = functools.partial(kernels.launch, kernels.d_queries)
-    dq, d_bias = by_rows(run, body, x | arrays, outputs)
-    body, x = _prepare("d_keys", q, k, v, operands, spec, interpret)
-    dk, dv = by_keys(functools.partial(kernels.launch, kernels.d_keys), body, x | arrays)
+    dq, d_bias = by_rows(kernels.d_queries, kernel_spec, x | arrays, outputs)
+    kernel_spec, x = _prepare("d_keys", q, k, v, operands, spec, interpret)
+    dk, dv = by_keys(kernels.d_keys, kernel_spec, x | arrays)
     if d_bias is not None:
         d_bias = Alibi(jnp.sum(d_bias, (0, 1, 3)))
     return dq[0], dk, dv, d_bias
 
 
-def saved(q, k, v, out, lse, d_out, d_lse) -> dict:
-    """The arrays of a backward pass; that of a row without keys has probabilities exp(-inf) = 0."""
-    from pallas_kernels.backends.triton.kernels import LOG2_E
-
+def residuals(q, k, v, out, lse, d_out, d_lse) -> dict:
+    """The arrays of a backward pass; a row without keys has probabilities exp(-inf) = 0."""
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E).swapaxes(1, 2)
     di = online.row_cotangent(out, d_out, d_lse).swapaxes(1, 2)
     return {"q": q, "k": k, "v": v, "d_out": d_out.astype(q.dtype), "lse": lse, "di": di}
@@ -83,27 +88,20 @@ def unsupported(q, k, v, operands, spec) -> str | None:
     """Why these kernels cannot run the inputs, or None; reads shapes, dtypes and structure."""
     if (reason := unsupported_arrays(q, k, v)) is not None:
         return reason
-    if not spec.mask.arithmetic:
-        return "the mask looks places up in a long list; kernels compute masks from scalars"
+    if (reason := unsupported_mask(spec)) is not None:
+        return reason
     if operands.bias is not None and not isinstance(operands.bias, Alibi):
         return "the bias looks its values up by distance; these kernels know linear biases alone"
-    if (table := given_table(operands, spec)) is not None:
-        for length, block, what in (
-            (q.shape[1], table.q_block, "queries"),
-            (k.shape[1], table.k_block, "keys"),
-        ):
-            if length > block and block % LEAST:
-                return f"blocks of {block} {what} are no multiple of {LEAST}"
-    return None
+    return unsupported_blocks(q, k, user_table(operands, spec), MIN_TILE)
 
 
 def unsupported_arrays(q, k, v) -> str | None:
     """Why no Triton kernel of this package can run arrays of these shapes and dtypes, or None."""
     if tuning.architecture() is None:
         return "no NVIDIA GPU of compute capability 8.0 or above is known to this process"
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+    if kernels.plt is None:
         return "this version of JAX has no Pallas-Triton"
-    if (reason := online.mixed_dtypes(q, k, v)) is not None:
+    if (reason := unsupported_dtypes(q, k, v, "float32", "bfloat16")) is not None:
         return reason
     if (largest := max(q.shape[-1], v.shape[-1])) > LARGEST_HEAD:
         return f"the head size {largest} is above {LARGEST_HEAD}: registers would not hold a block"
@@ -116,7 +114,7 @@ def unsupported_arrays(q, k, v) -> str | None:
 
 def _packs(q, k, operands, spec) -> bool:
     """Whether the queries of all heads that share a key head are rows of one block."""
-    table, (queries, n), heads = given_table(operands, spec), q.shape[1:3], k.shape[2]
+    table, (queries, n), heads = user_table(operands, spec), q.shape[1:3], k.shape[2]
     if operands.bias is not None or queries * (n // heads) > PACKED:
         return False
     return table is None or (table.seen.shape[2] == 1 and table.seen.shape[1] <= heads)
@@ -138,17 +136,17 @@ def _unpack(x, t: int):
 
 def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     """The static part of a kernel, and the operands beside its arrays."""
-    packed, turned = kind == "decode", kind == "d_keys"
+    packed, transposed = kind == "decode", kind == "d_keys"
     busy = spec.soft_cap is not None or any(x is not None for x in operands[:5])
-    tile = tuning.triton(kind, power(max(q.shape[-1], v.shape[-1])), q.dtype, busy)
+    tile = tuning.triton(kind, next_power_of_two(max(q.shape[-1], v.shape[-1])), q.dtype, busy)
     copies = q.shape[2] // k.shape[2] if packed else 1
     rows, keys, table = _table(q, k, operands, spec, tile, copies)
-    found = transpose(table, k.shape[1]) if turned else table.lists()
+    block_lists = transpose(table, k.shape[1]) if transposed else table.lists()
     parts = 1
     if packed:
         parts = spec.splits or _parts(table, q.shape[0] * k.shape[2], keys.steps)
-    full, seen = found.full, found.seen
-    body = Body(
+    full, seen = block_lists.full, block_lists.seen
+    kernel_spec = KernelSpec(
         mask=spec.mask,
         scale=spec.scale,
         soft_cap=spec.soft_cap,
@@ -157,10 +155,10 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         size=q.shape[-1],
         v_size=v.shape[-1],
         group=1 if packed else q.shape[2] // k.shape[2],
-        turned=turned,
-        whole=not table.static or bool(np.any(full > 0)),
-        mixed=not table.static or bool(np.any(seen > full)),
-        by_head=turned and seen.shape[1] > k.shape[2],
+        transposed=transposed,
+        has_full=not table.static or bool(np.any(full > 0)),
+        has_partial=not table.static or bool(np.any(seen > full)),
+        by_head=transposed and seen.shape[1] > k.shape[2],
         cache=packed,
         copies=copies,
         parts=parts,
@@ -168,52 +166,49 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         stages=tile.stages,
         interpret=interpret,
     )
-    return body, vectors(operands, copies) | lists(found, rows, keys)
+    return kernel_spec, vectors(operands, copies) | list_operands(block_lists, rows, keys)
 
 
-def lists(found: BlockLists, rows: Axis, keys: Axis) -> dict:
-    """Operands of a kernel that walks these lists."""
+def list_operands(lists: BlockLists, rows: Axis, keys: Axis) -> dict:
+    """The operands of a kernel that visits the listed blocks."""
     # Half the bytes of a list, which is part of the program where the table is known.
     small = max(rows.blocks, keys.blocks) < 2**15
-    index = jnp.asarray(found.index, jnp.int16 if small else jnp.int32)
-    return {"index": index} | {x: jnp.asarray(getattr(found, x)) for x in ("first", "full", "seen")}
+    index = jnp.asarray(lists.index, jnp.int16 if small else jnp.int32)
+    return {"index": index} | {x: jnp.asarray(getattr(lists, x)) for x in ("first", "full", "seen")}
 
 
 def _table(q, k, operands, spec, tile, copies: int) -> tuple[Axis, Axis, BlockTable]:
     """Steps of rows and of keys, and the blocks that each block of queries visits."""
-    places = dict(queries=q.shape[1], keys=k.shape[1])
-    places |= dict(q_index=operands.q_index, k_index=operands.k_index)
-    places |= dict(q_segments=operands.q_segments, k_segments=operands.k_segments)
-    given, (queries, keys) = given_table(operands, spec), (q.shape[1], k.shape[1])
-    if given is None:
-        sizes = table_blocks(queries * copies, keys, tile)
-        q_block, k_block = sizes if copies == 1 else (queries, sizes[1])
-        table = from_mask(spec.mask, **places, q_block=q_block, k_block=k_block)
-    else:
-        table = restrict(given, spec.mask, **places)
+    queries, keys = q.shape[1], k.shape[1]
+    q_block, k_block = table_blocks(queries * copies, keys, tile)
+    q_block = q_block if copies == 1 else queries
+    table = visible_blocks(operands, spec, queries, keys, q_block, k_block)
     rows = axis(queries * copies, table.q_block * copies, tile.rows)
     columns = axis(keys, table.k_block, tile.keys)
-    # A lone block may be full where its last step, which is wider than what is left, is not.
-    lone = keys <= table.k_block and columns.cut(walked=True)
-    return rows, columns, table.tested() if lone else table
+    # A lone block may be full where its last step, which reaches beyond the keys, is not.
+    is_ragged = keys <= table.k_block and columns.is_ragged(listed=True)
+    return rows, columns, table.tested() if is_ragged else table
 
 
 def table_blocks(rows: int, keys: int, tile) -> tuple[int, int]:
-    """Blocks of a mask's table: steps, or several of them where there would be too many."""
-    q_block, k_block = min(tile.rows, power(rows)), min(tile.keys, power(keys))
+    """The block sizes of a mask's table: steps, or several of them if there are too many."""
+    q_block, k_block = (
+        min(tile.rows, next_power_of_two(rows)),
+        min(tile.keys, next_power_of_two(keys)),
+    )
     while -(-rows // q_block) * -(-keys // k_block) > PAIRS:
         q_block, k_block = 2 * q_block, 2 * k_block
     return q_block, k_block
 
 
 def _parts(table: BlockTable, programs: int, steps: int) -> int:
-    """How many programs a list is dealt out to: what keeps a GPU busy, as far as lists go."""
+    """The number of programs that share a list: enough to keep a GPU busy, if lists are long."""
     longest = int(table.seen.max()) if table.static else table.capacity
     return max(1, min(-(-PROGRAMS // programs), longest * steps))
 
 
 def vectors(operands, copies: int = 1):
-    """Places, segments and slopes."""
+    """Indices, segments and slopes."""
 
     def rows(x):
         return x if x is None or copies == 1 else jnp.repeat(x, copies, axis=1)

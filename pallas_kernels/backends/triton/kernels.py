@@ -1,147 +1,234 @@
 """Kernel bodies for GPUs in Pallas-Triton: the forward pass, dq, and dk with dv.
 
-A program owns one block of rows (forward, dq) or of keys (dk, dv) of one head and walks the list of
-blocks that it meets: first those that need no test of elements, then the others. A listed block may
-be several steps. Logits are held in base 2, so that an exponential is one instruction, and are
-[keys, rows] where keys stay, so that what is summed over never has to be turned in registers.
+A program computes one block of rows (forward, dq) or of keys (dk, dv) of one head and visits the
+listed blocks that it meets: first those that need no test of elements, then the others. A listed
+block may be several steps. Logits are held in base 2, so that an exponential is one instruction,
+and are [keys, rows] where keys stay, so that the summed axis is never transposed in registers.
+
+A program's block of an array is its batch row and its heads; rows and keys are counted inside the
+kernel. Head sizes are read as the next power of two, which Triton requires.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.backends import online_softmax as online
-from pallas_kernels.backends.triton.layout import Body
+from pallas_kernels import online_softmax as online
+from pallas_kernels.masks import Mask
+
+try:
+    from jax.experimental.pallas import triton as plt
+except ImportError:  # deprecated since JAX 0.11: `attention.unsupported` refuses without it
+    plt = None
 
 LOG2_E = math.log2(math.e)
 F32 = jnp.float32
+MIN_TILE = 16  # rows, keys and features of a product on tensor cores
+LISTS = ("index", "first", "full", "seen")
 
 
-def dot(body: Body, a, b, axis: int, of: int = 1):
+def next_power_of_two(n: int) -> int:
+    """The power of two that n is rounded up to."""
+    return max(MIN_TILE, 1 << (n - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Steps of `unit` rows or keys along an axis of `length`, `steps` of them per listed block."""
+
+    length: int
+    unit: int
+    steps: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.length // self.unit)
+
+    def is_ragged(self, listed: bool) -> bool:
+        """Whether a step reaches beyond the end; all steps of a listed block are visited."""
+        return self.length % (self.unit * self.steps if listed else self.unit) != 0
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The static part of a kernel; `transposed` if keys stay while rows pass by."""
+
+    mask: Mask
+    scale: float
+    soft_cap: float | None
+    rows: Axis
+    keys: Axis
+    size: int
+    v_size: int
+    group: int  # query heads of a key head
+    transposed: bool
+    has_full: bool  # some listed block needs no test of its elements
+    has_partial: bool  # some listed block needs one
+    by_head: bool = False  # each query head of a key head has a list of its own
+    cache: bool = False  # keys lie as [B, K, S, H]
+    copies: int = 1  # consecutive rows that share an order index
+    parts: int = 1  # programs that share a list
+    warps: int = 4
+    stages: int = 2
+    interpret: bool = False
+
+    @property
+    def ragged_rows(self) -> bool:
+        return self.rows.is_ragged(self.transposed)
+
+    @property
+    def ragged_keys(self) -> bool:
+        return self.keys.is_ragged(not self.transposed)
+
+    @property
+    def end_of_rows(self) -> int | None:
+        """The end of the rows; None: no step reaches beyond it."""
+        return self.rows.length if self.ragged_rows else None
+
+    @property
+    def end_of_keys(self) -> int | None:
+        return self.keys.length if self.ragged_keys else None
+
+    def width(self, name: str) -> int:
+        """The number of features of a matrix."""
+        return self.size if name in ("q", "k") else self.v_size
+
+
+def axis(length: int, block: int, most: int) -> Axis:
+    """The largest steps up to `most` that divide a table's blocks, of which there may be one."""
+    if length <= block:
+        unit = min(most, next_power_of_two(length))
+        return Axis(length, unit, -(-length // unit))
+    unit = min(most, block & -block)
+    return Axis(length, unit, block // unit)
+
+
+def dot(spec: KernelSpec, a, b, axis: int, of: int = 1):
     """a times b, over axis `of` of a and `axis` of b, in float32."""
     precision = None
     if a.dtype == F32:  # on tensor cores as three products of parts, which lose next to nothing
         exact = lax.Precision.HIGHEST
-        precision = exact if body.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        precision = exact if spec.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     dims = (((of,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=F32)
 
 
-def count(start, size: int):
+def arange(start, size: int):
     return start + lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
 def _inside(start, size: int, end, width: int, wide: int):
-    """bool [size, wide] of what is there of a matrix, or None: all of it."""
-    rows = None if end is None else (count(start, size) < end)[:, None]
-    columns = None if width == wide else (count(0, wide) < width)[None]
+    """bool [size, wide], which elements are inside a matrix, or None: all of them."""
+    rows = None if end is None else (arange(start, size) < end)[:, None]
+    columns = None if width == wide else (arange(0, wide) < width)[None]
     parts = [jnp.broadcast_to(x, (size, wide)) for x in (rows, columns) if x is not None]
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
 def matrix(ref, start, size: int, width: int, end=None, head=None):
-    """Rows [size, padded width] from `start` on, 0 from `end` on; head: of [rows, heads, width]"""
+    """Rows [size, padded width] from `start` on, 0 from `end` on; head: of [rows, heads, width]."""
     mask = _inside(start, size, end, width, ref.shape[-1])
     rows = pl.ds(start, size)
     part = ref.at[rows, :] if head is None else ref.at[rows, head, :]
     return plt.load(part, mask=mask, other=None if mask is None else 0.0)
 
 
-def _vector(ref, start, size: int, cut: bool, other=0, head=None):
+def _vector(ref, start, size: int, ragged: bool, other=0, head=None):
     """Elements [size] from `start` on, `other` beyond the end."""
     part = ref.at[pl.ds(start, size)] if head is None else ref.at[head, pl.ds(start, size)]
-    if not cut:
+    if not ragged:
         return plt.load(part)
-    return plt.load(part, mask=count(start, size) < ref.shape[-1], other=other)
+    return plt.load(part, mask=arange(start, size) < ref.shape[-1], other=other)
 
 
-def put(ref, start, value, width: int, end=None):
+def store(ref, start, value, width: int, end=None):
     mask = _inside(start, len(value), end, width, ref.shape[-1])
     plt.store(ref.at[pl.ds(start, len(value)), :], value.astype(ref.dtype), mask=mask)
 
 
-def visit(body: Body, x, step, carry, head=0):
-    """`carry = step(masked, start, carry)` over the blocks that the program's list names."""
-    walked = body.rows if body.turned else body.keys
-    head = head if body.by_head else 0
-    whole, seen = (x[name][head] * walked.steps for name in ("full", "seen"))
+def visit(spec: KernelSpec, x, step, carry, head=0):
+    """Runs `carry = step(masked, start, carry)` over the program's listed blocks."""
+    passing = spec.rows if spec.transposed else spec.keys
+    head = head if spec.by_head else 0
+    full, seen = (x[name][head] * passing.steps for name in ("full", "seen"))
     first, low, high = x["first"][head], jnp.int32(0), seen
-    if body.parts > 1:
-        share = lax.div(seen + (body.parts - 1), body.parts)
-        low = jnp.minimum(lax.rem(pl.program_id(0), body.parts) * share, seen)
+    if spec.parts > 1:
+        share = lax.div(seen + (spec.parts - 1), spec.parts)
+        low = jnp.minimum(lax.rem(pl.program_id(0), spec.parts) * share, seen)
         high = jnp.minimum(low + share, seen)
 
     def start(n):
-        block = x["index"][head, first + lax.div(n, walked.steps)].astype(jnp.int32)
-        return (block * walked.steps + lax.rem(n, walked.steps)) * walked.unit
+        block = x["index"][head, first + lax.div(n, passing.steps)].astype(jnp.int32)
+        return (block * passing.steps + lax.rem(n, passing.steps)) * passing.unit
 
     def run(masked):
         return lambda n, carry: step(masked, start(n), carry)
 
-    middle = jnp.clip(whole, low, high) if body.mixed else high
-    if body.whole:
+    middle = jnp.clip(full, low, high) if spec.has_partial else high
+    if spec.has_full:
         carry = lax.fori_loop(low, middle, run(False), carry)
         low = middle
-    return lax.fori_loop(low, high, run(True), carry) if body.mixed else carry
+    return lax.fori_loop(low, high, run(True), carry) if spec.has_partial else carry
 
 
-def row_of(body: Body):
+def row_of(spec: KernelSpec):
     """First row of the program; later blocks, which see most of a text, run first."""
-    return (body.rows.blocks - 1 - lax.div(pl.program_id(0), body.parts)) * body.rows.unit
+    return (spec.rows.blocks - 1 - lax.div(pl.program_id(0), spec.parts)) * spec.rows.unit
 
 
 class Block:
-    """The logits of a step, [rows, keys] or turned."""
+    """The logits of a step, [rows, keys] or transposed."""
 
-    def __init__(self, body: Body, x):
-        self.body, self.x = body, x
+    def __init__(self, spec: KernelSpec, x):
+        self.spec, self.x = spec, x
 
     def matrix(self, name: str, start, head=None):
         """Rows of "q" or "d_out", or keys of "k" or "v"."""
-        body, rows = self.body, name in ("q", "d_out")
-        axis, end = (body.rows, body.end_of_rows) if rows else (body.keys, body.end_of_keys)
-        return matrix(self.x[name], start, axis.unit, body.width(name), end, head)
+        spec, rows = self.spec, name in ("q", "d_out")
+        axis, end = (spec.rows, spec.end_of_rows) if rows else (spec.keys, spec.end_of_keys)
+        return matrix(self.x[name], start, axis.unit, spec.width(name), end, head)
 
     def row_vector(self, name: str, row, other, head=None):
-        return _vector(self.x[name], row, self.body.rows.unit, self.body.cut_rows, other, head)
+        return _vector(self.x[name], row, self.spec.rows.unit, self.spec.ragged_rows, other, head)
 
     def along(self, rows=None, keys=None):
-        """A vector of rows or of keys, as it meets the logits."""
+        """A vector of rows or of keys, broadcastable to the logits."""
         if rows is not None:
-            return rows[None] if self.body.turned else rows[:, None]
-        return keys[:, None] if self.body.turned else keys[None]
+            return rows[None] if self.spec.transposed else rows[:, None]
+        return keys[:, None] if self.spec.transposed else keys[None]
 
-    def _key_place(self, key):
-        return count(key, self.body.keys.unit)
+    def _key_number(self, key):
+        return arange(key, self.spec.keys.unit)
 
     def index(self, row, key):
         """(order indices of the queries, of the keys)."""
-        x, body = self.x, self.body
+        x, spec = self.x, self.spec
         if x["q_index"] is not None:
             rows = self.row_vector("q_index", row, 0)
         else:
-            rows = lax.div(count(row, body.rows.unit), body.copies)
-        keys = self._key_place(key)
+            rows = lax.div(arange(row, spec.rows.unit), spec.copies)
+        keys = self._key_number(key)
         if x["k_index"] is not None:
-            keys = _vector(x["k_index"], key, body.keys.unit, body.cut_keys)
+            keys = _vector(x["k_index"], key, spec.keys.unit, spec.ragged_keys)
         return self.along(rows=rows), self.along(keys=keys)
 
     def seen(self, row, key):
-        x, body = self.x, self.body
-        seen = body.mask.element(*self.index(row, key))
+        x, spec = self.x, self.spec
+        seen = spec.mask.element(*self.index(row, key))
         if x["q_segments"] is not None:
             q = self.along(rows=self.row_vector("q_segments", row, 0))
-            k = _vector(x["k_segments"], key, body.keys.unit, body.cut_keys)
+            k = _vector(x["k_segments"], key, spec.keys.unit, spec.ragged_keys)
             k = self.along(keys=k)
             seen = seen & (q == k) & (k != 0)
-        if body.cut_keys:
-            seen = seen & self.along(keys=self._key_place(key) < body.keys.length)
+        if spec.ragged_keys:
+            seen = seen & self.along(keys=self._key_number(key) < spec.keys.length)
         return seen
 
     def distance(self, row, key):
@@ -150,123 +237,215 @@ class Block:
 
     def logits(self, products, row, key, head=0):
         """(x, factor > 0, cap's tanh or None): the logits in base 2 are factor x."""
-        body, slopes, bent = self.body, self.x["slopes"], None
-        if body.soft_cap is None and slopes is None and body.scale > 0:
-            return products, body.scale * LOG2_E, bent
-        if body.soft_cap is None:
-            logits = products * (body.scale * LOG2_E)
+        spec, slopes, tanh = self.spec, self.x["slopes"], None
+        if spec.soft_cap is None and slopes is None and spec.scale > 0:
+            return products, spec.scale * LOG2_E, tanh
+        if spec.soft_cap is None:
+            logits = products * (spec.scale * LOG2_E)
         else:
-            bent = jnp.tanh(products * (body.scale / body.soft_cap))
-            logits = bent * (body.soft_cap * LOG2_E)
+            tanh = jnp.tanh(products * (spec.scale / spec.soft_cap))
+            logits = tanh * (spec.soft_cap * LOG2_E)
         if slopes is not None:
             logits = logits - (slopes[head] * LOG2_E) * self.distance(row, key)
-        return logits, 1.0, bent
+        return logits, 1.0, tanh
 
     def probabilities(self, masked: bool, products, lse, row, key, head=0):
         """(p from the saved lse in base 2, cap's tanh or None)."""
-        logits, factor, bent = self.logits(products, row, key, head)
+        logits, factor, tanh = self.logits(products, row, key, head)
         p = jnp.exp2(logits * factor - self.along(rows=lse))
-        return (jnp.where(self.seen(row, key), p, 0.0) if masked else p), bent
+        return (jnp.where(self.seen(row, key), p, 0.0) if masked else p), tanh
 
 
-def forward(body: Body, x, out, lse):
+def forward(spec: KernelSpec, x, out, lse):
     """Online softmax over the key blocks of a row block (FlashAttention, Dao et al. 2022)."""
-    row, block = row_of(body), Block(body, x)
+    row, block = row_of(spec), Block(spec, x)
     query = block.matrix("q", row)
 
     def step(masked: bool, key, carry):
         top, total, acc = carry
-        products = dot(body, query, block.matrix("k", key), 1)
+        products = dot(spec, query, block.matrix("k", key), 1)
         logits, factor, _ = block.logits(products, row, key)
         if masked:
             logits = jnp.where(block.seen(row, key), logits, -jnp.inf)
         new = jnp.maximum(top, jnp.max(logits, 1) * factor)
         p, keep = jnp.exp2(logits * factor - new[:, None]), jnp.exp2(top - new)
         value = block.matrix("v", key)
-        acc = acc * keep[:, None] + dot(body, p.astype(value.dtype), value, 0)
+        acc = acc * keep[:, None] + dot(spec, p.astype(value.dtype), value, 0)
         return new, total * keep + jnp.sum(p, 1), acc
 
-    start = online.start((body.rows.unit,), x["v"].shape[-1])
-    top, total, acc = visit(body, x, step, start)
-    finish(body, row, top, total, acc, out, lse)
+    start = online.start((spec.rows.unit,), x["v"].shape[-1])
+    top, total, acc = visit(spec, x, step, start)
+    finish(spec, row, top, total, acc, out, lse)
 
 
-def finish(body: Body, row, top, total, acc, out, lse):
-    """Stores what a running softmax, its maximum in base 2, comes to."""
-    some = total > 0
-    safe = jnp.where(some, total, 1.0)
-    put(out, row, acc / safe[:, None], body.v_size, body.end_of_rows)
-    sums = jnp.where(some, top * (1 / LOG2_E) + jnp.log(safe), -jnp.inf)
-    mask = count(row, len(sums)) < body.rows.length if body.cut_rows else None
+def finish(spec: KernelSpec, row, top, total, acc, out, lse):
+    """Stores the result of a running softmax, whose maximum is in base 2."""
+    has_keys = total > 0
+    safe = jnp.where(has_keys, total, 1.0)
+    store(out, row, acc / safe[:, None], spec.v_size, spec.end_of_rows)
+    sums = jnp.where(has_keys, top * (1 / LOG2_E) + jnp.log(safe), -jnp.inf)
+    mask = arange(row, len(sums)) < spec.rows.length if spec.ragged_rows else None
     plt.store(lse.at[pl.ds(row, len(sums))], sums, mask=mask)
 
 
-def d_queries(body: Body, x, dq, d_slope):
+def d_queries(spec: KernelSpec, x, dq, d_slope):
     """Cotangent of the queries of a row block, and of the head's slope as these rows see it."""
-    row, block = row_of(body), Block(body, x)
+    row, block = row_of(spec), Block(spec, x)
     query, d_out = block.matrix("q", row), block.matrix("d_out", row)
     lse, di = block.row_vector("lse", row, jnp.inf), block.row_vector("di", row, 0)
 
     def step(masked: bool, key, carry):
         acc, slope = carry
         k = block.matrix("k", key)
-        p, bent = block.probabilities(masked, dot(body, query, k, 1), lse, row, key)
-        d = p * (dot(body, d_out, block.matrix("v", key), 1) - di[:, None])
+        p, tanh = block.probabilities(masked, dot(spec, query, k, 1), lse, row, key)
+        d = p * (dot(spec, d_out, block.matrix("v", key), 1) - di[:, None])
         if slope is not None:
             slope = slope - jnp.sum(d * block.distance(row, key), 1)
-        d = d if bent is None else d * (1 - bent * bent)
-        return acc + dot(body, d.astype(k.dtype), k, 0), slope
+        d = d if tanh is None else d * (1 - tanh * tanh)
+        return acc + dot(spec, d.astype(k.dtype), k, 0), slope
 
-    slope = None if d_slope is None else jnp.zeros(body.rows.unit, F32)
-    start = jnp.zeros((body.rows.unit, x["k"].shape[-1]), F32), slope
-    acc, slope = visit(body, x, step, start)
-    put(dq, row, acc * body.scale, body.size, body.end_of_rows)
+    slope = None if d_slope is None else jnp.zeros(spec.rows.unit, F32)
+    start = jnp.zeros((spec.rows.unit, x["k"].shape[-1]), F32), slope
+    acc, slope = visit(spec, x, step, start)
+    store(dq, row, acc * spec.scale, spec.size, spec.end_of_rows)
     if slope is not None:
         d_slope[0] = jnp.sum(slope)
 
 
-def d_keys(body: Body, x, dk, dv):
+def d_keys(spec: KernelSpec, x, dk, dv):
     """Cotangents of a block of keys and of values: sums over all rows, so over the group too."""
-    key, block = pl.program_id(0) * body.keys.unit, Block(body, x)
+    key, block = pl.program_id(0) * spec.keys.unit, Block(spec, x)
     k, v = block.matrix("k", key), block.matrix("v", key)
 
     def step(head, masked: bool, row, carry):
         acc_k, acc_v = carry
-        lane = None if body.group == 1 else head
+        lane = None if spec.group == 1 else head
         query, d_out = block.matrix("q", row, lane), block.matrix("d_out", row, lane)
         lse = block.row_vector("lse", row, jnp.inf, lane)
-        p, bent = block.probabilities(masked, dot(body, k, query, 1), lse, row, key, head)
-        acc_v = acc_v + dot(body, p.astype(d_out.dtype), d_out, 0)
+        p, tanh = block.probabilities(masked, dot(spec, k, query, 1), lse, row, key, head)
+        acc_v = acc_v + dot(spec, p.astype(d_out.dtype), d_out, 0)
         di = block.row_vector("di", row, 0, lane)
-        d = p * (dot(body, v, d_out, 1) - di[None])
-        d = d if bent is None else d * (1 - bent * bent)
-        return acc_k + dot(body, d.astype(query.dtype), query, 0), acc_v
+        d = p * (dot(spec, v, d_out, 1) - di[None])
+        d = d if tanh is None else d * (1 - tanh * tanh)
+        return acc_k + dot(spec, d.astype(query.dtype), query, 0), acc_v
 
-    sum_k, sum_v = over_heads(body, x, step, body.keys.unit)
-    put(dk, key, sum_k * body.scale, body.size, body.end_of_keys)
-    put(dv, key, sum_v, body.v_size, body.end_of_keys)
+    sum_k, sum_v = over_heads(spec, x, step, spec.keys.unit)
+    store(dk, key, sum_k * spec.scale, spec.size, spec.end_of_keys)
+    store(dv, key, sum_v, spec.v_size, spec.end_of_keys)
 
 
-def over_heads(body: Body, x, step, keys: int):
+def over_heads(spec: KernelSpec, x, step, keys: int):
     """Sums [keys, size], of keys and of values, over the rows of all heads that share them."""
 
     def of_head(head, carry):
-        return visit(body, x, functools.partial(step, head), carry, head)
+        return visit(spec, x, functools.partial(step, head), carry, head)
 
     sums = tuple(jnp.zeros((keys, x[name].shape[-1]), F32) for name in ("k", "v"))
-    return of_head(0, sums) if body.group == 1 else lax.fori_loop(0, body.group, of_head, sums)
+    return of_head(0, sums) if spec.group == 1 else lax.fori_loop(0, spec.group, of_head, sums)
 
 
-def launch(kernel, body: Body, x, specs, *, grid, outputs):
+def by_rows(kernel, spec: KernelSpec, x, outputs):
+    """Runs a kernel per block of rows of a query head; returns outputs [parts, B, ...]."""
+    batch, heads = x["q"].shape[0], x["q"].shape[2]
+    grid = (spec.rows.blocks * spec.parts, heads, batch)
+    outputs = [None if kind is None else _output(kind, x, spec) for kind in outputs]
+    return launch(kernel, spec, x, _block_specs(x, spec, heads), grid=grid, outputs=outputs)
+
+
+def by_keys(kernel, spec: KernelSpec, x):
+    """Runs a kernel per block of keys of a key head; returns cotangents of keys and values."""
+    batch, heads = x["k"].shape[0], x["k"].shape[2]
+    specs = _block_specs(x, spec, heads)
+    outputs = [
+        (jax.ShapeDtypeStruct(x[name].shape, x[name].dtype), specs[name]) for name in ("k", "v")
+    ]
+    return launch(kernel, spec, x, specs, grid=(spec.keys.blocks, heads, batch), outputs=outputs)
+
+
+def _block_specs(x, spec: KernelSpec, heads: int):
+    return {
+        name: None if value is None else _block_spec(name, value, spec, heads)
+        for name, value in x.items()
+    }
+
+
+def _block_spec(name: str, value, spec: KernelSpec, heads: int):
+    """The block of an array that program (i, h, b) reads; `heads`: how many h there are."""
+    shape, staying = value.shape, spec.keys if spec.transposed else spec.rows
+    width = next_power_of_two(shape[-1])
+    group = spec.group if spec.transposed and spec.group > 1 else None
+
+    def row(b):
+        return b if shape[0] > 1 else 0
+
+    if name == "slopes":
+        return pl.BlockSpec((group or 1,), lambda i, h, b: (h,))
+    if name in ("q", "d_out"):
+        return pl.BlockSpec((None, shape[1], group, width), lambda i, h, b: (b, 0, h, 0))
+    if name in ("lse", "di"):
+        return pl.BlockSpec((None, group, shape[2]), lambda i, h, b: (b, h, 0))
+    if name in ("k", "v"):
+        head = 1 if spec.transposed else spec.group
+        if spec.cache:
+            return pl.BlockSpec((None, None, shape[2], width), lambda i, h, b: (b, h, 0, 0))
+        return pl.BlockSpec(
+            (None, shape[1], None, width), lambda i, h, b: (b, 0, lax.div(h, head), 0)
+        )
+    if name not in LISTS:
+        return pl.BlockSpec((None, shape[1]), lambda i, h, b: (row(b), 0))
+
+    def listed(i, h, b):
+        i = i if spec.transposed else spec.rows.blocks - 1 - lax.div(i, spec.parts)
+        head = h if spec.by_head else lax.div(h, heads // shape[1])
+        return row(b), head, 0 if name == "index" else lax.div(i, staying.steps)
+
+    lists = spec.group if spec.by_head else 1
+    return pl.BlockSpec((None, lists, shape[2] if name == "index" else None), listed)
+
+
+def _output(kind, x, spec: KernelSpec):
+    """(shape, block) of an output of rows.
+
+    kind: (dtype, width) for a matrix, "vector", or "number" for one number per block of rows.
+    """
+    (batch, rows, heads), parts = x["q"].shape[:3], spec.parts
+    lead = parts, batch
+
+    def with_part(i, *rest):
+        return lax.rem(i, parts), *rest
+
+    if kind == "vector":
+        return (
+            jax.ShapeDtypeStruct((*lead, heads, rows), jnp.float32),
+            pl.BlockSpec((None, None, None, rows), lambda i, h, b: with_part(i, b, h, 0)),
+        )
+    if kind == "number":
+        return (
+            jax.ShapeDtypeStruct((*lead, heads, spec.rows.blocks), jnp.float32),
+            pl.BlockSpec(
+                (None, None, None, 1), lambda i, h, b: with_part(i, b, h, lax.div(i, parts))
+            ),
+        )
+    dtype, width = kind
+    return (
+        jax.ShapeDtypeStruct((*lead, rows, heads, width), dtype),
+        pl.BlockSpec(
+            (None, None, rows, None, next_power_of_two(width)),
+            lambda i, h, b: with_part(i, b, 0, h, 0),
+        ),
+    )
+
+
+def launch(kernel, spec: KernelSpec, x, specs, *, grid, outputs):
     """`kernel` on `grid`; outputs: (shape, block) or None each."""
     shapes, blocks = (tuple(x) for x in zip(*(o or (None, None) for o in outputs), strict=True))
     return pl.pallas_call(
-        functools.partial(kernel, body),
+        functools.partial(kernel, spec),
         out_shape=shapes,
         grid=grid,
         in_specs=[specs],
         out_specs=blocks,
-        interpret=body.interpret,
+        interpret=spec.interpret,
         name=f"lcjax_{kernel.__name__}",
-        compiler_params=plt.CompilerParams(num_warps=body.warps, num_stages=body.stages),
+        compiler_params=plt.CompilerParams(num_warps=spec.warps, num_stages=spec.stages),
     )(x)

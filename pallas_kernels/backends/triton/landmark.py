@@ -1,44 +1,69 @@
-"""Grouped softmax over older blocks for NVIDIA GPUs in Pallas-Triton: forward, dq, dk with dv.
+"""Grouped softmax over older landmark blocks for NVIDIA GPUs in Pallas-Triton: forward, dq, dk, dv.
 
-Programs and their lists are those of block-sparse attention beside it (`_triton.py`), with landmark
-blocks in place of blocks of keys: arrays are read as they lie, a block's tokens as the power of two
-above them, and nothing is accumulated in memory. A program does not visit blocks that none of its
-rows may see: those of their own number and above, and those of documents that none of them is in.
+Programs and their lists are those of block-sparse attention (`attention.py`), with landmark blocks
+in place of blocks of keys: arrays are read in their own layout, a block's tokens as the next power
+of two, and nothing is accumulated in memory. A program does not visit blocks that none of its rows
+may see: those of their own number and above, and those of documents that none of them is in.
+
+A step is one landmark block: [rows, tokens] of scores. The softmax inside it is computed and used
+within the step, in the backward pass a second time, so a row has one weight of a block, and which
+rows see the block is a test of vectors, not of scores. Where the block stays, scores have the same
+axes: sums over tokens within a few threads are worth transposing the weights for the last two
+products.
 """
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import online_softmax as online
 from pallas_kernels import tuning
 from pallas_kernels.backends.triton.attention import (
-    lists,
-    saved,
+    list_operands,
+    residuals,
     table_blocks,
     unsupported_arrays,
     vectors,
 )
-from pallas_kernels.backends.triton.layout import axis, by_keys, by_rows, power
-from pallas_kernels.dispatch import Operands
-from pallas_kernels.landmark import OLDER, older_table
+from pallas_kernels.backends.triton.kernels import (
+    F32,
+    Block,
+    KernelSpec,
+    arange,
+    axis,
+    by_keys,
+    by_rows,
+    dot,
+    finish,
+    matrix,
+    next_power_of_two,
+    over_heads,
+    row_of,
+    store,
+    visit,
+)
+from pallas_kernels.dispatch import visible_blocks
 from pallas_kernels.tables import transpose
 
 
 def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    body, x = _prepare("forward", q, k, v, operands, spec, interpret)
+    kernel_spec, x = _prepare("forward", q, k, v, operands, spec, interpret)
     x |= {"q": q, "k": k, "v": v}
-    out, lse = by_rows(_run("forward"), body, x, [(q.dtype, v.shape[-1]), "vector"])
+    out, lse = by_rows(landmark_forward, kernel_spec, x, [(q.dtype, v.shape[-1]), "vector"])
     return out[0], lse[0].swapaxes(1, 2)
 
 
 def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="cuda", interpret=False):
     """Cotangents of q, k and v; that of lse enters through `di`."""
-    arrays = saved(q, k, v, out, lse, d_out, d_lse)
-    body, x = _prepare("d_queries", q, k, v, operands, spec, interpret)
-    (dq,) = by_rows(_run("d_queries"), body, x | arrays, [(q.dtype, q.shape[-1])])
-    body, x = _prepare("d_keys", q, k, v, operands, spec, interpret)
-    return dq[0], *by_keys(_run("d_keys"), body, x | arrays)
+    arrays = residuals(q, k, v, out, lse, d_out, d_lse)
+    kernel_spec, x = _prepare("d_queries", q, k, v, operands, spec, interpret)
+    (dq,) = by_rows(landmark_d_queries, kernel_spec, x | arrays, [(q.dtype, q.shape[-1])])
+    kernel_spec, x = _prepare("d_keys", q, k, v, operands, spec, interpret)
+    return dq[0], *by_keys(landmark_d_keys, kernel_spec, x | arrays), None
 
 
 def unsupported(q, k, v, operands, spec) -> str | None:
@@ -55,29 +80,20 @@ def unsupported(q, k, v, operands, spec) -> str | None:
 
 
 def _tile(kind: str, q, v, spec):
-    size = power(max(q.shape[-1], v.shape[-1]))
-    return tuning.landmark(kind, size, power(spec.block), q.dtype)
-
-
-def _run(kind: str):
-    from pallas_kernels.backends.triton import landmark_kernels as kernels
-    from pallas_kernels.backends.triton.kernels import launch
-
-    return functools.partial(launch, getattr(kernels, f"landmark_{kind}"))
+    size = next_power_of_two(max(q.shape[-1], v.shape[-1]))
+    return tuning.landmark(kind, size, next_power_of_two(spec.block), q.dtype)
 
 
 def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     """The static part of a kernel, and the operands beside its arrays."""
-    from pallas_kernels.backends.triton.landmark_kernels import LandmarkBody
-
-    (queries, block), turned = (q.shape[1], spec.block), kind == "d_keys"
+    (queries, block), transposed = (q.shape[1], spec.block), kind == "d_keys"
     tile, count = _tile(kind, q, v, spec), k.shape[1] // block
     q_block, k_block = table_blocks(queries, count, tile)
     rows, keys = axis(queries, q_block, tile.rows), axis(count, k_block, tile.keys)
-    table = older_table(operands, block, queries, count, q_block=q_block, k_block=k_block)
-    found = transpose(table, count) if turned else table.lists()
-    body = LandmarkBody(
-        mask=OLDER,
+    table = visible_blocks(operands, spec, queries, count, q_block, k_block)
+    block_lists = transpose(table, count) if transposed else table.lists()
+    kernel_spec = LandmarkSpec(
+        mask=spec.mask,
         scale=spec.scale,
         soft_cap=None,
         rows=rows,
@@ -85,13 +101,132 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         size=q.shape[-1],
         v_size=v.shape[-1],
         group=q.shape[2] // k.shape[2],
-        turned=turned,
-        whole=False,  # which blocks a row sees is tested at once
-        mixed=True,
+        transposed=transposed,
+        has_full=False,  # which rows see a block is one test per row
+        has_partial=True,
         copies=block,
         warps=tile.warps,
         stages=tile.stages,
         interpret=interpret,
         block=block,
     )
-    return body, vectors(Operands(*operands)) | lists(found, rows, keys)
+    return kernel_spec, vectors(operands) | list_operands(block_lists, rows, keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandmarkSpec(KernelSpec):
+    """`keys` counts landmark blocks, one in a step; order indices are numbers of blocks."""
+
+    block: int  # tokens of a landmark block, the landmark included
+
+    @property
+    def height(self) -> int:
+        """Keys that a step reads: a power of two."""
+        return next_power_of_two(self.block)
+
+
+class LandmarkBlock(Block):
+    """The scores of one landmark block."""
+
+    def along(self, rows=None, keys=None):
+        """Vectors of rows and the one block of a step, unchanged."""
+        return rows if keys is None else keys
+
+    @property
+    def slot(self):
+        return arange(0, self.spec.height)[None]
+
+    def end(self, number):
+        """The end of a block's keys or of all keys; None: no step reads beyond it."""
+        spec = self.spec
+        if spec.block == spec.height and not spec.ragged_keys:
+            return None
+        end = (number + 1) * spec.block
+        return jnp.minimum(end, spec.keys.length * spec.block) if spec.ragged_keys else end
+
+    def tokens(self, name: str, number):
+        """A block's keys or values [height, padded size], 0 where it has no more tokens."""
+        spec = self.spec
+        ref, start = self.x[name], number * spec.block
+        return matrix(ref, start, spec.height, spec.width(name), self.end(number))
+
+    def scores(self, products):
+        """(exp of ordinary logits minus their maximum, its sums [rows], landmarks' logits [rows]).
+
+        The exponentials are 0 for the landmark and for padding; landmarks' logits are in base 2.
+        """
+        slot, mark = self.slot, self.spec.block - 1
+        logits, factor, _ = self.logits(products, None, None)
+        marks = jnp.sum(jnp.where(slot == mark, logits, 0.0), 1) * factor
+        logits = jnp.where(slot < mark, logits, -jnp.inf)
+        p = jnp.exp2(logits * factor - (jnp.max(logits, 1) * factor)[:, None])
+        return p, jnp.sum(p, 1), marks
+
+    def gradients(self, products, g, lse, di, seen):
+        """(weights, cotangent of the logits), both as the scores; g: products of values and d_out.
+
+        With w the weight of a block, p the probabilities inside it and their mean g = sum p_j g_j:
+        d landmark = w (g - di), d logit_j = w p_j (g_j - g).
+        """
+        p, inside, marks = self.scores(products)
+        weight = jnp.where(seen, jnp.exp2(marks - lse), 0.0)
+        mean = jnp.sum(p * g, 1) / inside
+        p = p * (weight / inside)[:, None]
+        d_mark, landmark = weight * (mean - di), self.slot == self.spec.block - 1
+        return p, jnp.where(landmark, d_mark[:, None], p * (g - mean[:, None]))
+
+
+def landmark_forward(spec: LandmarkSpec, x, out, lse):
+    """Online softmax over landmarks, each of which brings the softmax inside its block."""
+    row, block = row_of(spec), LandmarkBlock(spec, x)
+    query = block.matrix("q", row)
+
+    def step(masked: bool, number, carry):
+        top, total, acc = carry
+        p, inside, marks = block.scores(dot(spec, query, block.tokens("k", number), 1))
+        marks = jnp.where(block.seen(row, number), marks, -jnp.inf)
+        new = jnp.maximum(top, marks)
+        weight, keep = jnp.exp2(marks - new), jnp.exp2(top - new)
+        value = block.tokens("v", number)
+        p = (p * (weight / inside)[:, None]).astype(value.dtype)
+        return new, total * keep + weight, acc * keep[:, None] + dot(spec, p, value, 0)
+
+    start = online.start((spec.rows.unit,), x["v"].shape[-1])
+    finish(spec, row, *visit(spec, x, step, start), out, lse)
+
+
+def landmark_d_queries(spec: LandmarkSpec, x, dq):
+    """Cotangent of the queries of a row block."""
+    row, block = row_of(spec), LandmarkBlock(spec, x)
+    query, d_out = block.matrix("q", row), block.matrix("d_out", row)
+    lse, di = block.row_vector("lse", row, jnp.inf), block.row_vector("di", row, 0)
+
+    def step(masked: bool, number, acc):
+        k = block.tokens("k", number)
+        products, g = dot(spec, query, k, 1), dot(spec, d_out, block.tokens("v", number), 1)
+        _, d = block.gradients(products, g, lse, di, block.seen(row, number))
+        return acc + dot(spec, d.astype(k.dtype), k, 0)
+
+    acc = visit(spec, x, step, jnp.zeros((spec.rows.unit, x["k"].shape[-1]), F32))
+    store(dq, row, acc * spec.scale, spec.size, spec.end_of_rows)
+
+
+def landmark_d_keys(spec: LandmarkSpec, x, dk, dv):
+    """Cotangents of a block of keys and of values: sums over all rows, so over the group too."""
+    number, block = pl.program_id(0), LandmarkBlock(spec, x)
+    k, v = block.tokens("k", number), block.tokens("v", number)
+
+    def step(head, masked: bool, row, carry):
+        acc_k, acc_v = carry
+        lane = None if spec.group == 1 else head
+        query, d_out = block.matrix("q", row, lane), block.matrix("d_out", row, lane)
+        lse, di = block.row_vector("lse", row, jnp.inf, lane), block.row_vector("di", row, 0, lane)
+        products, g = dot(spec, query, k, 1), dot(spec, d_out, v, 1)
+        p, d = block.gradients(products, g, lse, di, block.seen(row, number))
+        acc_v = acc_v + dot(spec, p.astype(d_out.dtype), d_out, 0, of=0)
+        return acc_k + dot(spec, d.astype(query.dtype), query, 0, of=0), acc_v
+
+    sum_k, sum_v = over_heads(spec, x, step, spec.height)
+    start, end = number * spec.block, block.end(number)
+    store(dk, start, sum_k * spec.scale, spec.size, end)
+    store(dv, start, sum_v, spec.v_size, end)

@@ -1,13 +1,20 @@
 """Blockwise attention in plain XLA: O(T) memory, forward and backward, on every platform.
 
-Queries and keys are cut into blocks. For each block of queries a loop walks only the key blocks
-that its mask or table lets it see, keeping a running maximum, denominator and output (Milakov and
+Queries and keys are split into blocks. For each block of queries a loop visits only the key blocks
+that its mask or table lets it see, with a running maximum, denominator and output (Milakov and
 Gimelshein 2018; FlashAttention, Dao et al. 2022, algorithm 1). The backward pass recomputes the
-probabilities from the saved lse and walks the same blocks (FlashAttention-2, Dao 2023, sec. 3.1).
+probabilities from the saved lse and visits the same blocks (FlashAttention-2, Dao 2023, sec. 3.1).
+
+Query heads that share a key head are rows of one product, so they visit the same blocks. Where
+their tables differ, one query head per key head is handled at a time, as an attention of K query
+heads over K key heads. With `Spec.splits`, parts of the keys are attended to side by side and
+merged: a decoding step of one row has few products of its own, and parts of a long cache are a
+batch of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -15,100 +22,97 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backends import online_softmax as online
-from pallas_kernels.backends.xla import apart
-from pallas_kernels.backends.xla import blocks as cutting
-from pallas_kernels.backends.xla import splits as splitting
-from pallas_kernels.backends.xla import visits as visiting
-from pallas_kernels.backends.xla.blocks import Blocks, Cut, Places, add, dot
+from pallas_kernels import online_softmax as online
+from pallas_kernels.backends.xla import blocks as tiles
+from pallas_kernels.backends.xla.blocks import BlockSizes, Positions, Tiling, add, dot
 from pallas_kernels.biases import Bias
-from pallas_kernels.block_table import BlockTable
-from pallas_kernels.dispatch import Operands, Spec, given_table
+from pallas_kernels.dispatch import Operands, Spec, user_table
+from pallas_kernels.online_softmax import merge
+from pallas_kernels.tables import BlockTable
 
 
 def unsupported(q, k, v, operands: Operands, spec: Spec) -> str | None:
-    """Nothing: this is the implementation that the others fall back to."""
+    """None: this implementation runs all inputs."""
     return None
 
 
 class Loop(NamedTuple):
     """All that the steps of one pass share."""
 
-    cut: Cut
-    places: Places
+    tiling: Tiling
+    positions: Positions
     table: BlockTable
     spec: Spec
     bias: Bias | None
 
     def bias_of(self, chunk):
         """The bias of the chunk's query heads."""
-        heads = self.cut.heads * self.cut.group
-        first = cutting.chunk_start(self.cut, chunk)[1] * self.cut.group
+        heads = self.tiling.heads * self.tiling.group
+        first = tiles.chunk_start(self.tiling, chunk)[1] * self.tiling.group
         return jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, first, heads, x.ndim - 1), self.bias
         )
 
     def index_of(self, chunk, i, j):
         """Order indices [batch or 1, bq], [batch or 1, bk] of a block."""
-        pair = cutting.take(self.places.q_index, i), cutting.take(self.places.k_index, j)
-        return tuple(cutting.rows_of(x, self.cut, chunk) for x in pair)
+        pair = tiles.take(self.positions.q_index, i), tiles.take(self.positions.k_index, j)
+        return tuple(tiles.rows_of(x, self.tiling, chunk) for x in pair)
 
 
-def _loop(q, k, operands: Operands, spec: Spec, blocks: Blocks) -> Loop:
+def _loop(q, k, operands: Operands, spec: Spec, blocks: BlockSizes) -> Loop:
     t, s = q.shape[1], k.shape[1]
-    cut = cutting.plan(q, k, blocks, given_table(operands, spec))
-    table = visiting.table_of(operands, spec, t, s, cut)
-    return Loop(cut, cutting.places(operands, t, s, cut), table, spec, operands.bias)
+    tiling = tiles.make_tiling(q, k, blocks, user_table(operands, spec))
+    table = tiles.block_table(operands, spec, t, s, tiling)
+    return Loop(tiling, tiles.positions(operands, spec, t, s, tiling), table, spec, operands.bias)
 
 
 def forward(q, k, v, operands: Operands, spec: Spec, *, platform="default", blocks=None):
     """out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    if splitting.needed(k, operands, spec):
-        run = functools.partial(forward, platform=platform, blocks=blocks)
-        return splitting.forward(run, q, k, v, operands, spec)
-    if apart.needed(k, operands, spec):
-        run = functools.partial(forward, platform=platform, blocks=blocks)
-        return apart.forward(run, q, k, v, operands, spec)
-    blocks = blocks or cutting.forward_blocks(q.shape[1], k.shape[1], platform)
+    run = functools.partial(forward, platform=platform, blocks=blocks)
+    if _splits_keys(k, operands, spec):
+        return _split_forward(run, q, k, v, operands, spec)
+    if _has_table_per_query_head(k, operands, spec):
+        return _forward_by_group(run, q, k, v, operands, spec)
+    blocks = blocks or tiles.forward_blocks(q.shape[1], k.shape[1], platform)
     loop, t = _loop(q, k, operands, spec, blocks), q.shape[1]
-    cut = loop.cut
-    q = cutting.pad(q, cut.nq * cut.bq)
-    k, v = cutting.heads_first(k, cut), cutting.heads_first(v, cut)
+    tiling = loop.tiling
+    q = tiles.pad(q, tiling.nq * tiling.bq)
+    k, v = tiles.heads_first(k, tiling), tiles.heads_first(v, tiling)
 
     def chunk(c):
         bias = loop.bias_of(c)
-        return lax.map(lambda i: _forward_rows(loop, q, k, v, bias, c, i), jnp.arange(cut.nq))
+        return lax.map(lambda i: _forward_rows(loop, q, k, v, bias, c, i), jnp.arange(tiling.nq))
 
-    out, lse = lax.map(chunk, jnp.arange(cut.chunks))
-    return cutting.join(out, cut, t, cut.group), cutting.join(lse, cut, t, cut.group)
+    out, lse = lax.map(chunk, jnp.arange(tiling.chunks))
+    return tuple(tiles.join_chunks(x, tiling, t, tiling.group) for x in (out, lse))
 
 
 def _forward_rows(loop: Loop, q, k, v, bias, chunk, i):
     """out and lse of query block i."""
-    cut = loop.cut
+    tiling = loop.tiling
     before, after = online.scales(loop.spec.scale, q.dtype)
-    query = cutting.queries(q, cut, chunk, i) * jnp.asarray(before, q.dtype)
+    query = tiles.query_block(q, tiling, chunk, i) * jnp.asarray(before, q.dtype)
 
     def step(j, partial, carry):
         top, total, out = carry
-        logits = after * dot(query, cutting.keys(k, cut, chunk, j), 1, 1)
+        logits = after * dot(query, tiles.key_block(k, tiling, chunk, j), 1, 1)
         if loop.spec.soft_cap is not None:
             logits = loop.spec.soft_cap * jnp.tanh(logits / loop.spec.soft_cap)
         if bias is not None:
-            logits += cutting.by_query(bias.logits(*loop.index_of(chunk, i, j)), cut)
+            logits += tiles.by_query(bias.logits(*loop.index_of(chunk, i, j)), tiling)
         if partial:
-            seen = visiting.visible(loop.spec.mask, loop.places, cut, chunk, i, j)
+            seen = tiles.visible(loop.spec.mask, loop.positions, tiling, chunk, i, j)
             logits = jnp.where(seen, logits, -jnp.inf)
         new = jnp.maximum(top, jnp.max(logits, -1))
         keep = jnp.exp(top - new)
         p = jnp.exp(logits - new[..., None])
-        value = cutting.keys(v, cut, chunk, j)
+        value = tiles.key_block(v, tiling, chunk, j)
         total = total * keep + jnp.sum(p, -1)
         out = out * keep[..., None] + dot(p.astype(value.dtype), value, 1, 0)
         return new, total, out
 
     start = online.start(query.shape[:3], v.shape[3])
-    return online.finish(*visiting.walk(loop.table, cut, chunk, i, step, start), q.dtype)
+    return online.finish(*tiles.walk(loop.table, tiling, chunk, i, step, start), q.dtype)
 
 
 def backward(
@@ -116,28 +120,27 @@ def backward(
     platform="default", blocks=None,
 ):  # fmt: skip
     """Cotangents of q, k, v and the bias."""
-    if apart.needed(k, operands, spec):
+    if _has_table_per_query_head(k, operands, spec):
         run = functools.partial(backward, platform=platform, blocks=blocks)
-        return apart.backward(run, k, v, (q, out, lse, d_out, d_lse), operands, spec)
-    blocks = blocks or cutting.backward_blocks(q.shape[1], k.shape[1], platform)
+        return _backward_by_group(run, k, v, (q, out, lse, d_out, d_lse), operands, spec)
+    blocks = blocks or tiles.backward_blocks(q.shape[1], k.shape[1], platform)
     loop, t, s = _loop(q, k, operands, spec, blocks), q.shape[1], k.shape[1]
-    cut, dtypes, scale = loop.cut, (q.dtype, k.dtype, v.dtype), spec.scale
-    rows = cutting.backward_rows(q, out, lse, d_out, d_lse, cut)
-    k, v = cutting.heads_first(k, cut), cutting.heads_first(v, cut)
+    tiling, dtypes, scale = loop.tiling, (q.dtype, k.dtype, v.dtype), spec.scale
+    rows = tiles.backward_rows(q, out, lse, d_out, d_lse, tiling)
+    k, v = tiles.heads_first(k, tiling), tiles.heads_first(v, tiling)
 
     def chunk(c):
-        bias, shape = loop.bias_of(c), (cut.nk, cut.batch, cut.heads, cut.bk)
+        bias, shape = loop.bias_of(c), (tiling.nk, tiling.batch, tiling.heads, tiling.bk)
         sums = [jnp.zeros((*shape, x.shape[3]), jnp.float32) for x in (k, v)]
         sums.append(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), bias))
         step = functools.partial(_backward_rows, loop, rows, k, v, bias, c)
-        (dk, dv, d_bias), dq = lax.scan(step, tuple(sums), jnp.arange(cut.nq))
+        (dk, dv, d_bias), dq = lax.scan(step, tuple(sums), jnp.arange(tiling.nq))
         return dq, (scale * dk).astype(dtypes[1]), dv.astype(dtypes[2]), d_bias
 
-    dq, dk, dv, d_bias = lax.map(chunk, jnp.arange(cut.chunks))
-    dq, dk, dv = (
-        cutting.join(x, cut, *rest) for x, *rest in ((dq, t, cut.group), (dk, s, 1), (dv, s, 1))
-    )
-    return dq, dk, dv, jax.tree.map(lambda x: _join_bias(x, cut), d_bias)
+    dq, dk, dv, d_bias = lax.map(chunk, jnp.arange(tiling.chunks))
+    dq = tiles.join_chunks(dq, tiling, t, tiling.group)
+    dk, dv = (tiles.join_chunks(x, tiling, s, 1) for x in (dk, dv))
+    return dq, dk, dv, jax.tree.map(lambda x: _join_bias(x, tiling), d_bias)
 
 
 def _backward_rows(loop: Loop, rows, k, v, bias, chunk, sums, i):
@@ -147,27 +150,27 @@ def _backward_rows(loop: Loop, rows, k, v, bias, chunk, sums, i):
     operands as they lie in memory and only that of dq needs a transposed operand, a small one.
     Query-major has two such products, over the large operand.
     """
-    cut, scale, cap = loop.cut, loop.spec.scale, loop.spec.soft_cap
-    query, do, di, lse = (cutting.queries(x, cut, chunk, i) for x in rows)
+    tiling, scale, cap = loop.tiling, loop.spec.scale, loop.spec.soft_cap
+    query, do, di, lse = (tiles.query_block(x, tiling, chunk, i) for x in rows)
     di, lse = di[:, :, None, :], lse[:, :, None, :]
 
     def step(j, partial, carry):
         dqt, dk, dv, d_bias = carry
-        key = cutting.keys(k, cut, chunk, j)
+        key = tiles.key_block(k, tiling, chunk, j)
         logits = scale * dot(key, query, 1, 1)
         if cap is not None:
             bent = jnp.tanh(logits / cap)
             logits = cap * bent
         if bias is not None:
             index = loop.index_of(chunk, i, j)
-            logits += cutting.by_query(bias.logits(*index), cut).mT
+            logits += tiles.by_query(bias.logits(*index), tiling).mT
         p = jnp.exp(logits - lse)
         if partial:
-            seen = visiting.visible(loop.spec.mask, loop.places, cut, chunk, i, j)
+            seen = tiles.visible(loop.spec.mask, loop.positions, tiling, chunk, i, j)
             p = jnp.where(seen.mT, p, 0.0)
-        ds = p * (dot(cutting.keys(v, cut, chunk, j), do, 1, 1) - di)
+        ds = p * (dot(tiles.key_block(v, tiling, chunk, j), do, 1, 1) - di)
         if bias is not None:
-            more = bias.gradient(*index, cutting.by_head(ds.mT, cut))
+            more = bias.gradient(*index, tiles.by_head(ds.mT, tiling))
             d_bias = jax.tree.map(jnp.add, d_bias, more)
         ds = ds if cap is None else ds * (1 - bent * bent)
         ds = ds.astype(key.dtype)
@@ -175,13 +178,109 @@ def _backward_rows(loop: Loop, rows, k, v, bias, chunk, sums, i):
         dk = add(dk, j, dot(ds, query, 1, 0))
         return dqt, dk, add(dv, j, dot(p.astype(do.dtype), do, 1, 0)), d_bias
 
-    zero = jnp.zeros((cut.batch, cut.heads, query.shape[3], query.shape[2]), jnp.float32)
-    dqt, *sums = visiting.walk(loop.table, cut, chunk, i, step, (zero, *sums))
+    zero = jnp.zeros((tiling.batch, tiling.heads, query.shape[3], query.shape[2]), jnp.float32)
+    dqt, *sums = tiles.walk(loop.table, tiling, chunk, i, step, (zero, *sums))
     return tuple(sums), (scale * dqt.mT).astype(rows[0].dtype)
 
 
-def _join_bias(x, cut: Cut):
+def _join_bias(x, tiling: Tiling):
     """[chunks, ..., heads of a chunk] -> [..., N], summed over the batch."""
-    x = x.reshape(cut.batch_chunks, cut.head_chunks, *x.shape[1:]).sum(0)
+    x = x.reshape(tiling.batch_chunks, tiling.head_chunks, *x.shape[1:]).sum(0)
     x = jnp.moveaxis(x, 0, -2)
     return x.reshape(*x.shape[:-2], -1)
+
+
+def _has_table_per_query_head(k, operands: Operands, spec: Spec) -> bool:
+    table = user_table(operands, spec)
+    return table is not None and table.seen.shape[1] not in (1, k.shape[2])
+
+
+def _forward_by_group(run, q, k, v, operands: Operands, spec: Spec):
+    """out and lse by `run(q, k, v, operands, spec)` of each group."""
+    groups = _split_heads(q, k), _group_operands(k, operands, spec)
+    spec = dataclasses.replace(spec, table=None)
+    results = lax.map(lambda group: run(group[0], k, v, group[1], spec), groups)
+    return tuple(_join_heads(x) for x in results)
+
+
+def _backward_by_group(run, k, v, rows, operands: Operands, spec: Spec):
+    """Cotangents by `run`, rows: (q, out, lse, d_out, d_lse); keys collect from all groups."""
+    groups = jax.tree.map(lambda x: _split_heads(x, k), rows), _group_operands(k, operands, spec)
+    spec = dataclasses.replace(spec, table=None)
+
+    def step(sums, group):
+        (q, *rows), operands = group
+        dq, dk, dv, d_bias = run(q, k, v, *rows, operands, spec)
+        return (sums[0] + dk, sums[1] + dv), (dq, d_bias)
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+    (dk, dv), (dq, d_bias) = lax.scan(step, zeros, groups)
+    d_bias = jax.tree.map(lambda x: _merge_last(jnp.moveaxis(x, 0, -1)), d_bias)
+    return _join_heads(dq), dk.astype(k.dtype), dv.astype(v.dtype), d_bias
+
+
+def _split_heads(x, k):
+    """[B, T, N, ...] -> [G, B, T, K, ...]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], k.shape[2], -1, *x.shape[3:]), 3, 0)
+
+
+def _join_heads(x):
+    """[G, B, T, K, ...] -> [B, T, N, ...]."""
+    x = jnp.moveaxis(x, 0, 3)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _merge_last(x):
+    """[..., K, G] -> [..., N]."""
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def _group_operands(k, operands: Operands, spec: Spec) -> Operands:
+    """Operands with a leading axis of G: of the bias and the table its part, of others a copy."""
+    heads, table = k.shape[2], user_table(operands, spec)
+    group = table.seen.shape[1] // heads
+
+    def of_table(name):
+        x = jnp.asarray(getattr(table, name))
+        return jnp.moveaxis(x.reshape(x.shape[0], heads, group, *x.shape[2:]), 2, 0)
+
+    def of_bias(x):
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], heads, group), -1, 0)
+
+    parts = {name: of_table(name) for name in ("index", "full", "seen")}
+    positions = (x if x is None else jnp.broadcast_to(x, (group, *x.shape)) for x in operands[:4])
+    table = dataclasses.replace(table, overflow=None, **parts)
+    return Operands(*positions, jax.tree.map(of_bias, operands.bias), table)
+
+
+def _splits_keys(k, operands: Operands, spec: Spec) -> bool:
+    """Whether keys are split into parts; a caller's table lists blocks of all keys."""
+    has_parts = spec.splits is not None and min(spec.splits, k.shape[1]) > 1
+    return has_parts and user_table(operands, spec) is None
+
+
+def _split_forward(run, q, k, v, operands: Operands, spec: Spec):
+    """out and lse by `run(q, k, v, operands, spec)` of each part, merged."""
+    keys, count = k.shape[1], min(spec.splits, k.shape[1])
+    q_index, k_index, q_segments, k_segments = operands[:4]
+    size = -(-keys // count)
+    if k_index is None:
+        k_index = jnp.arange(keys, dtype=jnp.int32)[None]
+    if k_segments is None and size * count != keys:  # the last part is padded
+        q_segments, k_segments = (jnp.ones(x.shape[:2], jnp.int32) for x in (q, k))
+    if q_index is None:
+        q_index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    spec = dataclasses.replace(spec, splits=None)
+
+    def split(x, axis):
+        widths = [(0, size * count - keys) if i == axis else (0, 0) for i in range(x.ndim)]
+        x = jnp.pad(x, widths)
+        return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+
+    def part(k, v, k_index, k_segments):
+        operands_of_part = Operands(q_index, k_index, q_segments, k_segments, operands.bias)
+        return run(q, k, v, operands_of_part, spec)
+
+    segments = None if k_segments is None else split(k_segments, 1)
+    parts = jax.vmap(part, in_axes=1)(split(k, 1), split(v, 1), split(k_index, 1), segments)
+    return merge([tuple(x[i] for x in parts) for i in range(count)])

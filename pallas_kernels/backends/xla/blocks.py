@@ -1,4 +1,4 @@
-"""How arrays are cut into the blocks and chunks that the blockwise XLA implementation loops over.
+"""The blocks and chunks of arrays that the blockwise XLA implementation loops over.
 
 Keys and values are held as [B, K, S, H], so that a block of them is one slice, already in the
 order of the product. A cache that is stored in this order is never copied (XLA drops the swap of
@@ -17,14 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.backends.online_softmax import row_cotangent
-from pallas_kernels.dispatch import Operands
+from pallas_kernels.dispatch import (
+    Operands,
+    Spec,
+    default_q_index,
+    user_table,
+    visible_blocks,
+)
+from pallas_kernels.masks import Mask
+from pallas_kernels.online_softmax import row_cotangent
+from pallas_kernels.tables import BlockTable, blocks_of, from_block_mask, meet
 
 CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities share the L3 cache
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockSizes:
     """How many queries and keys are handled at a time, and at most how many scores.
 
     `scores` bounds batch * heads * queries * keys of one step by looping over batch rows and key
@@ -37,7 +45,7 @@ class Blocks:
     scores: int | None = None
 
 
-def forward_blocks(queries: int, keys: int, platform: str) -> Blocks:
+def forward_blocks(queries: int, keys: int, platform: str) -> BlockSizes:
     """Block sizes: large enough to keep the matrix units busy, small enough to skip and to cache.
 
     A CPU keeps the scores of one step in its cache; the limits are measured
@@ -45,21 +53,21 @@ def forward_blocks(queries: int, keys: int, platform: str) -> Blocks:
     longer: fewer steps, and still only the part of a cache that is visible is read.
     """
     if platform != "cpu":
-        return Blocks(q=512, k=1024)
+        return BlockSizes(q=512, k=1024)
     if queries <= 64:
-        return Blocks(q=64, k=1024, scores=CPU_SCORES)
+        return BlockSizes(q=64, k=1024, scores=CPU_SCORES)
     size = 256 if keys <= 2048 else 512  # the diagonal's masked half weighs less when longer
-    return Blocks(q=size, k=size, scores=CPU_SCORES)
+    return BlockSizes(q=size, k=size, scores=CPU_SCORES)
 
 
-def backward_blocks(queries: int, keys: int, platform: str) -> Blocks:
+def backward_blocks(queries: int, keys: int, platform: str) -> BlockSizes:
     """As forward; the backward pass holds twice the scores, so its blocks are smaller."""
     if platform != "cpu":
-        return Blocks(q=512, k=512)
-    return Blocks(q=256, k=256, scores=CPU_SCORES)
+        return BlockSizes(q=512, k=512)
+    return BlockSizes(q=256, k=256, scores=CPU_SCORES)
 
 
-class Cut(NamedTuple):
+class Tiling(NamedTuple):
     """The loop structure: `chunks` of [batch, heads], in each `nq` x `nk` blocks of bq x bk."""
 
     batch: int
@@ -77,13 +85,13 @@ class Cut(NamedTuple):
         return self.batch_chunks * self.head_chunks
 
 
-def plan(q, k, blocks: Blocks, table=None) -> Cut:
-    """The cut of q [B, T, N, H] and k [B, S, K, H]; a caller's table brings its own blocks.
+def make_tiling(q, k, blocks: BlockSizes, table=None) -> Tiling:
+    """The tiling of q [B, T, N, H] and k [B, S, K, H]; a caller's table brings its own blocks.
 
     Rows or heads whose tables differ are chunks of their own.
     """
     (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
-    group, batch, some = n // heads, b, heads
+    group, batch, chunk_heads = n // heads, b, heads
     if table is None:
         (nq, bq), (nk, bk) = _even(t, blocks.q), _even(s, blocks.k)
     else:
@@ -91,12 +99,12 @@ def plan(q, k, blocks: Blocks, table=None) -> Cut:
         nq, nk = -(-t // bq), -(-s // bk)
     if blocks.scores is not None:
         fit = blocks.scores // (bq * group * bk)
-        some = _largest_divisor(heads, fit)
+        chunk_heads = _largest_divisor(heads, fit)
         batch = _largest_divisor(b, fit // heads)
     if table is not None:
         rows, table_heads = table.seen.shape[:2]
-        batch, some = batch if rows == 1 else 1, some if table_heads == 1 else 1
-    return Cut(batch, some, b // batch, heads // some, nq, bq, nk, bk, group)
+        batch, chunk_heads = batch if rows == 1 else 1, chunk_heads if table_heads == 1 else 1
+    return Tiling(batch, chunk_heads, b // batch, heads // chunk_heads, nq, bq, nk, bk, group)
 
 
 def _even(length: int, block: int) -> tuple[int, int]:
@@ -111,7 +119,7 @@ def _largest_divisor(n: int, most: int) -> int:
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, most))
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """Order indices and segments of queries and keys, [blocks, 1 or batch, rows of a block]."""
 
     q_index: jax.Array
@@ -120,21 +128,21 @@ class Places(NamedTuple):
     k_segments: jax.Array | None
 
 
-def places(operands: Operands, t: int, s: int, cut: Cut) -> Places:
-    """Cut as the queries and keys are; NumPy arrays stay constants of the program."""
+def positions(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> Positions:
+    """Split as the queries and keys are; NumPy arrays stay constants of the program."""
     q_index, k_index, q_segments, k_segments = operands[:4]
-    q_index = np.arange(t, dtype=np.int32)[None] if q_index is None else q_index
+    q_index = default_q_index(spec, t) if q_index is None else q_index
     k_index = np.arange(s, dtype=np.int32)[None] if k_index is None else k_index
-    if q_segments is None and cut.nk * cut.bk != s:
+    if q_segments is None and tiling.nk * tiling.bk != s:
         # Padded keys are hidden as keys of segment 0.
         q_segments, k_segments = np.ones((1, t), np.int32), np.ones((1, s), np.int32)
-    # Repeating the last place keeps block bounds tight; padded queries have zero cotangents and
-    # are cut off again, so what they see does not matter.
-    return Places(
-        _blocks(q_index, cut.nq, cut.bq, mode="edge"),
-        _blocks(k_index, cut.nk, cut.bk, mode="edge"),
-        _blocks(q_segments, cut.nq, cut.bq, mode="edge"),
-        _blocks(k_segments, cut.nk, cut.bk, mode="constant"),
+    # Repeating the last index keeps block bounds tight; padded queries have zero cotangents and
+    # are removed again, so what they see does not matter.
+    return Positions(
+        _blocks(q_index, tiling.nq, tiling.bq, mode="edge"),
+        _blocks(k_index, tiling.nk, tiling.bk, mode="edge"),
+        _blocks(q_segments, tiling.nq, tiling.bq, mode="edge"),
+        _blocks(k_segments, tiling.nk, tiling.bk, mode="constant"),
     )
 
 
@@ -146,20 +154,20 @@ def _blocks(x, count: int, size: int, mode: str):
     return xp.moveaxis(x.reshape(x.shape[0], count, size), 1, 0)
 
 
-def chunk_start(cut: Cut, chunk):
+def chunk_start(tiling: Tiling, chunk):
     """First batch row and first key head of a chunk."""
-    return chunk // cut.head_chunks * cut.batch, chunk % cut.head_chunks * cut.heads
+    return chunk // tiling.head_chunks * tiling.batch, chunk % tiling.head_chunks * tiling.heads
 
 
 def take(x, i):
     return lax.dynamic_index_in_dim(jnp.asarray(x), i, 0, keepdims=False)
 
 
-def rows_of(x, cut: Cut, chunk):
+def rows_of(x, tiling: Tiling, chunk):
     """The chunk's rows [batch or 1, ...] of x [1 or B, ...]."""
-    if x.shape[0] <= cut.batch:
+    if x.shape[0] <= tiling.batch:
         return x
-    return lax.dynamic_slice_in_dim(x, chunk_start(cut, chunk)[0], cut.batch)
+    return lax.dynamic_slice_in_dim(x, chunk_start(tiling, chunk)[0], tiling.batch)
 
 
 def pad(x, length: int, value=0):
@@ -167,25 +175,25 @@ def pad(x, length: int, value=0):
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1]), *rest], constant_values=value)
 
 
-def heads_first(x, cut: Cut):
+def heads_first(x, tiling: Tiling):
     """[B, S, K, H] -> [B, K, S, H], padded to whole blocks."""
-    return pad(x, cut.nk * cut.bk).swapaxes(1, 2)
+    return pad(x, tiling.nk * tiling.bk).swapaxes(1, 2)
 
 
-def queries(x, cut: Cut, chunk, i):
+def query_block(x, tiling: Tiling, chunk, i):
     """Block i [batch, heads, bq * G, ...] of x [B, T, N, ...]."""
-    heads, rest = cut.heads * cut.group, x.shape[3:]
-    row, head = chunk_start(cut, chunk)
-    first = (row, i * cut.bq, head * cut.group, *(0,) * len(rest))
-    x = lax.dynamic_slice(_wide(x), first, (cut.batch, cut.bq, heads, *rest))
-    x = jnp.moveaxis(x.reshape(cut.batch, cut.bq, cut.heads, cut.group, *rest), 2, 1)
-    return x.reshape(cut.batch, cut.heads, cut.bq * cut.group, *rest)
+    heads, rest = tiling.heads * tiling.group, x.shape[3:]
+    row, head = chunk_start(tiling, chunk)
+    first = (row, i * tiling.bq, head * tiling.group, *(0,) * len(rest))
+    x = lax.dynamic_slice(_wide(x), first, (tiling.batch, tiling.bq, heads, *rest))
+    x = jnp.moveaxis(x.reshape(tiling.batch, tiling.bq, tiling.heads, tiling.group, *rest), 2, 1)
+    return x.reshape(tiling.batch, tiling.heads, tiling.bq * tiling.group, *rest)
 
 
-def keys(x, cut: Cut, chunk, j):
+def key_block(x, tiling: Tiling, chunk, j):
     """Block j [batch, heads, bk, H] of x [B, K, S, H]."""
-    first = (*chunk_start(cut, chunk), j * cut.bk, 0)
-    return lax.dynamic_slice(_wide(x), first, (cut.batch, cut.heads, cut.bk, x.shape[3]))
+    first = (*chunk_start(tiling, chunk), j * tiling.bk, 0)
+    return lax.dynamic_slice(_wide(x), first, (tiling.batch, tiling.heads, tiling.bk, x.shape[3]))
 
 
 def _wide(x):
@@ -193,35 +201,34 @@ def _wide(x):
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
-def join(x, cut: Cut, length: int, group: int):
+def join_chunks(x, tiling: Tiling, length: int, group: int):
     """[chunks, blocks, batch, heads, rows * group, ...] -> [B, length, heads * group, ...]."""
     blocks, rows, rest = x.shape[1], x.shape[4] // group, x.shape[5:]
-    x = x.reshape(
-        cut.batch_chunks, cut.head_chunks, blocks, cut.batch, cut.heads, rows, group, *rest
-    )
+    chunks = tiling.batch_chunks, tiling.head_chunks
+    x = x.reshape(*chunks, blocks, tiling.batch, tiling.heads, rows, group, *rest)
     x = jnp.moveaxis(x, (0, 3, 2, 5, 1, 4, 6), range(7))
-    heads = cut.head_chunks * cut.heads * group
-    return x.reshape(cut.batch_chunks * cut.batch, blocks * rows, heads, *rest)[:, :length]
+    heads = tiling.head_chunks * tiling.heads * group
+    return x.reshape(tiling.batch_chunks * tiling.batch, blocks * rows, heads, *rest)[:, :length]
 
 
-def by_query(x, cut: Cut):
+def by_query(x, tiling: Tiling):
     """[..., N, bq, bk] by query head -> [..., heads, bq * G, bk] as scores are held."""
-    x = x.reshape(*x.shape[:-3], cut.heads, cut.group, cut.bq, cut.bk)
-    return x.swapaxes(-2, -3).reshape(*x.shape[:-3], cut.bq * cut.group, cut.bk)
+    x = x.reshape(*x.shape[:-3], tiling.heads, tiling.group, tiling.bq, tiling.bk)
+    return x.swapaxes(-2, -3).reshape(*x.shape[:-3], tiling.bq * tiling.group, tiling.bk)
 
 
-def by_head(x, cut: Cut):
+def by_head(x, tiling: Tiling):
     """The inverse of `by_query`."""
-    x = x.reshape(*x.shape[:-2], cut.bq, cut.group, cut.bk).swapaxes(-2, -3)
-    return x.reshape(*x.shape[:-4], cut.heads * cut.group, cut.bq, cut.bk)
+    x = x.reshape(*x.shape[:-2], tiling.bq, tiling.group, tiling.bk).swapaxes(-2, -3)
+    return x.reshape(*x.shape[:-4], tiling.heads * tiling.group, tiling.bq, tiling.bk)
 
 
-def backward_rows(q, out, lse, d_out, d_lse, cut: Cut):
+def backward_rows(q, out, lse, d_out, d_lse, tiling: Tiling):
     """[q, d_out, di, lse] in whole blocks, as a backward pass reads its rows.
 
     The probabilities of empty and of padded rows are exp(-inf) = 0.
     """
-    rows = cut.nq * cut.bq
+    rows = tiling.nq * tiling.bq
     padded = [pad(x, rows) for x in (q, d_out, row_cotangent(out, d_out, d_lse))]
     return [*padded, pad(jnp.where(lse == -jnp.inf, jnp.inf, lse), rows, jnp.inf)]
 
@@ -236,3 +243,54 @@ def dot(x, y, axis_x: int, axis_y: int):
 def add(sums, j, update):
     """`sums` [blocks, ...] with `update` added to block j."""
     return lax.dynamic_update_index_in_dim(sums, take(sums, j) + update, j, 0)
+
+
+def block_table(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> BlockTable:
+    """The key blocks that each block of queries visits: per chunk, or the same for all chunks.
+
+    Full blocks need no element test. The arrays are constants where all inputs of the table are.
+    """
+    batch = max((x.shape[0] for x in operands[:4] if x is not None), default=1)
+    if user_table(operands, spec) is not None or batch == 1 or tiling.batch == 1:
+        return visible_blocks(operands, spec, t, s, tiling.bq, tiling.bk)
+    return _joint(operands, spec, t, s, tiling)
+
+
+def _joint(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> BlockTable:
+    """The union of the blocks that the rows of a batch chunk see."""
+    q_index, k_index, q_segments, k_segments = operands[:4]
+    if q_index is None and spec.block is not None:
+        q_index = default_q_index(spec, t)
+    q = blocks_of(q_index, q_segments, t, tiling.bq).take(lambda x: x[:, :, None])
+    k = blocks_of(k_index, k_segments, s, tiling.bk, is_padded=True).take(lambda x: x[:, None])
+    shape = tiling.batch_chunks, tiling.batch, 1, tiling.nq, tiling.nk
+    visible, full = (x.reshape(shape) for x in meet(spec.mask, q, k))
+    return from_block_mask(visible.any(1), full=full.all(1), q_block=tiling.bq, k_block=tiling.bk)
+
+
+def visible(mask: Mask, positions: Positions, tiling: Tiling, chunk, i, j):
+    """bool [batch or 1, 1, rows of the query block, rows of the key block]."""
+
+    def of_block(q, k):
+        q, k = (rows_of(x, tiling, chunk) for x in (take(q, i), take(k, j)))
+        return q[:, :, None], k[:, None, :]
+
+    seen = jnp.asarray(mask.element(*of_block(positions.q_index, positions.k_index)))
+    if positions.q_segments is not None:
+        q, k = of_block(positions.q_segments, positions.k_segments)
+        seen = seen & (q == k) & (k != 0)
+    return jnp.repeat(seen, tiling.group, axis=1)[:, None]
+
+
+def walk(table: BlockTable, tiling: Tiling, chunk, i, step, carry):
+    """Runs `carry = step(j, partial, carry)` over the key blocks that query block i sees."""
+    batch, heads = table.seen.shape[:2]
+    row = chunk // tiling.head_chunks if batch > 1 else 0
+    head = chunk % tiling.head_chunks if heads > 1 else 0
+    arrays = (table.index, table.full, table.seen)
+    order, full, seen = (take(take(take(x, row), head), i) for x in arrays)
+
+    def run(partial):
+        return lambda n, carry: step(take(order, n), partial, carry)
+
+    return lax.fori_loop(full, seen, run(True), lax.fori_loop(0, full, run(False), carry))

@@ -7,11 +7,11 @@ import random
 
 import numpy as np
 
-from benchmarks.gpu.ptx.arithmetic import THREADS, Fault
-from benchmarks.gpu.ptx.host import Launch
-from benchmarks.gpu.ptx.memory import SHARED, Memory
-from benchmarks.gpu.ptx.program import Program, parse
-from benchmarks.gpu.ptx.warpgroup import Warpgroup
+from ptx.arithmetic import THREADS, Fault
+from ptx.host import Launch
+from ptx.memory import SHARED, Memory
+from ptx.program import Program, parse
+from ptx.warpgroup import Warpgroup
 
 NAN_BYTE = 0xFF  # all bits of a float: not a number
 MOST_IN_Y_AND_Z = 65535

@@ -1,7 +1,7 @@
-"""Who takes part in `attention.py`: our implementations by name, and other libraries.
+"""The implementations that `attention.py` compares: ours by name, and other libraries.
 
-Every entry makes, for a workload, a function of q, k, v; `Absent` says why there is none. Arrays
-are [B, T, N, H] in JAX and [B, N, T, H] in torch.
+Every entry returns a function of q, k, v for a workload, or raises `Unavailable` with the reason.
+Arrays are [B, T, N, H] in JAX and [B, N, T, H] in torch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,28 @@ import types
 import numpy as np
 
 from pallas_kernels import by_heads, causal, dispatch, everything
-from pallas_kernels.algebra import And, Mask, Not, Or
-from pallas_kernels.atoms import Causal, ChunkDistance, Everything, Prefix, Window
+from pallas_kernels.masks import (
+    And,
+    Causal,
+    ChunkDistance,
+    Everything,
+    Mask,
+    Not,
+    Or,
+    Prefix,
+    Window,
+)
 
 OURS = "lcjax "
 
 
-class Absent(Exception):
-    """Why a side does not take part in a workload."""
+class Unavailable(Exception):
+    """The reason why an implementation does not run a workload."""
 
 
 def names() -> dict[str, str]:
-    """Of all sides: "jax" or "torch", which library's arrays they take."""
-    here = {"cuda", dispatch._here()}
+    """Returns all implementations with the library of their arrays, "jax" or "torch"."""
+    here = {"cuda", dispatch.platform()}
     ours = {
         OURS + name: "jax"
         for name, backend in dispatch.BACKENDS.items()
@@ -35,22 +44,24 @@ def names() -> dict[str, str]:
 
 
 def attention(side: str, w):
-    """The function of q, k, v that the side runs for a workload."""
+    """Returns the function of q, k, v that an implementation runs for a workload."""
     if side.startswith(OURS):
         return _ours(side.removeprefix(OURS), w)
     if w.parts:
-        raise Absent("it has no log-sum-exp whose gradient is right, to merge two calls by")
+        raise Unavailable("it has no log-sum-exp whose gradient is right, to merge two calls by")
     if w.landmark:
-        raise Absent("it has no grouped softmax")
+        raise Unavailable("it has no grouped softmax")
     return _PEERS[side](w)
 
 
 def _ours(name: str, w):
     backend = dispatch.BACKENDS[name]
-    if not backend.portable and dispatch._here() not in backend.platforms:
-        raise Absent(f"it runs on {', '.join(backend.platforms)}, this is {dispatch._here()}")
+    if not backend.portable and dispatch.platform() not in backend.platforms:
+        raise Unavailable(
+            f"it runs on {', '.join(backend.platforms)}, this is {dispatch.platform()}"
+        )
     if w.landmark and name not in dispatch.LANDMARK:
-        raise Absent("it has no Landmark kernel")
+        raise Unavailable("it has no Landmark kernel")
     return w.attention(name)
 
 
@@ -75,7 +86,7 @@ def plain(w) -> int | None:
             return 0
         if isinstance(w.mask, And) and w.mask.left == causal() and type(w.mask.right) is Window:
             return w.mask.right.size
-    raise Absent("it knows causal masks, windows and lengths only")
+    raise Unavailable("it knows causal masks, windows and lengths only")
 
 
 def _lengths(w) -> dict:
@@ -95,7 +106,7 @@ def _tokamax(w, implementation: str):
     try:
         import tokamax
     except ImportError as error:
-        raise Absent(f"tokamax is not installed ({error})") from None
+        raise Unavailable(f"tokamax is not installed ({error})") from None
     kind, options = plain(w), _lengths(w) | {"implementation": implementation}
     if kind:
         options["local_window_size"] = (kind - 1, 0)
@@ -107,9 +118,9 @@ def _pallas_triton(w):
     from jax.experimental.pallas.ops.gpu import attention
 
     if w.density is not None or w.mask not in (causal(), everything()) or w.filled is not None:
-        raise Absent("it knows causal masks and documents only")
+        raise Unavailable("it knows causal masks and documents only")
     if w.heads != w.kv_heads:
-        raise Absent("its key heads are not shared")
+        raise Unavailable("its key heads are not shared")
     segments, scale = w.places().get("q_segments"), w.size**-0.5
     is_causal = w.mask == causal()
     return lambda q, k, v: attention.mha(q, k, v, segments, scale, is_causal)
@@ -121,7 +132,7 @@ def _pallas_mosaic(w):
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     if plain(w) or w.filled is not None:
-        raise Absent("it knows causal masks only")
+        raise Unavailable("it knows causal masks only")
     blocks = {f"block_{x}": 64 for x in ("q_dkv", "kv_dkv", "q_dq", "kv_dq")}
     config = attention_mgpu.TuningConfig(
         block_q=64, block_kv=128, max_concurrent_steps=2, causal=plain(w) == 0, **blocks
@@ -138,7 +149,7 @@ def _torch():
     try:
         import torch
     except ImportError as error:
-        raise Absent(f"torch is not installed ({error})") from None
+        raise Unavailable(f"torch is not installed ({error})") from None
     return torch
 
 
@@ -147,7 +158,7 @@ def _sdpa(w, backend: str):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if plain(w):
-        raise Absent("it knows causal masks only")
+        raise Unavailable("it knows causal masks only")
     options = {"is_causal": plain(w) == 0, "enable_gqa": w.heads != w.kv_heads}
 
     def run(q, k, v):
@@ -164,7 +175,7 @@ def _flex(w):
     from torch.nn.attention.flex_attention import flex_attention
 
     if not torch.cuda.is_available():
-        raise Absent("compiled FlexAttention is timed on GPUs only")
+        raise Unavailable("compiled FlexAttention is timed on GPUs only")
     from torch._functorch import config
 
     config.donated_buffer = False  # the backward pass is run many times
@@ -231,7 +242,7 @@ def in_torch(mask: Mask):
         ChunkDistance: lambda: _chunk_distance(mask.size, mask.low, mask.high, mask.shift),
     }
     if type(mask) not in kinds:
-        raise Absent(f"no FlexAttention mask for {type(mask).__name__}")
+        raise Unavailable(f"no FlexAttention mask for {type(mask).__name__}")
     return kinds[type(mask)]()
 
 

@@ -1,13 +1,13 @@
 """The Hopper kernels as compiled, run on a CPU: their PTX in an emulator, against dense formulas.
 
     pip install "jax-cuda12-plugin[with-cuda]" jax-cuda12-pjrt     # or cuda13; jax's own version
-    python -m benchmarks.gpu.emulate [--only "documents"]
+    python tests/pallas_kernels/emulate.py [--only "documents"]
 
 The cases are those of the interpreter's tests. Every kernel of a case is compiled for an H200 and
 executed twice, with asynchronous copies and products done at once, and as late as the kernel
 allows; warpgroups take turns at random. Results have to be those of float64 formulas, with equal
 bits. An access that NVIDIA's rules forbid, a wait that does not end or a box beyond its array fails
-the case (`benchmarks/gpu/ptx`): try `--without fence.proxy.async`.
+the case (`ptx/`): try `--without fence.proxy.async`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import sys
 import time
 from pathlib import Path
 
-if not __package__:  # run as a file: imports start at the root, not at its folder
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # benchmarks, which nothing installs
 
+import attention_oracle
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from mosaic_gpu_cases import CASES
+from ptx.arithmetic import Fault
+from ptx.host import launch_of
+from ptx.machine import run
 
 from benchmarks.gpu import compile as programs
-from benchmarks.gpu.ptx.arithmetic import Fault
-from benchmarks.gpu.ptx.host import launch_of
-from benchmarks.gpu.ptx.machine import run
 from pallas_kernels.dispatch import BACKENDS, Backend
 
 GPU = "h200"
-CASES = programs.HERE.parents[1] / "tests" / "pallas_kernels"
 
 
 @functools.cache
@@ -81,8 +81,6 @@ def emulated(make, **options):
 
 def check(case) -> str:
     """Results that are wrong, or why there are none; empty: all is right."""
-    import attention_oracle
-
     try:
         found = jax.block_until_ready(attention_oracle.run(case, "mosaic_gpu"))
     except jax.errors.JaxRuntimeError as error:
@@ -98,16 +96,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 2**20)
     parser.add_argument("--without", default="", help="leaves out instructions of that name")
     args = parser.parse_args()
-    sys.path.insert(0, str(CASES))
-    from mosaic_gpu_cases import CASES as cases
-
     programs.prepare(xla=False)
     plgpu.kernel = emulated(plgpu.kernel, seed=args.seed, without=args.without)
     BACKENDS["mosaic_gpu"] = Backend("pallas_kernels.backends.mosaic_gpu.attention", ("cpu",))
     print(f"seed {args.seed}")
     failed = 0
     with programs.described(GPU):
-        for name, case in cases.items():
+        for name, case in CASES.items():
             if all(word in name for word in args.only.split()):
                 start, why = time.perf_counter(), check(case)
                 failed += bool(why)

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-
-from benchmarks.gpu.ptx import matrix
-from benchmarks.gpu.ptx.arithmetic import LANE, THREADS, TYPES, WARP, Fault, Registers, compute
-from benchmarks.gpu.ptx.host import Launch, launch_of
-from benchmarks.gpu.ptx.machine import run
-from benchmarks.gpu.ptx.memory import BUFFER, SHARED, Memory, Tiles
-from benchmarks.gpu.ptx.program import operands, parse
+from ptx import matrix
+from ptx.arithmetic import LANE, THREADS, TYPES, WARP, Fault, Registers, compute
+from ptx.host import Launch, launch_of
+from ptx.machine import run
+from ptx.memory import BUFFER, SHARED, Memory, Tiles
+from ptx.program import operands, parse
 
 # Brings 128 numbers, adds one to each, and takes them away.
 ADD_ONE = """

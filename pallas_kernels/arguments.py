@@ -1,0 +1,179 @@
+"""Checks of the arguments of `flash` and `landmark_attention`, and the meshes that they run on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.dispatch import REFERENCE
+from pallas_kernels.masks import Mask
+from pallas_kernels.tables import BlockTable
+
+
+def check_arrays(call: str, q, k, v, scale, **positions):
+    """Raises unless q, k, v and the positions have matching shapes, and the scale is static."""
+    _check_qkv(call, q, k, v)
+    _check_positions(call, q, k, **positions)
+    if isinstance(scale, jax.core.Tracer):
+        raise TypeError(
+            f"{call}: scale must be a number known when tracing; multiply q by a scale that is "
+            "learned or computed, and give scale=1.0"
+        )
+
+
+def _check_qkv(call: str, q, k, v):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)):
+            dtype = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"{call}: {name} is {dtype}, must be a floating-point array")
+    if not all(isinstance(size, int) for x in (q, k, v) for size in x.shape):
+        raise TypeError(
+            f"{call}: q {q.shape}, k {k.shape}, v {v.shape} have symbolic sizes, which must be "
+            "known when tracing; export a program for each shape"
+        )
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(
+            f"{call}: q, k, v must be [batch, length, heads, size]; "
+            f"got {q.shape}, {k.shape}, {v.shape}"
+        )
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{call}: q {q.shape}, k {k.shape}, v {v.shape}: k must share q's batch and head size, "
+            "v must share k's batch, length and heads"
+        )
+    n, heads, size = q.shape[2], k.shape[2], q.shape[3]
+    if not (n and heads and size) or n % heads:
+        raise ValueError(
+            f"{call}: {n} query heads must be a multiple of {heads} key heads; neither they nor "
+            f"their size {size} may be 0"
+        )
+
+
+def _check_positions(call: str, q, k, q_index, k_index, q_segments, k_segments, k_lengths=None):
+    """Raises unless indices, segments and lengths are integers of q's and k's lengths.
+
+    Segments may also be bool.
+    """
+    (b, t), s = q.shape[:2], k.shape[1]
+    if (q_segments is None) != (k_segments is None):
+        raise ValueError(f"{call}: give both q_segments and k_segments, or neither")
+    for name, x, shapes in (
+        ("q_index", q_index, [(t,), (1, t), (b, t)]),
+        ("k_index", k_index, [(s,), (1, s), (b, s)]),
+        ("q_segments", q_segments, [(b, t)]),
+        ("k_segments", k_segments, [(b, s)]),
+        ("k_lengths", k_lengths, [(b,)]),
+    ):
+        if x is None:
+            continue
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
+        if x.shape not in shapes:
+            rule = " or ".join(map(str, dict.fromkeys([shapes[0], shapes[-1]])))
+            raise ValueError(f"{call}: {name} has shape {x.shape}, must be {rule}")
+        flags = x.dtype == bool and name.endswith("segments")
+        if x.size and not (flags or jnp.issubdtype(x.dtype, jnp.integer)):
+            raise TypeError(f"{call}: {name} is {x.dtype}, must be integers")
+
+
+def check_options(q, k, mask, soft_cap, bias, sinks, table, splits):
+    """Raises for options of `flash` that are invalid or do not fit q and k."""
+    (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"flash: the mask is a {type(mask).__name__}, must be an expression such as "
+            "causal() & window(4096); an array of visible blocks goes through "
+            "tables.from_block_mask(...) to `table`, padding through `k_lengths`, documents "
+            "through `q_segments` and `k_segments`"
+        )
+    if isinstance(soft_cap, jax.core.Tracer) or (soft_cap is not None and not soft_cap > 0):
+        raise ValueError(
+            f"flash: soft_cap={soft_cap} must be above 0, known when tracing; None leaves logits "
+            "as is"
+        )
+    if bias is not None and not hasattr(bias, "num_heads"):
+        raise TypeError(
+            f"flash: the bias is a {type(bias).__name__}, must be an Alibi or a RelativeBias: "
+            "functions of the distance, as an array of [T, S] is never made"
+        )
+    if bias is not None and bias.num_heads != n:
+        raise ValueError(f"flash: the bias is for {bias.num_heads} heads, q has {n}")
+    if sinks is not None and jnp.shape(sinks) != (n,):
+        raise ValueError(f"flash: sinks has shape {jnp.shape(sinks)}, must be ({n},)")
+    if splits is not None and not splits >= 1:
+        raise ValueError(f"flash: splits={splits} must be at least 1; None suits the platform")
+    if table is not None:
+        _check_table(table, b, t, n, s, heads)
+
+
+def _check_table(table, b: int, t: int, n: int, s: int, heads: int):
+    if not isinstance(table, BlockTable):
+        raise TypeError(
+            f"flash: the table is a {type(table).__name__}, must be a BlockTable; "
+            "tables.from_block_mask makes one of an array of visible blocks"
+        )
+    rows, table_heads, blocks = table.seen.shape
+    expected, key_blocks = -(-t // table.q_block), -(-s // table.k_block)
+    if rows not in (1, b) or table_heads not in (1, heads, n) or blocks != expected:
+        raise ValueError(
+            f"flash: table of {rows} rows, {table_heads} heads and {blocks} query blocks; must be "
+            f"1 or {b} rows, 1, {heads} or {n} heads, and {expected} blocks of {table.q_block} "
+            f"queries (keys: {key_blocks} blocks of {table.k_block})"
+        )
+    if table.static and np.max(table.index, initial=0, where=table.listed) >= max(key_blocks, 1):
+        raise ValueError(
+            f"flash: the table lists key block {np.max(table.index)}, but {s} keys are "
+            f"{key_blocks} blocks of {table.k_block}; make it with keys={s}"
+        )
+
+
+def on_any_mesh(attention: Callable) -> Callable:
+    """Wraps `attention(q, k, v, ...) -> (out, lse)` so that it runs under Explicit mesh axes.
+
+    `jax.make_mesh` makes such axes by default. The loops of the implementations do not state the
+    sharding of each of their steps, so the call runs with these axes Auto; results are split as q's
+    rows, length and heads are.
+
+    Raises:
+      ValueError: inside a `jax.shard_map` that checks which values vary (check_vma).
+    """
+
+    @functools.wraps(attention)
+    def run(q, k, v, *args, **options):
+        leaves, tree = jax.tree.flatten((q, k, v, args, options))
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+        if options.get("implementation") != REFERENCE:
+            _check_manual(attention.__name__, arrays.values())
+        sharding = _explicit(arrays.values())
+        if sharding is None or options.get("layout") is not None:
+            return attention(q, k, v, *args, **options)
+
+        def automatic(arrays):
+            filled = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            q, k, v, args, options = jax.tree.unflatten(tree, filled)
+            return attention(q, k, v, *args, **options)
+
+        mesh, spec = sharding.mesh, jax.typeof(q).sharding.spec
+        whole = NamedSharding(mesh, PartitionSpec(*spec[:3]))
+        return jax.sharding.auto_axes(automatic, out_sharding=(whole, whole))(arrays)
+
+    return run
+
+
+def _explicit(arrays):
+    """The sharding of the first array that has axes of the kind Explicit, or None."""
+    shardings = (jax.typeof(x).sharding for x in arrays)
+    return next((x for x in shardings if x.mesh.explicit_axes), None)
+
+
+def _check_manual(call: str, arrays):
+    axes = sorted({str(axis) for x in arrays for axis in jax.typeof(x).mat.varying})
+    if axes:
+        raise ValueError(
+            f"{call}: inside a shard_map over {', '.join(axes)} that checks which values vary; "
+            "give jax.shard_map check_vma=False, or leave it out and give a Layout"
+        )

@@ -1,0 +1,374 @@
+"""Kernels for Hopper: the forward pass, dq, and dk with dv, and how they are started.
+
+In the backward kernels a step's second product, of d_out and v, starts after the element test:
+beside the sums, no thread has the registers for both products and the test. Its sums are ready when
+p is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backends.mosaic_gpu.attention import ROWS, KernelSpec, TileAxis
+from pallas_kernels.backends.mosaic_gpu.program import (
+    GRID,
+    LOG2E,
+    WARPGROUP,
+    Ring,
+    TilePair,
+    Visits,
+    add_product,
+    column,
+    fetch,
+    fill,
+    hidden,
+    list_visits,
+    logits,
+    of_keys,
+    of_queries,
+    probabilities,
+    product,
+    repeat,
+    send,
+    specialise,
+    sums_on,
+)
+from pallas_kernels.online_softmax import LOWEST
+
+F32 = jnp.float32
+Q_VECTORS, K_VECTORS = ("q_index", "q_segments"), ("k_index", "k_segments")
+MATRICES = ("q", "k", "v", "d_out")
+
+
+def forward(spec: KernelSpec, x, out, lse, scratch) -> None:
+    """Online softmax over the key tiles of 64 queries (FlashAttention-2, Dao 2023).
+
+    Two warpgroups take turns: one multiplies, p v of a step and q k^T of the next without a wait
+    between them, while the other computes its softmax (FlashAttention-3, Shah et al. 2024, section
+    3.1).
+    """
+    program, tiling = of_queries(spec), spec.tiling
+    visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
+    ring = Ring(scratch["names"], scratch, tiling.stages, tiling.keys.tile)
+
+    def move():
+        lax.fori_loop(0, visits.seen, lambda i, _: ring.fill(x, program, i, visits.tile(i)), None)
+        ring.drain(visits.seen)
+
+    def compute(group):
+        first = program.tile * tiling.queries.tile + group * ROWS
+        fetch(x, scratch, scratch["own_names"], program, first, group)
+        acc, top, total = _softmax(spec, visits, ring, scratch, group, first)
+        has_keys = total > 0
+        safe = jnp.where(has_keys, total, 1.0)
+        out_scratch = scratch["out" if "out" in scratch else "q"].at[group]
+        lse_scratch = scratch["lse"].at[group]
+        out_scratch[...] = (acc * repeat(1.0 / safe, 0, acc.shape)).astype(out.dtype)
+        lse_scratch[...] = jnp.where(has_keys, top / LOG2E + jnp.log(safe), -jnp.inf)
+        rows = pl.ds(first, ROWS)
+        send(
+            (out_scratch, out.at[program.row, rows, program.head]),
+            (lse_scratch, lse.at[program.row, program.head, rows]),
+        )
+
+    specialise(spec, compute, move)
+
+
+def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first):
+    """(weighted values, maximum, denominator) of 64 queries."""
+    query, shape = scratch["q"].at[group], (ROWS, spec.tiling.keys.tile)
+    own = {name: scratch[name].at[group] for name in scratch["own_names"] if name != "q"}
+
+    def turn(arrive: bool = True, wait: bool = True):
+        if arrive and spec.tiling.groups > 1:
+            plgpu.barrier_arrive(scratch["turn"].at[0])
+        if wait and spec.tiling.groups > 1:
+            plgpu.barrier_wait(scratch["turn"].at[0])
+
+    def soften(step, products, top, total):
+        """(p, maximum and denominator with this step's keys, factor of the earlier sums)."""
+        values, factor = logits(spec, products)
+        passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
+        k_first = functools.partial(ring.first, visits, step)
+        tiles = TilePair(shape, 0, first, k_first, own | passing)
+        values = tiles.hide(spec, step >= visits.full, values, -jnp.inf)
+        ring.release(0, step)
+        new = jnp.maximum(top, jnp.max(values, 1) * factor)
+        keep = jnp.exp2(top - new)
+        p = jnp.exp2(values * factor - repeat(new, 0, shape))
+        return p.astype(scratch["v"].dtype), new, total * keep + jnp.sum(p, 1), keep
+
+    def visit(step, carry, is_last: bool = False):
+        """Adds a step's values, whose products are ready, and starts the next step's products."""
+        acc, products, *rows = carry
+        p, *rows, keep = soften(step, products, *rows)
+        acc, p, *rows = lax.optimization_barrier((acc * repeat(keep, 0, acc.shape), p, *rows))
+        turn(wait=False)
+        ring.wait(1, step)
+        if not is_last:
+            ring.wait(0, step + 1)
+        turn(arrive=False)
+
+        def begin(sums, _):
+            add_product(sums[0], p, ring.at("v", step))
+            if not is_last:
+                plgpu.wgmma(sums[1], query, ring.at("k", step + 1).transpose((1, 0)))
+                turn()
+
+        starts = [acc] if is_last else [acc, fill(shape, 0.0)]
+        acc, *products = sums_on(starts, begin)
+        ring.release(1, step)
+        return acc, *products, *rows
+
+    def attend(acc, *rows):
+        ring.wait(0, jnp.int32(0))
+        pl.when(group == 1)(turn)
+        products = product(query, ring.at("k", jnp.int32(0)), turn)
+        last = visits.seen - 1
+        carry = lax.fori_loop(0, last, visit, (acc, products, *rows))
+        carry = visit(last, carry, is_last=True)
+        pl.when(group == 0)(turn)
+        return carry
+
+    size = ring.scratch["v"].shape[-1]
+    empty = fill((ROWS, size), 0.0), fill((ROWS,), LOWEST, 0), fill((ROWS,), 0.0, 0)
+    return lax.cond(visits.seen > 0, attend, lambda *x: x, *empty)
+
+
+def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
+    """Cotangent of 64 queries: the sum over key tiles of ds k."""
+    program, tiling = of_queries(spec), spec.tiling
+    visits = list_visits(spec, x, program, tiling.queries, tiling.keys)
+    ring = Ring(scratch["names"], scratch, tiling.stages, tiling.keys.tile)
+    shape = (ROWS, tiling.keys.tile)
+
+    def move():
+        lax.fori_loop(0, visits.seen, lambda i, _: ring.fill(x, program, i, visits.tile(i)), None)
+        ring.drain(visits.seen)
+
+    def compute(group):
+        first = program.tile * tiling.queries.tile + group * ROWS
+        fetch(x, scratch, scratch["own_names"], program, first, group)
+        own = {name: scratch[name].at[group] for name in scratch["own_names"]}
+        lse, start = column(own["lse"], 0), column(own["start"], 0)
+
+        def visit(step, total):
+            ring.wait(0, step)
+            ring.wait(1, step)
+            key, value = ring.at("k", step), ring.at("v", step)
+            products = product(own["q"], key)
+            passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
+            k_first = functools.partial(ring.first, visits, step)
+            tiles = TilePair(shape, 0, first, k_first, own | passing)
+            values, factor = hidden(spec, products, tiles, step >= visits.full)
+
+            def begin(sums, ready):
+                plgpu.wgmma(sums[0], own["d_out"], value.transpose((1, 0)))
+                _, p = probabilities(spec, values, factor, lse, 0)
+                ds = p * ready(0, later=0)
+                ring.release(1, step)
+                add_product(sums[1], ds, key)
+
+            _, total = sums_on([repeat(start, 0, shape), total], begin)
+            ring.release(0, step)
+            return total
+
+        total = lax.fori_loop(0, visits.seen, visit, fill((ROWS, scratch["q"].shape[-1]), 0.0))
+        own["q"][...] = (total * spec.scale).astype(dq.dtype)
+        send((own["q"], dq.at[program.row, pl.ds(first, ROWS), program.head]))
+
+    specialise(spec, compute, move)
+
+
+def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
+    """Cotangents of 64 keys and values: sums over the query tiles of all heads of their group."""
+    program, tiling = of_keys(), spec.tiling
+    visits = list_visits(spec, x, program, tiling.keys, tiling.queries, heads=spec.group)
+    ring = Ring(scratch["names"], scratch, tiling.stages, tiling.queries.tile)
+    shape = (ROWS, tiling.queries.tile)
+
+    def move():
+        def copy(step, _):
+            head = program.key_head * spec.group + visits.head(step)
+            ring.fill(x, program._replace(head=head), step, visits.tile(step))
+
+        lax.fori_loop(0, visits.seen, copy, None)
+        ring.drain(visits.seen)
+
+    def compute(group):
+        first = program.tile * tiling.keys.tile + group * ROWS
+        fetch(x, scratch, scratch["own_names"], program, first, group)
+        own = {name: scratch[name].at[group] for name in scratch["own_names"]}
+
+        def visit(step, sums):
+            ring.wait(0, step)
+            query, d_out = ring.at("q", step), ring.at("d_out", step)
+            products = product(own["k"], query)
+            passing = {
+                name: ring.at(name, step) for name in ring.names[0] if name not in ("q", "d_out")
+            }
+            q_first = functools.partial(ring.first, visits, step)
+            tiles = TilePair(shape, 1, first, q_first, own | passing)
+            values, factor = hidden(spec, products, tiles, step >= visits.full)
+
+            def begin(sums, ready):
+                plgpu.wgmma(sums[0], own["v"], d_out.transpose((1, 0)))
+                p, slope_p = probabilities(spec, values, factor, column(passing["lse"], 1), 1)
+                add_product(sums[2], p, d_out)
+                ds = slope_p * ready(0, later=1)
+                add_product(sums[1], ds, query)
+
+            start = repeat(column(passing["start"], 1), 1, shape)
+            _, *sums = sums_on([start, *sums], begin)
+            ring.release(0, step)
+            return sums
+
+        empty = [fill((ROWS, scratch[name].shape[-1]), 0.0) for name in ("k", "v")]
+        d_key, d_value = lax.fori_loop(0, visits.seen, visit, empty)
+        # Computed again: these references would occupy registers while products are summed.
+        own_group, rows = lax.axis_index(WARPGROUP), pl.ds(first, ROWS)
+        tile = {name: scratch[name].at[own_group] for name in ("k", "v")}
+        tile["k"][...] = (d_key * spec.scale).astype(dk.dtype)
+        tile["v"][...] = d_value.astype(dv.dtype)
+        send(
+            *(
+                (tile[n], x.at[program.row, rows, program.key_head])
+                for n, x in (("k", dk), ("v", dv))
+            )
+        )
+
+    specialise(spec, compute, move)
+
+
+def matrix(count: int, rows: int, size: int, dtype, passing: int = 64):
+    """`count` tiles in shared memory, in the order that matrix units and the copy engine read.
+
+    passing: rows of a passing tile, over which products sum as they do over head sizes.
+    """
+    width = math.gcd(size, passing, 64)  # numbers that are shuffled together: 32 to 128 bytes
+    swizzle = width * jnp.dtype(dtype).itemsize
+    tiling = plgpu.TilingTransform((8, width))
+    transforms = tiling, plgpu.SwizzleTransform(swizzle)
+    return plgpu.SMEM((count, rows, size), dtype, transforms=transforms)
+
+
+def tiles(x, names, count: int, rows: int, passing: int) -> dict:
+    """Shared memory for `count` tiles of operands: matrices, and vectors of one number a row."""
+    return {
+        name: matrix(count, rows, x[name].shape[-1], x[name].dtype, passing)
+        if name in MATRICES
+        else plgpu.SMEM((count, rows), x[name].dtype)
+        for name in names
+    }
+
+
+def shared_memory(spec: KernelSpec, x, own, ring, passing_rows: int) -> tuple[dict, dict]:
+    """The shared memory and the barriers of a program.
+
+    Args:
+      own: names of operands of which each compute warpgroup holds 64 rows.
+      ring: two sets of names of operands that pass.
+    """
+    tiling = spec.tiling
+    memory = tiles(x, own, tiling.groups, ROWS, passing_rows)
+    memory["count"] = plgpu.SMEM((tiling.groups, passing_rows), jnp.int32)
+    passing = [name for names in ring for name in names]
+    memory |= tiles(x, passing, tiling.stages, passing_rows, passing_rows)
+    barriers = {
+        "own_rows": plgpu.Barrier(num_arrivals=len(own), num_barriers=tiling.groups),
+        "filled": [
+            plgpu.Barrier(num_arrivals=len(names), num_barriers=tiling.stages) for names in ring
+        ],
+        "free": [
+            plgpu.Barrier(num_arrivals=tiling.groups, num_barriers=tiling.stages) for _ in ring
+        ],
+    }
+    return memory, barriers
+
+
+def launch(
+    kernel: Callable,
+    spec: KernelSpec,
+    x,
+    outputs,
+    own,
+    ring,
+    grid,
+    passing: TileAxis,
+    interpret,
+    **extra,
+):
+    """Runs `kernel(spec, refs of x, *refs of outputs, scratch)`.
+
+    Args:
+      x: operands by name; those that are None are left out of it, of `own` and of `ring`.
+      extra: further entries of `scratch`.
+    """
+    x = x | {"count": jnp.arange(passing.tile, dtype=jnp.int32)}
+    x = {name: value for name, value in x.items() if value is not None}
+    own = tuple(name for name in own if name in x)
+    ring = tuple(tuple(name for name in names if name in x) for names in ring)
+    memory, barriers = shared_memory(spec, x, own, ring, passing.tile)
+    names = tuple(x)
+
+    def entry(*refs, **scratch):
+        inputs, results = refs[: len(names)], refs[len(names) :]
+        scratch = {"names": ring, "own_names": own, **scratch}
+        kernel(spec, dict(zip(names, inputs, strict=True)), *results, scratch)
+
+    entry.__name__ = f"flash_{kernel.__name__}"
+    return plgpu.kernel(
+        entry,
+        out_type=list(outputs),
+        scratch_types=memory | barriers | extra,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        grid=grid,
+        grid_names=GRID,
+        num_threads=spec.tiling.groups + 1,
+        thread_name=WARPGROUP,
+        **({"interpret": interpret} if interpret else {}),
+    )(*x.values())
+
+
+def run_forward(spec: KernelSpec, x, interpret):
+    """out [B, T, N, Hv] and lse [B, N, T]."""
+    tiling, (b, t, n, h), size = spec.tiling, x["q"].shape, x["v"].shape[-1]
+    extra = {"lse": plgpu.SMEM((tiling.groups, ROWS), F32)}
+    extra["turn"] = plgpu.Barrier(num_arrivals=tiling.groups, num_barriers=1)
+    if size != h:  # else the output uses the queries' memory
+        extra["out"] = matrix(tiling.groups, ROWS, size, x["q"].dtype)
+    outputs = like((b, t, n, size), x["q"].dtype), like((b, n, t), F32)
+    own, ring = ("q", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
+    grid = n, tiling.queries.count, b
+    return launch(forward, spec, x, outputs, own, ring, grid, tiling.keys, interpret, **extra)
+
+
+def run_d_queries(spec: KernelSpec, x, interpret):
+    """dq [B, T, N, H]."""
+    tiling, (b, _, n, _) = spec.tiling, x["q"].shape
+    own, ring = ("q", "d_out", "lse", "start", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
+    outputs, grid = [like(x["q"].shape, x["q"].dtype)], (n, tiling.queries.count, b)
+    return launch(d_queries, spec, x, outputs, own, ring, grid, tiling.keys, interpret)[0]
+
+
+def run_d_keys(spec: KernelSpec, x, interpret):
+    """dk [B, S, K, H] and dv [B, S, K, Hv]."""
+    tiling, (b, _, heads, _) = spec.tiling, x["k"].shape
+    own, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "start", *Q_VECTORS),)
+    outputs = [like(x[name].shape, x[name].dtype) for name in ("k", "v")]
+    grid = heads, tiling.keys.count, b
+    return launch(d_keys, spec, x, outputs, own, ring, grid, tiling.queries, interpret)
+
+
+def like(shape, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)

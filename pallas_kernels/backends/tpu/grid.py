@@ -1,0 +1,477 @@
+"""How attention is split into the grid steps of the TPU kernels.
+
+Tiling. The G query heads that share a key head are rows of one matrix, so keys are never repeated:
+row r of a key head is query r // G of head r % G. Where tables differ by query head, the queries of
+one head come first, then those of the next. Rows are split into blocks of `rows`, a multiple of the
+128 lanes; a table's block of queries may be several of them. Head sizes are padded to whole lanes,
+which is how the memory holds them anyway.
+
+Visits. A TPU runs its grid in order and plans memory transfers one step ahead, from scalars that
+were fetched before the kernel starts. So a table of visible blocks becomes one flat list per batch
+row and key head, and every step of the grid reads one int32 of it:
+
+    row block (14 bits) | key block (14 bits) | kind (2) | first | last of its output block
+
+Lists are sorted by row block (forward, dq) or by key block (dk, dv). An output block without a
+visit still has one step, which writes its zeros. Shorter lists are padded with steps that do
+nothing and move no data. Scalar memory is small (1 MB), so long lists are split into several calls:
+by batch row and head first, then by output block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tables import namespace
+
+LANES = 128
+KEYS = 2048  # most keys of a block
+# Rows and keys of a step's blocks, forward and backward, by operand and head size. Blocks of 128
+# are slow: the step costs more than its products. A block of keys is read again for every block
+# of rows, so the more rows, the less memory traffic: with 1,024 of them v6e is bound by its
+# products, with 512 by its memory. A kernel may use 16 MB of VMEM (v5e's limit); scores of
+# [1024, 1024] float32 are 4 MB, and a backward step holds four such arrays beside its operands.
+# Products of float32 in full precision are six of bfloat16, which smaller blocks keep busy too.
+BLOCKS = {
+    ("bfloat16", 128): ((1024, 1024), (512, 1024)),
+    ("bfloat16", 256): ((512, 1024), (512, 512)),
+    ("float32", 128): ((512, 512), (512, 512)),
+    ("float32", 256): ((512, 512), (256, 512)),
+}
+
+NOTHING, PARTIAL, FULL = 0, 1, 2
+BITS = 14
+LIMIT = 1 << BITS  # blocks along either axis
+SCALAR_BYTES = 2**19  # of one call's lists; the rest of the 1 MB is the compiler's
+
+Array = np.ndarray | jax.Array
+
+
+def lanes(n: int) -> int:
+    """n rounded up to whole lanes."""
+    return -(-n // LANES) * LANES
+
+
+def divide(rows: int, most: int) -> int:
+    """Largest divisor of `rows` of at most `most` that fills whole lanes; 0 when there is none."""
+    return next((n for n in range(most, 0, -LANES) if rows % n == 0), 0)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The sizes of rows and keys; `by_head` if tables differ by query head of a key head."""
+
+    batch: int
+    heads: int
+    group: int
+    queries: int
+    keys: int
+    by_head: bool
+    rows: int  # of a block
+    split: int  # row blocks in a table's block of queries
+    count: int  # row blocks of a key head
+    key_block: int
+    key_count: int
+
+    @property
+    def period(self) -> int:
+        """Row blocks after which the same queries follow for the next head."""
+        return self.count // self.group if self.by_head else self.count
+
+    def to_rows(self, x):
+        """[B, T, N, ...] -> [B, K, rows, ...]."""
+        rest = x.shape[3:]
+        x = x.reshape(*x.shape[:2], self.heads, self.group, *rest)
+        if self.by_head:
+            x = _pad(jnp.moveaxis(x, 1, 3), 3, self.period * self.rows)
+            return x.reshape(self.batch, self.heads, -1, *rest)
+        x = jnp.moveaxis(x, 1, 2)
+        return _pad(x.reshape(self.batch, self.heads, -1, *rest), 2, self.count * self.rows)
+
+    def from_rows(self, x):
+        """[B, K, rows, ...] -> [B, T, N, ...]."""
+        rest = x.shape[3:]
+        if self.by_head:
+            x = x.reshape(self.batch, self.heads, self.group, -1, *rest)[:, :, :, : self.queries]
+            x = jnp.moveaxis(x, 3, 1)
+        else:
+            x = x[:, :, : self.queries * self.group]
+            x = x.reshape(self.batch, self.heads, self.queries, self.group, *rest)
+            x = jnp.moveaxis(x, 2, 1)
+        return x.reshape(self.batch, self.queries, self.heads * self.group, *rest)
+
+    def query_vector(self, x):
+        """[1 or B, T] -> [1 or B, 1, rows of one period]."""
+        x = x if self.by_head else jnp.repeat(x, self.group, axis=1)
+        return _pad(x, 1, self.period * self.rows)[:, None]
+
+    def head_vector(self, x):
+        """[N] -> [K, 1, rows]."""
+        x = jnp.broadcast_to(x, (1, self.queries, x.shape[0]))
+        return replace(self, batch=1).to_rows(x)[0][:, None]
+
+    def to_keys(self, x):
+        """[B, S, K, H] -> [B, K, padded S, padded H]."""
+        return _pad(x, 1, self.key_count * self.key_block).swapaxes(1, 2)
+
+    def from_keys(self, x, size: int):
+        """[B, K, padded S, padded H] -> [B, S, K, size]."""
+        return x[:, :, : self.keys, :size].swapaxes(1, 2)
+
+    def key_vector(self, x):
+        """[1 or B, S] -> [1 or B, 1, padded S]."""
+        return _pad(x, 1, self.key_count * self.key_block)[:, None]
+
+
+def _pad(x, axis: int, length: int):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def wide(x):
+    """The last axis padded to whole lanes."""
+    return _pad(x, x.ndim - 1, lanes(x.shape[-1]))
+
+
+def step_blocks(q, v, backward: bool) -> tuple[int, int]:
+    """Rows and keys of a step."""
+    size = lanes(max(q.shape[-1], v.shape[-1]))
+    return BLOCKS[str(q.dtype), size][backward]
+
+
+def table_blocks(q, k, v, backward: bool, by_head: bool = False) -> tuple[int, int]:
+    """Sizes of a table's blocks of queries and of keys, where the caller gives no table.
+
+    by_head: blocks hold queries of one head.
+    """
+    rows, most_keys = step_blocks(q, v, backward)
+    (queries, n), (keys, heads) = q.shape[1:3], k.shape[1:3]
+    group = 1 if by_head else n // heads
+    by_rows = ((divide(size * group, rows), -size) for size in (128, 256, 512, 1024))
+    q_block = -max(by_rows)[1]
+    if queries * group <= LANES and max(q.shape[-1], v.shape[-1]) <= LANES:
+        most_keys = KEYS  # decoding reads the cache once and computes little
+    return q_block, min(most_keys, lanes(keys))
+
+
+def make_tiling(q, k, v, *, lists: int, q_block: int, k_block: int, backward: bool) -> Tiling:
+    """The tiling for blocks of a table; lists: the number of tables along heads (1, K or N)."""
+    (batch, queries, n), (keys, heads) = q.shape[:3], k.shape[1:3]
+    by_head = lists > heads
+    width = 1 if by_head else n // heads
+    key_block = min(k_block, lanes(keys))
+    rows, most_keys = step_blocks(q, v, backward)
+    most = min(rows, max(LANES, rows * most_keys // key_block // LANES * LANES))
+    table_rows = -(-queries // q_block)
+    if table_rows == 1:  # few queries: no more rows than there are
+        rows = min(lanes(queries * width), most)
+        split = -(-queries * width // rows)
+    else:
+        rows = divide(q_block * width, most)
+        split = q_block * width // rows
+    return Tiling(
+        batch=batch,
+        heads=heads,
+        group=n // heads,
+        queries=queries,
+        keys=keys,
+        by_head=by_head,
+        rows=rows,
+        split=split,
+        count=split * table_rows * (n // heads if by_head else 1),
+        key_block=key_block,
+        key_count=-(-keys // key_block),
+    )
+
+
+class Step(NamedTuple):
+    """One entry of a list, unpacked; `row` and `col` are block numbers."""
+
+    row: Array
+    col: Array
+    kind: Array
+    first: Array
+    last: Array
+
+
+class Visits(NamedTuple):
+    """Visits [lists of batch rows, lists of heads, n] ordered by row; only the valid ones count."""
+
+    row: Array
+    col: Array
+    kind: Array
+    valid: Array
+
+
+@dataclass(frozen=True)
+class Call:
+    """The ranges of batch rows, of heads and of output blocks of one kernel call.
+
+    `steps` int32 [lists * size] holds the lists behind each other, one per batch row if `by_batch`
+    and per head if `by_head`; `grid` is the number of a list's steps that run: a traced scalar if
+    the table is traced.
+    """
+
+    steps: Array
+    size: int
+    grid: int | jax.Array
+    batch: tuple[int, int]
+    heads: tuple[int, int]
+    blocks: tuple[int, int]
+    by_batch: bool
+    by_head: bool
+
+    def offset(self, b, h, s):
+        """The offset in `steps` of step `s` of batch row `b` and head `h`, within the call."""
+        heads = self.heads[1] - self.heads[0] if self.by_head else 1
+        number = (b if self.by_batch else 0) * heads + (h if self.by_head else 0)
+        return number * self.size + s
+
+
+def row_of(code):
+    return (code >> (BITS + 4)) & (LIMIT - 1)
+
+
+def col_of(code):
+    return (code >> 4) & (LIMIT - 1)
+
+
+def pack(step: Step):
+    row, col, kind, first, last = (x.astype(np.int32) for x in step)
+    return (row << (BITS + 4)) | (col << 4) | (kind << 2) | (first << 1) | last
+
+
+def unpack(code) -> Step:
+    return Step(row_of(code), col_of(code), (code >> 2) & 3, (code & 2) != 0, (code & 1) != 0)
+
+
+def list_visits(table, *, heads: int, split: int) -> Visits:
+    """The visits of a BlockTable for `heads` key heads, each block of queries tiling into `split`.
+
+    A table per query head becomes one per key head with the group's queries behind each other.
+    """
+    index, full, seen = table.index, table.full, table.seen
+    xp = namespace(index, full, seen)
+    batches, lists, nq, capacity = index.shape
+    num_lists = min(lists, heads)
+    shape = (batches, num_lists, lists // num_lists * nq * split)
+    full, seen = (xp.repeat(x, split, axis=2).reshape(*shape, 1) for x in (full, seen))
+    col = xp.repeat(index, split, axis=2).reshape(*shape, capacity)
+    row = xp.broadcast_to(np.arange(shape[2], dtype=np.int32)[:, None], col.shape)
+    slot = np.arange(capacity, dtype=np.int32)
+    kind = xp.where(slot < full, FULL, PARTIAL)
+    listed = Visits(*(x.reshape(batches, num_lists, -1) for x in (row, col, kind, slot < seen)))
+    if xp is np and batches * num_lists == 1:  # half of a causal table's slots are empty
+        listed = Visits(*(x[..., listed.valid[0, 0]] for x in listed))
+    return listed
+
+
+def _touched(major, valid, blocks: int):
+    """bool [.., blocks]: which output blocks have a valid visit."""
+    xp = namespace(major, valid)
+    lists = np.indices(major.shape[:2], sparse=True)
+    where = (lists[0][..., None], lists[1][..., None], xp.where(valid, major, blocks))
+    marks = xp.zeros((*major.shape[:2], blocks + 1), bool)
+    if xp is np:
+        marks[where] = True
+    else:
+        marks = marks.at[where].set(True)
+    return marks[..., :blocks]
+
+
+def _key(valid, major):
+    """The key that lists are sorted by. 16 bits: NumPy sorts them by radix."""
+    return namespace(valid, major).where(valid, major, LIMIT).astype(np.int16)
+
+
+def _split(visits: Visits, axis: int, ranges) -> list[Visits]:
+    """NumPy visits by ranges of output blocks, in one sort for all ranges."""
+    key = _key(visits.valid, visits[axis])
+    ranks = np.argsort(key, axis=-1, stable=True)[..., : int(visits.valid.sum(-1).max())]
+    key, row, col, kind = (np.take_along_axis(x, ranks, -1) for x in (key, *visits[:3]))
+    edges = np.array([lo for lo, _ in ranges] + [ranges[-1][1]], np.int16)
+    ends = np.array([np.searchsorted(x, edges) for x in key.reshape(np.prod(key.shape[:2]), -1)])
+    ends = ends.reshape(*key.shape[:2], -1)
+
+    def part(start, end):
+        slot = start + np.arange((end - start).max())
+        valid, slot = slot < end, np.minimum(slot, max(key.shape[-1] - 1, 0))
+        return Visits(*(np.take_along_axis(x, slot, -1) for x in (row, col, kind)), valid)
+
+    return [part(ends[..., i : i + 1], ends[..., i + 1 : i + 2]) for i in range(len(ranges))]
+
+
+def order(visits: Visits, axis: int, lo: int, hi: int, most: int):
+    """Packed lists [.., .., size] for output blocks `lo` to `hi`, and the lengths [.., ..].
+
+    `axis` 0 sorts by row, 1 by key block; an output block has at most `most` visits.
+    """
+    xp = namespace(*visits)
+    major = visits[axis]
+    inside = visits.valid & (major >= lo) & (major < hi)
+    empty = ~_touched(major, inside, hi)[..., lo:]
+    blanks = xp.broadcast_to(np.arange(lo, hi, dtype=np.int32), empty.shape)
+    coordinates = [xp.zeros_like(blanks), xp.zeros_like(blanks)]
+    coordinates[axis] = blanks
+    parts = (*coordinates, xp.full_like(blanks, NOTHING), empty)
+    row, col, kind, valid = (
+        xp.concatenate([a, b], -1) for a, b in zip((*visits[:3], inside), parts, strict=True)
+    )
+    key = _key(valid, (row, col)[axis])
+    used = valid.sum(-1)
+    size = int(used.max()) if xp is np else min(key.shape[-1], most * (hi - lo))
+    ranks = xp.argsort(key, axis=-1, stable=True)
+    slot = np.arange(size)
+    ranks = xp.take_along_axis(ranks, xp.minimum(slot, used[..., None] - 1), -1)
+    row, col, kind, key = (xp.take_along_axis(x, ranks, -1) for x in (row, col, kind, key))
+    live = slot < used[..., None]
+    edge = xp.ones_like(live[..., :1])
+    turn = key[..., 1:] != key[..., :-1]
+    first = live & xp.concatenate([edge, turn], -1)
+    last = live & (xp.concatenate([turn, edge], -1) | (slot == used[..., None] - 1))
+    return pack(Step(row, col, xp.where(live, kind, NOTHING), first, last)), used
+
+
+def _ranges(visits: Visits, axis: int, blocks: int, most: int) -> list[tuple[int, int]]:
+    """Consecutive output blocks whose list fits into one call."""
+    if namespace(*visits) is np:
+        lists = np.prod(visits.valid.shape[:2])
+        pairs = zip(*(x.reshape(lists, -1) for x in (visits[axis], visits.valid)), strict=True)
+        counts = np.max([np.bincount(x[ok], minlength=blocks) for x, ok in pairs], 0)
+    else:  # the counts are not known: the largest possible ones
+        counts = np.full(blocks, most)
+    ends = np.cumsum(np.maximum(counts, 1))
+    ranges, lo = [], 0
+    while lo < blocks:
+        before = ends[lo - 1] if lo else 0
+        hi = int(np.searchsorted(ends, before + SCALAR_BYTES // 4, side="right"))
+        ranges.append((lo, max(hi, lo + 1)))
+        lo = ranges[-1][1]
+    return ranges
+
+
+def kernel_calls(visits: Visits, axis: int, *, rows: int, cols: int, batch: int, heads: int):
+    """The kernel calls that cover all output blocks, [ranges of blocks][of batch rows][of heads].
+
+    `axis` 0: the output blocks are the `rows` row blocks, 1: they are the `cols` key blocks.
+    """
+    blocks, most = (rows, visits.row.shape[-1] // rows) if axis == 0 else (cols, rows)
+    ranges = _ranges(visits, axis, blocks, most)
+    whole = len(ranges) == 1 or namespace(*visits) is not np
+    parts = [visits] * len(ranges) if whole else _split(visits, axis, ranges)
+    return [
+        _split_lists(*order(part, axis, *ends, most), ends, batch, heads)
+        for part, ends in zip(parts, ranges, strict=True)
+    ]
+
+
+def _split_lists(steps, used, blocks, batch: int, heads: int):
+    (by_batch, by_head), size = (n > 1 for n in steps.shape[:2]), steps.shape[2]
+    lists = max(1, SCALAR_BYTES // (4 * size))
+    call_heads = min(heads, lists) if by_head else heads
+    call_rows = max(1, lists // (call_heads if by_head else 1)) if by_batch else batch
+    dynamic = not isinstance(steps, np.ndarray)
+
+    def call(b, h):
+        row_range = (b, min(b + call_rows, batch))
+        head_range = (h, min(h + call_heads, heads))
+        part = tuple(
+            slice(*ends) if split else slice(None)
+            for ends, split in ((row_range, by_batch), (head_range, by_head))
+        )
+        grid = used[part].max().astype(np.int32) if dynamic else size
+        flat = steps[part].reshape(-1)
+        return Call(flat, size, grid, row_range, head_range, blocks, by_batch, by_head)
+
+    return [[call(b, h) for h in range(0, heads, call_heads)] for b in range(0, batch, call_rows)]
+
+
+def run_calls(visits: Visits, tiling: Tiling, axis: int, run):
+    """The outputs of `run(call)`, each [batch, heads, ...], concatenated over all calls."""
+    sizes = dict(rows=tiling.count, cols=tiling.key_count, batch=tiling.batch, heads=tiling.heads)
+    parts = [
+        _join([_join([run(call) for call in row], 1) for row in rows], 0)
+        for rows in kernel_calls(visits, axis, **sizes)
+    ]
+    return _join(parts, -2)
+
+
+def _join(parts, axis: int):
+    """Concatenates matrices [batch, heads, rows, size] and vectors [batch, heads, 1, rows]."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(*xs):
+        vector = axis == -2 and xs[0].shape[2] == 1
+        return jnp.concatenate(xs, 3 if vector else axis)
+
+    return jax.tree.map(join, *parts)
+
+
+def run_kernel(
+    kernel, name: str, x, call: Call, *, axis, staying, operand, outputs, scratch, interpret
+):
+    """Runs a kernel on a call's grid.
+
+    Args:
+      axis: whether row blocks (0) or key blocks (1) stay while the others pass by.
+      staying: the length of a block that stays.
+      operand: (name, value) -> the block of an operand that a step reads.
+      outputs: (dtype, width) each, width None for a vector, or (dtype, width, rows) where the rows
+        are not those of the block that stays; None is left out.
+    """
+    batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
+
+    def shape(output):
+        dtype, width, rows = sized(output, staying)
+        length = blocks * rows
+        sizes = (1, length) if width is None else (length, width)
+        return jax.ShapeDtypeStruct((batch, heads, *sizes), dtype)
+
+    def block(output):
+        return _output(*sized(output, staying)[1:], call=call, axis=axis)
+
+    def each(f):
+        return tuple(None if output is None else f(output) for output in outputs)
+
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(batch, heads, call.grid),
+        in_specs=[{name: operand(name, value) for name, value in x.items()}],
+        out_specs=each(block),
+        scratch_shapes=scratch,
+    )
+    run = pl.pallas_call(
+        kernel,
+        out_shape=each(shape),
+        grid_spec=grid_spec,
+        interpret=interpret,
+        name=name,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+    )
+    return run(jnp.asarray(call.steps), x)
+
+
+def sized(item, staying: int):
+    dtype, width, *rows = item
+    return dtype, width, *(rows or [staying])
+
+
+def _output(width: int | None, rows: int, *, call: Call, axis: int):
+    def index(b, h, s, steps):
+        code = steps[call.offset(b, h, s)]
+        block = (col_of if axis else row_of)(code) - call.blocks[0]
+        return (b, h, 0, block) if width is None else (b, h, block, 0)
+
+    sizes = (1, rows) if width is None else (rows, width)
+    return pl.BlockSpec((None, None, *sizes), index)

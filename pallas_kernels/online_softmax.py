@@ -1,0 +1,84 @@
+"""Running softmax (Milakov and Gimelshein 2018) and partial attentions merged by log-sum-exp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+# Start of the running maximum. Finite, so that rows without a visible key so far never compute
+# inf - inf; far below any logit, so that it never decides a maximum.
+LOWEST = -1e28
+
+
+def merge(
+    partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]],
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Merges attentions over disjoint sets of keys into the attention over their union.
+
+    lse = log sum_a exp(lse_a), out = sum_a exp(lse_a - lse) out_a: exact, and differentiable in
+    every out_a and lse_a. A row that is empty in all of them keeps out 0 and lse -inf.
+    """
+    if not partials:
+        raise ValueError("merge([]): at least one (out, lse) is needed")
+    if any(len(x) != 2 or x[1].shape != x[0].shape[:-1] for x in partials):
+        raise ValueError("merge: give a list of pairs (out [..., Hv], lse [...])")
+    outs, lses = zip(*partials, strict=True)
+    if len({x.shape for x in outs}) > 1:
+        raise ValueError(f"merge: outputs of one shape are needed; got {[x.shape for x in outs]}")
+    lses = jnp.stack([x.astype(jnp.float32) for x in lses])
+    top = jnp.max(lses, 0)
+    some = top > -jnp.inf
+    top = jax.lax.stop_gradient(jnp.where(some, top, 0.0))
+    # exp(-inf - finite) is 0 with gradient 0, so empty partials need no special case.
+    weights = jnp.exp(lses - top)
+    total = jnp.where(some, jnp.sum(weights, 0), 1.0)
+    mixed = sum(w[..., None] * x.astype(jnp.float32) for w, x in zip(weights, outs, strict=True))
+    out = (mixed / total[..., None]).astype(outs[0].dtype)
+    return out, jnp.where(some, top + jnp.log(total), -jnp.inf)
+
+
+def with_sinks(out, lse, sinks):
+    """Merges with the partial (0, sinks [N]): adds a learned logit per head to the denominator.
+
+    Attention that may attend to nothing (gpt-oss, OpenAI 2025; with sinks 0 StreamingLLM's zero
+    sink, arXiv 2309.17453, sec. 3.3).
+    """
+    total = jnp.logaddexp(lse, sinks.astype(jnp.float32))
+    share = jnp.exp(lse - jnp.where(total > -jnp.inf, total, 0.0))
+    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype), total
+
+
+def scales(scale: float, dtype) -> tuple[float, float]:
+    """(factor of the queries, factor of the scores) that make up `scale`.
+
+    Scaling the queries saves a pass over the scores. In 16 bits only a power of two is exact.
+    """
+    exact = dtype == jnp.float32 or math.frexp(scale)[0] == 0.5
+    return (scale, 1.0) if exact else (1.0, scale)
+
+
+def start(rows: tuple[int, ...], size: int):
+    """(maximum, denominator, weighted values) before the first key, in float32."""
+    zeros = jnp.zeros(rows, jnp.float32)
+    return zeros + LOWEST, zeros, jnp.zeros((*rows, size), jnp.float32)
+
+
+def finish(top, total, out, dtype):
+    """(out in dtype, lse) after the last key; 0 and -inf where no key was seen."""
+    some = total > 0
+    safe = jnp.where(some, total, 1.0)
+    lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
+    return (out / safe[..., None]).astype(dtype), lse
+
+
+def row_cotangent(out, d_out, d_lse):
+    """di float32 [B, T, N], which is subtracted from the cotangents of a row's logits."""
+    di = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1)
+    return di if d_lse is None else di - d_lse
