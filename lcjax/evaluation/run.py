@@ -32,7 +32,7 @@ from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit, SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
-from lcjax.evaluation.tasks.windows import PROTOCOLS
+from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.shared_prefix import PrefixReader, batches, reader_of, shareable
 from lcjax.parallel import distributed

@@ -412,6 +412,12 @@ def by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
     return groups
 
 
+def at_longest(items: Sequence[Record]) -> list[Record]:
+    """The cells or records of the longest length."""
+    longest = max(item["length"] for item in items)
+    return [item for item in items if item["length"] == longest]
+
+
 def look(index: int) -> dict:
     return {
         "color": COLOURS[index % len(COLOURS)],

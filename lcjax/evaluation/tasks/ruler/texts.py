@@ -23,7 +23,7 @@ from lcjax.checkpoints.tokenizer import Tokenizer, inside
 from lcjax.errors import InputError
 from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.tasks.local_files import assigned
+from lcjax.evaluation.tasks.local_files import assigned_values
 
 _FOLDERS = ("scripts/data/synthetic", "data/synthetic", "synthetic", ".")
 _OWN = {
@@ -141,7 +141,7 @@ def read_wording(benchmark: str | None, key: str) -> Wording:
 
 def _literal(path: Path, name: str, key: str):
     """The first literal that a Python file assigns to a name."""
-    for value in assigned(path, name):
+    for value in assigned_values(path, name):
         try:
             return ast.literal_eval(value)
         except ValueError:
