@@ -88,8 +88,10 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         return None
     order = [method.name for method in config.methods]
     notes = study.table(trainings) if trainings else ""
-    made = {**report.made_here(), "models": runner.models}
-    result = report.write(store.folder, settings, records, order=order, notes=notes, made=made)
+    environment = {**report.current_environment(), "models": runner.models}
+    result = report.write(
+        store.folder, settings, records, order=order, notes=notes, environment=environment
+    )
     print(f"\n{result.text}\nWritten:")
     print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
     return result
