@@ -211,12 +211,10 @@ class FileBenchmark(PromptTask):
 class AnswerBenchmark(FileBenchmark, GenerationTask):
     """Generated answers, scored by the rules of each data set."""
 
+    shown: ClassVar[str] = "score"
+
     max_new_tokens: int | None = None  # null: the official number of each data set
     budget_rule: str = "total"  # total: everything counts; official: the template and answer do not
-
-    @property
-    def shown(self) -> str:
-        return "score"
 
     def scoring(self, data: DataSet) -> DataSet:
         """A data set with the scores that the settings of the task select."""

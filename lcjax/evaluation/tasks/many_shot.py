@@ -69,6 +69,9 @@ class ManyShot(TextCutBenchmark):
 
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "Many-shot"
+    metric: ClassVar[Metric] = Metric(
+        "accuracy", "Many-shot TREC, mean over numbers of demonstrations", False, 4
+    )
     source: ClassVar[str] = SOURCE
 
     max_examples: int | None = 200  # questions; of TREC's own file drawn with `seed`
@@ -81,11 +84,6 @@ class ManyShot(TextCutBenchmark):
     @property
     def chooses(self) -> bool:
         return self.options
-
-    @property
-    def metric(self) -> Metric:
-        title = "Many-shot TREC, mean over numbers of demonstrations"
-        return Metric("accuracy", title, False, 4)
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)

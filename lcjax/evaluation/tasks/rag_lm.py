@@ -42,16 +42,15 @@ class RagLm(Task):
     """
 
     needs_data: ClassVar[bool] = False
+    metric: ClassVar[Metric] = Metric(
+        "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2, 1000
+    )
 
     path: str = ""  # the JSONL file
     decoder: int = 2048  # tokens of the text
     scored: int = 1792  # of these at the end
     chunk: int = 256  # tokens of a chunk: longer ones are cut, rows with too few left out
     max_examples: int | None = None  # texts, the first ones; null: all
-
-    @property
-    def metric(self) -> Metric:
-        return Metric("perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2, 1000)
 
     @property
     def _windows(self) -> Perplexity:

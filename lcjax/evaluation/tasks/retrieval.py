@@ -237,15 +237,10 @@ class KvRetrieval(DepthTask):
     An answer is right if the value is a word of it; `substring` counts the value anywhere.
     """
 
+    metric: ClassVar[Metric] = Metric("accuracy", "Key-value retrieval, accuracy", False, 2)
+    shown: ClassVar[str] = "word_match"
+
     max_new_tokens: int = 50  # counted in the length, like everything else; a UUID is about 25
-
-    @property
-    def metric(self) -> Metric:
-        return Metric("accuracy", "Key-value retrieval, accuracy", False, 2)
-
-    @property
-    def shown(self) -> str:
-        return "word_match"
 
     def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
         tokenizer, length = corpus.tokenizer, placement.length

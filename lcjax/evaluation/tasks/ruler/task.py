@@ -5,6 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -63,25 +64,22 @@ class Ruler(GenerationTask):
     `data`, collapsed to single blanks, in the order of its files.
     """
 
+    shown: ClassVar[str] = "string_match"
+
     max_new_tokens: int | None = None  # null: 128 for needles, 30 vt, 120 cwe, 50 fwe, 32 qa
     tasks: tuple[str, ...] = ()  # such as niah_single_1, vt, cwe; empty: all thirteen
     samples: int = 100  # questions of each; the paper has 500
     # fixed: upstream's shuffles, the same for all samples; random: another one for each
     shuffles: str = "random"
     benchmark: str | None = None  # copy of NVIDIA/RULER with its wording; null: this library's own
-    words: str | None = (
-        None  # one word a line, or a folder with wonderwords' lists; null: installed
-    )
+    # One word a line, or a folder with wonderwords' lists; null: installed
+    words: str | None = None
     squad: str | None = None  # dev-v2.0.json, for qa_1
     hotpotqa: str | None = None  # hotpot_dev_distractor_v1.json, for qa_2
 
     @property
     def metric(self) -> Metric:
         return Metric("score", f"RULER, mean of {len(self.task_names)} tasks", False, 3)
-
-    @property
-    def shown(self) -> str:
-        return "string_match"
 
     @property
     def task_names(self) -> tuple[str, ...]:
