@@ -127,15 +127,15 @@ class ManyShot(TextCutBenchmark):
             yield Example(segments, [answer], facts)
 
     def _demonstrations(self, train: Sequence, count: int, rng: np.random.Generator) -> list:
-        rows = [train[index] for index in rng.permutation(len(train))]
+        order = rng.permutation(len(train))
         if self.balanced:
             counts: dict[str, int] = collections.Counter()
             rounds = []  # the number of earlier rows of the same class
-            for _, _, name in rows:
+            for _, _, name in (train[index] for index in order):
                 rounds.append(counts[name])
                 counts[name] += 1
-            rows = [rows[index] for index in np.argsort(rounds, kind="stable")]
-        return rows[:count]
+            order = order[np.argsort(rounds, kind="stable")]
+        return [train[index] for index in order[:count]]
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         units = super().plan(corpus, length, limits)
