@@ -128,7 +128,7 @@ def _records(path: Path) -> list[Record]:
 def rebuild(run: Results) -> report.Report:
     """Writes tables, figures, summary and page of a run again, from its records alone."""
     return report.write(
-        run.folder, run.settings, run.tasks, order=run.order, notes=run.notes, made=run.made
+        run.folder, run.settings, run.tasks, order=run.order, notes=run.notes, environment=run.made
     )
 
 
@@ -173,7 +173,9 @@ def score(
         write_whole(records_file(out, task.label), to_lines(records))
     marker = {TRAINED_IN: os.path.relpath(run.trained_in, out), WEIGHTS: run.weights}
     describe(out, config, settings, **marker)
-    return report.write(out, settings, tasks, order=run.order, notes=run.notes, made=run.made)
+    return report.write(
+        out, settings, tasks, order=run.order, notes=run.notes, environment=run.made
+    )
 
 
 def _trainings(run: Results) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit, SplitModel
 from lcjax.evaluation.task import Limits, Record, Task, Unit
-from lcjax.evaluation.tasks.windows import PROTOCOLS
+from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.shared_prefix import PrefixReader, batches, reader_of, shareable
 from lcjax.parallel import distributed
@@ -88,8 +88,10 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         return None
     order = [method.name for method in config.methods]
     notes = study.table(trainings) if trainings else ""
-    made = {**report.made_here(), "models": runner.models}
-    result = report.write(store.folder, settings, records, order=order, notes=notes, made=made)
+    environment = {**report.current_environment(), "models": runner.models}
+    result = report.write(
+        store.folder, settings, records, order=order, notes=notes, environment=environment
+    )
     print(f"\n{result.text}\nWritten:")
     print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
     return result

@@ -26,12 +26,12 @@ python -m lcjax.pictures mask --help: every key; --out names the PNG, an SVG lie
 
 @dataclasses.dataclass(frozen=True)
 class MaskPicture:
-    """Who sees whom."""
+    """Which keys each query sees."""
 
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     length: int = 128  # tokens
-    heads: int = 1  # panels show heads that differ
-    seed: int = 0  # of random queries and keys, for patterns where they choose
+    heads: int = 1  # heads with equal masks share a panel
+    seed: int = 0  # of random queries and keys, for patterns whose mask depends on them
     out: str = "mask.png"
 
 
@@ -45,7 +45,7 @@ class NamedRope:
 
 @dataclasses.dataclass(frozen=True)
 class RopePicture:
-    """How position methods turn."""
+    """Frequencies of RoPE methods."""
 
     ropes: tuple[NamedRope, ...] = (
         NamedRope("RoPE", Default()),
@@ -62,7 +62,7 @@ class RopePicture:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPicture:
-    """What an answer looks at."""
+    """Attention of an answer."""
 
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     prompt: str | None = None
@@ -75,14 +75,14 @@ class AttentionPicture:
 
 
 def _mask(config: MaskPicture) -> None:
-    _written(mask_picture(config.pattern, config.length, config.out, heads=config.heads,
+    _print_paths(mask_picture(config.pattern, config.length, config.out, heads=config.heads,
                           seed=config.seed))  # fmt: skip
 
 
 def _rope(config: RopePicture) -> None:
     ropes = {entry.name: entry.rope for entry in config.ropes}
     fixed = {name: getattr(config, name) for name in ("head_dim", "theta", "trained", "length")}
-    _written(rope_picture(ropes, config.out, **fixed))
+    _print_paths(rope_picture(ropes, config.out, **fixed))
 
 
 def _attention(config: AttentionPicture) -> None:
@@ -94,15 +94,15 @@ def _attention(config: AttentionPicture) -> None:
         if not path.is_file():
             raise InputError(f"prompt_file={path} is no file")
         prompt = path.read_text(encoding="utf-8")
-    found = attention_picture(
+    attention = attention_picture(
         LanguageModel.load(config.model), prompt, config.out, answer=config.answer,
         layers=config.layers, head=config.head, max_new_tokens=config.max_new_tokens,
     )  # fmt: skip
-    print(f"answer: {found.answer!r}")
-    _written(Path(config.out))
+    print(f"answer: {attention.answer!r}")
+    _print_paths(Path(config.out))
 
 
-def _written(path: Path) -> None:
+def _print_paths(path: Path) -> None:
     print(f"Written:\n  {path}\n  {path.with_suffix('.svg')}")
 
 
@@ -114,7 +114,7 @@ _PICTURES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws one picture; what the user can put right is one line and exit code 2."""
+    """Draws one picture; returns exit code 2 with one line for a mistake of the user."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)

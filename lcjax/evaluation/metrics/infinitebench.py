@@ -39,12 +39,12 @@ def digits(prediction: str, label) -> float:
 
 def kv_retrieval(prediction: str, label: str) -> float:
     """1 if the label is a word of the prediction, with some punctuation replaced by blanks."""
-    return float(label in _blanked(prediction, "\n:\"'.,?!{}").split())
+    return float(label in _replace_marks(prediction, "\n:\"'.,?!{}").split())
 
 
 def code_run(prediction: str, label) -> float:
     """1 if the last word is an integer equal to the label."""
-    words = _blanked(prediction, "\n.`'\":").split()
+    words = _replace_marks(prediction, "\n.`'\":").split()
     try:
         return float(int(words[-1]) == _first(label)) if words else 0.0
     except ValueError:
@@ -83,8 +83,8 @@ def choice(prediction: str, label: Sequence[str]) -> float:
         return float(text[0] in label)
     if text in label:
         return 1.0
-    text = _blanked(text, "\n\"'.,?!{}")
-    if any(cue in _squeezed(text) for cue in _CHOICE_CUES):
+    text = _replace_marks(text, "\n\"'.,?!{}")
+    if any(cue in _squeeze_blanks(text) for cue in _CHOICE_CUES):
         rest = _after_cue(text, _CHOICE_CUES)
         return float(rest is not None and rest.startswith(tuple(label)))
     word = next((word for word in text.split() if word in _LETTERS), None)
@@ -93,7 +93,9 @@ def choice(prediction: str, label: Sequence[str]) -> float:
 
 def dialogue(prediction: str, label: Sequence[str]) -> float:
     """1 if the first name of the label is a word of the prediction in upper case."""
-    return float(label[0] in [w.upper() for w in _blanked(prediction, "\n:\"'.,?!{}").split()])
+    return float(
+        label[0] in [w.upper() for w in _replace_marks(prediction, "\n:\"'.,?!{}").split()]
+    )
 
 
 def math_find(prediction: str, label, *, parity: bool = True) -> float:
@@ -129,17 +131,18 @@ def _first(label):
     return label[0] if isinstance(label, list) else label
 
 
-def _blanked(text: str, marks: str) -> str:
+def _replace_marks(text: str, marks: str) -> str:
+    """Replaces every mark by a blank."""
     return text.translate(dict.fromkeys(map(ord, marks), " "))
 
 
-def _squeezed(text: str) -> str:
+def _squeeze_blanks(text: str) -> str:
     return re.sub(" {2,}", " ", text)
 
 
 def _after_cue(text: str, cues: Sequence[str]) -> str | None:
     """The text after the first cue of `cues` that occurs and one more character, or None."""
-    text = _squeezed(text)
+    text = _squeeze_blanks(text)
     for cue in cues:
         _, match, rest = text.partition(cue)
         if match:

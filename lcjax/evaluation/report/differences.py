@@ -102,39 +102,31 @@ def text(task: Task, gaps: Sequence[Gap]) -> list[str]:
     if not gaps:
         return []
     lengths, rows = table(gaps)
-    grid = [
-        ["row", *(f"{length:,}" for length in lengths)],
-        *(
-            [_name(*name), *(_cell(task, difference) for difference in row)]
-            for name, row in rows.items()
-        ),
-    ]
+    grid = [["row", *(f"{length:,}" for length in lengths)]]
+    for (row, base, part), entries in rows.items():
+        name = f"{row} against {base}" + f", {part}" * bool(part)
+        grid.append([name, *(_cell(task, difference) for difference in entries)])
     return [
         f"{unit(task)}, paired: [95 % interval] (examples), * p < 0.05, ** p < 0.01:\n",
         markdown(grid),
     ]
 
 
-def _name(row: str, base: str, part: str) -> str:
-    return f"{row} against {base}" + f", {part}" * bool(part)
-
-
 def _cell(task: Task, difference: Difference | None) -> str:
     if difference is None:
         return ""
-    if math.isnan(difference.low):
-        return f"{_number(task, difference)} ({difference.count})"
-    digits = _digits(task)
-    ends = f"{difference.low:+.{digits}f}, {difference.high:+.{digits}f}"
-    return f"{_number(task, difference)} [{ends}] ({difference.count})"
+    mean, low, high = _numbers(task, difference)
+    interval = "" if math.isnan(difference.low) else f" [{low}, {high}]"
+    return f"{mean}{interval} ({difference.count})"
 
 
-def _digits(task: Task) -> int:
-    return max(task.metric.decimals, 3)
-
-
-def _number(task: Task, difference: Difference) -> str:
-    return f"{difference.mean:+.{_digits(task)}f}{difference.mark}"
+def _numbers(task: Task, difference: Difference) -> tuple[str, str, str]:
+    """The texts of the mean with its mark of significance, and of both ends of the interval."""
+    digits = max(task.metric.decimals, 3)
+    mean, low, high = (
+        f"{value:+.{digits}f}" for value in (difference.mean, difference.low, difference.high)
+    )
+    return mean + difference.mark, low, high
 
 
 def unit(task: Task) -> str:
@@ -156,13 +148,12 @@ def template_variables(task: Task, gaps: Sequence[Gap]) -> dict[str, Any]:
 
 def _entry(task: Task, difference: Difference) -> dict[str, Any]:
     marks = _MARKS["lower" if task.metric.lower_is_better else "higher"]
-    note = f"n = {difference.count}"
-    if not math.isnan(difference.low):
-        digits = _digits(task)
-        note = f"{difference.low:+.{digits}f} to {difference.high:+.{digits}f}, {note}"
+    mean, low, high = _numbers(task, difference)
+    interval = "" if math.isnan(difference.low) else f"{low} to {high}, "
+    note = f"{interval}n = {difference.count}"
     return {
         "mean": difference.mean,
-        "text": _number(task, difference).replace("-", "−"),
+        "text": mean.replace("-", "−"),
         "kind": marks[int(math.copysign(1, difference.mean))] if difference.mark else "",
         "note": note.replace("-", "−"),
     }

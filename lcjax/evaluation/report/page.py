@@ -309,7 +309,7 @@ def _facts(summary: Mapping[str, Any], cells: Sequence[Record]) -> list[tuple[st
     protocols = sorted({str(cell["protocol"]) for cell in cells})
     tokenizers = sorted({str(cell["tokenizer"])[:16] for cell in cells})
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
-    facts = [
+    return [
         ("model", model.get("path") or model.get("preset") or "one for each method"),
         ("protocols", ", ".join(protocols)),
         ("seed", str(summary["seed"])),
@@ -319,7 +319,6 @@ def _facts(summary: Mapping[str, Any], cells: Sequence[Record]) -> list[tuple[st
         *([("commit", summary["commit"])] if summary.get("commit") else []),
         ("settings' hash", summary["hash"]),
     ]
-    return facts
 
 
 def _notes(text: str) -> list[list[str]]:
@@ -422,25 +421,20 @@ def inline_svg(path: Path, name: str) -> str | None:
     `name` prefixes the ids of the figure, which must be unique in the page.
     """
     path = path.with_suffix(".svg")
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    if "<svg" not in text:
+    _, tag, text = (path.read_text(encoding="utf-8") if path.exists() else "").partition("<svg")
+    if not tag:
         return None
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)
-    text = re.sub(r"<style[^>]*>.*?</style>\s*", "", text, flags=re.S)
-    text = re.sub(r'\s+xmlns(:\w+)?="[^"]*"', "", text)
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.S)
-    text = text.replace("xlink:href", "href")
+    attributes, _, body = text.partition(">")
     # The width keeps one scale for all figures, so their text has one size.
-    wide = re.search(r'<svg[^>]*? width="([\d.]+)pt"', text)
-    style = f' style="--wide: {float(wide[1]) * _REM:.1f}rem"' if wide else ""
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = _prefix_ids(text, name)
+    width = re.search(r' width="([\d.]+)pt"', attributes)
+    style = f' style="--wide: {float(width[1]) * _REM:.1f}rem"' if width else ""
+    attributes = re.sub(r'\s+(xmlns(:\w+)?|width|height)="[^"]*"', "", attributes)
+    body = re.sub(r"<style[^>]*>.*?</style>\s*", "", body, flags=re.S)
+    text = _prefix_ids(f"{attributes}>{body}".replace("xlink:href", "href"), name)
     text = re.sub(
         "#[0-9a-fA-F]{6}", lambda m: _PAGE_COLOURS.get(m.group().lower(), m.group()), text
     )
-    return text.replace("<svg", f'<svg role="img" stroke-linejoin="round"{style}', 1)
+    return f'<svg role="img" stroke-linejoin="round"{style}{text}'
 
 
 def _prefix_ids(text: str, name: str) -> str:

@@ -78,9 +78,9 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
             group = sorted(group, key=lambda cell: cell["length"])
             x = [cell["length"] for cell in group]
             y = [_number(cell["value"]) for cell in group]
-            axes.plot(x, y, label=method, **look(index), zorder=3)
+            axes.plot(x, y, label=method, **series_style(index), zorder=3)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [tokens(length) for length in lengths])
+        axes.set_xticks(lengths, [format_count(length) for length in lengths])
         axes.minorticks_off()
         axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
         _value_axis(axes, [_number(cell["value"]) for cell in cells], metric)
@@ -99,7 +99,7 @@ def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     with canvas(path, 8.4, max(2.4, 0.3 * len(cells) + 1.4)) as figure:
         axes = figure.add_subplot()
         for row, (value, interval) in enumerate(zip(values, ends, strict=True)):
-            style = {**look(row), "linestyle": "none"}
+            style = {**series_style(row), "linestyle": "none"}
             axes.plot(interval, [row, row], color=style["color"], linewidth=1.6, zorder=2)
             axes.plot(value, row, **style, zorder=3)
         axes.set_yticks(range(len(cells)), [cell["method"] for cell in cells])
@@ -109,7 +109,7 @@ def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
         _value_axis(axes, [*values, *in_range], metric, "x")
         axes.set_xlabel(metric.name)
         title = metric.title[0].upper() + metric.title[1:]
-        axes.set_title(f"{title} at {tokens(cells[0]['length'])} tokens")
+        axes.set_title(f"{title} at {format_count(cells[0]['length'])} tokens")
     return path
 
 
@@ -153,7 +153,9 @@ def over_counts(
         for axes, (title, counts) in zip(rows, panels.items(), strict=True):
             for index, cell in enumerate(cells):
                 y = [_number(cell.get(name)) for name in counts]
-                axes.plot(list(counts.values()), y, label=cell["method"], **look(index), zorder=3)
+                axes.plot(
+                    list(counts.values()), y, label=cell["method"], **series_style(index), zorder=3
+                )
             axes.set_ylim(-0.04, 1.04)
             axes.set_ylabel(labels[1])
             axes.set_title(title)
@@ -164,7 +166,7 @@ def over_counts(
             if ticks[0] >= min_ratio * count:  # labels that are closer would touch
                 ticks.insert(0, count)
         rows[-1].set_xscale("log")
-        rows[-1].set_xticks(ticks, [tokens(count) for count in ticks])
+        rows[-1].set_xticks(ticks, [format_count(count) for count in ticks])
         rows[-1].minorticks_off()
         rows[-1].set_xlabel(labels[0])
     return path
@@ -189,12 +191,12 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
             start = min(float(np.min(curve["position"])) for curve in curves)
         else:
             ticks = [longest * k // 8 for k in range(9)]
-        axes.set_xticks(ticks, [tokens(tick) for tick in ticks])
+        axes.set_xticks(ticks, [format_count(tick) for tick in ticks])
         axes.minorticks_off()
         axes.set_xlim(start, longest)
         axes.set_xlabel("position in the window, in tokens")
         axes.set_ylabel("negative log-likelihood, nats per token")
-        axes.set_title(f"Loss by position in windows of {tokens(longest)} tokens")
+        axes.set_title(f"Loss by position in windows of {format_count(longest)} tokens")
         _mark_trained(axes, {curve["trained"] for curve in curves}, axes.get_xlim())
         _legend(axes)
     return path
@@ -265,7 +267,9 @@ def _panel(axes, records: Sequence[Record], lengths: list[int], rows: list, by: 
     axes.grid(False)
     axes.spines[:].set_visible(False)
     turn = 45 if len(lengths) > 5 else 0
-    axes.set_xticks(np.arange(len(lengths)) + 0.5, [tokens(n) for n in lengths], rotation=turn)
+    axes.set_xticks(
+        np.arange(len(lengths)) + 0.5, [format_count(n) for n in lengths], rotation=turn
+    )
     axes.tick_params(length=0)
     trained = records[0]["trained"]
     num_trained = sum(length <= trained for length in lengths)
@@ -313,12 +317,12 @@ def _bars(axes, rows, methods: list[str], lengths: list[int], key: str, unit: fl
         by_length = {row["length"]: row for row in rows if row["method"] == method}
         x = [i + (index - (len(methods) - 1) / 2) * width for i in range(len(lengths))]
         y = [(by_length.get(length, {}).get(key) or 0) / unit for length in lengths]
-        colour = look(index)["color"]
+        colour = series_style(index)["color"]
         bars = axes.bar(x, y, 0.92 * width, label=method, color=colour, zorder=3)
         for bar, length in zip(bars, lengths, strict=True):
             if key == "peak" and by_length.get(length, {}).get("bound"):
                 bar.set(fill=False, edgecolor=colour, hatch="////", linewidth=0.8)
-    axes.set_xticks(range(len(lengths)), [tokens(length) for length in lengths])
+    axes.set_xticks(range(len(lengths)), [format_count(length) for length in lengths])
     axes.tick_params(axis="x", length=0, labelrotation=45 if len(lengths) > 4 else 0)
     axes.grid(axis="x", visible=False)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
@@ -344,7 +348,7 @@ def perplexity_against_accuracy(
         axes = figure.add_subplot()
         order = list(methods or points)
         for method, (a, b) in points.items():
-            style = {**look(order.index(method)), "linestyle": "none"}
+            style = {**series_style(order.index(method)), "linestyle": "none"}
             axes.plot(a, b, label=method, **style, zorder=3)
         if np.ptp(x) > 0:
             slope, start = np.polyfit(x, y, 1)
@@ -395,7 +399,7 @@ def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) ->
     if len(points) < 3:
         return []
     title = shares[0].metric.title if len(shares) == 1 else f"mean of {len(shares)} tasks"
-    names = (f"{losses[0].metric.title} at {tokens(length)} tokens", title)
+    names = (f"{losses[0].metric.title} at {format_count(length)} tokens", title)
     methods = list(dict.fromkeys(cell["method"] for group in cells.values() for cell in group))
     path = folder / "perplexity_accuracy.png"
     return [perplexity_against_accuracy(points, names, path, methods=methods)]
@@ -406,13 +410,21 @@ def _is_finite(value: float | None) -> bool:
 
 
 def by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
+    """Groups cells or records by method."""
     groups: dict[str, list[Record]] = {}
     for item in items:
         groups.setdefault(item["method"], []).append(item)
     return groups
 
 
-def look(index: int) -> dict:
+def at_longest(items: Sequence[Record]) -> list[Record]:
+    """The cells or records of the longest length."""
+    longest = max(item["length"] for item in items)
+    return [item for item in items if item["length"] == longest]
+
+
+def series_style(index: int) -> dict:
+    """Colour, marker and line style of the `index`-th line of a figure."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -429,7 +441,7 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else float(value)
 
 
-def tokens(count: int) -> str:
+def format_count(count: int) -> str:
     return f"{count:,}"
 
 
@@ -438,7 +450,7 @@ def _mark_trained(axes, trained: set[int], limits: tuple[float, float]) -> None:
         if limits[0] <= length <= limits[1]:
             axes.axvline(length, color=GREY, linestyle=(0, (5, 4)), linewidth=1.2, zorder=1)
             axes.annotate(
-                f"trained length {tokens(length)}",
+                f"trained length {format_count(length)}",
                 (length, 1),
                 xycoords=("data", "axes fraction"),
                 xytext=(-5, -4),

@@ -14,7 +14,7 @@ import jax
 from lcjax.config.files import write_whole
 from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
 from lcjax.evaluation.report import differences, page, plots
-from lcjax.evaluation.report.tables import aggregated, grid, latex, markdown, to_csv
+from lcjax.evaluation.report.tables import aggregated, grid, latex, markdown, ranked, to_csv
 from lcjax.evaluation.task import Metric, Record, Task
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
@@ -73,7 +73,7 @@ def write(
     *,
     order: Sequence[str],
     notes: str = "",
-    made: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
 ) -> Report:
     """Writes summary.json, tables/, figures/ and report.html.
 
@@ -85,7 +85,7 @@ def write(
       tasks: Records by task.
       order: Names of the methods in the order of the tables.
       notes: Markdown that follows the tables.
-      made: Versions, device and models that computed the records; None for those of this process.
+      environment: Versions, device and models that computed the records; None for this process.
 
     Returns:
       Cells, summary, files and text.
@@ -104,7 +104,7 @@ def write(
         texts.append(notes)
     summary = {
         "format": FORMAT,
-        **(made or made_here()),
+        **(environment or current_environment()),
         "hash": fingerprint(config),
         "seed": config.get("seed"),
         "config": json.loads(json.dumps(config, default=str)),
@@ -153,7 +153,7 @@ def _entry(section: page.Section) -> Record:
     }
 
 
-def made_here() -> dict[str, Any]:
+def current_environment() -> dict[str, Any]:
     """Versions, commit and device of this process."""
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     return {"versions": versions(), "commit": _commit(), "device": device}
@@ -214,12 +214,13 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
 
 
 def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
-    table = grid(cells, "tokens_per_second", Metric("", "", False, 0))
-    memory = {(cell["method"], f"{cell['length']:,}"): _memory(cell) for cell in cells}
-    for row in table[1:]:
-        for column, length in enumerate(table[0][1:], 1):
-            used = memory.get((row[0], length))
-            row[column] = f"{row[column].strip('*_') or '?'} / {used}" if used else ""
+    lengths, rows = ranked(cells, "tokens_per_second", Metric("", "", False, 0))
+    memory = {(cell["method"], cell["length"]): _memory(cell) for cell in cells}
+    table = [["method", *(f"{length:,}" for length in lengths)]]
+    for method, entries in rows.items():
+        pairs = zip(lengths, entries, strict=True)
+        texts = [(speed.text or "?", memory.get((method, length))) for length, speed in pairs]
+        table.append([method, *(f"{speed} / {peak}" if peak else "" for speed, peak in texts)])
     return table
 
 

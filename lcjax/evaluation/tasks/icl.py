@@ -6,10 +6,10 @@ and the option with the highest score:
     acc         sum of log p(o_i | prompt)        acc_calib       acc - sum of log p(o_i | BOS)
     acc_norm    that / tokens of the option       acc_calib_norm  that / tokens of the option
 
-where the end of a document stands for BOS if the tokenizer has none (`bare_prefix` of a record).
-Each set shows the one that CEPE's table chose by Llama-2 with two demonstrations. Options are
-tokenised behind a blank, as inside a text. A model with a memory reads the demonstrations that do
-not fit its decoder beside it, the first ones, as CEPE gives them to the encoder.
+where the end of a document replaces BOS if the tokenizer has none (`bare_prefix` of a record).
+Each set shows the score that CEPE's table chose by Llama-2 with two demonstrations. Options are
+tokenised after a blank, as inside a text. The first demonstrations that do not fit the decoder of a
+model with a memory are its context, as CEPE gives them to the encoder.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.split import continuations
 from lcjax.evaluation.task import Limits, Record, Task, Unit, filled
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark
+from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark, by_name
 
 SCORES = ("acc", "acc_norm", "acc_calib", "acc_calib_norm")
 ORDERS = ("shuffled", "first")
@@ -58,7 +58,7 @@ class IclSet(DataSet):
 
 
 def _set(name: str, field: str, classes=(), shown: str = "acc", test: str = "test") -> IclSet:
-    # What follows a prompt is as long as the longest of its options.
+    # `read` sets the number of new tokens to the length of the longest option.
     return IclSet(name, "icl", 0, {}, field=field, classes=classes, shown=shown, test=test)
 
 
@@ -88,14 +88,14 @@ class Icl(FileBenchmark):
 
     generates: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
-    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "In-context learning"
     source: ClassVar[str] = SOURCE
 
     max_examples: int | None = 250
     shots: int = 2
-    # Which texts are asked: drawn with the seed, or the first ones (CEPE; of sorted files these
-    # are of one class)
+    # Which texts are used: drawn with the seed, or the first ones (CEPE; in sorted files these
+    # have one class)
     order: str = "shuffled"
     seed: int = 42
 
@@ -103,15 +103,15 @@ class Icl(FileBenchmark):
         super().check(limits, key)
         whole_numbers(key, self, 0, "shots", "seed")
         one_of(f"{key}.order", self.order, ORDERS)
-        for data in self.chosen():
+        for data in self.selection():
             local_files.find(self.path, (f"{data.name}/train.jsonl",), key, SOURCE)
 
     def files(self, name: str) -> tuple[str, ...]:
-        return (f"{name}/{self.known[name].test}.jsonl",)
+        return (f"{name}/{self.datasets[name].test}.jsonl",)
 
     def read(self, data: IclSet, path: Path, corpus: Corpus) -> Iterator[Example]:
         files = (path.with_name("train.jsonl"), path)
-        train, rows = corpus.once((Icl, path), lambda: [list(_rows(p, data)) for p in files])
+        train, rows = corpus.once((Icl, path), lambda: [_rows(file, data) for file in files])
         if not train:
             raise InputError(f"{files[0]} has no line that fits; it is none of {data.name}")
         labels = {label for _, _, label in train}
@@ -120,10 +120,12 @@ class Icl(FileBenchmark):
         longest = max(len(inside(corpus.tokenizer, f" {name}")) for name in options)
         if self.order == "shuffled":
             rng = np.random.default_rng(self.seed)
-            rows = [rows[place] for place in rng.permutation(len(rows))]
+            rows = [rows[index] for index in rng.permutation(len(rows))]
         for line, text, label in rows:
             if label not in labels:
-                local_files.skip(path, line, f"has label={label!r}, which train.jsonl lacks")
+                local_files.warn_skipped(
+                    path, line, f"has label={label!r}, which train.jsonl lacks"
+                )
                 continue
             rng = np.random.default_rng([self.seed, line])
             demos = self._demonstrations(by_class, rng)
@@ -135,14 +137,14 @@ class Icl(FileBenchmark):
             yield Example(parts, [label], {**facts, "shots": self.shots}, longest)
 
     def _demonstrations(self, by_class: Sequence[list], rng: np.random.Generator) -> list:
-        """Rounds of one row a class, each in random order, cut to `shots`."""
-        rounds = math.ceil(self.shots / len(by_class))
+        """Draws rounds of one row per class, each in random order, up to `shots` rows."""
+        num_rounds = math.ceil(self.shots / len(by_class))
         orders = [rng.permutation(len(rows)) for rows in by_class]
-        drawn: list = []
-        for index in range(rounds):
-            own = [rows[order[index % len(rows)]] for rows, order in zip(by_class, orders)]
-            drawn += [own[place] for place in rng.permutation(len(own))]
-        return drawn[: self.shots]
+        demos: list = []
+        for number in range(num_rounds):
+            rows = [rows[order[number % len(rows)]] for rows, order in zip(by_class, orders)]
+            demos += [rows[index] for index in rng.permutation(len(rows))]
+        return demos[: self.shots]
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
         prefix_token(model.tokenizer)
@@ -151,40 +153,41 @@ class Icl(FileBenchmark):
         return self.scorer(model, batch)(units)
 
     def scorer(self, model, batch: int) -> Callable[[Sequence[Unit]], list[Record]]:
-        """What options are worth behind nothing but BOS is asked once for each data set."""
+        """Scores the options after BOS alone once per data set."""
         bos = prefix_token(model.tokenizer)
-        named = "eos" if model.tokenizer.bos_id is None else "bos"
+        prefix = "eos" if model.tokenizer.bos_id is None else "bos"
 
         @functools.cache
-        def tokens(name: str) -> tuple[int, ...]:
-            return tuple(inside(model.tokenizer, f" {name}"))
+        def encode(names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+            return option_ids(model.tokenizer, names)
 
         @functools.cache
-        def bare(options: tuple[tuple[int, ...], ...]) -> np.ndarray:
+        def bare_losses(options: tuple[tuple[int, ...], ...]) -> np.ndarray:
             return option_losses(model, [Prompt(np.array([bos], np.int32), ())], [options])[0]
 
-        def ranked(units: Sequence[Unit]) -> list[Record]:
+        def score(units: Sequence[Unit]) -> list[Record]:
             rows = filled(units, batch)
-            options = [tuple(map(tokens, unit.facts["options"])) for unit in rows]
+            options = [encode(tuple(unit.facts["options"])) for unit in rows]
             losses = option_losses(model, [unit.payload for unit in rows], options)
             return [
-                {**self._ranked(unit, loss, bare(own), list(map(len, own))), "bare_prefix": named}
-                for unit, loss, own in zip(units, losses, options)
+                {**self._option_record(*entry, bare_losses(entry[-1])), "bare_prefix": prefix}
+                for entry in zip(units, losses, options)
             ]
 
-        return ranked
+        return score
 
-    def _ranked(
-        self, unit: Unit, losses: np.ndarray, bare: np.ndarray, sizes: Sequence[int]
+    def _option_record(
+        self, unit: Unit, losses: np.ndarray, options: Sequence[Sequence[int]], bare: np.ndarray
     ) -> Record:
-        """What each score picks."""
+        """The record of the options with the best value of each score."""
+        sizes = list(map(len, options))
         names = unit.facts["options"]
         gains = bare - losses
         by_score = (-losses, -losses / sizes, gains, gains / np.asarray(sizes))
         picks = {name: names[int(np.argmax(v))] for name, v in zip(SCORES, by_score)}
         right = unit.facts["references"][0]
         scores = {name: float(pick == right) for name, pick in picks.items()}
-        shown = self.known[unit.facts["dataset"]].shown
+        shown = self.datasets[unit.facts["dataset"]].shown
         return {
             "answer": picks[shown],
             "scores": {"score": scores[shown], **scores},
@@ -196,26 +199,33 @@ class Icl(FileBenchmark):
         }
 
     def summarise(self, records: Sequence[Record]) -> Record:
-        """Also the mean over sets of each of the four scores."""
-        return {**super().summarise(records), **self.flavours(records, SCORES)}
+        """Adds the mean over sets of each of the four scores."""
+        return {**super().summarise(records), **self.further_means(records, SCORES)}
 
 
 def option_losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]:
-    """-log p of each option behind its prompt, summed over its tokens, float64 [options]."""
+    """Returns -log p of each option after its prompt, summed over its tokens, float64 [options]."""
     return [
-        np.asarray([np.sum(one.nll, dtype=np.float64) for one in row])
+        np.asarray([np.sum(option.nll, dtype=np.float64) for option in row])
         for row in continuations(model, prompts, options)
     ]
 
 
-def _rows(path: Path, data: IclSet) -> Iterator[tuple[int, str, str]]:
-    """Line, text and name of the class."""
-    for number, row in local_files.rows(path, ("text", "label")):
+def option_ids(tokenizer, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of options, each after a blank."""
+    return tuple(tuple(inside(tokenizer, f" {name}")) for name in names)
+
+
+def _rows(path: Path, data: IclSet) -> list[tuple[int, str, str]]:
+    """Reads line, text and name of the class of every row."""
+
+    def parse(number: int, row: dict) -> tuple[int, str, str]:
         text, label = row["text"], row["label"]
         if isinstance(label, int) and 0 <= label < len(data.classes):
             label = data.classes[label]
         if not isinstance(text, str) or not isinstance(label, str) or not label.strip("_ \n"):
             known = f"0 to {len(data.classes) - 1} or a name" if data.classes else "a name"
-            local_files.skip(path, number, f"has label={label!r} or a text that fits not; {known}")
-            continue
-        yield number, " ".join(text.split()), label.replace("_", " ").strip()
+            raise ValueError(f"has label={label!r} or a text that fits not; {known}")
+        return number, " ".join(text.split()), label.replace("_", " ").strip()
+
+    return list(local_files.rows(path, ("text", "label"), parse))

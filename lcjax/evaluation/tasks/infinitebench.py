@@ -1,9 +1,9 @@
 """InfiniteBench (arXiv 2402.13718): twelve tasks from the official JSONL files.
 
-Prompts are those of one family of the official `prompt.py` where that lies in the folder or its
-src/, or of an installed lm-eval, and this library's own otherwise. A prompt over the budget loses
-its middle; the answer comes on top of it, and generation is greedy without a stop. Scores are the
-official ones; where the scorer stops with an error (a decimal for Math.Find's whole number), the
+Prompts are those of one family of the official `prompt.py` if that is in the folder or its src/, or
+of an installed lm-eval, and this library's own otherwise. The middle of a prompt over the budget is
+cut; the budget does not count the answer, and generation is greedy without a stop. Scores are the
+official ones; if the official scorer raises an error (a decimal for Math.Find's whole number), the
 answer counts as wrong.
 """
 
@@ -24,12 +24,12 @@ from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import infinitebench as scores
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, best_of
+from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
 
-# Rows of the tasks whose official files are generated (`MADE`), in this library's own text. PassKey
-# and Number hide digits between equal lines; KV asks for a value among many pairs of UUIDs;
-# Math.Find asks for a rank in a list of numbers. Sizes are the official ones, or as many as fit.
-_DEPTHS = 59  # one every 90 of 5,220 lines
+# The official files of four tasks are generated; `GENERATED` generates such rows in this library's
+# own text. PassKey and Number hide digits between equal lines, KV asks for a value among many pairs
+# of UUIDs, and Math.Find for a rank in a list of numbers.
+_NUM_DEPTHS = 59  # one every 90 of 5,220 lines
 _FILLER = "The road is long. The hill is steep. The wind is cold. Off we go. Up and down again."
 _NEEDLE = "The {thing} is {key}. Keep it in mind: {key} is the {thing}."
 # Index of the answer in the sorted distinct values; None is their median.
@@ -39,26 +39,28 @@ _RANKS = {
 }  # fmt: skip
 
 
-def _hidden(thing: str, key: Callable[[random.Random], str]) -> Callable[..., dict]:
+def _hidden_digits(thing: str, key: Callable[[random.Random], str]) -> Callable[..., dict]:
     def row(rng: random.Random, units: int, index: int, count: int) -> dict:
-        digits, depth = key(rng), index * _DEPTHS // count
+        digits, depth = key(rng), index * _NUM_DEPTHS // count
         lines = [_FILLER] * units
-        lines.insert(round(units * depth / (_DEPTHS - 1)), _NEEDLE.format(thing=thing, key=digits))
+        lines.insert(
+            round(units * depth / (_NUM_DEPTHS - 1)), _NEEDLE.format(thing=thing, key=digits)
+        )
         return _row("\n".join(lines), f"What is the {thing}?", digits)
 
     return row
 
 
-def _five(rng: random.Random) -> str:
+def _five_digits(rng: random.Random) -> str:
     return f"{rng.randrange(100_000):05}"
 
 
-def _ten(rng: random.Random) -> str:
+def _ten_digits(rng: random.Random) -> str:
     """Five random digits, and five copies inserted beside random ones."""
-    digits = _five(rng)
+    digits = _five_digits(rng)
     while len(digits) < 10:
-        place = rng.randrange(len(digits))
-        digits = digits[:place] + digits[place] + digits[place:]
+        index = rng.randrange(len(digits))
+        digits = digits[:index] + digits[index] + digits[index:]
     return digits
 
 
@@ -71,14 +73,14 @@ def _pairs(rng: random.Random, units: int, index: int, count: int) -> dict:
     return _row(json.dumps(dict(zip(keys, values))), f'Key: "{keys[pair]}"\nValue:', values[pair])
 
 
-def _ranked(rng: random.Random, units: int, index: int, count: int) -> dict:
-    """Numbers from 0 to 99, with the bound on the side that is asked for drawn anew."""
+def _numbers(rng: random.Random, units: int, index: int, count: int) -> dict:
+    """Numbers from 0 to 99; the bound on the side of the question is random."""
     name, rank = list(_RANKS.items())[index % len(_RANKS)]
     low, high = rng.randint(0, 19), rng.randint(79, 99)
     upper = rank < 0 if rank is not None else rng.random() < 0.5
     low, high = (0, high) if upper else (low, 99)
     numbers: list[int] = []
-    while len(set(numbers)) < 3:  # a third one has to be there
+    while len(set(numbers)) < 3:  # there must be a third largest
         numbers = [rng.randint(low, high) for _ in range(units)]
     answer = statistics.median(numbers) if rank is None else sorted(set(numbers))[rank]
     answer = int(answer) if answer == int(answer) else answer
@@ -90,17 +92,17 @@ def _row(context: str, question: str, answer: str | int | float) -> dict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class GeneratedSet:
     """A generated task: row(rng, units, index, count) is the `index`-th of `count` questions."""
 
     count: int  # questions of the official file
     units: int  # lines, pairs or numbers in each of its contexts
     row: Callable[..., dict]
-    least: int = 10  # units
+    min_units: int = 10
 
-    def fitting(self, fits: Callable[[int], bool]) -> int:
-        """As many units as fit, and no more than the official ones; `least` if none do."""
-        low, high = self.least, self.units
+    def max_units(self, fits: Callable[[int], bool]) -> int:
+        """The largest number of units that fits, up to the official one, or `min_units`."""
+        low, high = self.min_units, self.units
         if fits(high):
             return high
         while high - low > 1:
@@ -109,11 +111,11 @@ class Made:
         return low
 
 
-MADE = {
-    "passkey": Made(590, 5220, _hidden("pass key", _five)),
-    "number_string": Made(590, 5220, _hidden("sequence of digits", _ten)),
-    "kv_retrieval": Made(500, 2500, _pairs),
-    "math_find": Made(350, 60_000, _ranked),
+GENERATED = {
+    "passkey": GeneratedSet(590, 5220, _hidden_digits("pass key", _five_digits)),
+    "number_string": GeneratedSet(590, 5220, _hidden_digits("sequence of digits", _ten_digits)),
+    "kv_retrieval": GeneratedSet(500, 2500, _pairs),
+    "math_find": GeneratedSet(350, 60_000, _numbers),
 }
 
 
@@ -122,12 +124,13 @@ SOURCE = (
     " src/prompt.py of its code belongs beside them"
 )
 _FIELDS = ("context", "input", "answer", "options")
-_VARIABLES = {"yarn-mistral": "yarn_mistral_templates", "gpt4": "gpt4_templates"} | {
-    "claude2": "claude2_templates"
-}
-# Of what type labels are, where they are no texts.
-_NUMBERS = {"code_run": int, "math_calc": int, "math_find": int | float}
-_CHOOSING = ("code_debug", "longbook_choice_eng")
+_VARIABLES = {
+    "yarn-mistral": "yarn_mistral_templates", "gpt4": "gpt4_templates",
+    "claude2": "claude2_templates",
+}  # fmt: skip
+# Types of labels that are no texts.
+_LABEL_TYPES = {"code_run": int, "math_calc": int, "math_find": int | float}
+_MULTIPLE_CHOICE = ("code_debug", "longbook_choice_eng")
 _OPTIONS = ("OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D")
 _CHOICES = "\nA. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\n"
 _BOOK = "Here is a book, and after it a question about it.\n\n{context}\n\nQuestion: {question}"
@@ -162,19 +165,19 @@ WORDING = {
 }
 
 
-def _of_label(metric: Callable) -> Callable[[str, Record], float]:
+def _of_label(metric: Callable) -> Score:
     return lambda answer, facts: metric(answer, facts["references"])
-
-
-def _one(metric: Callable) -> Callable[[str, Record], float]:
-    return lambda answer, facts: metric(answer, facts["references"][0])
 
 
 def _math_find(answer: str, facts: Record) -> float:
     try:
         return scores.math_find(answer, facts["references"])
-    except ValueError:  # where the official scorer stops
+    except ValueError:  # the official scorer raises
         return 0.0
+
+
+def _kv_retrieval(answer: str, facts: Record) -> float:
+    return scores.kv_retrieval(answer, facts["references"][0])
 
 
 def _exact_number(answer: str, facts: Record) -> float:
@@ -192,7 +195,7 @@ _FIND = {"first_number": _math_find, "exact_number": _exact_number}
 _SETS = (
     DataSet("passkey", "retrieval", 6, _DIGITS),
     DataSet("number_string", "retrieval", 12, _DIGITS),
-    DataSet("kv_retrieval", "retrieval", 50, {"word_match": _one(scores.kv_retrieval)}),
+    DataSet("kv_retrieval", "retrieval", 50, {"word_match": _kv_retrieval}),
     DataSet("longbook_sum_eng", "english", 1200, {"rouge_lsum": best_of(_lsum)}),
     DataSet("longbook_qa_eng", "english", 40, {"qa_f1": best_of(metrics.qa_f1)}),
     DataSet("longbook_choice_eng", "english", 40, _CHOICE),
@@ -214,7 +217,7 @@ class InfiniteBench(TextCutBenchmark):
     three as many as the length holds uncut.
     """
 
-    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "InfiniteBench"
     source: ClassVar[str] = SOURCE
 
@@ -228,7 +231,7 @@ class InfiniteBench(TextCutBenchmark):
     generated: bool = False
 
     def has_file(self, data: DataSet) -> bool:
-        return not (self.generated and data.name in MADE)
+        return not (self.generated and data.name in GENERATED)
 
     def files(self, name: str) -> tuple[str, ...]:
         return f"{name}.jsonl", f"data/{name}.jsonl", f"data/InfiniteBench/{name}.jsonl"
@@ -241,19 +244,16 @@ class InfiniteBench(TextCutBenchmark):
                 f"{key}.family={self.family}: lm-eval has the prompts of gpt4; use that, or"
                 " wording=folder"
             )
-        for data in self.chosen():
+        for data in self.selection():
             self._template(data.name, key)
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
-        worded = self._template(data.name)
-        for number, row in local_files.rows(path, _FIELDS):
-            try:
-                example = _example(row, data.name, *worded)
-            except ValueError as fault:
-                local_files.skip(path, number, str(fault))
-                continue
-            facts = {"line": number, "id": row.get("id"), **example.facts}
-            yield dataclasses.replace(example, facts=facts)
+        template = self._template(data.name)
+
+        def parse(number: int, row: dict) -> Example:
+            return _example(row, data.name, *template, {"line": number, "id": row.get("id")})
+
+        return local_files.rows(path, _FIELDS, parse)
 
     def examples_of(
         self, data: DataSet, corpus: Corpus, length: int, limits: Limits
@@ -261,67 +261,61 @@ class InfiniteBench(TextCutBenchmark):
         if self.has_file(data):
             yield from super().examples_of(data, corpus, length, limits)
             return
-        made, worded = MADE[data.name], self._template(data.name)
-        count = self.max_examples or made.count
+        generated, template = GENERATED[data.name], self._template(data.name)
+        count = self.max_examples or generated.count
 
-        def asked(index: int, units: int) -> Example | None:
+        def whole_example(index: int, units: int) -> Example | None:
+            """The prepared example, or None if it would be cut."""
             rng = random.Random(f"infinitebench {limits.seed} {data.name} {index}")
-            row = made.row(rng, units, index, count)
+            row = generated.row(rng, units, index, count)
             facts = {"source": f"generated, {OWN_WORDING}", "units": units}
-            example = _example(row, data.name, *worded, **facts)
-            return self._whole(example, data, corpus.tokenizer, length)
+            example = _example(row, data.name, *template, facts)
+            example = self.prepare(example, data, corpus.tokenizer, length)
+            prompt = self.layout(corpus.tokenizer).prompt(example.segments)
+            is_over = self.budget(length, example.max_new_tokens).left(prompt) < 0
+            return None if is_over or example.facts.get("cut_tokens") else example
 
-        most = made.fitting(lambda units: asked(0, units) is not None)
+        max_units = generated.max_units(lambda units: whole_example(0, units) is not None)
         for index in range(count):
-            own = most
-            while (example := asked(index, own)) is None:
-                if own == made.least:
+            units = max_units
+            while (example := whole_example(index, units)) is None:
+                if units == generated.min_units:
                     raise InputError(
-                        f"lengths: {length} is too short for {data.name} with {own} lines, pairs or"
-                        " numbers; use longer ones"
+                        f"lengths: {length} is too short for {data.name} with {units} lines, pairs"
+                        " or numbers; use longer ones"
                     )
-                own = max(own - max(own // 100, 1), made.least)
+                units = max(units - max(units // 100, 1), generated.min_units)
             yield example
 
-    def _whole(self, example: Example, data: DataSet, tokenizer, length: int) -> Example | None:
-        """An example as it is asked, if nothing has to be cut."""
-        asked = self.asked(example, data, tokenizer, length)
-        prompt = self.layout(tokenizer).prompt(asked.segments)
-        over = self.budget(length, asked.max_new_tokens).left(prompt) < 0
-        return None if over or asked.facts.get("cut_tokens") else asked
-
     def _template(self, name: str, key: str = "tasks") -> tuple[str, str]:
-        places = ("prompt.py", "src/prompt.py", "../src/prompt.py")
+        paths = ("prompt.py", "src/prompt.py", "../src/prompt.py")
 
-        def official() -> tuple[str, str] | None:
-            variable = _VARIABLES[self.family]
-            found = self.path and local_files.python_templates(self.path, places, variable)
-            if not found or not found[0].get(name):
+        def official() -> tuple[dict[str, str], str] | None:
+            if not self.path:
                 return None
-            return found[0][name], f"official ({found[1]}, {self.family})"
+            templates = local_files.python_templates(self.path, paths, _VARIABLES[self.family])
+            return templates and (templates[0], f"official ({templates[1]}, {self.family})")
 
-        def lm_eval() -> tuple[str, str] | None:
-            if self.family != "gpt4":
-                return None
-            task = re.sub("_eng$", "_en", name)
-            return local_files.lm_eval_template("infinitebench", f"infinitebench_{task}")
-
-        return local_files.worded(self.wording, name, official, lm_eval, WORDING[name], key)
+        lm_eval_task = "infinitebench", f"infinitebench_{re.sub('_eng$', '_en', name)}"
+        return local_files.choose_template(
+            self.wording, name, official, lm_eval_task if self.family == "gpt4" else None,
+            WORDING[name], key,
+        )  # fmt: skip
 
 
-def _example(row: dict, name: str, template: str, wording: str, **facts) -> Example:
-    """What a row asks; ValueError says what of it does not fit."""
-    fields, label = _fields(row, name), _label(row, name)
-    facts |= {"wording": wording, "template_text": local_files.wording_hash(template)}
-    return Example(local_files.fill(template, fields), label, facts)
+def _example(row: dict, name: str, template: str, source: str, facts: Record) -> Example:
+    """Parses a row; raises ValueError with what is wrong."""
+    segments = local_files.fill_template(template, _fields(row, name))
+    facts = {**facts, **local_files.template_facts(template, source)}
+    return Example(segments, _label(row, name), facts)
 
 
 def _fields(row: dict, name: str) -> dict[str, str]:
-    """What a template may ask for; ValueError names what a row lacks."""
+    """The fields of a template; raises ValueError for what a row lacks."""
     if not isinstance(row["context"], str) or not isinstance(row["input"], str):
         raise ValueError("has a context or input that is no text")
     fields = {"context": row["context"], "input": row["input"], "question": row["input"]}
-    if name in _CHOOSING:
+    if name in _MULTIPLE_CHOICE:
         if not isinstance(row["options"], list) or len(row["options"]) != len(_OPTIONS):
             raise ValueError(f"has options={row['options']!r}, not four")
         fields |= dict(zip(_OPTIONS, map(str, row["options"]), strict=True))
@@ -331,23 +325,23 @@ def _fields(row: dict, name: str) -> dict[str, str]:
             raise ValueError("has no call such as func_1(2) in its input")
         fields |= {"func_call": call.group(), "func": call.group().split("(")[0]}
     elif name == "math_find":
-        asked = re.search("The .+ of", row["input"])
-        if asked is None:
+        match = re.search("The .+ of", row["input"])
+        if match is None:
             raise ValueError('has no "The ... of" in its input')
-        number = asked.group().lower().removesuffix(" of")
+        number = match.group().lower().removesuffix(" of")
         fields["prefix"] = f"What is {number} in the following list?"
     return fields
 
 
 def _label(row: dict, name: str) -> Sequence:
-    """What the score compares with; ValueError where that is of another type."""
+    """The references; raises ValueError if they have another type."""
     answer = row["answer"]
     label = answer if isinstance(answer, list) else [answer]
     if label and isinstance(label[0], list):
         label = label[0]
     if not label:
         raise ValueError("has an empty answer")
-    kind = _NUMBERS.get(name, str)
+    kind = _LABEL_TYPES.get(name, str)
     if not all(isinstance(item, kind) for item in label):
         raise ValueError(f"has answer={answer!r}, no {'text' if kind is str else 'number'}")
-    return scores.labels(label, row["options"]) if name in _CHOOSING else label
+    return scores.labels(label, row["options"]) if name in _MULTIPLE_CHOICE else label

@@ -1,6 +1,8 @@
-"""Official benchmark files in a folder that the user gives; nothing is downloaded.
+"""Official benchmark files in a folder of the user, and their prompt templates.
 
-rows("LongBench/qasper.jsonl", ("input", "context", "answers"))   # (line number, fields)
+Nothing is downloaded, and no Python file is executed.
+
+rows("LongBench/qasper.jsonl", ("input", "context", "answers"))   # (line number, row)
 """
 
 import ast
@@ -12,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,13 +23,12 @@ from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
 
 _FIELD = re.compile(r"\{(\w+)\}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 WORDINGS = ("auto", "folder", "lm_eval")
-Found = Callable[[], tuple[str, str] | None]  # a template and whose it is
-_HALF = re.compile("[\ud800-\udfff]")
 
 
 def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
-    """The first of `names` that is there; `source` says where the user gets it."""
+    """Returns the first file of `names` in a folder; `source` tells the user where to get it."""
     root = Path(folder)
     if not folder or not root.is_dir():
         raise InputError(f"{key}.path={folder!r} is no folder; name the one with {source}")
@@ -36,85 +38,136 @@ def find(folder: str, names: Sequence[str], key: str, source: str) -> Path:
     raise InputError(f"{key}.path: {root / names[0]} is missing; it is part of {source}")
 
 
-def rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict]]:
-    """Line numbers and rows of a JSONL file; a line without one of `fields` is left out.
+def rows(
+    path: Path, fields: Sequence[str], parse: Callable[[int, dict], Any] | None = None
+) -> Iterator[Any]:
+    """Yields the rows of a JSONL file.
 
-    A warning names the file and the line. A file without any good line is refused.
+    Lines without one of `fields`, and lines for which `parse` raises ValueError, are skipped with a
+    warning that names the file and the line.
+
+    Args:
+      path: The file.
+      fields: The fields that every row must have.
+      parse: A function of the line number and the row; None yields both as a pair.
+
+    Raises:
+      InputError: No line has the fields.
     """
-    good = 0
+    has_rows = False
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = _row(line, fields)
-            except ValueError as fault:
-                skip(path, number, str(fault))
+                row = _parse_line(line, fields)
+                has_rows = True
+                item = (number, row) if parse is None else parse(number, row)
+            except ValueError as error:
+                warn_skipped(path, number, str(error))
                 continue
-            good += 1
-            yield number, row
-    if not good:
+            yield item
+    if not has_rows:
         raise InputError(
             f"{path} has no line with {', '.join(fields)}; it is not the official file"
         )
 
 
-def _row(line: str, fields: Sequence[str]) -> dict:
-    """A line as an object with `fields`; ValueError says what does not fit."""
+def _parse_line(line: str, fields: Sequence[str]) -> dict:
+    """Parses a line as an object with `fields`; raises ValueError with what is wrong."""
     try:
         row = json.loads(line)
-    except ValueError as error:  # also of numbers with more digits than Python reads
+    except ValueError as error:  # also for numbers with more digits than Python reads
         raise ValueError(f"is no JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
     if absent := [name for name in fields if name not in row]:
         raise ValueError(f"lacks {', '.join(absent)}")
-    if "\\ud" in line.lower() and _HALF.search(json.dumps(row, ensure_ascii=False)):
+    if "\\ud" in line.lower() and _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
         raise ValueError("has half a character (a lone surrogate), which no tokenizer reads")
     return row
 
 
-def texts(value: object) -> bool:
-    """Whether `value` is a list of texts, and not an empty one."""
+def warn_skipped(path: Path, number: int, reason: str) -> None:
+    warnings.warn(f"{path}:{number} {reason}; this line is left out", stacklevel=3)
+
+
+def is_text_list(value: object) -> bool:
+    """Whether `value` is a list of texts that is not empty."""
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
-def skip(path: Path, number: int, fault: str) -> None:
-    """Says that a line is left out, once."""
-    warnings.warn(f"{path}:{number} {fault}; this line is left out", stacklevel=3)
+def fill_template(template: str, fields: Mapping[str, str]) -> list[Segment]:
+    """Splits a template at its field `context` into segments, and fills its fields.
 
-
-def fill(template: str, fields: Mapping[str, str], document: str = "context") -> list[Segment]:
-    """Segments of a template: what stands before the document, it, and what follows.
-
-    The end of the template is part of the question, so that a chat template goes around all of it,
-    as the official scripts have it.
+    The end of the template belongs to the question, so that a chat template surrounds all of it, as
+    in the official scripts.
     """
-    marks = list(_FIELD.finditer(template))
-    unknown = [mark.group(1) for mark in marks if mark.group(1) not in fields]
-    if unknown:
-        raise InputError(f"prompt template {template[:40]!r} asks for {unknown[0]}, no field here")
-    place = next((mark for mark in marks if mark.group(1) == document), None)
-    if place is None:
-        return [Segment("question", _filled(template, fields))]
-    parts = (
-        ("instruction", _filled(template[: place.start()], fields)),
-        ("context_doc", fields[document]),
-        ("question", _filled(template[place.end() :], fields)),
-    )
-    return [Segment(kind, text) for kind, text in parts if text]
+    matches = list(_FIELD.finditer(template))
+    for match in matches:
+        if match.group(1) not in fields:
+            raise InputError(
+                f"prompt template {template[:40]!r} asks for {match.group(1)}, no field here"
+            )
+
+    def fill(text: str) -> str:
+        return _FIELD.sub(lambda match: fields[match.group(1)], text)
+
+    context = next((match for match in matches if match.group(1) == "context"), None)
+    if context is None:
+        return [Segment("question", fill(template))]
+    texts = {
+        "instruction": fill(template[: context.start()]),
+        "context_doc": fields["context"],
+        "question": fill(template[context.end() :]),
+    }
+    return [Segment(kind, text) for kind, text in texts.items() if text]
 
 
-def _filled(template: str, fields: Mapping[str, str]) -> str:
-    return _FIELD.sub(lambda mark: fields[mark.group(1)], template)
+def template_facts(template: str, source: str) -> dict[str, str]:
+    """The fields of records about a template: its source and hash."""
+    digest = hashlib.sha256(template.encode()).hexdigest()[:12]
+    return {"wording": source, "template_text": digest}
 
 
-def wording_hash(template: str) -> str:
-    return hashlib.sha256(template.encode()).hexdigest()[:12]
+def choose_template(
+    rule: str,
+    name: str,
+    official: Callable[[], tuple[Mapping[str, str], str] | None],
+    lm_eval_task: tuple[str, str] | None,
+    default: str,
+    key: str,
+) -> tuple[str, str]:
+    """Returns the prompt template of a data set, and its source: the first that exists.
+
+    Args:
+      rule: auto: the official template in the user's folder, that of an installed lm-eval, or the
+        library's own; folder: not lm-eval's; lm_eval: no other.
+      name: The data set.
+      official: Returns the official templates by data set, and their source; None without them.
+      lm_eval_task: Folder and name of the task in lm-eval; None if it has no such task.
+      default: The library's own template.
+      key: The place of the task in the config, for messages.
+    """
+    one_of(f"{key}.wording", rule, WORDINGS)
+    if rule != "lm_eval":
+        templates, source = official() or ({}, "")
+        if templates.get(name):
+            return templates[name], source
+    if rule != "folder" and lm_eval_task is not None:
+        template = lm_eval_template(*lm_eval_task)
+        if template is not None:
+            return template
+    if rule == "lm_eval":
+        raise InputError(
+            f"{key}: wording=lm_eval, and no lm-eval with a prompt of {name} is installed; install"
+            " it, or use wording=folder"
+        )
+    return default, OWN_WORDING
 
 
 def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], str] | None:
-    """Prompt templates from the first JSON file that is there, and the file's name."""
+    """Returns the templates of the first JSON file that exists, and its name."""
     for name in names:
         path = Path(folder) / name
         if path.is_file():
@@ -128,18 +181,18 @@ def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], s
 def python_templates(
     folder: str, names: Sequence[str], variable: str
 ) -> tuple[dict[str, str], str] | None:
-    """A dict of strings that a Python file assigns to `variable`, and the file's name."""
+    """Returns a dict of strings that a Python file assigns to `variable`, and the file's name."""
     for name in names:
         path = Path(folder) / name
-        for value in assigned(path, variable) if path.is_file() else ():
+        for value in assigned_values(path, variable) if path.is_file() else ():
             if isinstance(value, ast.Dict):
                 pairs = zip(value.keys, value.values, strict=True)
                 return {_string(k): _string(v) for k, v in pairs if k is not None}, path.name
     return None
 
 
-def assigned(path: Path, name: str) -> Iterator[ast.expr]:
-    """What a Python file assigns to a name, in its order; the file is not executed."""
+def assigned_values(path: Path, name: str) -> Iterator[ast.expr]:
+    """Yields the expressions that a Python file assigns to a name."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
@@ -157,30 +210,10 @@ def _string(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def worded(
-    rule: str, name: str, folder: Found, lm_eval: Found, own: str, key: str = "tasks"
-) -> tuple[str, str]:
-    """The prompt of a data set, and whose words it has: the first that is there.
-
-    `rule` auto: the official one in the user's folder, that of an installed lm-eval, this library's
-    `own`; folder: not lm-eval's; lm_eval: nothing else.
-    """
-    one_of(f"{key}.wording", rule, WORDINGS)
-    found = folder() if rule != "lm_eval" else None
-    if found is None and rule != "folder":
-        found = lm_eval()
-    if found is None and rule == "lm_eval":
-        raise InputError(
-            f"{key}: wording=lm_eval, and no lm-eval with a prompt of {name} is installed; install"
-            " it, or use wording=folder"
-        )
-    return found or (own, OWN_WORDING)
-
-
 def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
-    """A task's prompt from an installed lm-eval, which is not imported; None without it.
+    """Returns the template of a task of an installed lm-eval, and its source; None without it.
 
-    Its copy lacks blanks and newlines at the end of some prompts.
+    lm-eval is not imported. Its templates lack blanks and newlines at the end of some prompts.
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
@@ -188,7 +221,7 @@ def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
     path = Path(spec.origin).parent / "tasks" / folder / f"{name}.yaml"
     if not path.is_file():
         return None
-    task = yaml.load(path.read_text(encoding="utf-8"), _Lenient)
+    task = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)
     text = task.get("doc_to_text")
     if not isinstance(text, str) or "{%" in text:
         return None
@@ -197,8 +230,8 @@ def lm_eval_template(folder: str, name: str) -> tuple[str, str] | None:
     return template, f"lm-eval {importlib.metadata.version('lm_eval')}"
 
 
-class _Lenient(yaml.SafeLoader):
-    """Reads task files with tags such as !function, whose values are left out."""
+class _TaskLoader(yaml.SafeLoader):
+    """Reads task files; values with tags such as !function become None."""
 
 
-_Lenient.add_multi_constructor("!", lambda loader, suffix, node: None)
+_TaskLoader.add_multi_constructor("!", lambda loader, suffix, node: None)

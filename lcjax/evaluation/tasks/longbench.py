@@ -1,10 +1,10 @@
 """LongBench (arXiv 2308.14508): 21 data sets, and LongBench-E, from the official JSONL files.
 
-Prompts are the official ones where `dataset2prompt.json` lies in the folder or in its config/, and
-this library's own otherwise; with `wording: lm_eval` they are those of an installed lm-eval.
-Records say which. As in the official script a prompt over the budget loses its middle, few-shot and
-code prompts have no chat template, the answer is written greedily, and of few-shot answers only the
-first line counts.
+Prompts are the official ones if `dataset2prompt.json` is in the folder or in its config/, and this
+library's own otherwise; with `wording: lm_eval` they are those of an installed lm-eval. Records
+name the source. As in the official script the middle of a prompt over the budget is cut, few-shot
+and code prompts have no chat template, generation is greedy, and only the first line of few-shot
+answers counts.
 
 Differs from the official script in one place: samsum's generation ends at its length instead of the
 first newline, which changes no first line unless the model begins with a newline.
@@ -26,7 +26,7 @@ from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of
+from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
 
 # This library's own prompts, for folders without the official ones (`wording` of a record). They
 # ask for the same and end alike: code in a newline, numbers in a blank.
@@ -164,8 +164,8 @@ class LongBench(TextCutBenchmark):
     """
 
     judging: ClassVar[tuple[str, ...]] = ("aggregate", "code_metric", "first_lines")
-    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
-    sets: ClassVar[dict[str, tuple[str, ...]]] = {
+    datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
+    selections: ClassVar[dict[str, tuple[str, ...]]] = {
         "en": tuple(data.name for data in _SETS if data.name not in _CHINESE),
         "zh": _CHINESE,
         "en_without_synthetic": tuple(
@@ -187,102 +187,94 @@ class LongBench(TextCutBenchmark):
     def label(self) -> str:
         return self.name or ("longbench_e" if self.e else "longbench")
 
-    def chosen(self) -> list[DataSet]:
-        return [data for data in super().chosen() if not self.e or data.name in _E]
+    def selection(self) -> list[DataSet]:
+        return [data for data in super().selection() if not self.e or data.name in _E]
 
     def files(self, name: str) -> tuple[str, ...]:
         file = f"{name}_e.jsonl" if self.e else f"{name}.jsonl"
         return file, f"data/{file}"
 
     def check(self, limits: Limits, key: str) -> None:
-        for field, known in (
-            ("code_metric", ("indel", "difflib")), ("first_lines", ("official", "lceg")),
-        ):  # fmt: skip
-            one_of(f"{key}.{field}", getattr(self, field), known)
+        one_of(f"{key}.code_metric", self.code_metric, ("indel", "difflib"))
+        one_of(f"{key}.first_lines", self.first_lines, ("official", "lceg"))
         super().check(limits, key)
-        if not self.chosen():
+        if not self.selection():
             raise InputError(f"{key}.tasks={list(self.tasks)} has no part in LongBench-E")
-        for data in self.chosen():
+        for data in self.selection():
             template(data.name, self.path, self.wording, key)
-        if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.chosen()):
-            metrics.words_zh("")  # says what to install before a model is loaded
+        if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.selection()):
+            metrics.words_zh("")  # raises before a model is loaded if jieba is missing
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
         return examples(path, *template(data.name, self.path, self.wording), data)
 
-    def rules(self, data: DataSet) -> DataSet:
+    def scoring(self, data: DataSet) -> DataSet:
         wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")
         if self.first_lines == "lceg" and wide and data.name not in _CHINESE:
             data = dataclasses.replace(data, first_line=True)
-        return data.showing(f"code_{self.code_metric}") if data.group == "code" else data
+        return data.with_shown(f"code_{self.code_metric}") if data.group == "code" else data
 
     def summarise(self, records: Sequence[Record]) -> Record:
-        """Of LongBench-E also the mean over data sets in each band of words."""
-        found = super().summarise(records)
-        if not self.e:
-            return found
-        for band, inside in by_band(records).items():
-            band, by_set = band.replace("-", "_").rstrip("+"), self.scores_by_set(inside)
-            found[f"words_{band}"] = float(np.mean(list(by_set.values()))) if by_set else None
-            found |= {f"{name}_{band}": score for name, score in by_set.items()}
-        return found
+        """Adds the mean over data sets in each band of words, for LongBench-E."""
+        summary = super().summarise(records)
+        for band, group in by_band(records).items() if self.e else ():
+            band, by_set = band.replace("-", "_").rstrip("+"), self.scores_by_set(group)
+            summary[f"words_{band}"] = float(np.mean(list(by_set.values()))) if by_set else None
+            summary |= {f"{name}_{band}": score for name, score in by_set.items()}
+        return summary
 
 
 def by_band(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records of LongBench-E by how many words their prompts have, where the file says it."""
-    known = [record for record in records if record.get("words") is not None]
+    """Records of LongBench-E by the number of words of their prompts, if the file has it."""
+    counted = [record for record in records if record.get("words") is not None]
     return {
-        band: [record for record in known if low <= record["words"] < high]
+        band: [record for record in counted if low <= record["words"] < high]
         for band, (low, high) in BANDS.items()
     }
 
 
-def template(name: str, folder: str, wording: str, key: str = "tasks") -> tuple[str, str]:
-    """The prompt of a data set, and whose it is; official ones lie in or beside the folder."""
-    places = ("dataset2prompt.json", "config/dataset2prompt.json")
-    places += tuple(f"{up}{place}" for up in ("../", "LongBench/") for place in places)
+def template(name: str, folder: str, rule: str, key: str = "tasks") -> tuple[str, str]:
+    """Returns the prompt of a data set, and its source; official ones are in or near the folder."""
+    paths = ("dataset2prompt.json", "config/dataset2prompt.json")
+    paths += tuple(f"{parent}{path}" for parent in ("../", "LongBench/") for path in paths)
 
-    def official() -> tuple[str, str] | None:
-        found = local_files.json_templates(folder, places)
-        if found is None or name not in found[0]:
-            return None
-        return found[0][name], f"official ({found[1]})"
+    def official() -> tuple[dict[str, str], str] | None:
+        templates = local_files.json_templates(folder, paths)
+        return templates and (templates[0], f"official ({templates[1]})")
 
-    def lm_eval() -> tuple[str, str] | None:
-        return local_files.lm_eval_template("longbench", name)
-
-    return local_files.worded(wording, name, official, lm_eval, WORDING[name], key)
+    lm_eval_task = ("longbench", name)
+    return local_files.choose_template(rule, name, official, lm_eval_task, WORDING[name], key)
 
 
-def examples(path: Path, template: str, wording: str, data: DataSet) -> Iterator[Example]:
-    """Rows of a file in LongBench's format."""
-    for number, row in local_files.rows(path, _FIELDS):
-        if (fault := _fault(row, data)) is not None:
-            local_files.skip(path, number, fault)
-            continue
-        facts = {"wording": wording, "line": number, "id": row.get("_id")}
-        facts["template_text"] = local_files.wording_hash(template)
+def examples(path: Path, template: str, source: str, data: DataSet) -> Iterator[Example]:
+    """Yields the examples of a file in LongBench's format."""
+
+    def parse(number: int, row: dict) -> Example:
+        _check_row(row, data)
+        facts = {"wording": source, "line": number, "id": row.get("_id")}
+        facts |= local_files.template_facts(template, source)
         if "classification" in data.scores:
             facts["all_classes"] = row["all_classes"]
         if "length" in row:
             facts["words"] = row["length"]
-        segments = local_files.fill(template, {k: row[k] for k in ("context", "input")})
-        yield Example(segments, row["answers"], facts)
+        fields = {key: row[key] for key in ("context", "input")}
+        return Example(local_files.fill_template(template, fields), row["answers"], facts)
+
+    return local_files.rows(path, _FIELDS, parse)
 
 
-def _fault(row: dict, data: DataSet) -> str | None:
-    """What of a row the scores of its data set cannot read."""
+def _check_row(row: dict, data: DataSet) -> None:
+    """Raises ValueError for a row that the scores of its data set cannot use."""
     for name in ("input", "context"):
         if not isinstance(row[name], str):
-            return f"has {name}={row[name]!r}, no text"
+            raise ValueError(f"has {name}={row[name]!r}, no text")
     answers = row["answers"]
-    if not local_files.texts(answers):
-        return f"has answers={answers!r}, no list of texts"
-    if "classification" in data.scores and not local_files.texts(row["all_classes"]):
-        return f"has all_classes={row['all_classes']!r}, no list of texts"
+    if not local_files.is_text_list(answers):
+        raise ValueError(f"has answers={answers!r}, no list of texts")
+    if "classification" in data.scores and not local_files.is_text_list(row["all_classes"]):
+        raise ValueError(f"has all_classes={row['all_classes']!r}, no list of texts")
     for name in _PARAGRAPH.keys() & data.scores.keys():
         if not all(re.search(_PARAGRAPH[name], answer) for answer in answers):
-            return f"has answers={answers!r}, which name no paragraph"
+            raise ValueError(f"has answers={answers!r}, which name no paragraph")
     if not isinstance(row.get("length"), int | None):
-        return f"has length={row['length']!r}, no number of words"
-    return None
+        raise ValueError(f"has length={row['length']!r}, no number of words")

@@ -1,12 +1,13 @@
 """Many-shot classification of questions: accuracy over the number of demonstrations.
 
-TREC's 50 classes of questions (Li and Roth, COLING 2002) with 1 to 1,000 of them as demonstrations,
-as LCEG (arXiv 2409.12181, figure 2) has it: LongBench's prompt and score, 64 new tokens, the first
-line. With `options` all classes are also ranked by their likelihood behind the prompt. Read from
+TREC's 50 classes of questions (Li and Roth, COLING 2002) with 1 to 1,000 demonstrations, as in LCEG
+(arXiv 2409.12181, figure 2): LongBench's prompt and score, 64 new tokens, the first line. With
+`options` all classes are also ranked by their likelihood after the prompt. Examples are read from
 LCEG's files in LongBench's format, or drawn from TREC's own two files; then classes have this
-library's names. The prompt is that of LongBench's `trec`, from the same places.
+library's names. The prompt is that of LongBench's `trec`.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import inside
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example
@@ -22,8 +22,8 @@ from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
 from lcjax.evaluation.tasks import local_files, longbench
-from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark
-from lcjax.evaluation.tasks.icl import option_losses
+from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, by_name
+from lcjax.evaluation.tasks.icl import option_ids, option_losses
 from lcjax.evaluation.tasks.longbench import LongBench
 
 SHOTS = (1, 5, 10, 25, 50, 75, 100, 200, 300, 400, 500, 625, 750, 875, 1000)
@@ -32,12 +32,12 @@ TRAIN, TEST = "train_5500.label", "TREC_10.label"
 SOURCE = (
     f"TREC's {TRAIN} and {TEST} (cogcomp.seas.upenn.edu/Data/QA/QC), or LCEG's trec_<k>shots.jsonl"
 )
-_SCORES = LongBench.known["trec"].scores
+_SCORES = LongBench.datasets["trec"].scores
 _SETS = tuple(
     DataSet(f"trec_{shots}shots", "trec", 64, _SCORES, chat=False, first_line=True)
     for shots in SHOTS
 )
-# No name is part of another, so that an answer is never right for two.
+# No name is part of another, so that an answer never contains two.
 CLASSES = {
     "ABBR:abb": "Short form", "ABBR:exp": "Meaning of an abbreviation",
     "DESC:def": "Definition", "DESC:desc": "Description", "DESC:manner": "Manner of an action",
@@ -67,8 +67,11 @@ class ManyShot(TextCutBenchmark):
     Demonstrations are drawn anew for every question, with `balanced` one of each class in turn.
     """
 
-    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "Many-shot"
+    metric: ClassVar[Metric] = Metric(
+        "accuracy", "Many-shot TREC, mean over numbers of demonstrations", False, 4
+    )
     source: ClassVar[str] = SOURCE
 
     max_examples: int | None = 200  # questions; of TREC's own file drawn with `seed`
@@ -82,16 +85,11 @@ class ManyShot(TextCutBenchmark):
     def chooses(self) -> bool:
         return self.options
 
-    @property
-    def metric(self) -> Metric:
-        title = "Many-shot TREC, mean over numbers of demonstrations"
-        return Metric("accuracy", title, False, 4)
-
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         whole_numbers(key, self, 0, "seed")
         self._template(key)
-        for data in self.chosen():
+        for data in self.selection():
             path = local_files.find(self.path, self.files(data.name), key, SOURCE)
             if path.name == TEST:
                 local_files.find(self.path, (TRAIN,), key, SOURCE)
@@ -105,49 +103,51 @@ class ManyShot(TextCutBenchmark):
         files = corpus.once(
             (ManyShot, path), lambda: (_label_file(path), _label_file(path.with_name(TRAIN)))
         )
-        return self._drawn(SHOTS[list(self.known).index(data.name)], *files)
+        return self._draw(SHOTS[list(self.datasets).index(data.name)], *files)
 
     def _template(self, key: str = "tasks") -> tuple[str, str]:
         return longbench.template("trec", self.path, self.wording, key)
 
-    def _drawn(self, count: int, questions: Sequence, train: Sequence) -> Iterator[Example]:
+    def _draw(self, count: int, questions: Sequence, train: Sequence) -> Iterator[Example]:
         order = np.random.default_rng(self.seed).permutation(len(questions))
-        template, wording = self._template()
+        template, source = self._template()
         opening, _, closing = template.partition("{context}")
-        closing = closing.removeprefix("\n")  # which every demonstration ends with
-        for place in order[: self.max_examples]:
-            line, question, answer = questions[place]
+        closing = closing.removeprefix("\n")  # every demonstration ends with a newline
+        for index in order[: self.max_examples]:
+            line, question, answer = questions[index]
             rng = np.random.default_rng([self.seed, count, line])
             demos = [
                 Segment("demo", f"Question: {text}\nType: {name}\n")
-                for _, text, name in self._picked(train, count, rng)
+                for _, text, name in self._demonstrations(train, count, rng)
             ]
-            asked = closing.replace("{input}", f"Question: {question}\nType:")
-            ask = Segment("question", asked)
+            text = closing.replace("{input}", f"Question: {question}\nType:")
+            segments = [Segment("instruction", opening), *demos, Segment("question", text)]
             facts = {"line": line, "all_classes": list(CLASSES.values()), "shots": count}
-            facts |= {"wording": wording, "template_text": local_files.wording_hash(template)}
-            yield Example([Segment("instruction", opening), *demos, ask], [answer], facts)
+            facts |= local_files.template_facts(template, source)
+            yield Example(segments, [answer], facts)
 
-    def _picked(self, train: Sequence, count: int, rng: np.random.Generator) -> list:
+    def _demonstrations(self, train: Sequence, count: int, rng: np.random.Generator) -> list:
         order = rng.permutation(len(train))
         if self.balanced:
-            rank: dict[str, int] = {}
-            rounds = []
-            for place in order:
-                name = train[place][2]
-                rank[name] = rank.get(name, -1) + 1
-                rounds.append(rank[name])
+            counts: dict[str, int] = collections.Counter()
+            rounds = []  # the number of earlier rows of the same class
+            for _, _, name in (train[index] for index in order):
+                rounds.append(counts[name])
+                counts[name] += 1
             order = order[np.argsort(rounds, kind="stable")]
-        return [train[place] for place in order[:count]]
+        return [train[index] for index in order[:count]]
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         units = super().plan(corpus, length, limits)
-        lost = (unit.facts["truncated"] or unit.facts.get("cut_tokens") for unit in units)
-        cut = {unit.facts["dataset"] for unit, tokens in zip(units, lost) if tokens}
+        cut = {
+            unit.facts["dataset"]
+            for unit in units
+            if unit.facts["truncated"] or unit.facts.get("cut_tokens")
+        }
         whole = [unit for unit in units if unit.facts["dataset"] not in cut]
         if not whole:
             raise InputError(
-                f"lengths: {length} is too short for {self.label} with {self.chosen()[0].name};"
+                f"lengths: {length} is too short for {self.label} with {self.selection()[0].name};"
                 " use longer ones, or fewer demonstrations in tasks"
             )
         return [dataclasses.replace(unit, index=index) for index, unit in enumerate(whole)]
@@ -160,56 +160,47 @@ class ManyShot(TextCutBenchmark):
         if not self.options:
             return records
         rows = filled(units, batch)
-        options = [
-            [inside(model.tokenizer, f" {name}") for name in unit.facts["all_classes"]]
-            for unit in rows
-        ]
+        options = [option_ids(model.tokenizer, unit.facts["all_classes"]) for unit in rows]
         losses = option_losses(model, [unit.payload for unit in rows], options)
         return [
-            self._ranked(unit, record, loss, list(map(len, own)))
-            for unit, record, loss, own in zip(units, records, losses, options)
+            self._with_options(unit, record, loss, list(map(len, ids)))
+            for unit, record, loss, ids in zip(units, records, losses, options)
         ]
 
-    def _ranked(
+    def _with_options(
         self, unit: Unit, record: Record, losses: np.ndarray, sizes: Sequence[int]
     ) -> Record:
-        """A record with what each class costs behind the prompt, and whether the best is right."""
+        """Adds the loss of each class after the prompt, and whether the likeliest is right."""
         record = {**record, "option_nll": losses.tolist(), "option_tokens": sizes}
-        scores = {**record["scores"], **_by_options({**unit.facts, **record})}
+        scores = {**record["scores"], **_option_scores({**unit.facts, **record})}
         read = unit.facts["size"] + len(unit.tokens) + sum(sizes)
         return {**record, "scores": scores, "read": read}
 
     def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        return {**super().judge(answer, unit, tokenizer), **_by_options(unit.facts)}
+        return {**super().judge(answer, unit, tokenizer), **_option_scores(unit.facts)}
 
     def summarise(self, records: Sequence[Record]) -> Record:
-        found = super().summarise(records)
-        return {**found, **self.flavours(records, OPTION_SCORES)} if self.options else found
+        names = OPTION_SCORES if self.options else ()
+        return {**super().summarise(records), **self.further_means(records, names)}
 
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path
     ) -> list[Path]:
-        longest = max(cell["length"] for cell in cells)
-        own = [cell for cell in cells if cell["length"] == longest]
-        asked = zip(self.known, SHOTS)
-        shots = {name: n for name, n in asked if any(name in cell for cell in own)}
-        panels = {f"Many-shot TREC at {longest:,} tokens": shots}
+        """The number by length, and the curve over the demonstrations at the longest length."""
+        files, cells = super().figures(cells, records, folder), plots.at_longest(cells)
+        counts = zip(self.datasets, SHOTS)
+        shots = {name: n for name, n in counts if any(name in cell for cell in cells)}
+        panels = {f"Many-shot TREC at {cells[0]['length']:,} tokens": shots}
         if self.options:
-            ranked = {f"{name}:{OPTION_SCORES[0]}": count for name, count in shots.items()}
-            panels["The likeliest class"] = ranked
-        return [
-            *super().figures(cells, records, folder),
-            plots.over_counts(
-                own,
-                panels,
-                ("demonstrations", "accuracy"),
-                folder / f"{self.label}_by_shots.png",
-            ),
-        ]
+            panels["The likeliest class"] = {
+                f"{name}:{OPTION_SCORES[0]}": count for name, count in shots.items()
+            }
+        path = folder / f"{self.label}_by_shots.png"
+        return [*files, plots.over_counts(cells, panels, ("demonstrations", "accuracy"), path)]
 
 
-def _by_options(facts: Record) -> dict[str, float]:
-    """Whether the likeliest class is the right one, where facts hold what classes cost."""
+def _option_scores(facts: Record) -> dict[str, float]:
+    """Whether the likeliest class is the right one, if `facts` has the losses of the classes."""
     if "option_nll" not in facts:
         return {}
     losses, names = np.asarray(facts["option_nll"]), facts["all_classes"]
@@ -221,14 +212,14 @@ def _by_options(facts: Record) -> dict[str, float]:
 
 
 def _label_file(path: Path) -> list[tuple[int, str, str]]:
-    """Line, question and class of every line `CLASS:fine question`, as TREC writes them."""
-    found = []
+    """Reads number, question and class of every line `CLASS:fine question` of TREC's file."""
+    rows = []
     for number, line in enumerate(path.read_text(encoding="latin-1").splitlines(), 1):
         code, _, question = line.partition(" ")
         if code in CLASSES and question.strip():
-            found.append((number, question.strip(), CLASSES[code]))
+            rows.append((number, question.strip(), CLASSES[code]))
         elif line.strip():
-            local_files.skip(path, number, f"begins with {code!r}, none of TREC's classes")
-    if not found:
+            local_files.warn_skipped(path, number, f"begins with {code!r}, none of TREC's classes")
+    if not rows:
         raise InputError(f"{path} has no line such as 'NUM:date When ...'; it is not TREC's file")
-    return found
+    return rows

@@ -3,9 +3,8 @@
 CEPE (arXiv 2402.16617, section 4.2): two demonstrations, each with its best passage, then k
 passages, the question and the beginning of the answer; 25 tokens, up to a newline; exact match over
 all aliases. Files are those of CEPE or Contriever: JSONL with `question`, `answer` and `ctxs`, the
-passages from the best one on. Wording is this library's own. A model with a memory reads what does
-not fit its decoder beside it, from the first demonstration on; CEPE keeps the first ten passages
-with the decoder.
+passages with the best first. The wording is this library's own. The first segments that do not fit
+the decoder of a model with a memory are its context; CEPE's decoder reads the first ten passages.
 """
 
 import dataclasses
@@ -25,14 +24,14 @@ from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of
+from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of, by_name
 
 PASSAGES = (1, 5, 10, 15, 20, 30, 60)
 SOURCE = (
     "CEPE's retrieval files (its retrieval/README.md): nq-open/test.jsonl and train.jsonl,"
     " triviaqa/validation.jsonl and train.jsonl, popqa/test.jsonl"
 )
-# Folder, questions, and where demonstrations come from, which for PopQA are its other questions.
+# Folder, questions, and demonstrations; those of PopQA are its other questions.
 _FILES = {
     "nq": ("nq-open", "test.jsonl", "train.jsonl"),
     "triviaqa": ("triviaqa", "validation.jsonl", "train.jsonl"),
@@ -62,125 +61,119 @@ class _Row:
     answers: list[str]
     passages: list[str]
 
+    def text(self, passages: Sequence[str] = (), *, answered: bool = False) -> str:
+        """The question after `passages`, with its first answer if `answered`."""
+        text = "\n\n".join([*passages, f"Question: {self.question}\nAnswer:"])
+        return f"{text} {self.answers[0]}\n\n" if answered else text
+
 
 @Task.register_subclass("open_qa")
 @dataclasses.dataclass(frozen=True)
 class OpenQa(AnswerBenchmark):
     """Data sets are `nq_10` and so on; the end of the last passages is cut, never the question."""
 
-    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "Open-domain QA"
     source: ClassVar[str] = SOURCE
     cut: ClassVar[str] = "right"
 
     demonstrations: int = 2
-    seed: int = 42  # of the demonstrations, and of the questions where max_examples leaves some out
+    seed: int = 42  # of the demonstrations, and of the choice of max_examples questions
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         whole_numbers(key, self, 0, "demonstrations", "seed")
-        for data in self.chosen():
+        for data in self.selection():
             if self.demonstrations:
                 folder, _, train = _FILES[data.group]
                 local_files.find(self.path, (f"{folder}/{train}",), key, SOURCE)
 
     def files(self, name: str) -> tuple[str, ...]:
-        folder, test, _ = _FILES[self.known[name].group]
+        folder, test, _ = _FILES[self.datasets[name].group]
         return (f"{folder}/{test}",)
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
         rows, pool = corpus.once((self, path), lambda: self._rows(data.group, path))
-        count = _passages(data)
+        count = _num_passages(data)
         for row in rows:
-            shown = self._picked(pool, row)
-            parts = [Segment("demo", _text(demo, demo.passages[:1], done=True)) for demo in shown]
-            passages = row.passages[:count]
-            parts += [Segment("context_doc", f"{passage}\n\n") for passage in passages]
-            parts.append(Segment("question", _text(row, [], done=False)))
+            demos, passages = self._demonstrations(pool, row), row.passages[:count]
+            segments = [
+                *(Segment("demo", demo.text(demo.passages[:1], answered=True)) for demo in demos),
+                *(Segment("context_doc", f"{passage}\n\n") for passage in passages),
+                Segment("question", row.text()),
+            ]
             facts = {"line": row.line, "wording": OWN_WORDING}
             facts |= {"passages": len(passages), "question": row.question}
-            yield Example(parts, row.answers, facts)
+            yield Example(segments, row.answers, facts)
 
-    def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
-        """Where the last passages will be cut, a line says so."""
-        example = super().asked(example, data, tokenizer, length)
-        return self.told(example, _OMITTED, tokenizer, length)
+    def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        """Adds a line if the last passages will be cut."""
+        example = super().prepare(example, data, tokenizer, length)
+        return self.mark_cut(example, _OMITTED, tokenizer, length)
 
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path
     ) -> list[Path]:
-        """Also the curve of each set over the passages that are read, where several numbers are."""
-        longest = max(cell["length"] for cell in cells)
-        own = [cell for cell in cells if cell["length"] == longest]
+        """The number by length, and the curve of each set over its numbers of passages."""
+        files, cells = super().figures(cells, records, folder), plots.at_longest(cells)
         panels: dict[str, dict[str, int]] = {}
-        for name, data in self.known.items():
-            if any(name in cell for cell in own):
-                title = f"{_TITLES[data.group]} at {longest:,} tokens"
-                panels.setdefault(title, {})[name] = _passages(data)
-        files = super().figures(cells, records, folder)
+        for name, data in self.datasets.items():
+            if any(name in cell for cell in cells):
+                title = f"{_TITLES[data.group]} at {cells[0]['length']:,} tokens"
+                panels.setdefault(title, {})[name] = _num_passages(data)
         if max(map(len, panels.values())) == 1:
             return files
         path = folder / f"{self.label}_by_passages.png"
-        return [*files, plots.over_counts(own, panels, ("passages", "exact match"), path)]
+        return [*files, plots.over_counts(cells, panels, ("passages", "exact match"), path)]
 
     def _rows(self, group: str, path: Path) -> tuple[list[_Row], list[_Row]]:
-        """What is asked, and questions with answers to draw demonstrations from.
+        """Returns the questions, and questions with answers to draw demonstrations from.
 
-        What is asked is left out of these, but for PopQA's, which are the same, one by one.
+        The latter do not contain the questions, except for PopQA, which has one file.
         """
         train = path.with_name(_FILES[group][2])
-        most = max(_passages(data) for data in self.chosen() if data.group == group)
-        every = list(_rows(path, most))
-        rows = every
+        counts = [_num_passages(data) for data in self.selection() if data.group == group]
+        pool = rows = _rows(path, max(counts))
         if self.max_examples is not None and len(rows) > self.max_examples:
             order = np.random.default_rng(self.seed).permutation(len(rows))[: self.max_examples]
-            rows = [rows[place] for place in order]
-        if train == path or not self.demonstrations:
-            return rows, every
-        asked = {metrics.normalise(row.question) for row in rows}
-        pool = (row for row in _rows(train, 1) if metrics.normalise(row.question) not in asked)
-        return rows, list(pool)
+            rows = [rows[index] for index in order]
+        if train != path and self.demonstrations:
+            questions = {metrics.normalise(row.question) for row in rows}
+            pool = [r for r in _rows(train, 1) if metrics.normalise(r.question) not in questions]
+        return rows, pool
 
-    def _picked(self, pool: Sequence[_Row], row: _Row) -> list[_Row]:
+    def _demonstrations(self, pool: Sequence[_Row], row: _Row) -> list[_Row]:
         rng = np.random.default_rng([self.seed, row.line])
-        # One more than wanted, as one of them may be the question itself.
-        places = rng.permutation(len(pool))[: self.demonstrations + 1]
-        found = [pool[place] for place in places if pool[place].question != row.question]
-        return found[: self.demonstrations]
+        # One more than needed, as one of them may be the question itself.
+        indices = rng.permutation(len(pool))[: self.demonstrations + 1]
+        demos = [pool[index] for index in indices if pool[index].question != row.question]
+        return demos[: self.demonstrations]
 
 
-def _passages(data: DataSet) -> int:
-    """How many of them a data set such as nq_10 reads."""
+def _num_passages(data: DataSet) -> int:
+    """The number of passages of a data set such as nq_10."""
     return int(data.name.rpartition("_")[2])
 
 
-def _rows(path: Path, passages: int) -> Iterator[_Row]:
-    """Questions of a file with their first `passages` passages."""
-    for number, row in local_files.rows(path, _FIELDS):
+def _rows(path: Path, num_passages: int) -> list[_Row]:
+    """Reads the questions of a file with their first passages."""
+
+    def parse(number: int, row: dict) -> _Row:
         answers = [answer for answer in flat(row["answer"]) if isinstance(answer, str)]
-        fault = None
         if not isinstance(row["question"], str) or not answers:
-            fault = "has a question or an answer that is no text"
-        elif not isinstance(row["ctxs"], list) or not all(map(_readable, row["ctxs"])):
-            fault = "has a passage without a text"
-        if fault is not None:
-            local_files.skip(path, number, fault)
-            continue
-        texts = [_passage(passage) for passage in row["ctxs"][:passages]]
-        yield _Row(number, row["question"].strip(), answers, texts)
+            raise ValueError("has a question or an answer that is no text")
+        if not isinstance(row["ctxs"], list) or not all(map(_has_text, row["ctxs"])):
+            raise ValueError("has a passage without a text")
+        passages = [_passage_text(passage) for passage in row["ctxs"][:num_passages]]
+        return _Row(number, row["question"].strip(), answers, passages)
+
+    return list(local_files.rows(path, _FIELDS, parse))
 
 
-def _readable(passage) -> bool:
+def _has_text(passage) -> bool:
     return isinstance(passage, dict) and isinstance(passage.get("text"), str)
 
 
-def _passage(passage: dict) -> str:
+def _passage_text(passage: dict) -> str:
     title = passage.get("title")
     return f"Passage ({title}): {passage['text']}" if title else f"Passage: {passage['text']}"
-
-
-def _text(row: _Row, passages: Sequence[str], *, done: bool) -> str:
-    """A question, with the answer where it is `done`."""
-    parts = [*passages, f"Question: {row.question}\nAnswer:"]
-    text = "\n\n".join(parts)
-    return f"{text} {row.answers[0]}\n\n" if done else text

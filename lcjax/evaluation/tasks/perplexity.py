@@ -1,27 +1,199 @@
-"""Perplexity under a named protocol, bits per byte, and loss by position."""
+"""Perplexity under a named protocol, bits per byte, and loss by position.
+
+Papers print "perplexity, sliding window of 256" for computations that differ by 9 to 19 % on one
+model and text, because they choose and weight windows differently. Here each choice has a name:
+
+| id               | windows                                | scored     | mean over | BOS      |
+|------------------|----------------------------------------|------------|-----------|----------|
+| `slide_press`    | document: end at L, L+S, ..., its end  | new tokens | tokens    | document |
+| `slide_yarn`     | the same                               | new tokens | windows   | window   |
+| `slide_full`     | stream: start at 0, S, ..., less last  | all        | windows   | document |
+| `last_k`         | document: start at 0, S, ..., all full | last k     | windows   | document |
+| `last_k_n100`    | 100 of them; at 128K 10, one each      | last k     | windows   | document |
+| `prefix_yarn`    | the beginning of each document         | all        | windows   | document |
+| `stream_sink`    | the same, by a cache that forgets      | last k/all | tokens    | document |
+| `rolling_lmeval` | document: blocks one after another     | new tokens | words     | prefix   |
+
+`slide_press` is Press et al. 2021 (Shortformer), the text of PI and E2-LLM; `slide_yarn` and
+`prefix_yarn` are YaRN's code without and with `--truncate`; `slide_full` is what the published code
+of LongLoRA, of the LCEG study and of Dual Chunk Attention computes, with 2.71828 for e; `last_k` is
+CEPE's code, and `last_k_n100` the first of its windows, as in SharedLLM. `stream_sink` is
+StreamingLLM's stream (all scored), or CEPE's (the last 256); the method's pattern defines what the
+cache forgets. `rolling_lmeval` is lm-eval's: blocks of L new tokens, the last of which reads back
+to be as long; the prefix is BOS, or else the end of a text. (A rotation that depends on the length
+is there that of L + 1 tokens, as the last token is predicted and not read.)
+"""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation.corpus import BOS_RULES, Corpus, prefix_token, start_token
+from lcjax.evaluation.corpus import BOS_RULES, Corpus, Document, prefix_token, start_token
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
-from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, Protocol, choose, join, lay
 
-SELECT = ("spread", "first", "random")
+_SELECT = ("spread", "first", "random")
+_LONG = 131_072  # from here on `last_k_n100` takes fewer windows
+
+Span = tuple[int, int, int]  # start, size, first scored position
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Tokens `start : start + size` of a document, of which `first : size` are scored."""
+
+    index: int
+    document: int
+    start: int
+    size: int
+    first: int
+    weight: float  # of its mean loss in the mean over all windows
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowOptions:
+    """The settings of a protocol besides the length."""
+
+    stride: int = 256
+    last: int | None = 256
+    has_bos: bool = False
+    drop_last: bool = True
+    per_document: int | None = None
+
+
+def _slide_press(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
+    yield 0, min(total, length), 1
+    for start in range(options.stride, total - length + options.stride, options.stride):
+        yield start, min(length, total - start), length - options.stride
+
+
+def _slide_full(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
+    # The published loop runs over range(0, total - length, stride) without its last start.
+    stop = total - length if options.drop_last else total - length + 1
+    starts = range(0, stop, options.stride)
+    yield from ((start, length, 1) for start in (starts[:-1] if options.drop_last else starts))
+
+
+def _last_k(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
+    starts = range(0, total - length + 1, options.stride)
+    starts = starts[: options.per_document]
+    yield from ((start, length, length - options.last) for start in starts)
+
+
+def _last_k_n100(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
+    each = options.per_document or (1 if length >= _LONG else None)
+    yield from _last_k(total, length, dataclasses.replace(options, per_document=each))
+
+
+def _prefix_yarn(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
+    # L - 1 tokens of text, and one place for BOS.
+    yield 0, min(total, length if options.has_bos else length - 1), 1
+
+
+def _stream_sink(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
+    size = min(total, length)
+    yield 0, size, 1 if options.last is None else max(size - options.last, 1)
+
+
+def _rolling_lmeval(total: int, length: int, options: WindowOptions) -> Iterator[Span]:
+    # The last token of a window is predicted and not read, so there is one more.
+    for before in range(0, total - 1, length):
+        stop = min(before + length + 1, total)
+        start = max(stop - length - 1, 0)
+        yield start, stop - start, before + 1 - start
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """A rule for windows, and for the mean over them."""
+
+    spans: Callable[[int, int, WindowOptions], Iterator[Span]]
+    mean_over: str  # tokens, windows, words
+    base: float = math.e
+    bos: str = "document"  # before each document or window, or prefix, which is never omitted
+    stream: bool = False  # whether the documents are joined
+    strided: bool = True
+    whole: bool = False  # whether documents of any length are scored to their end
+    ends: bool = False  # whether only the last tokens of a window may be scored
+    max_windows: Callable[[int], int] | None = None  # of a length, the first ones; None: all
+    by_position: bool = False  # whether every position is scored
+
+
+PROTOCOLS = {
+    "slide_press": Protocol(_slide_press, "tokens"),
+    "slide_yarn": Protocol(_slide_press, "windows", bos="window"),
+    "slide_full": Protocol(_slide_full, "windows", base=2.71828, stream=True, by_position=True),
+    "last_k": Protocol(_last_k, "windows", ends=True),
+    "last_k_n100": Protocol(
+        _last_k_n100,
+        "windows",
+        ends=True,
+        max_windows=lambda length: 10 if length >= _LONG else 100,
+    ),
+    "prefix_yarn": Protocol(_prefix_yarn, "windows", strided=False, by_position=True),
+    "stream_sink": Protocol(_stream_sink, "tokens", strided=False, ends=True),
+    "rolling_lmeval": Protocol(_rolling_lmeval, "words", bos="prefix", strided=False, whole=True),
+}
+
+
+def join_documents(documents: Sequence[Document]) -> Document:
+    """Concatenates all documents."""
+    ends = None
+    if all(document.byte_ends is not None for document in documents):
+        offsets = np.cumsum([0.0] + [d.byte_ends[-1] for d in documents[:-1]])
+        pairs = zip(documents, offsets, strict=True)
+        ends = np.concatenate([document.byte_ends + offset for document, offset in pairs])
+    tokens = np.concatenate([document.tokens for document in documents])
+    return Document("stream", tokens, ends, sum(document.words for document in documents))
+
+
+def lay_windows(
+    protocol: Protocol, documents: Sequence[Document], length: int, options: WindowOptions
+) -> list[Window]:
+    """Returns all windows of a protocol with `length` tokens, in reading order."""
+    windows: list[Window] = []
+    for number, document in enumerate(documents):
+        for start, size, first in protocol.spans(len(document), length, options):
+            if size <= first:
+                continue
+            weight = 1.0
+            if protocol.mean_over == "tokens":
+                weight = float(size - first)
+            elif protocol.mean_over == "words":  # the share of its tokens
+                weight = document.words * (size - first) / (len(document) - 1)
+            windows.append(Window(len(windows), number, start, size, first, weight))
+    return windows if protocol.max_windows is None else windows[: protocol.max_windows(length)]
+
+
+def choose_windows(
+    windows: Sequence[Window], limit: int | None, how: str, seed: int
+) -> list[Window]:
+    """Returns `limit` windows (None: all): the `first`, evenly `spread`, or `random` ones.
+
+    Neighbouring windows share all but S tokens, and the first ones are from few documents, so the
+    estimate of `spread` for the corpus is better than that of `first` at the same cost.
+    """
+    if limit is None or limit >= len(windows):
+        return list(windows)
+    if how == "first":
+        return list(windows[:limit])
+    if how == "spread":
+        picks = (np.arange(limit) * len(windows)) // limit
+    else:
+        picks = np.sort(np.random.default_rng(seed).choice(len(windows), limit, replace=False))
+    return [windows[pick] for pick in picks]
 
 
 @Task.register_subclass("perplexity")
 @dataclasses.dataclass(frozen=True)
 class Perplexity(Task):
-    """How well the next token is predicted, under one of the protocols of `windows.py`."""
+    """The loss of the next token under one of the protocols of this module."""
 
     # slide_press, slide_yarn, slide_full, last_k, last_k_n100, prefix_yarn, stream_sink or
     # rolling_lmeval
@@ -31,11 +203,11 @@ class Perplexity(Task):
     last: int | None = 256
     bos: str = "auto"  # BOS before each document: auto (if the model expects it), always, never
     min_tokens: int | None = None  # shortest document that counts; null: the longest length
-    # Where documents are cut, so that all lengths score the same text; null: nowhere
+    # Documents are cut to this length, so that all lengths score the same text; null: not cut
     max_tokens: int | None = None
-    # Only so many documents (the LCEG study: 10, CEPE at 128K: 10); null: all
+    # Number of documents (the LCEG study: 10, CEPE at 128K: 10); null: all
     first_documents: int | None = None
-    # last_k: only so many from each (CEPE at 128K: 1); null: all
+    # last_k: number of windows of each document (CEPE at 128K: 1); null: all
     windows_per_document: int | None = None
     drop_last_window: bool = True  # slide_full: as the published loop does
     select: str = "spread"  # which windows max_windows keeps: spread evenly, first, or random
@@ -47,9 +219,9 @@ class Perplexity(Task):
 
     @property
     def metric(self) -> Metric:
-        # Papers print a dash where a model has broken down.
-        what = "word perplexity" if self._rules.mean_over == "words" else "perplexity"
-        return Metric("perplexity", f"{what} ({self.protocol})", True, 2, dash_above=1e3)
+        # Papers print a dash if a model fails at a length.
+        name = "word perplexity" if self._rules.mean_over == "words" else "perplexity"
+        return Metric("perplexity", f"{name} ({self.protocol})", True, 2, dash_above=1e3)
 
     @property
     def _rules(self) -> Protocol:
@@ -57,13 +229,13 @@ class Perplexity(Task):
 
     @property
     def _per(self) -> str:
-        """What a record's loss is divided by: its tokens, or the words that it is weighed by."""
+        """The field of records that divides their loss: the number of tokens or of words."""
         return "weight" if self._rules.mean_over == "words" else "scored"
 
     def check(self, limits: Limits, key: str) -> None:
         for field, value, known in (
             ("protocol", self.protocol, tuple(PROTOCOLS)),
-            ("select", self.select, SELECT),
+            ("select", self.select, _SELECT),
             ("bos", self.bos, BOS_RULES),
             ("position_bins", self.position_bins, ("linear", "log")),
         ):
@@ -101,22 +273,22 @@ class Perplexity(Task):
 
     def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
         bos, rules = self._start(corpus.tokenizer), self._rules
-        # All lengths score texts of one size, but where they score whole ones anyway.
+        # All lengths score the same documents, unless they score documents of any length.
         shortest = 1 if rules.whole else max(limits.lengths)
         minimum = 2 if rules.stream else self.min_tokens or shortest
         counts = [n for n in (self.first_documents, limits.max_documents) if n is not None]
-        # YaRN's windows leave one place to BOS; the other protocols count it as a token of text.
+        # YaRN's windows have one place for BOS; the other protocols count it as a token of text.
         documents = corpus.documents(minimum - (bos is not None), min(counts, default=None))
         documents = [document.with_first(bos).cut(self.max_tokens) for document in documents]
         if rules.stream and documents:
-            documents = [join(documents)]
-        options = Options(
+            documents = [join_documents(documents)]
+        options = WindowOptions(
             limits.stride, self.last, bos is not None, self.drop_last_window,
             self.windows_per_document,
         )  # fmt: skip
-        windows = lay(rules, documents, length, options)
+        windows = lay_windows(rules, documents, length, options)
         units = []
-        for window in choose(windows, limits.max_windows, self.select, limits.seed):
+        for window in choose_windows(windows, limits.max_windows, self.select, limits.seed):
             document, stop = documents[window.document], window.start + window.size
             facts = {
                 "protocol": self.protocol,
@@ -137,13 +309,13 @@ class Perplexity(Task):
             tokens = document.tokens[window.start : stop]
             if bos is not None and rules.bos == "window":
                 tokens = np.concatenate([np.asarray([bos], np.int32), tokens[1:]])
-            # Of blocks every last one begins elsewhere, and they are to run together.
+            # The last blocks of documents have other first positions, but run in one function.
             shape = (length + 1, 1) if rules.whole else (length, window.first)
             units.append(Unit(window.index, shape, tokens, facts))
         return units
 
     def _start(self, tokenizer) -> int | None:
-        """What stands before a text, if anything does."""
+        """The token before a text, or None."""
         if self._rules.bos == "prefix" and self.bos != "never":
             return prefix_token(tokenizer)
         return start_token(tokenizer, self.bos)
@@ -162,13 +334,13 @@ class Perplexity(Task):
 
     def reach(self, corpus: Corpus) -> tuple[int, str]:
         sizes = sorted(map(len, corpus.documents(1)))
-        more = sum(self._start(corpus.tokenizer) is not None for _ in sizes)
+        has_start = self._start(corpus.tokenizer) is not None
         if self._rules.stream:
-            return sum(sizes) + more, (
+            return sum(sizes) + has_start * len(sizes), (
                 f"the {len(sizes)} documents, joined, are too short (a window that is the last is "
                 "dropped unless drop_last_window=false); add text or choose shorter lengths"
             )
-        return sizes[-1] + (more > 0), (
+        return sizes[-1] + has_start, (
             f"the longest of {len(sizes)} documents has {sizes[-1]} tokens; choose shorter "
             "lengths, longer documents, or protocol=slide_full, which joins them"
         )
@@ -178,12 +350,12 @@ class Perplexity(Task):
         rows = [unit.tokens for unit in filled(units, batch)]
         sizes = np.array([len(row) for row in rows], np.int32)
         tokens = np.zeros((batch, length), np.int32)
-        for row, own in enumerate(rows):
-            tokens[row, : len(own)] = own
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
         nll = np.asarray(model.nll(tokens, first=first, lengths=sizes), np.float64)
         return [
-            self._record(unit, nll[row, unit.facts["first"] : sizes[row]])
-            for row, unit in enumerate(units)
+            self._record(unit, nll[index, unit.facts["first"] : sizes[index]])
+            for index, unit in enumerate(units)
         ]
 
     def _record(self, unit: Unit, nll: np.ndarray) -> Record:
@@ -197,18 +369,18 @@ class Perplexity(Task):
         if self._rules.by_position:
             edges = bin_edges(unit.facts["length"], self.position_bins)
             positions = np.arange(unit.facts["first"], unit.facts["size"])
-            places = np.searchsorted(edges, positions, "right")
-            sums = np.bincount(places - 1, known, len(edges) - 1)
+            bins = np.searchsorted(edges, positions, "right") - 1
+            sums = np.bincount(bins, known, len(edges) - 1)
             record["position_nll"] = sums.astype(np.float32)
-            if record["nan"]:  # else they follow from what was scored
-                counts = np.bincount(places - 1, finite, len(edges) - 1)
+            if record["nan"]:  # else the counts follow from the window
+                counts = np.bincount(bins, finite, len(edges) - 1)
                 record["position_count"] = counts.astype(int).tolist()
         return record
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """Perplexity base ** (sum of weight * window mean / sum of weights), and bits per byte.
 
-        `value` is NaN as soon as one loss is; `value_without_nan` leaves those windows out.
+        `value` is NaN if one loss is; `value_without_nan` ignores the windows with such losses.
         """
         clean = [record for record in records if not record["nan"]]
         scored = sum(record["scored"] for record in records)
@@ -262,27 +434,26 @@ class Perplexity(Task):
     def curves(self, records: Sequence[Record]) -> list[Record]:
         """Mean loss by position, one curve per method, from its longest length."""
         curves = []
-        for method in dict.fromkeys(record["method"] for record in records):
-            own = [record for record in records if record["method"] == method]
-            length = max(record["length"] for record in own)
-            own = [record for record in own if record["length"] == length]
+        for method, group in plots.by_method(records).items():
+            group = plots.at_longest(group)
+            length = group[0]["length"]
             edges = bin_edges(length, self.position_bins)
-            sums = np.asarray([record["position_nll"] for record in own], np.float64)
-            counts = np.asarray([_position_counts(record, edges) for record in own])
+            sums = np.asarray([record["position_nll"] for record in group], np.float64)
+            counts = np.asarray([_position_counts(record, edges) for record in group])
             seen = counts.sum(0) > 0
             total = np.maximum(counts.sum(0), 1)
             mean = sums.sum(0) / total
             spread = np.sqrt(((sums - counts * mean) ** 2).sum(0)) / total
-            # Windows of one stream overlap: their scatter says nothing about the mean.
-            apart = 1 < len(own) == len({record["document"] for record in own})
+            # The spread of overlapping windows of one stream is no error of the mean.
+            independent = 1 < len(group) == len({record["document"] for record in group})
             curves.append(
                 {
                     "method": method,
                     "length": length,
-                    "trained": own[0]["trained"],
+                    "trained": group[0]["trained"],
                     "position": ((edges[:-1] + edges[1:] - 1) / 2)[seen],
                     "nll": mean[seen],
-                    "standard_error": spread[seen] if apart else None,
+                    "standard_error": spread[seen] if independent else None,
                     "log": self.position_bins == "log",
                 }
             )
@@ -313,7 +484,7 @@ def _mean_loss(records: Sequence[Record], per: str) -> float:
 
 
 def _standard_error(records: Sequence[Record], per: str) -> float:
-    """Of the mean loss, over documents: windows of one document are not independent.
+    """The standard error of the mean loss over documents, as their windows are not independent.
 
     Ratio estimator: sqrt(n / (n - 1) * sum_d (t_d - w_d m)^2) / sum_d w_d.
     """

@@ -2,15 +2,16 @@
 
 CEPE (arXiv 2402.16617, table 2): 2,048 tokens of text and k chunks of 256 that were retrieved for
 the first 256 of them, which are the query and are not scored; k is 0, 8, 20 or 50, so lengths are
-2,048, 4,096, 7,168 and 14,848. The mean over domains of their perplexities is shown.
+2,048, 4,096, 7,168 and 14,848. Tables show the mean over domains of their perplexities.
 
-The chunks stand before the text, the best one next to it. A model with a memory reads them beside
-its decoder with `context: {decoder: 2048, chunk: 256}`, REPLUG one by one with `replug: {decoder:
-2048}`, where all count alike whatever their scores.
+The chunks stand before the text, the best one next to it. They are the context of a model with a
+memory with `context: {decoder: 2048, chunk: 256}`. REPLUG reads them one by one with `replug:
+{decoder: 2048}`, and all have equal weight whatever their scores.
 """
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,20 +28,23 @@ from lcjax.evaluation.tasks.perplexity import Perplexity
 
 SOURCE = "a JSONL file with input_ids or text, and chunks: [{text or ids, score}], a row a text"
 
-Text = tuple[int, str, np.ndarray, list[np.ndarray]]  # line, domain, tokens; chunks, best one last
+Text = tuple[int, str, np.ndarray, list[np.ndarray]]  # line, domain, tokens; chunks, best last
 
 
 @Task.register_subclass("rag_lm")
 @dataclasses.dataclass(frozen=True)
 class RagLm(Task):
-    """Texts with their chunks, from a file of the user's.
+    """Texts with their chunks, from a file of the user.
 
     Rows hold `input_ids` (of this model's tokenizer) or `text`; `chunks`, each with `ids` or `text`
-    and perhaps a `score` (without scores the best one comes first); and perhaps a `domain`. There
-    is no BOS, as texts are taken from the middle of documents.
+    and an optional `score` (without scores the best one comes first); and an optional `domain`.
+    There is no BOS, as texts are from the middle of documents.
     """
 
     needs_data: ClassVar[bool] = False
+    metric: ClassVar[Metric] = Metric(
+        "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2, 1000
+    )
 
     path: str = ""  # the JSONL file
     decoder: int = 2048  # tokens of the text
@@ -49,12 +53,8 @@ class RagLm(Task):
     max_examples: int | None = None  # texts, the first ones; null: all
 
     @property
-    def metric(self) -> Metric:
-        return Metric("perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2, 1000)
-
-    @property
     def _windows(self) -> Perplexity:
-        """The same numbers of the last tokens of a window."""
+        """The task that scores the last tokens of a window."""
         return Perplexity(protocol="last_k", last=self.scored)
 
     def check(self, limits: Limits, key: str) -> None:
@@ -90,31 +90,27 @@ class RagLm(Task):
         return units
 
     def reach(self, corpus: Corpus) -> tuple[int, str]:
-        most = max((len(chunks) for *_, chunks in self._texts(corpus)), default=0)
-        why = f"{self.path} has texts of {self.decoder} tokens with up to {most} chunks"
-        return self.decoder + most * self.chunk, why
+        num_chunks = max((len(chunks) for *_, chunks in self._texts(corpus)), default=0)
+        reason = f"{self.path} has texts of {self.decoder} tokens with up to {num_chunks} chunks"
+        return self.decoder + num_chunks * self.chunk, reason
 
     def _texts(self, corpus: Corpus) -> list[Text]:
         return corpus.once(self, lambda: list(self._read(corpus.tokenizer)))
 
     def _read(self, tokenizer) -> Iterator[Text]:
-        path, found = Path(self.path), 0
-        for line, row in local_files.rows(path, ("chunks",)):
-            if found == self.max_examples:
-                return
+        def parse(line: int, row: dict) -> Text:
             try:
                 text = _ids(row, "input_ids", tokenizer)[: self.decoder]
-                chunks = [_ids(chunk, "ids", tokenizer) for chunk in _ranked(row["chunks"])]
-            except (ValueError, TypeError) as fault:
-                local_files.skip(path, line, str(fault))
-                continue
+                chunks = [_ids(chunk, "ids", tokenizer) for chunk in _best_last(row["chunks"])]
+            except TypeError as error:  # a score that is no number
+                raise ValueError(str(error)) from None
             if len(text) < self.decoder:
-                fault = f"has {len(text)} tokens of text, {self.decoder} are read"
-                local_files.skip(path, line, fault)
-                continue
-            found += 1
-            whole = [ids[: self.chunk] for ids in chunks if len(ids) >= self.chunk]
-            yield line, str(row.get("domain", "text")), text, whole
+                raise ValueError(f"has {len(text)} tokens of text, {self.decoder} are read")
+            chunks = [ids[: self.chunk] for ids in chunks if len(ids) >= self.chunk]
+            return line, str(row.get("domain", "text")), text, chunks
+
+        rows = local_files.rows(Path(self.path), ("chunks",), parse)
+        return itertools.islice(rows, self.max_examples)
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
         self._windows.check_model(model, units)
@@ -123,34 +119,31 @@ class RagLm(Task):
         return self._windows.score(model, units, batch)
 
     def summarise(self, records: Sequence[Record]) -> Record:
-        """The mean over domains of exp(mean of window means), and every domain's."""
+        """The mean over domains of exp(mean of window means), and that of every domain."""
         domains: dict[str, list[Record]] = {}
         for record in records:
             domains.setdefault(record["domain"], []).append(record)
-        found = {name: self._windows.summarise(own) for name, own in domains.items()}
-        whole = self._windows.summarise(records)
-        values = {name: entry["value"] for name, entry in found.items()}
-        shown = (
-            {f"domain:{name}": value for name, value in values.items()} if len(found) > 1 else {}
-        )
-        return {
-            **whole,
+        values = {name: self._windows.summarise(group)["value"] for name, group in domains.items()}
+        summary = {
+            **self._windows.summarise(records),
             "value": math.fsum(values.values()) / len(values),
             "aggregate": f"mean over {len(values)} domains",
             "chunks": records[0]["chunks"],
-            **shown,
         }
+        if len(values) > 1:
+            summary |= {f"domain:{name}": value for name, value in values.items()}
+        return summary
 
     def example(self, record: Record) -> float | None:
         return self._windows.example(record)
 
     def weights(self, records: Sequence[Record]) -> list[float]:
-        """Domains count alike."""
+        """Domains have equal weight."""
         sizes = collections.Counter(record["domain"] for record in records)
         return [1 / sizes[record["domain"]] for record in records]
 
     def interval(self, records: Sequence[Record]) -> tuple[float, float]:
-        """Bootstrap over texts of one domain; none of a mean over several."""
+        """Bootstrap over the texts of one domain; NaN for a mean over several."""
         if len({record["domain"] for record in records}) > 1:
             return math.nan, math.nan
         return self._windows.interval(records)
@@ -162,7 +155,7 @@ class RagLm(Task):
 
 
 def _ids(row, name: str, tokenizer) -> np.ndarray:
-    """Token ids of a row, given or from its text; ValueError where it has neither."""
+    """The token ids of a row or of its text; raises ValueError if it has neither."""
     if not isinstance(row, dict):
         raise ValueError("has a chunk that is no object")
     if isinstance(row.get(name), list) and all(isinstance(i, int) for i in row[name]):
@@ -174,8 +167,8 @@ def _ids(row, name: str, tokenizer) -> np.ndarray:
     raise ValueError(f"has neither {name} nor a text")
 
 
-def _ranked(chunks) -> list:
-    """The best chunk last."""
+def _best_last(chunks) -> list:
+    """Sorts chunks by score, the best last."""
     if not isinstance(chunks, list):
         raise ValueError("has chunks that are no list")
     scores = [c.get("score") if isinstance(c, dict) else None for c in chunks]

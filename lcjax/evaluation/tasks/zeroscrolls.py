@@ -1,9 +1,9 @@
 """ZeroSCROLLS (arXiv 2305.14196), six of its tasks, as CEPE's Table 4 has them.
 
-Rows may be ZeroSCROLLS' own, whose `input` holds the official prompt and where its parts begin, or
-those of SCROLLS, which have references for all of validation: a query, an empty line and the text.
-The latter get this library's own wording, with the text first. Of a text that is too long the head
-is kept, with the official line in place of the rest; CEPE keeps the tail. Generation is greedy.
+Rows may be ZeroSCROLLS' own, whose `input` is the official prompt with the indices of its parts, or
+those of SCROLLS, which has references for all of validation: a query, an empty line and the text.
+The latter get this library's own wording, with the text first. The end of a text that is too long
+is cut and replaced by the official line; CEPE cuts the beginning. Generation is greedy.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
-from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of
+from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, Score, best_of, by_name
 
 SOURCE = (
     "ZeroSCROLLS (Hugging Face: tau/zero_scrolls) or SCROLLS (tau/scrolls), a folder a task with"
     " validation.jsonl in it"
 )
 _FIELDS = ("id", "input", "output")
-_PLACES = ("document_start_index", "document_end_index", "query_start_index")
+_INDEX_FIELDS = ("document_start_index", "document_end_index", "query_start_index")
 _SEPARATOR = "... [The rest of the text is left out]\n\n"
 _ASK = (
     "{context}\n\nAnswer the question about this text in a few words.%s\n\nQuestion: {question}\n"
@@ -87,7 +87,7 @@ class ZeroScrolls(AnswerBenchmark):
     """
 
     judging: ClassVar[tuple[str, ...]] = ("aggregate", "flavour")
-    known: ClassVar[dict[str, DataSet]] = {data.name: data for data in _SETS}
+    datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "ZeroSCROLLS"
     source: ClassVar[str] = SOURCE
 
@@ -103,84 +103,78 @@ class ZeroScrolls(AnswerBenchmark):
         return f"{name}/{self.split}.jsonl", f"{name}_{self.split}.jsonl", f"{name}.jsonl"
 
     def check(self, limits: Limits, key: str) -> None:
-        for field, known in (("keep", ("head", "tail")), ("flavour", ("zeroscrolls", "cepe"))):
-            one_of(f"{key}.{field}", getattr(self, field), known)
+        one_of(f"{key}.keep", self.keep, ("head", "tail"))
+        one_of(f"{key}.flavour", self.flavour, ("zeroscrolls", "cepe"))
         super().check(limits, key)
 
     def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
-        """One example an id: rows that share one hold several references."""
+        """Yields one example per id; rows with the same id hold several references."""
         examples: dict[str, Example] = {}
-        for number, row in local_files.rows(path, _FIELDS):
-            try:
-                example = _example(row, data.name, number)
-            except ValueError as fault:
-                local_files.skip(path, number, str(fault))
-                continue
-            before = examples.get(row["id"], example)
-            references = dict.fromkeys([*before.references, *example.references])
-            examples[row["id"]] = dataclasses.replace(before, references=list(references))
+        parse = functools.partial(_example, data.name)
+        for example in local_files.rows(path, _FIELDS, parse):
+            first = examples.setdefault(example.facts["id"], example)
+            references = dict.fromkeys([*first.references, *example.references])
+            examples[example.facts["id"]] = dataclasses.replace(first, references=list(references))
         yield from examples.values()
 
-    def asked(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
-        """Where the text will be cut at its end, the official line says so."""
-        example = super().asked(example, data, tokenizer, length)
+    def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
+        """Adds the official line if the end of the text will be cut."""
+        example = super().prepare(example, data, tokenizer, length)
         facts = dict(example.facts)
         separator = facts.pop("separator")
         if self.keep == "head":
-            example = self.told(example, separator, tokenizer, length)
+            example = self.mark_cut(example, separator, tokenizer, length)
         return dataclasses.replace(example, facts=facts)
 
-    def rules(self, data: DataSet) -> DataSet:
+    def scoring(self, data: DataSet) -> DataSet:
         shown = next(iter(data.scores))
-        return data.showing(_CEPE[shown]) if self.flavour == "cepe" else data
+        return data.with_shown(_CEPE[shown]) if self.flavour == "cepe" else data
 
 
-def _example(row: dict, name: str, line: int) -> Example:
-    """An example from a row of either form; ValueError says what does not fit."""
+def _example(name: str, line: int, row: dict) -> Example:
+    """Parses a row of either form; raises ValueError with what is wrong."""
     separator = row.get("truncation_seperator") or _SEPARATOR
     for field, value in (*((f, row[f]) for f in _FIELDS), ("truncation_seperator", separator)):
         if not isinstance(value, str):
             raise ValueError(f"has {field}={value!r}, no text")
     facts = {"id": row["id"], "line": line, "wording": OWN_WORDING, "separator": separator}
-    if any(field in row for field in _PLACES):
-        text, places = row["input"], [row.get(field) for field in _PLACES]
-        if not all(isinstance(p, int) for p in places) or not 0 <= places[0] <= places[1]:
-            raise ValueError(f"has places {places}, which are no part of its input")
-        start, stop = places[0], min(places[1], len(text))
+    if any(field in row for field in _INDEX_FIELDS):
+        text, indices = row["input"], [row.get(field) for field in _INDEX_FIELDS]
+        if not all(isinstance(i, int) for i in indices) or not 0 <= indices[0] <= indices[1]:
+            raise ValueError(f"has indices {indices}, which are no part of its input")
+        start, stop = indices[0], min(indices[1], len(text))
         parts = {
             "instruction": text[:start],
             "context_doc": text[start:stop],
             "question": text[stop:],
         }
         segments = [Segment(kind, part) for kind, part in parts.items() if part]
-        facts["wording"] = "official (its input)"
-        return Example(segments, [row["output"]], facts)
-    fields, answer = _scrolls(row, name)
-    template = WORDING[name]
-    facts["template_text"] = local_files.wording_hash(template)
-    return Example(local_files.fill(template, fields), [answer], facts)
+        return Example(segments, [row["output"]], {**facts, "wording": "official (its input)"})
+    fields, answer = _scrolls_fields(row, name)
+    facts |= local_files.template_facts(WORDING[name], OWN_WORDING)
+    return Example(local_files.fill_template(WORDING[name], fields), [answer], facts)
 
 
-def _scrolls(row: dict, name: str) -> tuple[dict[str, str], str]:
-    """Fields of a template, and the reference, from a row of SCROLLS."""
+def _scrolls_fields(row: dict, name: str) -> tuple[dict[str, str], str]:
+    """The fields of a template, and the reference, of a row of SCROLLS."""
     text, answer = row["input"], row["output"].strip()
     if name in ("gov_report", "summ_screen_fd"):
         return {"context": text.strip()}, answer
     if name == "quality":
-        return _quality(text, answer)
-    question, found, document = text.partition("\n\n")
-    if not found:
+        return _quality_fields(text, answer)
+    question, separator, document = text.partition("\n\n")
+    if not separator:
         raise ValueError("has no empty line between question and text")
     return {"context": document.strip(), "question": question.strip()}, answer
 
 
-def _quality(text: str, answer: str) -> tuple[dict[str, str], str]:
-    """A question, four options (A) to (D), the text; the reference becomes its letter."""
+def _quality_fields(text: str, answer: str) -> tuple[dict[str, str], str]:
+    """Splits a question, four options (A) to (D) and a text; the reference becomes its letter."""
     form = r"(.*?)\s*\(A\)(.*?)\s*\(B\)(.*?)\s*\(C\)(.*?)\s*\(D\)(.*?)\n\n(.*)"
-    found = re.fullmatch(form, text, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(form, text, re.DOTALL)
+    if match is None:
         raise ValueError("has no options (A) to (D) between question and text")
-    question, *options, document = (part.strip() for part in found.groups())
+    question, *options, document = (part.strip() for part in match.groups())
     if answer not in options:
         raise ValueError(f"has output={answer!r}, none of its options")
     listed = "\n".join(f"({letter}) {option}" for letter, option in zip("ABCD", options))

@@ -12,7 +12,7 @@ from benchmark_support import TOKENIZER, plan, scored
 
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.infinitebench import MADE, InfiniteBench
+from lcjax.evaluation.tasks.infinitebench import GENERATED, InfiniteBench
 from lcjax.evaluation.tasks.zeroscrolls import ZeroScrolls
 
 OPTIONS = ["get_a", "get_b", "get_c", "get_d"]
@@ -142,7 +142,7 @@ def test_a_row_that_does_not_fit_its_task_is_left_out_by_name(tmp_path, name, fi
     assert scored(InfiniteBench(path=str(tmp_path)), units, [TASKS[name][1]])[0]["correct"] == 1
 
 
-MADE_TASKS = tuple(MADE)
+MADE_TASKS = tuple(GENERATED)
 
 
 def made(length=3000, count=14, seed=0, **fields):
@@ -228,7 +228,7 @@ def test_generated_tasks_follow_the_seed_and_keep_their_keys_at_other_lengths():
 
 
 def test_generated_tasks_have_the_official_size_where_it_fits(tmp_path):
-    sizes = {name: (one.count, one.fitting(lambda _: True)) for name, one in MADE.items()}
+    sizes = {name: (one.count, one.max_units(lambda _: True)) for name, one in GENERATED.items()}
     assert sizes == {
         "passkey": (590, 5220), "number_string": (590, 5220), "kv_retrieval": (500, 2500),
         "math_find": (350, 60_000),
@@ -278,7 +278,7 @@ def test_rows_of_scrolls_that_share_an_id_are_references_of_one_question(tmp_pat
     task = ZeroScrolls(path=scrolls(tmp_path))
     units = plan(task)
     names = [unit.facts["dataset"] for unit in units]
-    assert names == list(ZeroScrolls.known) and units[0].facts["references"] == [
+    assert names == list(ZeroScrolls.datasets) and units[0].facts["references"] == [
         "the bird",
         "a bird",
     ]
@@ -343,7 +343,7 @@ def test_an_official_prompt_keeps_the_head_of_its_text_and_says_that_the_rest_is
 def test_places_that_are_none_are_named(tmp_path, fields):
     task = ZeroScrolls(path=official(tmp_path, **fields), tasks=("narrative_qa",))
     with (
-        pytest.warns(UserWarning, match=r"validation\.jsonl:1 has places"),
+        pytest.warns(UserWarning, match=r"validation\.jsonl:1 has indices"),
         pytest.raises(InputError, match="no line that fits"),
     ):
         plan(task)

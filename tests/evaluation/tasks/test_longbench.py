@@ -25,7 +25,7 @@ ANSWERS = {
 
 
 def row(name, index=0, context="some text. ", **fields):
-    group = LongBench.known[name].group
+    group = LongBench.datasets[name].group
     answer = ANSWERS.get(name, ANSWERS.get(group, f"the blue house {index}"))
     return {
         "input": f"What is asked {index}?", "context": context * 20, "answers": [answer],
@@ -54,18 +54,20 @@ def jieba(monkeypatch):
 
 
 def test_right_answers_to_all_tasks_give_1_and_each_group_its_mean(tmp_path, jieba):
-    task = LongBench(path=write(tmp_path, LongBench.known))
+    task = LongBench(path=write(tmp_path, LongBench.datasets))
     units = plan(task)
     assert len(units) == 2 * 21
     answers = [unit.facts["references"][0] for unit in units]
     for index, unit in enumerate(units):
-        if task.known[unit.facts["dataset"]].first_line:
+        if task.datasets[unit.facts["dataset"]].first_line:
             answers[index] = f"\n{answers[index]}\nand more"
     found = scored(task, units, answers)
     cell = task.summarise(found)
     means = cell["value"], cell["flat"], cell["category_macro"]
     assert means == pytest.approx((1, 1, 1))
-    assert {name: cell[name] for name in task.known} == pytest.approx(dict.fromkeys(task.known, 1))
+    assert {name: cell[name] for name in task.datasets} == pytest.approx(
+        dict.fromkeys(task.datasets, 1)
+    )
     assert cell["windows"] == 42 and cell["empty"] == 0
     low, high = task.interval(found)
     assert low <= cell["value"] + 1e-9 and high >= cell["value"] - 1e-9
@@ -254,7 +256,7 @@ def test_a_number_with_more_digits_than_python_reads_is_a_broken_line(tmp_path):
 def test_the_even_lengths_version_has_its_own_files_and_bands(tmp_path):
     path = write(tmp_path, ("qasper", "lcc"), 3, suffix="_e")
     task = LongBench(path=path, tasks=("qasper", "lcc"), e=True)
-    assert len(LongBench(e=True).chosen()) == 13
+    assert len(LongBench(e=True).selection()) == 13
     found = scored(task, plan(task), lambda text: "the blue house 0" if "paper" in text else "")
     cell = task.summarise(found)
     assert task.label == "longbench_e"

@@ -11,7 +11,7 @@ from evaluation_support import BigramModel, BlankInFront, ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation import Passkey
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks.passkey import judge
+from lcjax.evaluation.tasks.retrieval import key_scores
 from lcjax.generation.sampling import GeneratedText
 
 
@@ -95,13 +95,13 @@ def test_a_length_without_room_for_filler_is_refused_and_the_least_one_works():
     ],
 )
 def test_answers_are_judged_by_each_published_rule(answer, verdict):
-    assert tuple(judge(answer, "71432", TOKENIZER).values()) == verdict
+    assert tuple(key_scores(answer, "71432", TOKENIZER).values()) == verdict
 
 
 def test_of_tokens_those_count_that_the_model_picked():
     for text, right in ((" 71432. It", True), ("71432", False), (" 7143", False)):
         ids = TOKENIZER.encode(text)
-        assert judge(text, "71432", TOKENIZER, ids)["token_ids"] is right
+        assert key_scores(text, "71432", TOKENIZER, ids)["token_ids"] is right
     task, (unit, *_) = Passkey(match="token_ids"), plan(Passkey(), 1200)
     key = unit.facts["key"]  # decoding may lose the blank before it
     answer = GeneratedText(key, tuple(TOKENIZER.encode(" " + key)), "length")

@@ -23,8 +23,14 @@ from lcjax.errors import InputError
 from lcjax.evaluation import Perplexity
 from lcjax.evaluation.corpus import Corpus, Document
 from lcjax.evaluation.task import Limits
-from lcjax.evaluation.tasks import windows as windows_lib
-from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, choose, join, lay
+from lcjax.evaluation.tasks import perplexity as perplexity_lib
+from lcjax.evaluation.tasks.perplexity import (
+    PROTOCOLS,
+    WindowOptions,
+    choose_windows,
+    join_documents,
+    lay_windows,
+)
 
 LENGTH, STRIDE = 12, 4
 
@@ -213,7 +219,7 @@ def test_of_many_windows_a_hundred_are_taken_and_at_128k_one_of_each_of_ten_docu
     assert task.summarise(records)["value"] == every.summarise(first)["value"]
     few = score(task, dataclasses.replace(limits, max_windows=7), corpus_texts=many)
     assert [r["window"] for r in few] == [0, 14, 28, 42, 57, 71, 85]
-    monkeypatch.setattr(windows_lib, "_LONG", LENGTH)
+    monkeypatch.setattr(perplexity_lib, "_LONG", LENGTH)
     records = score(task, limits, corpus_texts=many)
     assert [(r["document"], r["start"]) for r in records] == [(n, 0) for n in range(10)]
     expected = last_k(docs[:10], LENGTH, STRIDE, 4, 1)
@@ -233,8 +239,8 @@ def test_protocols_give_different_numbers_on_the_same_losses():
 @pytest.mark.parametrize("size", [2, 7, 11, 12, 13, 15, 16, 17, 50])
 @pytest.mark.parametrize("stride", [1, 3, 4, 6])
 def test_slide_press_scores_every_token_but_the_first_exactly_once(size, stride):
-    windows = lay(
-        PROTOCOLS["slide_press"], [Document("d", np.zeros(size))], 12, Options(stride=stride)
+    windows = lay_windows(
+        PROTOCOLS["slide_press"], [Document("d", np.zeros(size))], 12, WindowOptions(stride=stride)
     )
     seen = [w.start + place for w in windows for place in range(w.first, w.size)]
     assert sorted(seen) == list(range(1, size))
@@ -243,7 +249,9 @@ def test_slide_press_scores_every_token_but_the_first_exactly_once(size, stride)
 
 @pytest.mark.parametrize(("total", "count"), [(12, 0), (13, 0), (20, 1), (21, 2), (100, 21)])
 def test_slide_full_lays_as_many_windows_as_the_published_loop(total, count):
-    windows = lay(PROTOCOLS["slide_full"], [Document("s", np.zeros(total))], 12, Options(stride=4))
+    windows = lay_windows(
+        PROTOCOLS["slide_full"], [Document("s", np.zeros(total))], 12, WindowOptions(stride=4)
+    )
     assert len(windows) == max(0, math.ceil((total - 12) / 4) - 1) == count
 
 
@@ -270,15 +278,15 @@ def test_a_batch_always_has_the_compiled_shape():
 
 
 def test_fewer_windows_are_spread_over_the_corpus_and_do_not_depend_on_chance():
-    windows = lay(
-        PROTOCOLS["last_k"], [Document("d", np.zeros(100))], 10, Options(stride=2, last=2)
+    windows = lay_windows(
+        PROTOCOLS["last_k"], [Document("d", np.zeros(100))], 10, WindowOptions(stride=2, last=2)
     )
-    spread = choose(windows, 4, "spread", 0)
+    spread = choose_windows(windows, 4, "spread", 0)
     assert [w.index for w in spread] == [0, 11, 23, 34]
-    assert [w.index for w in choose(windows, 3, "first", 0)] == [0, 1, 2]
-    assert choose(windows, 5, "random", 7) == choose(windows, 5, "random", 7)
-    assert choose(windows, 5, "random", 7) != choose(windows, 5, "random", 8)
-    assert choose(windows, None, "first", 0) == windows
+    assert [w.index for w in choose_windows(windows, 3, "first", 0)] == [0, 1, 2]
+    assert choose_windows(windows, 5, "random", 7) == choose_windows(windows, 5, "random", 7)
+    assert choose_windows(windows, 5, "random", 7) != choose_windows(windows, 5, "random", 8)
+    assert choose_windows(windows, None, "first", 0) == windows
 
 
 def test_joined_documents_keep_their_byte_counts():
@@ -286,7 +294,7 @@ def test_joined_documents_keep_their_byte_counts():
         Document("a", np.array([1, 2]), np.array([1.0, 4.0])),
         Document("b", np.array([3]), np.array([2.0])),
     ]
-    assert join(parts).byte_ends.tolist() == [1.0, 4.0, 6.0]
+    assert join_documents(parts).byte_ends.tolist() == [1.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,9 @@ from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Unit
 from lcjax.evaluation.tasks.ruler import Ruler
 from lcjax.evaluation.tasks.ruler import task as task_lib
-from lcjax.evaluation.tasks.ruler.niah import DEPTHS
-from lcjax.evaluation.tasks.ruler.search import median_maximum
-from lcjax.evaluation.tasks.ruler.summary import over_lengths, tidy
-from lcjax.evaluation.tasks.ruler.task import TASKS
-from lcjax.evaluation.tasks.ruler.wording import wording
-from lcjax.evaluation.tasks.ruler.words import Essays
+from lcjax.evaluation.tasks.ruler.generators import DEPTHS, median_maximum
+from lcjax.evaluation.tasks.ruler.task import TASKS, clean_answer
+from lcjax.evaluation.tasks.ruler.texts import Essays, read_wording
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +155,13 @@ def test_records_name_the_word_list_and_the_rule_for_sentences(files):
 def test_words_essays_and_questions_are_read_once_for_all_lengths(files, monkeypatch):
     own, texts = files
     read = []
-    for name in ("words", "read", "Essays"):
+    for name in ("read_words", "read_questions", "Essays"):
         used = getattr(task_lib, name)
         noted = lambda *a, used=used, name=name: read.append(name) or used(*a)  # noqa: E731
         monkeypatch.setattr(task_lib, name, noted)
     task = Ruler(tasks=("niah_single_2", "qa_1"), samples=1, **own)
     assert all(plan_at(task, (3000, 4000, 5000), texts))
-    assert sorted(read) == ["Essays", "read", "words"]
+    assert sorted(read) == ["Essays", "read_questions", "read_words"]
 
 
 def test_variables_stand_in_the_order_of_their_chain_behind_a_solved_example(files):
@@ -271,7 +268,7 @@ def test_wording_comes_from_a_copy_of_ruler_without_running_it(tmp_path, files):
     assert unit.facts["wording"] == "RULER"
     (folder / "niah.py").write_text("needle = 1 +")
     with pytest.raises(InputError, match="is no Python"):
-        wording(str(tmp_path), "tasks.0.benchmark")
+        read_wording(str(tmp_path), "tasks.0.benchmark")
 
 
 def judged(task, answer, references):
@@ -284,7 +281,7 @@ def test_scores_are_upstreams():
     assert judged("cwe", "1. Category", ["cat", "dog"]) == 0.5
     assert judged("qa_1", "In Paris.", ["paris", "France"]) == 1.0
     assert judged("qa_2", "", ["yes"]) == 0.0
-    assert tidy(" a\tb\x07 \n") == "a\nb"
+    assert clean_answer(" a\tb\x07 \n") == "a\nb"
 
 
 def test_the_picture_has_every_task_with_its_number(tmp_path):
@@ -325,7 +322,7 @@ def test_the_score_is_the_mean_of_the_tasks_with_groups_and_weighted_means():
     cells = [
         {"method": "m", "length": 4096 * 2**i, "value": value} for i, value in enumerate(values)
     ]
-    assert over_lengths(cells)["m"] == {
+    assert task.aggregates(cells, records)["m"] == {
         "mean": 0.9158, "weighted_increasing": 0.8904, "weighted_decreasing": 0.9413,
         "effective_length": 65536,
     }  # fmt: skip

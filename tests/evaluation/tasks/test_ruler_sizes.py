@@ -13,8 +13,7 @@ from lcjax.checkpoints.load import load_tokenizer
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.ruler import Ruler
-from lcjax.evaluation.tasks.ruler.search import FIXED_SEED, probe_seeds
-from lcjax.evaluation.tasks.ruler.task import Generators
+from lcjax.evaluation.tasks.ruler.generators import FIXED_SEED, probe_seeds
 
 # Units that upstream's generators find with SmolLM2's tokenizer, by length.
 LENGTHS = (4096, 8192, 32_768)
@@ -115,30 +114,30 @@ def test_as_much_text_as_upstream_fits_the_smollm2_tokenizer(smollm2, task, plac
     length, expected = LENGTHS[place], SIZES[task][place]
     corpus = Corpus([("essays", essays() if task in ESSAYS else "")], smollm2)
     limits = Limits((length,))
-    source = Generators(Ruler(), corpus, limits)
-    maker = source.maker(task, length)
-    fixed_maker = Generators(Ruler(shuffles="fixed"), corpus, limits).maker(task, length)
-    room = source.layout, source.budget(maker, length)
+    ruler, fixed_ruler = Ruler(), Ruler(shuffles="fixed")
+    generator = ruler.generator(task, corpus, length, limits)
+    fixed_generator = fixed_ruler.generator(task, corpus, length, limits)
+    limit = ruler.layout(smollm2), ruler.budget(length, generator.new_tokens)
     allowed = max(2, 0.03 * expected)
     if task == "fwe":  # in steps of a 32nd: as many as upstream's seed alone
-        units = fixed_maker.units(*room, [FIXED_SEED])
+        units = fixed_generator.num_units(*limit, [FIXED_SEED])
         # The known figure counts what stands in the text.
-        assert fixed_maker.draw(random.Random(0), units, 0).facts["entries"] == expected
+        assert fixed_generator.draw(random.Random(0), units, 0).facts["entries"] == expected
         return
     if task == "cwe":  # whose size hangs on the ten words that are drawn, so on the search
-        units = upstream_search(fixed_maker, *room, random.Random(FIXED_SEED))
+        units = upstream_search(fixed_generator, *limit, random.Random(FIXED_SEED))
         assert abs(units - expected) <= allowed, units
-    units = maker.units(*room, probe_seeds(f"{task} {length}"))
+    units = generator.num_units(*limit, probe_seeds(f"{task} {length}"))
     assert abs(units - expected) <= allowed, units
 
 
-def upstream_search(maker, layout, budget, rng):
+def upstream_search(generator, layout, budget, rng):
     """RULER's own: bounds from a text of 4,096 words, then halved with a new draw each time."""
-    tokens = len(layout.prompt(maker.draw(rng, 4096, 0).segments).ids)
+    tokens = len(layout.prompt(generator.draw(rng, 4096, 0).segments).ids)
     low, high, found = 10, int(budget.length // (tokens / 4096)) * 2, None
     while low <= high:
         middle = (low + high) // 2
-        if maker.fits(layout, budget, maker.draw(rng, middle, 0)):
+        if generator.fits(layout, budget, generator.draw(rng, middle, 0)):
             low, found = middle + 1, middle
         else:
             high = middle - 1

@@ -1,10 +1,11 @@
-"""RULER as a task of a run: which generators, how many questions, one score over all."""
+"""RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen generated tasks over one length."""
 
 import collections
 import dataclasses
-import functools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,29 +13,46 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example, GenerationTask, counts
-from lcjax.evaluation.prompt import Budget, Layout
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
-from lcjax.evaluation.tasks.ruler.aggregation import CommonWords, FrequentWords
-from lcjax.evaluation.tasks.ruler.niah import KINDS, Needles
-from lcjax.evaluation.tasks.ruler.qa import Passages, read
-from lcjax.evaluation.tasks.ruler.search import Maker, probe_seeds, sample
-from lcjax.evaluation.tasks.ruler.summary import GROUPS, over_lengths, tidy
-from lcjax.evaluation.tasks.ruler.tracing import Tracing
-from lcjax.evaluation.tasks.ruler.wording import Wording, wording
-from lcjax.evaluation.tasks.ruler.words import SPLITTER, Essays, Words, words
+from lcjax.evaluation.tasks.ruler.generators import (
+    NEEDLE_KINDS,
+    CommonWords,
+    FrequentWords,
+    Generator,
+    Needles,
+    Passages,
+    VariableTracking,
+    probe_seeds,
+)
+from lcjax.evaluation.tasks.ruler.texts import (
+    SPLITTER,
+    Essays,
+    Wording,
+    WordList,
+    read_questions,
+    read_wording,
+    read_words,
+)
 
-TASKS = (*KINDS, "vt", "cwe", "fwe", "qa_1", "qa_2")
+TASKS = (*NEEDLE_KINDS, "vt", "cwe", "fwe", "qa_1", "qa_2")
+GROUPS = {
+    "retrieval": tuple(NEEDLE_KINDS),
+    "tracing": ("vt",),
+    "aggregation": ("cwe", "fwe"),
+    "questions": ("qa_1", "qa_2"),
+}
+THRESHOLD = 0.856  # Llama-2-7B-chat at 4,096 tokens (RULER, sec. 4)
 _DATA = {"qa_1": "squad", "qa_2": "hotpotqa"}
 _SHUFFLES = ("random", "fixed")
 
 
-def _draws_words(name: str) -> bool:
-    return name == "cwe" or (name in KINDS and KINDS[name].key == "words")
+def _needs_words(name: str) -> bool:
+    return name == "cwe" or (name in NEEDLE_KINDS and NEEDLE_KINDS[name].key == "words")
 
 
-def _hides_in_essays(name: str) -> bool:
-    return name in KINDS and KINDS[name].haystack == "essay"
+def _needs_essays(name: str) -> bool:
+    return name in NEEDLE_KINDS and NEEDLE_KINDS[name].haystack == "essay"
 
 
 @Task.register_subclass("ruler")
@@ -46,84 +64,115 @@ class Ruler(GenerationTask):
     `data`, collapsed to single blanks, in the order of its files.
     """
 
+    shown: ClassVar[str] = "string_match"
+
     max_new_tokens: int | None = None  # null: 128 for needles, 30 vt, 120 cwe, 50 fwe, 32 qa
     tasks: tuple[str, ...] = ()  # such as niah_single_1, vt, cwe; empty: all thirteen
     samples: int = 100  # questions of each; the paper has 500
     # fixed: upstream's shuffles, the same for all samples; random: another one for each
     shuffles: str = "random"
     benchmark: str | None = None  # copy of NVIDIA/RULER with its wording; null: this library's own
-    words: str | None = (
-        None  # one word a line, or a folder with wonderwords' lists; null: installed
-    )
+    # One word a line, or a folder with wonderwords' lists; null: installed
+    words: str | None = None
     squad: str | None = None  # dev-v2.0.json, for qa_1
     hotpotqa: str | None = None  # hotpot_dev_distractor_v1.json, for qa_2
 
     @property
     def metric(self) -> Metric:
-        return Metric("score", f"RULER, mean of {len(self.chosen)} tasks", False, 3)
+        return Metric("score", f"RULER, mean of {len(self.task_names)} tasks", False, 3)
 
     @property
-    def shown(self) -> str:
-        return "string_match"
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
+    def task_names(self) -> tuple[str, ...]:
         return self.tasks or TASKS
 
     @property
     def needs_data(self) -> bool:
-        return any(map(_hides_in_essays, self.chosen))
+        return any(map(_needs_essays, self.task_names))
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         whole_numbers(key, self, 1, "samples")
-        for name in self.chosen:
+        for name in self.task_names:
             if name not in TASKS:
                 raise InputError(f"{key}.tasks: {name!r} is none of {', '.join(TASKS)}")
-        if len(set(self.chosen)) < len(self.chosen):
+        if len(set(self.task_names)) < len(self.task_names):
             raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
         one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
-        wording(self.benchmark, f"{key}.benchmark")
-        if any(map(_draws_words, self.chosen)):
-            words(self.words, f"{key}.words")
-        for name in _DATA.keys() & set(self.chosen):
-            read(getattr(self, _DATA[name]), _DATA[name], f"{key}.{_DATA[name]}")
+        read_wording(self.benchmark, f"{key}.benchmark")
+        if any(map(_needs_words, self.task_names)):
+            read_words(self.words, f"{key}.words")
+        for name in _DATA.keys() & set(self.task_names):
+            read_questions(getattr(self, _DATA[name]), _DATA[name], f"{key}.{_DATA[name]}")
 
     def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
-        source = corpus.once((self, limits), lambda: Generators(self, corpus, limits))
-        for name in self.chosen:
-            maker = source.maker(name, length)
-            budget = source.budget(maker, length)
-            seed = f"ruler {limits.seed} {name} {length}"
-            units = maker.units(source.layout, budget, probe_seeds(f"{name} {length}"))
-            for index in range(source.samples(maker)):
-                own = f"{seed} {index}"
-                found, used = sample(maker, source.layout, budget, own, units, index, name)
+        layout = self.layout(corpus.tokenizer)
+        for name in self.task_names:
+            generator = self.generator(name, corpus, length, limits)
+            budget = self.budget(length, self.max_new_tokens or generator.new_tokens)
+            units = generator.num_units(layout, budget, probe_seeds(f"{name} {length}"))
+            for index in range(min(self.samples, generator.num_questions or self.samples)):
+                seed = f"ruler {limits.seed} {name} {length} {index}"
+                sample, num_units = generator.sample(layout, budget, seed, units, index, name)
                 facts = {
                     "protocol": "ruler",
                     "task": name,
                     "sample": index,
-                    "units": used,
+                    "units": num_units,
                     "shuffles": self.shuffles,
-                    **source.facts(name),
-                    **found.facts,
+                    **self._source_facts(name, corpus),
+                    **sample.facts,
                 }
-                yield Example(found.segments, found.answers, facts, budget.new_tokens)
+                yield Example(sample.segments, sample.answers, facts, budget.new_tokens)
+
+    def generator(self, name: str, corpus: Corpus, length: int, limits: Limits) -> Generator:
+        """The generator of a task; the texts of the corpus and of files are read once."""
+        fixed, tokenizer = self.shuffles == "fixed", corpus.tokenizer
+        wording = self._wording(corpus)
+        if name in NEEDLE_KINDS:
+            words = self._words(corpus) if _needs_words(name) else None
+            essays = None
+            if _needs_essays(name):
+                essays = corpus.once("essays", lambda: Essays(corpus.texts(), tokenizer))
+            return Needles(NEEDLE_KINDS[name], wording, words, essays, tokenizer, fixed)
+        if name == "vt":
+            return VariableTracking(wording, tokenizer, limits.seed)
+        if name == "cwe":
+            return CommonWords(wording, self._words(corpus), tokenizer, fixed, length)
+        if name == "fwe":
+            budget = self.budget(length, self.max_new_tokens or FrequentWords.new_tokens)
+            return FrequentWords(wording, tokenizer, fixed, budget, self.layout(tokenizer))
+        field = _DATA[name]
+        path = getattr(self, field)
+        data = corpus.once((field, path), lambda: read_questions(path, field, field))
+        return Passages(wording, *data, tokenizer, fixed)
+
+    def _wording(self, corpus: Corpus) -> Wording:
+        key = "benchmark"
+        return corpus.once((key, self.benchmark), lambda: read_wording(self.benchmark, key))
+
+    def _words(self, corpus: Corpus) -> WordList:
+        return corpus.once(("words", self.words), lambda: read_words(self.words, "words"))
+
+    def _source_facts(self, name: str, corpus: Corpus) -> Record:
+        """The fields of records about the sources of a task's texts."""
+        words = {"wordlist": self._words(corpus).source} if _needs_words(name) else {}
+        essays = {"splitter": SPLITTER} if _needs_essays(name) else {}
+        return {**self._wording(corpus).facts, **words, **essays}
 
     def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        text, references = tidy(answer), unit.facts["references"]
-        flavours = {
+        text, references = clean_answer(answer), unit.facts["references"]
+        scores = {
             "all": metrics.string_match_all(text, references),
             "part": metrics.string_match_part(text, references),
         }
-        own = "part" if unit.facts["task"] in _DATA else "all"
-        return {"string_match": flavours[own], **flavours}
+        rule = "part" if unit.facts["task"] in _DATA else "all"
+        return {"string_match": scores[rule], **scores}
 
     def _by_task(self, records: Sequence[Record]) -> dict[str, float]:
         return {
-            name: float(np.mean(own))
-            for name in self.chosen
-            if (own := [r["correct"] for r in records if r["task"] == name])
+            name: float(np.mean(scores))
+            for name in self.task_names
+            if (scores := [r["correct"] for r in records if r["task"] == name])
         }
 
     def summarise(self, records: Sequence[Record]) -> Record:
@@ -138,68 +187,41 @@ class Ruler(GenerationTask):
         return {"value": value, **counts(records), **groups, **scores}
 
     def weights(self, records: Sequence[Record]) -> list[float]:
-        """Tasks count alike."""
+        """All tasks have equal weight."""
         sizes = collections.Counter(record["task"] for record in records)
         return [1 / sizes[record["task"]] for record in records]
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
-        return over_lengths(cells)
+        """By method: means over the lengths, plain and weighted, and the effective length.
+
+        The effective length is the longest with a score of at least 0.856; 0 if there is none.
+        """
+        aggregates = {}
+        for method, group in plots.by_method(cells).items():
+            group = sorted(group, key=lambda cell: cell["length"])
+            scores = np.array([cell["value"] for cell in group])
+            weights = np.arange(1, len(group) + 1)
+            lengths = [cell["length"] for cell in group if cell["value"] >= THRESHOLD]
+            aggregates[method] = {
+                "mean": round(float(scores.mean()), 4),
+                "weighted_increasing": round(float(np.average(scores, weights=weights)), 4),
+                "weighted_decreasing": round(float(np.average(scores, weights=weights[::-1])), 4),
+                "effective_length": max(lengths, default=0),
+            }
+        return aggregates
 
     def figures(
         self, cells: Sequence[Record], records: Sequence[Record], folder: Path
     ) -> list[Path]:
-        """Also every task's score by length."""
+        """The number by length, and every task's score by length."""
         files = super().figures(cells, records, folder)
-        if len(self.chosen) == 1:
+        if len(self.task_names) == 1:
             return files
-        own = sorted(records, key=lambda record: self.chosen.index(record["task"]))
+        records = sorted(records, key=lambda record: self.task_names.index(record["task"]))
         path = folder / f"{self.label}_by_task.png"
-        return [*files, plots.heat_maps(own, "RULER by task", path, by="task")]
+        return [*files, plots.heat_maps(records, "RULER by task", path, by="task")]
 
 
-class Generators:
-    """Makers of one plan, which share words, essays and wording."""
-
-    def __init__(self, task: Ruler, corpus: Corpus, limits: Limits):
-        self._task, self._corpus, self._limits = task, corpus, limits
-        self.layout: Layout = task.layout(corpus.tokenizer)
-        self.wording: Wording = wording(task.benchmark, "benchmark")
-
-    @functools.cached_property
-    def _words(self) -> Words:
-        return words(self._task.words, "words")
-
-    @functools.cached_property
-    def _essays(self) -> Essays:
-        return Essays(self._corpus.texts(), self._corpus.tokenizer)
-
-    def facts(self, name: str) -> Record:
-        """For records: whose prompts and words a task has, and what ends its sentences."""
-        found = {"wordlist": self._words.source} if _draws_words(name) else {}
-        found |= {"splitter": SPLITTER} if _hides_in_essays(name) else {}
-        return {**self.wording.facts, **found}
-
-    def budget(self, maker: Maker, length: int) -> Budget:
-        return self._task.budget(length, self._task.max_new_tokens or maker.new_tokens)
-
-    def samples(self, maker: Maker) -> int:
-        wanted = self._task.samples
-        return min(wanted, len(maker.questions)) if isinstance(maker, Passages) else wanted
-
-    def maker(self, name: str, length: int) -> Maker:
-        fixed, tokenizer = self._task.shuffles == "fixed", self.layout.tokenizer
-        if name in KINDS:
-            kind = KINDS[name]
-            vocabulary = self._words if kind.key == "words" else None
-            essays = self._essays if kind.haystack == "essay" else None
-            return Needles(kind, self.wording, vocabulary, essays, tokenizer, fixed)
-        if name == "vt":
-            return Tracing(self.wording, tokenizer, self._limits.seed)
-        if name == "cwe":
-            return CommonWords(self.wording, self._words, tokenizer, fixed, length)
-        if name == "fwe":
-            budget = self.budget(FrequentWords, length)
-            return FrequentWords(self.wording, tokenizer, fixed, budget, self.layout)
-        path = getattr(self._task, _DATA[name])
-        found = self._corpus.once((Passages, path), lambda: read(path, _DATA[name], _DATA[name]))
-        return Passages(self.wording, *found, tokenizer, fixed)
+def clean_answer(answer: str) -> str:
+    """The answer as upstream scores it: stripped, with control characters as newlines."""
+    return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip()

@@ -1,0 +1,473 @@
+"""Retrieval of something that is hidden at a depth of a generated text, over lengths and depths.
+
+passkey: a number in repetitive text has to be repeated. The task of Landmark attention (arXiv
+  2305.16300, section 4.2), also of Position Interpolation, LongLoRA and YaRN.
+kv_retrieval: the value of one key in a JSON object of random UUIDs. Liu et al., Lost in the Middle
+  (arXiv 2307.03172, section 3). InfiniteBench's Retrieve.KV has 2,500 pairs and the same score.
+niah: a sentence in essays, a needle in a haystack. The grid of Kamradt's test
+  (LLMTest_NeedleInAHaystack), as Fu et al. (arXiv 2402.10171) and LCEG (arXiv 2409.12181) run it on
+  base models.
+
+The wording is this library's own, and records name it. The length of a prompt counts everything:
+BOS, chat template, answer prefix and the tokens to be generated. Contexts are token ids without
+special tokens, so that no BOS marks what is hidden.
+"""
+
+import abc
+import dataclasses
+import random
+import re
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from lcjax.checkpoints.tokenizer import inside
+from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.evaluation import metrics
+from lcjax.evaluation.corpus import Corpus, Document
+from lcjax.evaluation.generation import OWN_WORDING, Example, GenerationTask
+from lcjax.evaluation.prompt import Layout, Segment
+from lcjax.evaluation.report import plots
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The length of a prompt, and the depth of what it hides."""
+
+    length: int
+    depth: float  # 0: the beginning of the context, 1: its end
+    # Seeds of the random numbers. Other lengths or depths of a run do not change a question.
+    seeds: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthTask(GenerationTask):
+    """Something hidden at evenly spaced depths, with a number of questions for each depth."""
+
+    depths: int = 10  # places of what is hidden, from the very beginning to the very end
+    trials: int = 1  # questions per length and depth; one makes a cell 0 or 1
+
+    @abc.abstractmethod
+    def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
+        """Returns the question whose answer is hidden at `placement`."""
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        whole_numbers(key, self, 1, "depths", "trials")
+
+    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
+        for index in range(self.depths):
+            depth = index / (self.depths - 1) if self.depths > 1 else 0.5
+            for trial in range(self.trials):
+                seeds = (limits.seed, length, round(depth * 1e6), trial)
+                example = self.example_at(corpus, Placement(length, depth, seeds), limits)
+                facts = {"wording": OWN_WORDING, "depth": depth, "trial": trial}
+                yield dataclasses.replace(example, facts={**facts, **example.facts})
+
+    def insert_needle(
+        self,
+        layout: Layout,
+        frame: Callable[[Sequence[int]], list[Segment]],
+        needle: Sequence[int],
+        haystack: Callable[[int], tuple[list[int], int]],
+        min_tokens: int,
+        length: int,
+    ) -> tuple[list[Segment], int]:
+        """Fills a prompt of `length` tokens with a haystack, and inserts a needle.
+
+        Args:
+          layout: The encoder of prompts.
+          frame: Returns the segments of the prompt for the token ids of its context.
+          needle: Token ids of what is hidden.
+          haystack: Returns so many token ids, and the index of the needle among them.
+          min_tokens: The minimum number of tokens of the haystack.
+          length: The tokens of the prompt and its answer.
+
+        Returns:
+          The segments, and the first token of the needle in the prompt.
+        """
+        bare = layout.prompt(frame(needle))
+        num_tokens = self.budget(length, self.max_new_tokens).left(bare)
+        if num_tokens < min_tokens:
+            used = length - num_tokens
+            raise InputError(
+                f"lengths: {length} is too short for {self.label}, whose instruction, needle,"
+                f" question and answer take {used} tokens; use at least {used + min_tokens}"
+            )
+        ids, index = haystack(num_tokens)
+        context = [*ids[:index], *needle, *ids[index:]]
+        return frame(context), bare.start("context_doc") + index
+
+    def figures(
+        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
+    ) -> list[Path]:
+        title = self.metric.title[0].upper() + self.metric.title[1:]
+        title += f", {self.trials} trial{'s' * (self.trials > 1)} a cell"
+        return [
+            *super().figures(cells, records, folder),
+            plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),
+        ]
+
+
+_FILLER = (
+    "The harbour was quiet that morning.",
+    "A gull walked along the wall and looked at the boats.",
+    "Nobody had anything urgent to do.",
+    "The tide came in slowly and went out again.",
+    "Someone painted a door, and the paint took all day to dry.",
+    "In the evening the lamps were lit one after another.",
+)
+_KEY_LINE = "\nThe secret number is {key}."
+_KEY_REPEAT = " Keep it in mind: {key} is the secret number."
+_KEY_MATCHES = ("first_integer", "first_digits", "token_ids")
+
+
+@Task.register_subclass("passkey")
+@dataclasses.dataclass(frozen=True)
+class Passkey(DepthTask):
+    """Five-digit keys at evenly spaced depths, measured in tokens."""
+
+    judging: ClassVar[tuple[str, ...]] = ("match",)
+
+    max_new_tokens: int = 10  # counted in the length, like everything else
+    repeat: int = 2  # how often the line states the key (2 in the published versions)
+    match: str = "first_integer"  # first_integer (YaRN), first_digits (InfiniteBench), token_ids
+
+    @property
+    def metric(self) -> Metric:
+        return Metric("accuracy", f"passkey accuracy ({self.match})", False, 2)
+
+    @property
+    def shown(self) -> str:
+        return self.match
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        one_of(f"{key}.match", self.match, _KEY_MATCHES)
+        whole_numbers(key, self, 1, "repeat")
+
+    def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
+        rng = np.random.default_rng(placement.seeds)
+        key = str(rng.integers(10_000, 100_000))
+        first = int(rng.integers(len(_FILLER)))
+        layout = self.layout(corpus.tokenizer)
+        text = (_KEY_LINE + _KEY_REPEAT * (self.repeat - 1)).format(key=key)
+        needle = [*inside(layout.tokenizer, text), *inside(layout.tokenizer, "\n")]
+        sentences = [inside(layout.tokenizer, " " + text) for text in _FILLER]
+
+        def haystack(num_tokens: int) -> tuple[list[int], int]:
+            """Filler, whose last sentence may be cut, and the sentence's end next to the depth."""
+            ids, ends = [], [0]
+            while len(ids) < num_tokens:
+                ids += sentences[(first + len(ends) - 1) % len(sentences)]
+                ends.append(min(len(ids), num_tokens))
+            index = min(ends, key=lambda end: abs(end - placement.depth * num_tokens))
+            return ids[:num_tokens], index
+
+        min_tokens = 2 * max(map(len, sentences))
+        segments, start = self.insert_needle(
+            layout, _passkey_frame, needle, haystack, min_tokens, placement.length
+        )
+        facts = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
+        return Example(segments, [key], facts)
+
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, bool]:
+        return key_scores(answer, unit.facts["key"], tokenizer, unit.facts.get("ids"))
+
+    def rescored(self, record: Record, tokenizer) -> Record:
+        return {**super().rescored(record, tokenizer), "protocol": f"passkey_{self.match}"}
+
+    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+        """k_max, the effective window of Position Interpolation: the longest length that works."""
+        aggregates: Record = {}
+        for method, group in plots.by_method(cells).items():
+            aggregates[method] = {
+                f"k_max_{percent}": max(
+                    (cell["length"] for cell in group if cell["value"] >= percent / 100), default=0
+                )
+                for percent in (20, 90)
+            }
+        return aggregates
+
+
+def _passkey_frame(context: Sequence[int]) -> list[Segment]:
+    return [
+        Segment(
+            "instruction",
+            "Somewhere in the following notes a secret number is written down. Everything else in"
+            " them is idle talk. Find the number and remember it, because you will be asked for"
+            " it.\n\n",
+        ),
+        Segment("context_doc", ids=context),
+        Segment("question", "\n\nWhat is the secret number?"),
+        Segment("answer_prefix", "\nThe secret number is"),
+    ]
+
+
+def key_scores(
+    answer: str, key: str, tokenizer, ids: Sequence[int] | None = None
+) -> dict[str, bool]:
+    """Whether an answer is right, by each of the published rules.
+
+    Args:
+      answer: The text of the answer.
+      key: The right number.
+      tokenizer: The tokenizer of the model.
+      ids: The generated tokens; None for those of the text.
+    """
+    digits = re.search(r"\d+", answer)
+    expected = inside(tokenizer, " " + key)
+    generated = inside(tokenizer, " " + answer.strip()) if ids is None else list(ids)
+    return {
+        "first_integer": digits is not None and int(digits.group()) == int(key),
+        "first_digits": digits is not None and digits.group() == key,
+        "token_ids": generated[: len(expected)] == expected,
+    }
+
+
+@Task.register_subclass("kv_retrieval")
+@dataclasses.dataclass(frozen=True)
+class KvRetrieval(DepthTask):
+    """A prompt is filled with as many pairs as it holds.
+
+    An answer is right if the value is a word of it; `substring` counts the value anywhere.
+    """
+
+    metric: ClassVar[Metric] = Metric("accuracy", "Key-value retrieval, accuracy", False, 2)
+    shown: ClassVar[str] = "word_match"
+
+    max_new_tokens: int = 50  # counted in the length, like everything else; a UUID is about 25
+
+    def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
+        tokenizer, length = corpus.tokenizer, placement.length
+        rng = np.random.default_rng(placement.seeds)
+        key, value = _uuid(rng), _uuid(rng)
+        needle = f'\n "{key}": "{value}"'
+        needle_tokens = len(inside(tokenizer, f",{needle}"))
+        instruction, *question = [
+            Segment(
+                "instruction",
+                "Here is a JSON object. You will be asked for the value of one of its keys.\n\n{",
+            ),
+            Segment("question", f'\n}}\n\nKey: "{key}"'),
+            Segment("answer_prefix", "\nThe value of this key is"),
+        ]
+        bare = self.layout(tokenizer).prompt([instruction, *question])
+        num_tokens = self.budget(length, self.max_new_tokens).left(bare) - needle_tokens
+        pairs: list[str] = []
+        while num_tokens > 0:
+            pair = f'\n "{_uuid(rng)}": "{_uuid(rng)}"'
+            num_tokens -= len(inside(tokenizer, f",{pair}"))
+            if num_tokens >= 0:
+                pairs.append(pair)
+        if not pairs:
+            raise InputError(
+                f"lengths: {length} holds no two pairs of {self.label}; use at least"
+                f" {length + 2 * needle_tokens - num_tokens}"
+            )
+        index = round(placement.depth * len(pairs))
+        pairs.insert(index, needle)
+        # The first pair has no comma before it.
+        texts = [pairs[0], *(f",{pair}" for pair in pairs[1:])]
+        ids = [token for text in texts for token in inside(tokenizer, text)]
+        facts = {"pairs": len(pairs), "place": index, "key": key}
+        return Example([instruction, Segment("context_doc", ids=ids), *question], [value], facts)
+
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        references = unit.facts["references"]
+        return {
+            "word_match": metrics.infinitebench.kv_retrieval(answer, references[0]),
+            "substring": metrics.string_match_all(answer, references),
+        }
+
+
+def _uuid(rng: np.random.Generator) -> str:
+    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+
+class Haystack:
+    """The documents of a corpus one after another, repeated if a length needs more.
+
+    They are tokenised once, without special tokens. As in Kamradt's test, a sentence ends with a
+    token that ends in . ! or ?
+    """
+
+    MIN_TOKENS: ClassVar[int] = 32  # of a document
+
+    def __init__(self, corpus: Corpus, tokens: int, limit: int | None = None):
+        """Reads the first `limit` documents (None: all), but no more than hold `tokens` tokens."""
+        self._tokenizer = corpus.tokenizer
+        gap = inside(self._tokenizer, "\n\n")
+        documents = self._documents(corpus, tokens, limit)
+        if not documents:
+            raise InputError(
+                f"data: no document of the haystack has {self.MIN_TOKENS} tokens; name a folder"
+                " with essays or books"
+            )
+        self._ids: list[int] = [
+            int(token) for document in documents for token in (*document.tokens, *gap)
+        ]
+        self._is_end: dict[int, bool] = {}  # by token
+
+    def _documents(self, corpus: Corpus, tokens: int, limit: int | None) -> list[Document]:
+        """Tokenises no more documents than needed."""
+        count = 1
+        while True:
+            num_documents = count if limit is None else min(count, limit)
+            documents = corpus.documents(self.MIN_TOKENS, num_documents)
+            enough = sum(map(len, documents)) >= tokens
+            if enough or len(documents) < num_documents or num_documents == limit:
+                return documents
+            count *= 2
+
+    def first(self, tokens: int) -> list[int]:
+        """The first `tokens` ids."""
+        rounds = -(-tokens // len(self._ids))
+        return (self._ids * rounds)[:tokens]
+
+    def sentence_end(self, ids: list[int], depth: float) -> int:
+        """The index for a needle: the share `depth` of `ids`, moved back to the end of a sentence.
+
+        It is len(ids) at depth 1, and 0 if no sentence ends before.
+        """
+        if depth >= 1:
+            return len(ids)
+        index = int(len(ids) * depth)
+        while index and not self._ends_sentence(ids[index - 1]):
+            index -= 1
+        return index
+
+    def _ends_sentence(self, token: int) -> bool:
+        if token not in self._is_end:
+            text = self._tokenizer.decode(np.array([token])).rstrip("\"')\u201d\u2019")
+            self._is_end[token] = text.endswith((".", "!", "?"))
+        return self._is_end[token]
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle:
+    """A hidden sentence, and the question about it."""
+
+    sentence: str
+    question: str
+    answer: str  # the beginning of the model's answer
+    value: str  # what a right answer contains
+
+
+# Of Kamradt's kind: a thing to do in one city, in this library's words.
+_FIXED_NEEDLE = Needle(
+    "The nicest thing to do in San Francisco is to have a sandwich in Dolores Park on a sunny day.",
+    "\n\nQuestion: What is the nicest thing to do in San Francisco?",
+    "\nAnswer: The nicest thing to do in San Francisco is",
+    "have a sandwich in Dolores Park",
+)
+_PLACES = (
+    "lighthouse", "orchard", "foundry", "chapel", "granary", "ferry", "theatre", "quarry",
+    "brewery", "station", "museum", "bakery", "shipyard", "library", "windmill", "harbour",
+)  # fmt: skip
+_COLOURS = ("amber", "crimson", "emerald", "golden", "ivory", "scarlet", "silver", "violet")
+_NEEDLE_SCORES = ("value_match", "rouge1_f", "word_recall", "word_recall_lceg")
+
+
+@Task.register_subclass("niah")
+@dataclasses.dataclass(frozen=True)
+class Niah(DepthTask):
+    """Needles at evenly spaced depths of the run's `data`, after the sentence that ends there."""
+
+    needs_data: ClassVar[bool] = True
+    judging: ClassVar[tuple[str, ...]] = ("measure",)
+
+    max_new_tokens: int = 50  # counted in the length, like everything else
+    # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence
+    needle: str = "random"
+    # What tables show. value_match: the value stands in the answer; rouge1_f and word_recall: how
+    # much of the needle's sentence does; word_recall_lceg: as LCEG counts words that stand twice
+    measure: str = "value_match"
+
+    @property
+    def label(self) -> str:
+        return self.name or ("niah" if self.needle == "random" else f"niah_{self.needle}")
+
+    @property
+    def metric(self) -> Metric:
+        return Metric(self.measure, f"needle in a haystack ({self.measure})", False, 2)
+
+    @property
+    def shown(self) -> str:
+        return self.measure
+
+    def check(self, limits: Limits, key: str) -> None:
+        super().check(limits, key)
+        one_of(f"{key}.needle", self.needle, ("random", "kamradt"))
+        one_of(f"{key}.measure", self.measure, _NEEDLE_SCORES)
+
+    def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
+        haystack = corpus.once(
+            (Haystack, limits),
+            lambda: Haystack(corpus, max(limits.lengths), limits.max_documents),
+        )
+        needle = self._needle(random.Random(f"niah {' '.join(map(str, placement.seeds))}"))
+
+        def frame(context: Sequence[int]) -> list[Segment]:
+            instruction = (
+                "Below is a long text, and after it a question about one sentence in it.\n\n"
+            )
+            return [
+                Segment("instruction", instruction),
+                Segment("context_doc", ids=context),
+                Segment("question", needle.question),
+                Segment("answer_prefix", needle.answer),
+            ]
+
+        def text(num_tokens: int) -> tuple[list[int], int]:
+            ids = haystack.first(num_tokens)
+            return ids, haystack.sentence_end(ids, placement.depth)
+
+        layout = self.layout(corpus.tokenizer)
+        ids = inside(layout.tokenizer, " " + needle.sentence)
+        segments, start = self.insert_needle(
+            layout, frame, ids, text, haystack.MIN_TOKENS, placement.length
+        )
+        facts = {
+            "protocol": f"niah_{self.needle}",
+            "needle": needle.sentence,
+            "needle_start": start,
+        }
+        return Example(segments, [needle.value], facts)
+
+    def _needle(self, rng: random.Random) -> Needle:
+        if self.needle == "kamradt":
+            return _FIXED_NEEDLE
+        key = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}"
+        value = str(rng.randint(1_000_000, 9_999_999))
+        return Needle(
+            f"The code of the {key} is {value}.",
+            f"\n\nQuestion: What is the code of the {key}?",
+            f"\nAnswer: The code of the {key} is",
+            value,
+        )
+
+    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        needle = unit.facts["needle"]
+        return {
+            "value_match": metrics.value_match(answer, unit.facts["references"]),
+            "rouge1_f": metrics.rouge1_f(answer, needle),
+            "word_recall": metrics.word_recall(answer, needle),
+            "word_recall_lceg": metrics.word_recall(answer, needle, distinct=False),
+        }
+
+    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+        """The mean over all cells, and over those within the trained length."""
+        aggregates = {}
+        for method, group in plots.by_method(cells).items():
+            values = [cell["value"] for cell in group]
+            within = [cell["value"] for cell in group if cell["length"] <= cell["trained"]]
+            aggregates[method] = {
+                "mean": round(sum(values) / len(values), 4),
+                "mean_within_trained": round(sum(within) / len(within), 4) if within else None,
+            }
+        return aggregates

@@ -1,0 +1,308 @@
+"""Texts of RULER's prompts: templates, words, essays, and questions with their documents.
+
+Templates are this library's own, or those of the user's copy of RULER, which is read and never
+executed. The library's own ones are about as long as RULER's, so that as much text fits beside.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import random
+import re
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lcjax.checkpoints.tokenizer import Tokenizer, inside
+from lcjax.errors import InputError
+from lcjax.evaluation.generation import OWN_WORDING
+from lcjax.evaluation.prompt import Segment
+from lcjax.evaluation.tasks.local_files import assigned_values
+
+_FOLDERS = ("scripts/data/synthetic", "data/synthetic", "synthetic", ".")
+_OWN = {
+    "niah": (
+        "Some secret lucky {type_needle_v} are written down somewhere in the text that follows."
+        " Keep this in mind. You will be asked for the {type_needle_v} later.\n{context}\nWhat are"
+        " all the secret lucky {type_needle_v} for {query} written in the text above?",
+        " The secret lucky {type_needle_v} for {query} written in the text above are",
+    ),
+    "variable_tracking": (
+        "Follow the chain(s) of assignments to variables that stand in the text below.\n\n{context}"
+        "\nQuestion: Which variables in the text above have been given the value {query}?",
+        " Answer: By the chain(s) of assignments to variables above, {num_v} variables have been"
+        " given the value {query}, they are:",
+    ),
+    "common_words_extraction": (
+        "Here is a list of words with numbers. Some of its words stand there more often than"
+        " others. Remember those that stand there most.\n{context}\nQuestion: Which 10 words are"
+        " the most common in this list?",
+        " Answer: The 10 words that are the most common in this list are:",
+    ),
+    "freq_words_extraction": (
+        "Look at this text in code and count how often each coded word is there. Name the three"
+        " coded words that are there most often. {context}\nQuestion: Give no explanation, and"
+        " leave out the dots '....'. Which three coded words are most frequent in the text above?",
+        " Answer: In the coded text above, the three most frequent coded words are:",
+    ),
+    "qa": (
+        "Answer the question from the documents. Write the answer alone and no other words.\n\n"
+        "These are the documents.\n\n{context}\n\nAnswer the question from the documents. Write the"
+        " answer alone and no other words.\n\nQuestion: {query}",
+        " Answer:",
+    ),
+}
+_NEEDLE = "One of the secret lucky {type_needle_v} for {key} is: {value}."
+_NOISE = "The road is long. The hill is steep. The wind is cold. Off we go. Up and down again."
+_SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
+_WORD_FILES = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
+SPLITTER = "lcjax-1"  # version of the rule for the ends of sentences; upstream uses NLTK's punkt
+# Quotes and brackets that close a sentence belong to it.
+_SENTENCE_END = re.compile(r"([.!?][\"')\]\u201d\u2019]*) (?=[\"'(\[\u201c\u2018]*[A-Z0-9])")
+_QA_FILES = {
+    "squad": "dev-v2.0.json of SQuAD 2.0 (https://rajpurkar.github.io/SQuAD-explorer)",
+    "hotpotqa": "hotpot_dev_distractor_v1.json of HotpotQA (https://hotpotqa.github.io)",
+}
+
+
+class Template(NamedTuple):
+    """The parts of a prompt around its context."""
+
+    instruction: str
+    separator: str  # blanks and newlines before the context
+    question: str
+    answer: str  # the beginning of the answer
+
+    def segments(self, *context: Sequence[int]) -> list[Segment]:
+        """The prompt with the token ids of the documents of its context."""
+        return [
+            Segment("instruction", self.instruction),
+            *(Segment("context_doc", ids=ids) for ids in context),
+            Segment("question", self.question),
+            Segment("answer_prefix", self.answer),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """Templates by family, with the fields `{context}`, `{query}` and others."""
+
+    templates: dict[str, tuple[str, str]]  # of the prompt, and of the beginning of the answer
+    needle: str
+    noise: str
+    source: str
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The fields of records about the templates: their source and hash."""
+        text = repr((sorted(self.templates.items()), self.needle, self.noise))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return {"wording": self.source, "wording_hash": digest}
+
+    def template(self, family: str, *, singular: bool = False, **fields) -> Template:
+        """Fills the fields of a template; `singular` replaces plurals by RULER's own rule."""
+        prompt, answer = self.templates[family]
+        for plural, one in _SINGULAR if singular else ():
+            prompt, answer = prompt.replace(plural, one), answer.replace(plural, one)
+        before, field, after = prompt.partition("{context}")
+        if not field:
+            raise InputError(f"RULER's template {family!r} has no {{context}}; restore the file")
+        before, question, answer = (text.format(**fields) for text in (before, after, answer))
+        instruction = before.rstrip()
+        return Template(instruction, before[len(instruction) :], question, answer)
+
+
+def read_wording(benchmark: str | None, key: str) -> Wording:
+    """Reads the templates in a folder with NVIDIA's RULER; None gives this library's own."""
+    if benchmark is None:
+        return Wording(_OWN, _NEEDLE, _NOISE, OWN_WORDING)
+    root = Path(benchmark)
+    for folder in _FOLDERS:
+        constants, niah = root / folder / "constants.py", root / folder / "niah.py"
+        if constants.is_file() and niah.is_file():
+            tasks = _literal(constants, "TASKS", key)
+            try:
+                templates = {f: (tasks[f]["template"], tasks[f]["answer_prefix"]) for f in _OWN}
+            except (KeyError, TypeError) as error:
+                raise InputError(f"{key}: {constants} lacks {error} in TASKS; restore it") from None
+            needle, noise = _literal(niah, "needle", key), _literal(niah, "haystack", key)
+            return Wording(templates, needle, noise, "RULER")
+    raise InputError(
+        f"{key}={benchmark} has no scripts/data/synthetic/constants.py and niah.py; name a copy of"
+        " https://github.com/NVIDIA/RULER, or leave it out for this library's own wording"
+    )
+
+
+def _literal(path: Path, name: str, key: str):
+    """The first literal that a Python file assigns to a name."""
+    for value in assigned_values(path, name):
+        try:
+            return ast.literal_eval(value)
+        except ValueError:
+            continue
+    raise InputError(f"{key}: {path} gives {name} no value that can be read; restore it")
+
+
+@dataclasses.dataclass(frozen=True)
+class WordList:
+    """English words: pairs of them are keys, all of them the vocabulary of common words."""
+
+    adjectives: tuple[str, ...]
+    nouns: tuple[str, ...]
+    verbs: tuple[str, ...]
+    source: str  # for records
+
+    @property
+    def all(self) -> list[str]:
+        return sorted({*self.adjectives, *self.nouns, *self.verbs})
+
+    def pair(self, rng: random.Random) -> str:
+        return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
+
+
+def read_words(path: str | None, key: str) -> WordList:
+    """Reads a file with one word a line, a folder with wonderwords' lists, or wonderwords itself.
+
+    Args:
+      path: The file or folder; None for the installed package wonderwords.
+      key: The place of the setting in the config, for messages.
+    """
+    if path is None:
+        spec = importlib.util.find_spec("wonderwords")
+        if spec is None or spec.origin is None:
+            raise InputError(
+                f"{key}=null, and wonderwords is not installed: pip install wonderwords, or name a"
+                " file with one word a line"
+            )
+        name = f"wonderwords {importlib.metadata.version('wonderwords')}"
+        return _word_lists(Path(spec.origin).parent / "assets", key, name)
+    root = Path(path)
+    if root.is_dir():
+        return _word_lists(root, key, root.name)
+    if not root.is_file():
+        raise InputError(f"{key}={path} is no file and no folder; name one with words")
+    words = _lines(root)
+    if len(words) < 100:
+        raise InputError(f"{key}={path} has {len(words)} words; at least 100, one a line")
+    return WordList(words, words, words, root.name)
+
+
+def _word_lists(folder: Path, key: str, source: str) -> WordList:
+    for name in _WORD_FILES:
+        if not (folder / name).is_file():
+            raise InputError(f"{key}: {folder / name} is missing; it is one of wonderwords' lists")
+    return WordList(*(_lines(folder / name) for name in _WORD_FILES), source)
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return tuple(sorted({line.strip() for line in lines if line.strip()}))
+
+
+def random_number(rng: random.Random) -> str:
+    """A number of seven digits."""
+    return str(rng.randint(1_000_000, 9_999_999))
+
+
+def random_uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+class Essays:
+    """Running text whose first words are the haystack, tokenised sentence by sentence."""
+
+    def __init__(self, texts: list[str], tokenizer: Tokenizer):
+        text = " ".join(" ".join(texts).split())
+        if not text:
+            raise InputError("data: the haystack has no text; name a folder with essays")
+        self.tokenizer = tokenizer
+        self.sentences = _SENTENCE_END.sub(r"\1\n", text).split("\n")
+        self._ids: dict[int, list[int]] = {}
+        self._ends = np.cumsum([len(sentence.split(" ")) for sentence in self.sentences])
+
+    def first(self, num_words: int) -> list[list[int]]:
+        """Token ids of the sentences of the first words, each with a blank before it.
+
+        The text is repeated if it has fewer words. The last sentence may be cut.
+        """
+        rounds, rest = divmod(num_words, int(self._ends[-1]))
+        num_whole = int(np.searchsorted(self._ends, rest, side="right"))
+        ids = [self._sentence(i) for _ in range(rounds) for i in range(len(self.sentences))]
+        ids += [self._sentence(i) for i in range(num_whole)]
+        rest -= int(self._ends[num_whole - 1]) if num_whole else 0
+        if rest:
+            part = " ".join(self.sentences[num_whole].split(" ")[:rest])
+            ids.append(inside(self.tokenizer, " " + part))
+        return ids
+
+    def _sentence(self, index: int) -> list[int]:
+        if index not in self._ids:
+            self._ids[index] = inside(self.tokenizer, " " + self.sentences[index])
+        return self._ids[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question, and the indices of its documents."""
+
+    text: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]  # documents that every prompt holds
+    related: tuple[int, ...] = ()  # of the same article; the first to fill a prompt
+
+
+def read_questions(path: str | None, name: str, key: str) -> tuple[list[Question], list[str]]:
+    """Reads the questions and the distinct documents of an official file.
+
+    Args:
+      path: The file.
+      name: squad or hotpotqa.
+      key: The place of the setting in the config, for messages.
+    """
+    source = _QA_FILES[name]
+    if path is None:
+        raise InputError(f"{key}=null, which is needed here: name {source}")
+    if not Path(path).is_file():
+        raise InputError(f"{key}={path} is no file; it is {source}")
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        questions, documents = (_squad if name == "squad" else _hotpotqa)(data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{key}={path} is not {source} ({error!r:.60})") from None
+    if not questions:
+        raise InputError(f"{key}={path} has no question with an answer; it is not {source}")
+    return questions, documents
+
+
+def _squad(data) -> tuple[list[Question], list[str]]:
+    articles = [article["paragraphs"] for article in data["data"]]
+    documents = sorted({p["context"] for paragraphs in articles for p in paragraphs})
+    index_of = {document: index for index, document in enumerate(documents)}
+    questions = []
+    for paragraphs in articles:
+        indices = [index_of[p["context"]] for p in paragraphs]
+        for paragraph, gold in zip(paragraphs, indices):
+            related = tuple(index for index in indices if index != gold)
+            questions += [
+                Question(q["question"], tuple(a["text"] for a in q["answers"]), (gold,), related)
+                for q in paragraph["qas"]
+                if not q.get("is_impossible") and q["answers"]
+            ]
+    return questions, documents
+
+
+def _hotpotqa(data) -> tuple[list[Question], list[str]]:
+    contexts = [[f"{title}\n{''.join(lines)}" for title, lines in row["context"]] for row in data]
+    documents = sorted({text for context in contexts for text in context})
+    index_of = {document: index for index, document in enumerate(documents)}
+    questions = [
+        Question(row["question"], (row["answer"],), tuple(index_of[text] for text in context))
+        for row, context in zip(data, contexts)
+    ]
+    return questions, documents
