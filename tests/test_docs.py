@@ -19,7 +19,7 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.evaluation.config import EvalConfig
-from lcjax.memory import CepeSection
+from lcjax.memory import CepeSection, Memory, MemorySection
 from lcjax.training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +65,9 @@ def working_folder(tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("The harbour was quiet that morning. " * 20)
     monkeypatch.chdir(tmp_path)
     # A method that a page adds is registered for this test alone.
-    monkeypatch.setattr(Pattern, "_choice_registry", Pattern.get_known_choices().copy())
+    for registry in (Pattern, Memory, MemorySection):
+        choices = registry.get_known_choices().copy()
+        monkeypatch.setattr(registry, "_choice_registry", choices)
 
 
 def with_examples():
