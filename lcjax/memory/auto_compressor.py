@@ -15,6 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.errors import InputError, whole_number
@@ -50,9 +51,6 @@ class AutoCompressor(PrefixMemory):
         return self.summary
 
     def num_slots(self, tokens: int) -> int:
-        return self.summary
-
-    def max_slots(self, tokens: int) -> int:
         return self.summary
 
     def tokens_read(self, tokens: int) -> int:
@@ -113,11 +111,7 @@ class AutoCompressorSection(MemorySection):
         return AutoCompressor(self.chunk, self.summary, self.gradient_segments)
 
     def init_params(
-        self,
-        params: dict,
-        config: ModelConfig,
-        encoder: dict | None = None,
-        mesh: jax.sharding.Mesh | None = None,
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
         """Adds the embeddings of the summary tokens."""
         return init_embeddings(params, config, self.begin, mesh)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import draccus
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory
@@ -28,11 +29,7 @@ class MemorySection(draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def init_params(
-        self,
-        params: dict,
-        config: ModelConfig,
-        encoder: dict | None = None,
-        mesh: jax.sharding.Mesh | None = None,
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
         """Returns `params` with the initial weights of the memory.
 
@@ -57,7 +54,7 @@ def add_to_readers(
     params: dict,
     config: ModelConfig,
     init_layer: Callable[[dict], dict],
-    mesh: jax.sharding.Mesh | None,
+    mesh: Mesh | None,
 ) -> dict:
     """Returns `params` with new weights in every reader layer.
 
@@ -70,12 +67,14 @@ def add_to_readers(
     reads = config.memory.reader_layers(config.num_layers)
     names = [f"layers_{i}" for i, layer_reads in enumerate(reads) if layer_reads]
     names = ["layers"] if "layers" in params else names
-    layers = {name: params[name] for name in names}
 
     def init(layers):  # copies, so that trained weights share no buffer with frozen ones
         return {name: jax.tree.map(jnp.copy, init_layer(layer)) for name, layer in layers.items()}
 
-    shardings = None
-    if mesh is not None:
-        shardings = param_shardings(mesh, jax.eval_shape(init, layers))
-    return union(params, jax.jit(init, out_shardings=shardings)(layers))
+    return union(params, init_on_mesh(init, {name: params[name] for name in names}, mesh))
+
+
+def init_on_mesh(init: Callable[[dict], dict], params: dict, mesh: Mesh | None) -> dict:
+    """Returns `init(params)`, computed on the devices of `mesh` as the sharding table says."""
+    shardings = None if mesh is None else param_shardings(mesh, jax.eval_shape(init, params))
+    return jax.jit(init, out_shardings=shardings)(params)

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import Causal, attend
@@ -225,11 +226,7 @@ class BeaconSection(MemorySection):
         return Beacon(self.chunk, self.ratio, tuple(self.ratios))
 
     def init_params(
-        self,
-        params: dict,
-        config: ModelConfig,
-        encoder: dict | None = None,
-        mesh: jax.sharding.Mesh | None = None,
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
         """Adds the embedding of beacons, and projections that begin as copies of the text's."""
 

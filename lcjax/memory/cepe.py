@@ -15,12 +15,12 @@ and fields of config.json are those of the released code (princeton-nlp/CEPE).
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from lcjax.attention import Bidirectional, Causal
@@ -35,7 +35,7 @@ from lcjax.memory.cross_attention import (
 )
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
-from lcjax.models.memory import EncodedContext, Memory, check_chunks
+from lcjax.models.memory import EncodedContext, Memory, ReadConfig, WriteConfig, check_chunks
 from lcjax.parallel.sharding import keep_tokens
 
 _ENCODER_CLASS = "LlamaForMLM"
@@ -90,23 +90,21 @@ class Cepe(CrossAttentionMemory):
     def encoder_config(self) -> ModelConfig:
         return self.states
 
-    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
+    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
         changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
         return ChunkEncoder(self.states.replace(**changes), mesh)
 
     def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
 
-    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
+    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return StatesAttention(config.replace(lora=None), mesh, **options)
 
     def with_num_readers(self, count: int) -> "Cepe":
         return dataclasses.replace(self, layers=count)
 
     @classmethod
-    def from_hf(
-        cls, hf: dict[str, Any], where: str, read_config: Callable[[dict, str], ModelConfig]
-    ) -> ModelConfig | None:
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
         """Reads a decoder with its encoder, or the config of an encoder alone."""
         if _ENCODER_CLASS in (hf.get("architectures") or ()):
             return _encoder_from_hf(hf, where, read_config)
@@ -130,9 +128,7 @@ class Cepe(CrossAttentionMemory):
         layers = hf.get("num_cross_attn_layers") or config.num_layers
         return config.replace(memory=cls(states=encoder, layers=layers))
 
-    def to_hf(
-        self, config: ModelConfig, write_config: Callable[[ModelConfig], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def to_hf(self, config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
         return write_config(config.replace(memory=None)) | {
             "architectures": [RELEASED_CLASS],
             "is_decoder": True,
@@ -156,7 +152,7 @@ class ChunkEncoder(nn.Module):
     """A bidirectional transformer over every chunk by itself."""
 
     config: ModelConfig
-    mesh: jax.sharding.Mesh | None = None
+    mesh: Mesh | None = None
 
     def setup(self):
         self.model = Decoder(self.config.replace(mlm_head=False), self.mesh)
@@ -222,11 +218,7 @@ class CepeSection(MemorySection):
         return Cepe(states=encoder, layers=self.layers or config.num_layers)
 
     def init_params(
-        self,
-        params: dict,
-        config: ModelConfig,
-        encoder: dict | None = None,
-        mesh: jax.sharding.Mesh | None = None,
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
         """Adds the encoder, and cross-attention made of self-attention (`init_reader`)."""
         width = config.memory.states.width
@@ -238,22 +230,16 @@ class CepeSection(MemorySection):
         return add_to_readers(params, config, init_layer, mesh) | {"encoder": weights}
 
 
-def _encoder_from_hf(
-    hf: dict[str, Any], where: str, read_config: Callable[[dict, str], ModelConfig]
-) -> ModelConfig:
+def _encoder_from_hf(hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig:
     plain = hf | {"model_type": hf.get("model_type") or "llama", "tie_word_embeddings": True}
     return read_config(plain, where).replace(pattern=Bidirectional(), mlm_head=True)
 
 
-def _encoder_to_hf(
-    config: ModelConfig, write_config: Callable[[ModelConfig], dict[str, Any]]
-) -> dict[str, Any]:
+def _encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
     plain = config.replace(pattern=Causal(), mlm_head=False)
     return write_config(plain) | {"is_decoder": False, "pad_token_id": 0}
 
 
-def encoder_to_hf(
-    config: ModelConfig, write_config: Callable[[ModelConfig], dict[str, Any]]
-) -> dict[str, Any]:
+def encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
     """Returns the `config.json` of an encoder alone, a masked language model."""
     return _encoder_to_hf(config, write_config) | {"architectures": [_ENCODER_CLASS]}

@@ -2,39 +2,27 @@
 
 import math
 import re
-from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import Linear, Norm
-from lcjax.models.memory import EncodedContext, Memory, TensorRow
+from lcjax.models.memory import EncodedContext, Memory, TensorRow, VisibleKeys
 from lcjax.parallel.sharding import LENGTH, attention_layout
 from pallas_kernels import flash
 
-# Names of CEPE's released code (princeton-nlp/CEPE), which SharedLLM's code is made of.
-RELEASED_CLASS = "LlamaForCausalContextLM"
-NORM_ROW = ("model.layers.{}.cross_attn.layernorm.weight", "D", "layers/memory/norm/scale", "D")
-QUERY_ROW = (
-    "model.layers.{}.cross_attn.q_proj.weight",
-    "NH,D",
-    "layers/memory/query/kernel",
-    "DNH",
-)
-OUT_ROW = ("model.layers.{}.cross_attn.o_proj.weight", "D,NH", "layers/memory/out/kernel", "NHD")
+RELEASED_CLASS = "LlamaForCausalContextLM"  # of CEPE's code, which SharedLLM's is made of
 
 
 class CrossAttentionMemory(Memory):
     """A memory whose reader layers attend to all slots at once, without an order."""
 
-    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
-        return (True,) * num_layers
-
-    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
+    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return CrossAttention(config.replace(lora=None), mesh, **options)
 
     def project_states(
@@ -56,9 +44,6 @@ class CrossAttentionMemory(Memory):
                 layers.append(tuple(jnp.einsum("BME,EKH->BKMH", states, w) for w in kernels))
         return EncodedContext(encoded.mask, layers=tuple(layers))
 
-    def with_num_readers(self, count: int) -> Memory:
-        return self
-
     def weight_uses(self, path: str, length: int, context: tuple[int, int] | None) -> float:
         if path.startswith("encoder/head/"):
             return 0.0  # the encoder's states are read, not its logits
@@ -71,11 +56,7 @@ class CrossAttentionMemory(Memory):
         return (chunk,)
 
     def attention_flops(
-        self,
-        config: ModelConfig,
-        length: int,
-        context: tuple[int, int],
-        visible_keys: Callable[[ModelConfig, int], float],
+        self, config: ModelConfig, length: int, context: tuple[int, int], visible_keys: VisibleKeys
     ) -> tuple[float, float]:
         num_chunks, size = context
         inside, encoder = 0.0, self.encoder_config
@@ -87,14 +68,14 @@ class CrossAttentionMemory(Memory):
         return inside, across * sum(self.reader_layers(config.num_layers))
 
     def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
-        """Returns CEPE's names of `CrossAttention`, E the width of the context's states."""
+        """Returns the names of CEPE's code (princeton-nlp/CEPE), E the width of the states."""
         name, path = "model.layers.{}.cross_attn.", "layers/memory/"
         return [
-            NORM_ROW,
-            QUERY_ROW,
+            (name + "layernorm.weight", "D", path + "norm/scale", "D"),
+            (name + "q_proj.weight", "NH,D", path + "query/kernel", "DNH"),
             (name + "k_proj.weight", "KH,E", path + "key/kernel", "EKH"),
             (name + "v_proj.weight", "KH,E", path + "value/kernel", "EKH"),
-            OUT_ROW,
+            (name + "o_proj.weight", "D,NH", path + "out/kernel", "NHD"),
         ]
 
     def hf_axes(self, config: ModelConfig) -> dict[str, int]:
@@ -108,7 +89,7 @@ class CrossAttention(nn.Module):
     """
 
     config: ModelConfig
-    mesh: jax.sharding.Mesh | None = None
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], encoded: EncodedContext) -> Float[Array, "B T D"]:

@@ -13,25 +13,34 @@ config.json of our own. A program that reads the folder as a Llama ignores both.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import Causal
 from lcjax.attention.base import rotate_queries
 from lcjax.errors import InputError, whole_number
+from lcjax.memory.base import init_on_mesh
 from lcjax.memory.context_tree import without_padding
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
 from lcjax.models.layer_groups import unstack
 from lcjax.models.layers import CollectKeyValues, Context
-from lcjax.models.memory import HF_FIELD, EncodedContext, Memory, check_chunks, token_axis
-from lcjax.parallel.sharding import LENGTH, attention_layout, replicated
+from lcjax.models.memory import (
+    HF_FIELD,
+    EncodedContext,
+    Memory,
+    ReadConfig,
+    VisibleKeys,
+    check_chunks,
+    token_axis,
+)
+from lcjax.parallel.sharding import LENGTH, attention_layout
 from lcjax.rope import Rotation, rotate
 from pallas_kernels import flash
 
@@ -68,9 +77,9 @@ class PrefixMemory(Memory):
     def num_embeddings(self) -> int:
         """Number of the memory's own tokens that have an embedding."""
 
-    @abc.abstractmethod
     def max_slots(self, tokens: int) -> int:
         """Returns the number of slots computed for a window: at least its `num_slots`."""
+        return self.num_slots(tokens)
 
     @abc.abstractmethod
     def tokens_read(self, tokens: int) -> int:
@@ -121,7 +130,7 @@ class PrefixMemory(Memory):
         if has_teacher:
             super().check_training_chunks(count, has_targets=has_targets, has_teacher=True)
 
-    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
+    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
         return WindowEncoder(config, mesh)
 
     @property
@@ -132,14 +141,11 @@ class PrefixMemory(Memory):
     def is_prefix(self) -> bool:
         return True
 
-    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
-        return (True,) * num_layers
-
     def prefix_length(self, encoded: EncodedContext) -> Int[Array, "B 1"]:
         return encoded.mask.sum(1, keepdims=True)
 
     def prefix_partials(
-        self, q: Float[Array, "B T N H"], context: Context, mesh: jax.sharding.Mesh | None
+        self, q: Float[Array, "B T N H"], context: Context, mesh: Mesh | None
     ) -> list[tuple[jax.Array, jax.Array]]:
         encoded = context.memory
         k, v = (part.swapaxes(1, 2) for part in encoded.layers[0])
@@ -157,9 +163,6 @@ class PrefixMemory(Memory):
             )
         ]
 
-    def with_num_readers(self, count: int) -> "PrefixMemory":
-        return self
-
     def weight_uses(self, path: str, length: int, context: tuple[int, int] | None) -> float:
         if not path.startswith("layers"):
             return 1.0
@@ -170,11 +173,7 @@ class PrefixMemory(Memory):
         return float(not is_memory) + num_chunks * tokens / length
 
     def attention_flops(
-        self,
-        config: ModelConfig,
-        length: int,
-        context: tuple[int, int],
-        visible_keys: Callable[[ModelConfig, int], float],
+        self, config: ModelConfig, length: int, context: tuple[int, int], visible_keys: VisibleKeys
     ) -> tuple[float, float]:
         (num_chunks, size), slots = context, self.num_slots(context[1])
         keys = visible_keys(config, size) + (num_chunks - 1) / 2 * slots
@@ -182,25 +181,17 @@ class PrefixMemory(Memory):
         return 0.0, 4 * config.num_heads * config.head_dim * config.num_layers * pairs
 
     @classmethod
-    def from_hf(
-        cls, hf: dict[str, Any], where: str, read_config: Callable[[dict, str], ModelConfig]
-    ) -> ModelConfig | None:
-        if HF_FIELD not in hf:
-            cls._refuse_released(hf, where)
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
+        """Refuses folders of the authors' code, whose memory would be ignored."""
+        released = cls.released_field if HF_FIELD not in hf else None
+        for key, value in hf.items():
+            if released is not None and key.startswith(released) and value:
+                raise InputError(
+                    f"{where}: {key}={value!r} is of a released checkpoint with a memory of its"
+                    " own, which is not opened here; load the Llama that it began with, with"
+                    f" model.memory.type={cls.get_choice_name(cls)}, and train that"
+                )
         return super().from_hf(hf, where, read_config)
-
-    @classmethod
-    def _refuse_released(cls, hf: dict[str, Any], where: str) -> None:
-        """Raises an InputError for a folder of the authors' code, whose memory would be ignored."""
-        if cls.released_field is None:
-            return
-        fields = [key for key, x in hf.items() if key.startswith(cls.released_field) and x]
-        if fields:
-            raise InputError(
-                f"{where}: {fields[0]}={hf[fields[0]]!r} is of a released checkpoint with a memory"
-                " of its own, which is not opened here; load the Llama that it began with, with"
-                f" model.memory.type={cls.get_choice_name(cls)}, and train that"
-            )
 
     def hf_axes(self, config: ModelConfig) -> dict[str, int]:
         return {"R": self.num_embeddings}
@@ -270,7 +261,7 @@ class WindowEncoder(nn.Module):
     """The decoder over one window after the other."""
 
     config: ModelConfig  # of the decoder, its memory included
-    mesh: jax.sharding.Mesh | None = None
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -386,14 +377,11 @@ def check_token(token: int, config: ModelConfig) -> None:
         )
 
 
-def init_embeddings(
-    params: dict, config: ModelConfig, token: int, mesh: jax.sharding.Mesh | None
-) -> dict:
+def init_embeddings(params: dict, config: ModelConfig, token: int, mesh: Mesh | None) -> dict:
     """Returns `params` with the embedding of `token` as that of all of the memory's own tokens."""
 
-    def init(table):
-        return jnp.tile(table[token], (config.memory.num_embeddings, 1))
+    def init(embed):
+        embedding = jnp.tile(embed["embedding"][token], (config.memory.num_embeddings, 1))
+        return {"encoder": {"embedding": embedding}}
 
-    sharding = None if mesh is None else replicated(mesh)
-    embedding = jax.jit(init, out_shardings=sharding)(params["embed"]["embedding"])
-    return params | {"encoder": {"embedding": embedding}}
+    return params | init_on_mesh(init, params["embed"], mesh)

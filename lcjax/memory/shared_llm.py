@@ -18,17 +18,17 @@ are written beside them.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from lcjax.attention import Causal
 from lcjax.errors import InputError, one_of, whole_number
-from lcjax.memory.base import MemorySection, add_to_readers
+from lcjax.memory.base import MemorySection, add_to_readers, init_on_mesh
 from lcjax.memory.context_tree import (
     Policy,
     QueryAware,
@@ -41,9 +41,6 @@ from lcjax.memory.context_tree import (
     without_padding,
 )
 from lcjax.memory.cross_attention import (
-    NORM_ROW,
-    OUT_ROW,
-    QUERY_ROW,
     RELEASED_CLASS,
     CrossAttention,
     CrossAttentionMemory,
@@ -54,8 +51,14 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder, first_layer
 from lcjax.models.layers import CollectKeyValues
-from lcjax.models.memory import EncodedContext, Memory, TensorRow, check_chunks
-from lcjax.parallel.sharding import param_shardings
+from lcjax.models.memory import (
+    EncodedContext,
+    Memory,
+    ReadConfig,
+    TensorRow,
+    WriteConfig,
+    check_chunks,
+)
 from lcjax.rope import Rotation, rotate
 
 PLACEMENTS = ("bottom", "top", "interleaved")
@@ -140,7 +143,7 @@ class SharedLlm(CrossAttentionMemory):
     def encoder_config(self) -> ModelConfig:
         return self.states
 
-    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
+    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
         changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
         return TreeEncoder(self.states.replace(**changes), self, mesh)
 
@@ -166,7 +169,7 @@ class SharedLlm(CrossAttentionMemory):
         """Always false: each layer reads the keys of another one."""
         return False
 
-    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
+    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return TreeAttention(config.replace(lora=None), mesh, **options)
 
     def with_num_readers(self, count: int) -> "SharedLlm":
@@ -176,9 +179,7 @@ class SharedLlm(CrossAttentionMemory):
         return tuple(chunk >> level for level in self.tree.levels)
 
     @classmethod
-    def from_hf(
-        cls, hf: dict[str, Any], where: str, read_config: Callable[[dict, str], ModelConfig]
-    ) -> ModelConfig | None:
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
         if _HF_DEPTH not in hf:
             return None
         config, count = read_config(hf, where), hf.get("num_cross_attn_layers")
@@ -202,9 +203,7 @@ class SharedLlm(CrossAttentionMemory):
         )
         return config.replace(memory=memory)
 
-    def to_hf(
-        self, config: ModelConfig, write_config: Callable[[ModelConfig], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def to_hf(self, config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
         sign, count = 1 if self.placement == "top" else -1, self._selected_per_level()[0]
         return write_config(config.replace(memory=None)) | {
             "architectures": [RELEASED_CLASS],
@@ -229,8 +228,9 @@ class SharedLlm(CrossAttentionMemory):
         }
 
     def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
+        norm, query, _, _, out = super().hf_rows(config, decoder_rows)
         bias = ("model.layers.{}.cross_attn.q_proj.bias", "NH", "layers/memory/query/bias", "NH")
-        return [NORM_ROW, QUERY_ROW, *([bias] if config.qkv_bias else []), OUT_ROW]
+        return [norm, query, *([bias] if config.qkv_bias else []), out]
 
     def misread_by_released(self) -> str | None:
         if self.placement == "interleaved":
@@ -282,7 +282,7 @@ class TreeEncoder(nn.Module):
 
     config: ModelConfig
     memory: SharedLlm
-    mesh: jax.sharding.Mesh | None = None
+    mesh: Mesh | None = None
 
     def setup(self):
         self.model = Decoder(self.config, self.mesh)
@@ -470,11 +470,7 @@ class SharedLlmSection(MemorySection):
         )
 
     def init_params(
-        self,
-        params: dict,
-        config: ModelConfig,
-        encoder: dict | None = None,
-        mesh: jax.sharding.Mesh | None = None,
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
         """Adds the lower model, and cross-attention to every reader layer.
 
@@ -500,10 +496,7 @@ class SharedLlmSection(MemorySection):
             return {"encoder": rest | {"layers": layers}}
 
         source = {name: params[name] for name in ("embed", "final_norm", *lower_layers)}
-        shardings = None
-        if mesh is not None:
-            shardings = param_shardings(mesh, jax.eval_shape(init_lower, source))
-        lower = jax.jit(init_lower, out_shardings=shardings)(source)
+        lower = init_on_mesh(init_lower, source, mesh)
         return add_to_readers(params, config, init_layer, mesh) | lower
 
     def to_dict(self) -> dict[str, Any]:

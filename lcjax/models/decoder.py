@@ -39,7 +39,7 @@ _REMAT_POLICIES = {
 class SequentialBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen2.
 
-    A layer that reads the memory adds what it reads in between.
+    A layer with cross-attention to a memory adds it in between.
     """
 
     config: ModelConfig
@@ -156,12 +156,11 @@ class Decoder(nn.Module):
           cache: the past, from `lcjax.models.cache.create`.
           order: int32 [T], the token that goes to each place before anything is computed, and so
             the order of the hidden states: that of `token_order`, which spreads work evenly.
-          memory: the context that `encode` made; without, a model that could read one is the
-            decoder that it was made from.
+          memory: the context from `encode`; None: the decoder reads the text alone.
           collect: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
             returned in its place, as `Cache.layers` has them but for the order of axes. Where
             layers are scanned and it is `keys_only`, there are no hidden states.
-          beacons: int32 [B, R], of a memory whose tokens the last R are (`Context.beacons`).
+          beacons: int32 [B, R], where the last R tokens are beacons (`Context.beacons`).
         """
         c = self.config
         if memory is not None:

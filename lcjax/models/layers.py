@@ -42,8 +42,7 @@ class Context(NamedTuple):
     order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
     memory: EncodedContext | None = None  # the context beside the text
     collect: CollectKeyValues | None = None  # tokens whose keys and values are returned
-    # int32 [B, R]: the last R tokens are those of a memory that sums up the text, and each of them
-    # has so many tokens of the text before it
+    # int32 [B, R]: the last R tokens are beacons, each after so many tokens of the text
     beacons: jax.Array | None = None
 
     def with_memory_layer(self, pair: tuple[jax.Array, jax.Array] | None) -> "Context":

@@ -9,6 +9,7 @@ import draccus
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.errors import InputError
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 # A row of the table of tensor names: (stored tensor, its axes, path, axes of the parameter), as
 # `lcjax.checkpoints.hf_names` describes them.
 TensorRow = tuple[str, str, str, str]
+ReadConfig = Callable[[dict[str, Any], str], "ModelConfig"]  # (config.json, its name) -> config
+WriteConfig = Callable[["ModelConfig"], dict[str, Any]]  # config -> config.json
+VisibleKeys = Callable[["ModelConfig", int], float]  # (model, length) -> keys a token sees
 
 
 HF_FIELD = "lcjax_memory"  # of config.json
@@ -149,7 +153,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return None
 
     @abc.abstractmethod
-    def encoder(self, config: "ModelConfig", mesh: jax.sharding.Mesh | None) -> nn.Module:
+    def encoder(self, config: "ModelConfig", mesh: Mesh | None) -> nn.Module:
         """Returns a module (chunks int32 [B, C, P], mask bool [B, C, P], ...) -> EncodedContext.
 
         Its further arguments are keywords, those of `encoder_inputs`.
@@ -190,17 +194,15 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         """Whether the context stands before the text, in one sequence of positions with it."""
         return False
 
-    @abc.abstractmethod
     def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
         """Returns for each layer whether it reads the context."""
+        return (True,) * num_layers
 
     def uniform_layers(self, num_layers: int) -> bool:
         """Whether all layers read the context in the same way, so that they can be scanned."""
         return all(self.reader_layers(num_layers))
 
-    def reader(
-        self, config: "ModelConfig", mesh: jax.sharding.Mesh | None, **options: Any
-    ) -> nn.Module | None:
+    def reader(self, config: "ModelConfig", mesh: Mesh | None, **options: Any) -> nn.Module | None:
         """Returns a module (x [B, T, D], EncodedContext) -> [B, T, D] between attention and MLP."""
         return None
 
@@ -214,16 +216,16 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return 0
 
     def prefix_partials(
-        self, q: Float[Array, "B T N H"], context: "Context", mesh: jax.sharding.Mesh | None
+        self, q: Float[Array, "B T N H"], context: "Context", mesh: Mesh | None
     ) -> list[tuple[jax.Array, jax.Array]]:
         """Returns partial attentions (out, lse) to merge with the self-attention of queries `q`."""
         return []
 
     # Cost
 
-    @abc.abstractmethod
     def with_num_readers(self, count: int) -> "Memory":
-        """Returns the memory of a decoder in which `count` layers read."""
+        """Returns the memory of a decoder of which `count` layers read."""
+        return self
 
     @abc.abstractmethod
     def weight_uses(self, path: str, length: int, context: tuple[int, int] | None) -> float:
@@ -241,7 +243,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         config: "ModelConfig",
         length: int,
         context: tuple[int, int],
-        visible_keys: Callable[["ModelConfig", int], float],
+        visible_keys: VisibleKeys,
     ) -> tuple[float, float]:
         """Returns FLOPs per token of the text: of attention inside chunks, and of all else.
 
@@ -256,7 +258,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
 
     @classmethod
     def from_hf(
-        cls, hf: dict[str, Any], where: str, read_config: Callable[[dict, str], "ModelConfig"]
+        cls, hf: dict[str, Any], where: str, read_config: ReadConfig
     ) -> "ModelConfig | None":
         """Returns the config of a decoder with a memory; None: `hf` describes no such model.
 
@@ -280,9 +282,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
             ) from None
         return read_config(hf, where).replace(memory=memory)
 
-    def to_hf(
-        self, config: "ModelConfig", write_config: Callable[["ModelConfig"], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def to_hf(self, config: "ModelConfig", write_config: WriteConfig) -> dict[str, Any]:
         """Returns the `config.json` of a decoder with this memory.
 
         By default the settings, which must be plain values, are in a field of their own. A program

@@ -126,11 +126,11 @@ def test_decoding_with_a_cache_equals_the_released_code(keys):
 def test_cross_attention_begins_as_the_released_code_has_it():
     model, params = golden.model("init_zero")
     plain = split(params, lambda path: "memory/" not in path and not path.startswith("encoder/"))[0]
-    made = CepeSection().init_params(plain, model.config, params["encoder"])
+    made = CepeSection().init_params(plain, model.config, params["encoder"], None)
     for path, wanted in flatten(params).items():
         np.testing.assert_array_equal(flatten(made)[path], wanted, err_msg=path)
     section = CepeSection(out=0.25)
-    quarter = flatten(section.init_params(plain, model.config, params["encoder"]))
+    quarter = flatten(section.init_params(plain, model.config, params["encoder"], None))
     shares = [path for path in quarter if path.endswith("/memory/out/kernel")]
     assert shares
     for path in shares:
