@@ -1,7 +1,7 @@
 """Contexts that are encoded: read by cross-attention, or by self-attention before the text."""
 
 from lcjax.memory.auto_compressor import AutoCompressor, AutoCompressorSection
-from lcjax.memory.base import MemorySection, add_to_readers
+from lcjax.memory.base import MemorySection, add_to_readers, init_on_mesh
 from lcjax.memory.beacon import Beacon, BeaconSection
 from lcjax.memory.cepe import Cepe, CepeSection
 from lcjax.memory.context_tree import (
@@ -22,5 +22,5 @@ __all__ = [
     "AutoCompressor", "AutoCompressorSection", "Beacon", "BeaconSection", "Cepe", "CepeSection",
     "CrossAttentionMemory", "EncodedContext", "FunctionPolicy", "Level", "Memory", "MemorySection",
     "Policy", "PrefixMemory", "QueryAware", "Random", "Right", "SharedLlm", "SharedLlmSection",
-    "Tree", "add_to_readers", "init_reader",
+    "Tree", "add_to_readers", "init_on_mesh", "init_reader",
 ]  # fmt: skip

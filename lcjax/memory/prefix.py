@@ -12,7 +12,6 @@ config.json of our own. A program that reads the folder as a Llama ignores both.
 
 import abc
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -331,7 +330,11 @@ def _encode_windows(encode_window, config, chunks, mask, after, key) -> EncodedC
         number, tokens, window_mask, key = inputs
         slots = _stop_gradient(slots, number, period)
         new = encode_window(slots, tokens, window_mask, key)
-        write = functools.partial(_write, start=start + number * num_slots)
+        offset = start + number * num_slots
+
+        def write(old, x):
+            return jax.lax.dynamic_update_slice_in_dim(old, x, offset, token_axis(old))
+
         return jax.tree.map(write, slots, dataclasses.replace(new, hidden=None)), new.hidden
 
     inputs = jnp.arange(count), chunks.swapaxes(0, 1), mask.swapaxes(0, 1), keys
@@ -350,10 +353,6 @@ def _stop_gradient(
         return slots
     stop = number % period == 0
     return jax.tree.map(lambda x: jnp.where(stop, jax.lax.stop_gradient(x), x), slots)
-
-
-def _write(old: jax.Array, new: jax.Array, *, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(old, new, start, token_axis(old))
 
 
 def _append_empty(

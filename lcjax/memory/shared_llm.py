@@ -320,11 +320,11 @@ class TreeEncoder(nn.Module):
         has_text = mask.any(2)
         if numbers is None:
             numbers = jnp.cumsum(has_text, axis=1, dtype=jnp.int32) - 1
-        tokens, length = without_padding(*(x.reshape(rows * count, width) for x in (chunks, mask)))
         noise = _split_noise(tree, key, rows, count)
         if path is None:
-            options = {"query": query, "has_query": has_query, "key": key, "tags": tags}
-            path = self._path(tree, tokens, length, (rows, count), noise, **options)
+            question = {"query": query, "has_query": has_query}
+            path = self.choose(chunks, mask, tree, noise=noise, key=key, tags=tags, **question)
+        tokens, length = without_padding(*(x.reshape(rows * count, width) for x in (chunks, mask)))
         nodes = preserved_nodes(tree, length, path.reshape(rows * count, -1), noise)
         segments, positions = node_segments(nodes, width)
         index, selected = select_tokens(tree, nodes, width)
@@ -349,32 +349,26 @@ class TreeEncoder(nn.Module):
         self,
         chunks: Int[Array, "B C P"],
         mask: Bool[Array, "B C P"],
+        tree: Tree | None = None,
         *,
         query: Float[Array, "B D"] | None = None,
+        has_query: Bool[Array, " B"] | None = None,
+        noise: Float[Array, "R h-1"] | None = None,
+        key: jax.Array | None = None,
         tags: UInt[Array, "B C"] | None = None,
     ) -> Bool[Array, "B C h-1"]:
         """Returns at which levels the right half of each chunk is split again.
 
-        `tags` tell chunks apart for a random policy.
+        Arguments are those of `__call__`; `noise` moves splits, as in `preserved_nodes`.
         """
-        shape, width = chunks.shape[:2], chunks.shape[2]
-        tokens, length = without_padding(*(x.reshape(-1, width) for x in (chunks, mask)))
-        options = {"query": query, "tags": tags}
-        path = self._path(self.memory.tree, tokens, length, shape, None, **options)
-        return path.reshape(*shape, -1)
-
-    def _path(
-        self, tree, tokens, length, shape, noise, *, query=None, has_query=None, key=None, tags=None
-    ):
-        """Returns bool [B C, h - 1] for chunks [B C, P] of B, C = `shape`."""
-        policy, (rows, count) = self.memory.policy, shape
-        if self.is_initializing():
-            policy = Right()
+        tree, (rows, count, width) = tree or self.memory.tree, chunks.shape
+        policy = Right() if self.is_initializing() else self.memory.policy
         if policy.query_dependent and tree.depth > 1 and query is None:
             raise InputError(
                 "query=None: model.memory.policy compares the context with a question; give its"
                 " embedding (Decoder.embed_query), or choose the policy right"
             )
+        tokens, length = without_padding(*(x.reshape(rows * count, width) for x in (chunks, mask)))
         query, has_query = (
             None if x is None else jnp.repeat(x, count, axis=0) for x in (query, has_query)
         )
@@ -396,7 +390,8 @@ class TreeEncoder(nn.Module):
             )
 
         options = {"query": query, "has_query": has_query, "noise": noise}
-        return search(policy, tree, tokens, length, keys, encode, **options)
+        path = search(policy, tree, tokens, length, keys, encode, **options)
+        return path.reshape(rows, count, -1)
 
     def _by_rows(self, layers, rows: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Returns keys and values [B, K, C M, H] by layer of stacked ones [L, B C, M, K, H]."""
