@@ -51,7 +51,7 @@ def context(args) -> None:
     import numpy as np
 
     from lcjax.models import preset
-    from lcjax.models.memory import Encoded
+    from lcjax.models.memory import EncodedContext
     from pallas_kernels import flash
 
     config, queries = preset(args.decoder), 512
@@ -66,7 +66,7 @@ def context(args) -> None:
             return x.reshape(1, PLACES, -1)
 
         if args.pack:
-            both = Encoded(mask, jnp.concatenate([flat(k), flat(v)], -1)).packed()
+            both = EncodedContext(mask, jnp.concatenate([flat(k), flat(v)], -1)).packed()
             k, v = (x.reshape(k.shape) for x in jnp.split(both.states, 2, axis=-1))
             mask = both.mask
         there = mask.astype(jnp.int32)

@@ -135,8 +135,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from lcjax.generation.language_model import LanguageModel
-    from lcjax.memory import QueryAware, Right
-    from lcjax.memory.policies import Random
+    from lcjax.memory import QueryAware, Random, Right
 
     lm = LanguageModel.load(str(train(args.seed)))
     print("| context tokens | notes end with | policy | found in left half | in right half |")

@@ -21,7 +21,7 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.evaluation.config import EvalConfig
-from lcjax.memory import CepeSection
+from lcjax.memory import CepeSection, Memory, MemorySection
 from lcjax.training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +36,7 @@ EXAMPLE = re.compile(
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w./*-]+\.(?:py|yaml|md|png)\b")
-SLOW = {"README.md", "docs/kernels.md", "docs/methods.md"}  # up to a minute
+SLOW = {"README.md", "docs/kernels.md", "docs/memory.md", "docs/methods.md"}  # up to a minute
 NOT_RUN: dict[str, list[str]] = {}  # the reasons, in order
 PRINTS = {"README.md": "Paris", "docs/kernels.md": "> xla", "docs/benchmarks.md": "> xla"}
 
@@ -67,7 +67,9 @@ def working_folder(tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("The harbour was quiet that morning. " * 20)
     monkeypatch.chdir(tmp_path)
     # A method that a page adds is registered for this test alone.
-    monkeypatch.setattr(Pattern, "_choice_registry", Pattern.get_known_choices().copy())
+    for registry in (Pattern, Memory, MemorySection):
+        choices = registry.get_known_choices().copy()
+        monkeypatch.setattr(registry, "_choice_registry", choices)
 
 
 def with_examples():

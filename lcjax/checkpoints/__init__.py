@@ -1,8 +1,7 @@
 """Checkpoints in and out, without torch: Hugging Face folders, GGUF files, tokenizers."""
 
-from lcjax.checkpoints.hf_save import save_hf
-from lcjax.checkpoints.leading import config_from_hf, config_to_hf
-from lcjax.checkpoints.load import load, load_config, load_tokenizer, resolve
+from lcjax.checkpoints.hf_save import config_to_hf, save_hf
+from lcjax.checkpoints.load import config_from_hf, load, load_config, load_tokenizer, resolve
 from lcjax.checkpoints.tokenizer import TextStream, Tokenizer, check_vocabulary
 from lcjax.checkpoints.tokenizer_bytes import ByteTokenizer
 

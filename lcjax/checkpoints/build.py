@@ -11,10 +11,9 @@ import jax
 from lcjax import checkpoints
 from lcjax.attention import Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
-from lcjax.checkpoints.memory import add_memory
 from lcjax.errors import InputError
 from lcjax.memory import Memory, MemorySection
-from lcjax.models import PRESETS, Decoder, ModelConfig, preset
+from lcjax.models import PRESETS, Decoder, ModelConfig, preset, unstack_layers
 from lcjax.models.config import check_choice
 from lcjax.models.encoder import encoder_config, encoder_params
 from lcjax.models.initial import random_params, with_learned_rope
@@ -184,3 +183,30 @@ def build(
         tokenizer = checkpoints.load_tokenizer(section.tokenizer)
         check_vocabulary(tokenizer, config.vocab_size, f"model.tokenizer={section.tokenizer}")
     return Decoder(config, mesh), params, tokenizer
+
+
+def add_memory(
+    params: dict,
+    config: ModelConfig,
+    section: MemorySection,
+    seed: int,
+    mesh: jax.sharding.Mesh | None = None,
+) -> dict:
+    """Returns `params` with the initial weights of the memory that `resolve` gave `config`.
+
+    Args:
+      params: of the decoder.
+      config: of the decoder, its memory included.
+      section: the `model.memory` section.
+      seed: of the model; random weights of an encoder have the next one.
+      mesh: the devices of the new weights.
+    """
+    if not config.stacked and "layers" in params:
+        params = unstack_layers(params, config)
+    encoder = None
+    if section.encoder in PRESETS:
+        encoder_config = config.memory.encoder_config.replace(param_dtype=config.param_dtype)
+        encoder = random_params(encoder_config, seed + 1, mesh)
+    elif section.encoder is not None:
+        encoder, _, _ = checkpoints.load(section.encoder, mesh=mesh, param_dtype=config.param_dtype)
+    return section.init_params(params, config, encoder, mesh)

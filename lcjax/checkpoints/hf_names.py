@@ -4,8 +4,8 @@ A row reads `(tensor, axes, path, our axes, condition)`. Letters are the library
 comma separates the axes of the stored tensor, so `"NH,D" -> "DNH"` says: a matrix [N*H, D] is
 viewed as [N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are
 stacked on a leading axis L under `layers/`. Beside the usual letters, P counts pairs of rotary
-channels, M is the hidden width of CLEX's learned frequencies, E the width of a memory's encoder, R
-the tokens of its own and O that of the dense layer before masked logits.
+channels, M is the hidden width of CLEX's learned frequencies and O that of the dense layer before
+masked logits. Rows and letters of a memory are in its own module (`Memory.hf_rows`).
 
 `"a|b"` is one tensor that the released class holds under two names. A checkpoint may store it under
 either name, or under both with equal values; both are written.
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lcjax.memory import AutoCompressor, Beacon
 from lcjax.models.config import ModelConfig
+from lcjax.models.memory import Memory, TensorRow
 
 _LLAMA = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
@@ -83,35 +83,7 @@ _CLEX = (
     ("model.clex_layer.inv_freq", "P", "rope/inv_freq", "P", ""),
 )
 
-# Cross-attention of CEPE, of which SharedLLM has no keys and values, and the head with which CEPE's
-# encoder was trained (released classes LlamaForCausalContextLM and LlamaForMLM).
-_READING = (
-    ("model.layers.{}.cross_attn.layernorm.weight", "D", "layers/memory/norm/scale", "D", ""),
-    ("model.layers.{}.cross_attn.q_proj.weight", "NH,D", "layers/memory/query/kernel", "DNH", ""),
-    (
-        "model.layers.{}.cross_attn.k_proj.weight",
-        "KH,E",
-        "layers/memory/key/kernel",
-        "EKH",
-        "states",
-    ),
-    (
-        "model.layers.{}.cross_attn.v_proj.weight",
-        "KH,E",
-        "layers/memory/value/kernel",
-        "EKH",
-        "states",
-    ),
-    ("model.layers.{}.cross_attn.q_proj.bias", "NH", "layers/memory/query/bias", "NH", "bias"),
-    ("model.layers.{}.cross_attn.o_proj.weight", "D,NH", "layers/memory/out/kernel", "NHD", ""),
-)
-# What Activation Beacon adds to a layer has the text's names with this prefix; the tokens of a
-# memory, R of them, have a table of their own.
-_BEACON = "beacon_"
-_OWN_TOKENS = {
-    Beacon: ("model.beacon_embed_tokens.weight", "R,D", "encoder/embedding", "RD"),
-    AutoCompressor: ("embed_summary.weight", "R,D", "encoder/embedding", "RD"),
-}
+# The head with which CEPE's encoder was trained (released class LlamaForMLM).
 _MASKED = (
     ("lm_dense.weight", "O,D", "mlm/dense/kernel", "DO", ""),
     ("lm_dense.bias", "O", "mlm/dense/bias", "O", ""),
@@ -154,53 +126,37 @@ def is_phi(config: ModelConfig) -> bool:
 def entries(config: ModelConfig) -> tuple[Entry, ...]:
     """The leaves of `config`'s tree in the order in which the model uses them."""
     rows = list(_rows(config))
-    table = [_entry(row[:4], _sizes(config), config.num_layers) for row in rows]
+    table = [_entry(row, _sizes(config), config.num_layers) for row in rows]
     if config.memory is None:
         return tuple(table)
     after = max(i for i, entry in enumerate(table) if entry.stacked) + 1
-    if config.memory.is_prefix:
-        return (*table[:after], *_own(config), *table[after:])
-    return (*table[:after], *_reading(config), *table[after:], *_encoder(config.memory.states))
+    memory = _memory_entries(config, rows)
+    return (*table[:after], *memory, *table[after:], *_encoder_entries(config.memory))
 
 
-def _reading(config: ModelConfig) -> list[Entry]:
-    """Cross-attention: stacked like the layers where all have it, else a leaf for each."""
-    reading = config.memory.reader_layers(config.num_layers)
-    sizes = _sizes(config) | {"E": config.memory.states.width}
-    shared = config.memory.shared_keys
-    flags = {"": True, "states": not shared, "bias": shared and config.qkv_bias}
-    rows = [row for row in _READING if flags[row[4]]]
-    if all(reading):
-        return [_entry(row[:4], sizes, config.num_layers) for row in rows]
+def _memory_entries(config: ModelConfig, decoder_rows: list[TensorRow]) -> list[Entry]:
+    """What a memory adds: stacked like the layers where all read, else a leaf for each reader."""
+    rows = config.memory.hf_rows(config, decoder_rows)
+    sizes = _sizes(config) | config.memory.hf_axes(config)
+    reads = config.memory.reader_layers(config.num_layers)
+    if all(reads):
+        return [_entry(row, sizes, config.num_layers) for row in rows]
     return [
         _entry((name.format(i), axes, path.replace("layers/", f"layers_{i}/"), ours), sizes, 1)
-        for i, reads in enumerate(reading)
-        if reads
-        for name, axes, path, ours, _ in rows
+        for i, layer_reads in enumerate(reads)
+        if layer_reads
+        for name, axes, path, ours in rows
     ]
 
 
-def _own(config: ModelConfig) -> list[Entry]:
-    """What a memory that leads has: projections of its tokens in every layer, and these."""
-    sizes = _sizes(config) | {"R": config.memory.tokens}
-    rows = []
-    if config.memory.attention is not None:
-        rows = [
-            (name.replace("self_attn.", f"self_attn.{_BEACON}"), axes,
-             path.replace("attention/", "attention/memory/"), ours)
-            for name, axes, path, ours, _ in _rows(config)
-            if "self_attn." in name
-        ]  # fmt: skip
-    rows.append(_OWN_TOKENS[type(config.memory)])
-    return [_entry(row, sizes, config.num_layers) for row in rows]
-
-
-def _encoder(config: ModelConfig) -> list[Entry]:
-    """The encoder inside a checkpoint with a memory: without the head of its training."""
+def _encoder_entries(memory: Memory) -> list[Entry]:
+    """The model inside a memory that encodes chunks: without the head of its training."""
+    if (config := memory.encoder_config) is None:
+        return []
     return [
         _entry((name.replace("model.", "encoder."), axes, f"encoder/{path}", ours),
                _sizes(config), config.num_layers)
-        for name, axes, path, ours, _ in _rows(config.replace(mlm_head=False))
+        for name, axes, path, ours in _rows(config.replace(mlm_head=False))
     ]  # fmt: skip
 
 
@@ -219,16 +175,16 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     return sizes
 
 
-def _rows(config: ModelConfig) -> Iterator[tuple[str, ...]]:
+def _rows(config: ModelConfig) -> Iterator[TensorRow]:
     flags = {"": True, "untied": not config.tie_embeddings}
     flags |= {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "mlp_bias")}
     rows = _PHI if is_phi(config) else _LLAMA
     rows += _CLEX if config.rope.learned else ()
     rows += _MASKED if config.mlm_head else ()
-    return (row for row in rows if flags[row[4]])
+    return (row[:4] for row in rows if flags[row[4]])
 
 
-def _entry(row: tuple[str, ...], sizes: dict[str, int], num_layers: int) -> Entry:
+def _entry(row: TensorRow, sizes: dict[str, int], num_layers: int) -> Entry:
     name, axes, path, ours = row
     letters = axes.replace(",", "")
     stacked = "{}" in name

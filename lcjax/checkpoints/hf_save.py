@@ -10,6 +10,7 @@ host one at a time.
 """
 
 import collections
+import functools
 import itertools
 import shutil
 import warnings
@@ -23,12 +24,12 @@ import numpy as np
 import lcjax.models.lora
 from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.atomic import FolderFormat, check_destination, finished_or_absent
-from lcjax.checkpoints.leading import config_to_hf
+from lcjax.checkpoints.landmark import config_to_hf as write_config
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
-from lcjax.checkpoints.shared_llm import misread_by_released
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary, write_json
 from lcjax.checkpoints.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
+from lcjax.memory.cepe import encoder_to_hf
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
 from lcjax.parallel.offload import fetched, is_offloaded
@@ -47,6 +48,19 @@ HF_FOLDER = FolderFormat(
     foreign_keys=frozenset({"transformers_version"}),
 )
 _MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
+
+
+def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
+    """Returns the `config.json` of a model, its memory included.
+
+    Args:
+      config: of the model.
+      dtype: of the weights; None: the config's `param_dtype`.
+    """
+    write = functools.partial(write_config, dtype=dtype)
+    if config.mlm_head:
+        return encoder_to_hf(config, write)
+    return write(config) if config.memory is None else config.memory.to_hf(config, write)
 
 
 def save_hf(
@@ -105,7 +119,7 @@ def _warn_of_plain_rope(config: ModelConfig, folder: Path) -> None:
 
 
 def _warn_of_other_trees(config: ModelConfig, folder: Path) -> None:
-    if (misread := misread_by_released(config)) is not None:
+    if config.memory and (misread := config.memory.misread_by_released()) is not None:
         warnings.warn(
             f"{folder}: the released code will read model.memory.{misread}; lcjax reads what was"
             " trained from this folder",

@@ -12,7 +12,7 @@ from lcjax.checkpoints.adapter_folder import CONFIG, base_named_by, is_adapter_f
 from lcjax.checkpoints.gguf_io import GGUFFile
 from lcjax.checkpoints.hf_config import stated_dtype
 from lcjax.checkpoints.hub import download, is_hub_id
-from lcjax.checkpoints.leading import config_from_hf
+from lcjax.checkpoints.landmark import config_from_hf as read_config
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
 from lcjax.checkpoints.tokenizer_gguf import gguf_tokenizer
@@ -27,6 +27,7 @@ from lcjax.checkpoints.weights import (
     stored_dtype,
 )
 from lcjax.errors import InputError
+from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.rope import from_hf
 
@@ -146,6 +147,19 @@ def _base_of(folder: Path, base: str | Path | None, allow_pickle: bool) -> Path:
     if path.is_file() or (path / "config.json").is_file():
         return path
     raise InputError(f"{path}: no config.json there, so this is no base; {way_out}")
+
+
+def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Returns the config of a `config.json`, of whichever memory it describes, or of none.
+
+    Args:
+      hf: the contents of the file.
+      where: its name, for messages.
+    """
+    for kind in Memory.get_known_choices().values():
+        if (config := kind.from_hf(hf, where, read_config)) is not None:
+            return config
+    return read_config(hf, where)
 
 
 def load_config(path_or_name: str | Path) -> ModelConfig:

@@ -17,7 +17,7 @@ from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.config.files import write_whole
 from lcjax.errors import InputError
-from lcjax.memory.config import from_note
+from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
 from lcjax.models.initial import abstract_params, random_params, with_learned_rope
@@ -110,9 +110,10 @@ def _frozen(folder: Path, base: Base, config: ModelConfig, mesh: jax.sharding.Me
         params, _, _ = load(base.path, base=base.base, mesh=mesh, param_dtype=base.param_dtype)
         params = with_learned_rope(params, config, base.seed)
     if base.memory is not None:
-        from lcjax.checkpoints.memory import add_memory
+        from lcjax.checkpoints.build import add_memory
 
-        params = add_memory(params, config, from_note(base.memory), base.seed, mesh)
+        section = MemorySection.from_dict(base.memory)
+        params = add_memory(params, config, section, base.seed, mesh)
     frozen = split(params, set(base.trained).__contains__)[1]
     check_frozen(folder, dataclasses.replace(base, frozen=fingerprint(frozen)))
     return frozen

@@ -108,7 +108,7 @@ def estimate(
             # Reading a row of the table is no product; a tied head is one.
             path == "embed/embedding" and config.tie_embeddings
         )
-        flops = 2 * size * _share_of_tokens(config, path, length, context) if product else 0
+        flops = 2 * size * _weight_uses(config, path, length, context) if product else 0
         matmul += flops
         weight_gradients += flops if trained(path) else 0
     per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
@@ -128,29 +128,11 @@ def estimate(
     )
 
 
-def _share_of_tokens(
+def _weight_uses(
     config: ModelConfig, path: str, length: int, context: tuple[int, int] | None
 ) -> float:
-    """How many tokens a weight multiplies for each token of the sequence."""
-    if config.memory is not None and config.memory.is_prefix:
-        return _share_before(config.memory, path, length, context)
-    encoded = 0 if context is None else math.prod(context) / length
-    if path.startswith("encoder/head/"):
-        return 0.0  # its states are read, not its logits
-    if path.startswith("encoder/") or re.search(r"/memory/(key|value)/", path):
-        return encoded
-    return float(context is not None) if "/memory/" in path else 1.0
-
-
-def _share_before(memory, path: str, length: int, context: tuple[int, int] | None) -> float:
-    """The same with a memory of windows, which the decoder itself reads."""
-    own, (chunks, size) = "/memory/" in path, context or (0, 0)
-    if not path.startswith("layers"):
-        return 1.0
-    read = memory.tokens_read(size) if context else 0
-    if memory.attention is not None and "/attention/" in path:  # its tokens have their own
-        read = read - size if own else size
-    return float(not own) + chunks * read / length
+    """Returns how many tokens a weight multiplies for each token of the sequence."""
+    return 1.0 if config.memory is None else config.memory.weight_uses(path, length, context)
 
 
 class _Reading(NamedTuple):
@@ -166,39 +148,20 @@ def _context_flops(
     """What the attention of a memory adds, and what its backward pass leaves out."""
     if config.memory is None or context is None:
         return _Reading()
-    if config.memory.is_prefix:
-        return _Reading(attention=_attention_before(config, length, context))
-    states, encoded = config.memory.states, math.prod(context)
-    within = 4 * states.num_heads * states.head_dim * _seen_within(config, context[1])
-    within *= states.num_layers * encoded / length
-    num_slots = context[0] * config.memory.num_slots(context[1])
-    across = 4 * config.num_heads * config.head_dim * num_slots
-    across *= sum(config.memory.reader_layers(config.num_layers))
+    inside, outside = config.memory.attention_flops(config, length, context, visible_keys)
+    if config.memory.encoder_config is None:  # no encoder whose backward pass could be left out
+        return _Reading(inside + outside)
     shapes = parameter_shapes(config)
     searched = _search_flops(config, length, context, shapes)
+    attention = inside + outside + searched
     if any(trained(path) for path in shapes if path.startswith("encoder/")):
-        return _Reading(within + across + searched, 2 * searched)
+        return _Reading(attention, 2 * searched)
     before = sum(
-        2 * math.prod(leaf.shape) * _share_of_tokens(config, path, length, context)
+        2 * math.prod(leaf.shape) * _weight_uses(config, path, length, context)
         for path, leaf in shapes.items()
         if path.endswith("/kernel") and re.search(r"^encoder/|/memory/(key|value)/", path)
     )
-    return _Reading(within + across + searched, before + 2 * within + 2 * searched)
-
-
-def _attention_before(config: ModelConfig, length: int, context: tuple[int, int]) -> float:
-    """Of windows, each behind what is kept of those before, and of the text behind all of them."""
-    (chunks, size), memory = context, config.memory
-    num_slots = memory.num_slots(size)
-    seen = visible_keys(config, size) + (chunks - 1) / 2 * num_slots
-    pairs = chunks * memory.tokens_read(size) * seen / length + chunks * num_slots
-    return 4 * config.num_heads * config.head_dim * config.num_layers * pairs
-
-
-def _seen_within(config: ModelConfig, chunk: int) -> float:
-    """Keys that a token sees while its chunk is encoded, on average."""
-    memory = config.memory
-    return sum(size * visible_keys(memory.states, size) for size in memory.parts(chunk)) / chunk
+    return _Reading(attention, before + 2 * inside + 2 * searched)
 
 
 def _search_flops(

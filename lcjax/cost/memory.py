@@ -208,8 +208,8 @@ def _here(config: ModelConfig, sizes: Mapping[str, int], offload: bool) -> int:
 def _local(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     """The part of each layer that one device of the tensor axis computes."""
     tensor, memory = sizes["tensor"], config.memory
-    if memory is not None and not memory.is_prefix:
-        memory = dataclasses.replace(memory, states=_local(memory.states, sizes))
+    if memory is not None and memory.encoder_config is not None:
+        memory = dataclasses.replace(memory, states=_local(memory.encoder_config, sizes))
     heads, shared = _share(config.num_heads, tensor), _share(config.num_kv_heads, tensor)
     if heads % shared:  # more devices than key heads: each computes all of those
         heads, shared = config.num_heads, config.num_kv_heads
@@ -264,7 +264,7 @@ def _kept(
     if chunk is None:
         return _slopes(plain, None, trained)
     reading = count if layers is not None else sum(config.memory.reader_layers(count))
-    memory = config.memory.without_query().of_layers(reading)
+    memory = config.memory.without_query().with_num_readers(reading)
     reader = plain.replace(num_layers=reading, memory=memory)
     found = _slopes(reader, chunk, trained)
     if reading < count:

@@ -28,7 +28,7 @@ from lcjax.generation.session import bucketed, check_token_ids
 from lcjax.memory import Tree
 from lcjax.models import Decoder
 from lcjax.models import cache as cache_lib
-from lcjax.models.memory import Encoded, Memory, token_axis
+from lcjax.models.memory import EncodedContext, Memory, token_axis
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, keep_tokens, padding_rows
 from lcjax.rope import Rope, Rotation
@@ -56,7 +56,7 @@ class Chunk:
 class Contexts:
     """The encoded contexts of B rows, made by `encode`; immutable."""
 
-    encoded: Encoded | None  # [B, M, ..]; None if there is no text, or no query yet
+    encoded: EncodedContext | None  # [B, M, ..]; None if there is no text, or no query yet
     tokens: tuple[int, ...]  # number of tokens of each row
     chunks: tuple[int, ...]  # number of chunks of each row
     weights: dict = dataclasses.field(repr=False, compare=False)  # parameters of the encoding model
@@ -131,7 +131,7 @@ class Contexts:
         counts = {name: getattr(self, name) * count for name in ("tokens", "chunks", "slots")}
         return dataclasses.replace(self, encoded=encoded, source=source, query=query, **counts)
 
-    def rows(self, count: int, filler: int) -> Encoded | None:
+    def rows(self, count: int, filler: int) -> EncodedContext | None:
         """The encoded contexts of `count` texts, and `filler` copies of the first for the mesh.
 
         A single row serves all texts.
@@ -330,10 +330,9 @@ def search(
     return _with_encoded(model, whole, encoded)
 
 
-def _with_encoded(model: Decoder, contexts: Contexts, encoded: Encoded) -> Contexts:
-    """`contexts` with these states, and the number of chunks where the decoder counts them."""
-    if model.config.memory.ordered:
-        encoded = dataclasses.replace(encoded, chunks=jnp.array(contexts.chunks, jnp.int32))
+def _with_encoded(model: Decoder, contexts: Contexts, encoded: EncodedContext) -> Contexts:
+    """`contexts` with these states, and the number of chunks of each row."""
+    encoded = dataclasses.replace(encoded, num_chunks=jnp.array(contexts.chunks, jnp.int32))
     return dataclasses.replace(contexts, encoded=encoded)
 
 
@@ -352,7 +351,7 @@ def _below_level(chunk: Chunk, level: int, tree: Tree) -> Chunk:
         middle = len(tokens) - len(tokens) // 2
         tokens = tokens[middle:] if right else tokens[:middle]
     # The states of the nodes above come after its own, and must stay.
-    num_slots = tree.below(level).kept(len(tokens))
+    num_slots = tree.below(level).max_selected(len(tokens))
     path = chunk.path[level - 1 :]
     return dataclasses.replace(chunk, tokens=tokens, num_slots=num_slots, path=path)
 
@@ -400,7 +399,7 @@ def _choose_paths(
 def _encode_into(
     model: Decoder,
     params: dict,
-    encoded: Encoded | None,
+    encoded: EncodedContext | None,
     chunks: Sequence[Chunk],
     shape: tuple[int, int],
     *,
@@ -409,7 +408,7 @@ def _encode_into(
     tree: Any = None,
     in_place: bool = False,
     rotation: Rotation | None = None,
-) -> Encoded:
+) -> EncodedContext:
     """Encodes `chunks` and writes their states into `encoded` [B, M, ..], or into a new one.
 
     Args:
@@ -420,19 +419,18 @@ def _encode_into(
       rotation: of the text, for memories that stand before it.
     """
     num_rows, num_slots = shape
-    encoded = encoded and dataclasses.replace(encoded, chunks=None)
+    encoded = encoded and dataclasses.replace(encoded, num_chunks=None)
     memory, at_once = model.config.memory, _tokens_at_once(batch_tokens)
     for batch in _ordered_batches(memory, chunks, at_once, model.mesh):
-        options = {}
-        if memory.is_prefix:
-            after = None if encoded is None else _take_rows(encoded, batch.rows)
-            options = {"after": after, "rotation": rotation}
-        if memory.ordered:
-            options = {"numbers": batch.numbers[:, None], "tags": batch.tags[:, None]}
-            if batch.path is not None:
-                options["path"] = batch.path[:, None]
+        options = memory.select_inputs(
+            after=functools.partial(_take_rows, encoded, batch.rows),
+            rotation=rotation,
+            numbers=batch.numbers[:, None],
+            tags=lambda batch=batch: batch.tags[:, None],
+            path=None if batch.path is None else batch.path[:, None],
+        )
         new = _encode(model, params, batch.tokens, batch.mask, projected, tree, options)
-        new = dataclasses.replace(new, chunks=None)
+        new = dataclasses.replace(new, num_chunks=None)
         if not in_place:
             num_slots = max(num_slots, _num_slots(encoded))
             encoded, in_place = _resize(model.mesh, encoded, new, num_rows, num_slots), True
@@ -516,13 +514,13 @@ def _make_batch(
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def _encode(
     model: Decoder, params: dict, tokens, mask, projected: bool, tree=None, options=None
-) -> Encoded:
+) -> EncodedContext:
     """R rows of one chunk each."""
     tokens, mask = (keep_rows(x, model.mesh)[:, None] for x in (tokens, mask))
     options = {**(options or {}), **({} if tree is None else {"tree": tree})}
     encoded = model.apply({"params": params}, tokens, mask, method="encode", **options)
     if projected:
-        encoded = model.config.memory.projected(params, model.config, encoded)
+        encoded = model.config.memory.project_states(params, model.config, encoded)
     return encoded
 
 
@@ -539,16 +537,18 @@ def _choose(model: Decoder, params: dict, tokens, mask, query, rows, tags) -> ja
 
 
 @jax.jit
-def _take_rows(encoded: Encoded, rows) -> Encoded:
+def _take_rows(encoded: EncodedContext | None, rows) -> EncodedContext | None:
     return jax.tree.map(lambda x: x[rows], encoded)
 
 
-def _num_slots(encoded: Encoded | None) -> int:
+def _num_slots(encoded: EncodedContext | None) -> int:
     return 0 if encoded is None else encoded.mask.shape[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _resize(mesh, encoded: Encoded | None, like: Encoded, num_rows: int, num_slots: int) -> Encoded:
+def _resize(
+    mesh, encoded: EncodedContext | None, like: EncodedContext, num_rows: int, num_slots: int
+) -> EncodedContext:
     """A copy of `encoded` with `num_slots`, or an empty one with arrays such as those of `like`."""
 
     def resize(kind, old=None):
@@ -563,7 +563,9 @@ def _resize(mesh, encoded: Encoded | None, like: Encoded, num_rows: int, num_slo
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _write(mesh, encoded: Encoded, new: Encoded, rows, starts, num_slots) -> Encoded:
+def _write(
+    mesh, encoded: EncodedContext, new: EncodedContext, rows, starts, num_slots
+) -> EncodedContext:
     """`encoded` with the R chunks of `new` in these rows, from slot `starts` on, without padding.
 
     The rest of the `num_slots` [R] that each may fill is masked.

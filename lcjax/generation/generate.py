@@ -24,7 +24,7 @@ from lcjax.generation.session import (
     read_prompts,
 )
 from lcjax.models import Decoder
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.rope import Rotation
 
@@ -52,7 +52,7 @@ def stream(
     rotations: Callable[[np.ndarray], Rotation],
     exact: bool = False,
     prefill_chunk: int | None = None,
-    memory: Encoded | None = None,
+    memory: EncodedContext | None = None,
     mixture: Mixture | None = None,
     prefix: Prefix | None = None,
 ) -> Iterator[Piece]:

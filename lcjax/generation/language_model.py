@@ -39,7 +39,7 @@ from lcjax.generation.scoring import (
 )
 from lcjax.generation.session import Prefix, check_token_rows
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
-from lcjax.models.memory import Encoded, Memory, check_memory
+from lcjax.models.memory import EncodedContext, Memory, check_memory
 from lcjax.parallel.sharding import Mesh, make_mesh, padding_rows
 from lcjax.rope import Default, Rope, Rotation, stack_rotations
 
@@ -209,7 +209,7 @@ class LanguageModel:
         return encode(
             self.model, self.params, chunks,
             batch_tokens=batch_tokens, projected=projected, after=after, query=query,
-            rotation=self.rotation(size) if memory.is_prefix else None, rope=self._prefix_rope,
+            rotation=self.rotation(size) if self._prefix_rope else None, rope=self._prefix_rope,
         )  # fmt: skip
 
     def search_contexts(
@@ -255,7 +255,7 @@ class LanguageModel:
         self,
         context: Contexts | Sequence[ContextRow] | None,
         texts: Sequence[Sequence[int]],
-    ) -> Encoded | None:
+    ) -> EncodedContext | None:
         """The encoded context of `texts`, rows that fill up the mesh included."""
         if (context := self._encode_if_needed(context)) is None:
             return None

@@ -38,7 +38,7 @@ from lcjax.generation.session import (
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import token_nll
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows
 from lcjax.rope import Rotation
@@ -79,7 +79,7 @@ def text_nll(
     lengths: np.ndarray,
     rotations: Rotations,
     first: int,
-    memory: Encoded | None = None,
+    memory: EncodedContext | None = None,
 ) -> np.ndarray:
     """Computes -log p(tokens[t] | tokens[:t]) for first <= t < lengths, float32 [B, T - first].
 
@@ -116,7 +116,7 @@ def score_texts(
     texts: Sequence[Text],
     *,
     rotation: Rotation,
-    memory: Encoded | None = None,
+    memory: EncodedContext | None = None,
 ) -> list[Any]:
     """Scores the targets of each text: a tree of arrays [m] for each.
 
@@ -278,7 +278,7 @@ def score_continuations(
     continuations: Sequence[Sequence[Ids]],
     *,
     rotations: Rotations,
-    memory: Encoded | None = None,
+    memory: EncodedContext | None = None,
     prefix: Prefix | None = None,
 ) -> list[list[Continuation]]:
     """Scores the continuations of each prompt, with the prompt read once or as one text.
@@ -314,7 +314,7 @@ def score_at_once(
     continuations: Sequence[Sequence[Ids]],
     *,
     rotation: Rotation,
-    memory: Encoded | None = None,
+    memory: EncodedContext | None = None,
 ) -> list[list[Continuation]]:
     """Scores one continuation for each prompt, which is read with it as one text.
 
@@ -333,7 +333,7 @@ def score_by_cache(
     continuations: Sequence[Sequence[Ids]],
     *,
     rotation: Rotation,
-    memory: Encoded | None = None,
+    memory: EncodedContext | None = None,
     prefix: Prefix | None = None,
 ) -> list[list[Continuation]]:
     """Scores continuations after the KV cache of their prompts.

@@ -20,7 +20,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.cache import Cache
 from lcjax.models.layers import CollectKeyValues
 from lcjax.models.loss import Projection, over_chunks
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import keep_rows, padding_rows
 from lcjax.rope import Rotation
 
@@ -164,7 +164,7 @@ class Session:
         params: dict,
         cache: Cache,
         rotation: Rotation,
-        memory: Encoded | None = None,
+        memory: EncodedContext | None = None,
     ):
         """`rotation` is shared by all rows or stacked; `memory` is the encoded context of the rows,
         rows that fill up the mesh included.
@@ -377,7 +377,7 @@ def read_prompts(
     chunk: int,
     rotated: bool | None = None,
     landmarks: Landmarks | None = None,
-    memory: Encoded | None = None,
+    memory: EncodedContext | None = None,
     prefix: Prefix | None = None,
 ) -> tuple[jax.Array, Session]:
     """Reads prompts into a new cache.
@@ -497,7 +497,7 @@ def _read_packed(model, params, cache, packed: _PackedPrompts, segments, positio
         key_positions = pattern.key_positions(positions, positions).reshape(1, -1)
     hidden, layers = model.apply(
         {"params": params}, packed.tokens, positions=packed.positions, segments=packed.segments,
-        rotation=rotation, keep=CollectKeyValues(packed.source, key_positions),
+        rotation=rotation, collect=CollectKeyValues(packed.source, key_positions),
     )  # fmt: skip
 
     def write(slots, new):

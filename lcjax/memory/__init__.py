@@ -1,23 +1,26 @@
 """Contexts that are encoded: read by cross-attention, or by self-attention before the text."""
 
-from lcjax.memory.auto_compressor import AutoCompressor
-from lcjax.memory.beacon import Beacon
-from lcjax.memory.cepe import Cepe
-from lcjax.memory.config import (
-    AutoCompressorSection,
-    BeaconSection,
-    CepeSection,
-    MemorySection,
-    SharedLlmSection,
+from lcjax.memory.auto_compressor import AutoCompressor, AutoCompressorSection
+from lcjax.memory.base import MemorySection, add_to_readers, init_on_mesh
+from lcjax.memory.beacon import Beacon, BeaconSection
+from lcjax.memory.cepe import Cepe, CepeSection
+from lcjax.memory.context_tree import (
+    FunctionPolicy,
+    Level,
+    Policy,
+    QueryAware,
+    Random,
+    Right,
+    Tree,
 )
-from lcjax.memory.context_tree import Tree
-from lcjax.memory.initial import with_lower_model, with_memory
-from lcjax.memory.policies import Level, Own, Policy, QueryAware, Random, Right
-from lcjax.memory.shared_llm import SharedLlm
-from lcjax.models.memory import Encoded, Memory
+from lcjax.memory.cross_attention import CrossAttentionMemory, init_reader
+from lcjax.memory.prefix import PrefixMemory
+from lcjax.memory.shared_llm import SharedLlm, SharedLlmSection
+from lcjax.models.memory import EncodedContext, Memory
 
 __all__ = [
     "AutoCompressor", "AutoCompressorSection", "Beacon", "BeaconSection", "Cepe", "CepeSection",
-    "Encoded", "Level", "Memory", "MemorySection", "Own", "Policy", "QueryAware", "Random", "Right",
-    "SharedLlm", "SharedLlmSection", "Tree", "with_lower_model", "with_memory",
+    "CrossAttentionMemory", "EncodedContext", "FunctionPolicy", "Level", "Memory", "MemorySection",
+    "Policy", "PrefixMemory", "QueryAware", "Random", "Right", "SharedLlm", "SharedLlmSection",
+    "Tree", "add_to_readers", "init_on_mesh", "init_reader",
 ]  # fmt: skip

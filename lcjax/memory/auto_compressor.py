@@ -1,54 +1,60 @@
 """AutoCompressor: segments of a text, summed up in vectors that stand before the next ones.
 
 Chevalier, Wettig, Ajith and Chen 2023, "Adapting language models to compress contexts" (arXiv
-2305.14788, sec. 3). Behind the tokens of segment i stand kappa summary tokens with embeddings of
+2305.14788, sec. 3). After the tokens of segment i stand kappa summary tokens with embeddings of
 their own, before them the summaries of all earlier segments:
 
     sigma_i = the last hidden states, after the final norm, of the summary tokens in
               [sigma_1 ... sigma_{i-1} | segment i | summary tokens]
 
-all causal, one token after the other ("summary accumulation"). So what a layer makes of sigma_i
-depends on earlier summaries alone: it is computed once, as keys and values, and kept.
+all causal, one token after the other ("summary accumulation"). So a layer's keys and values of
+sigma_i depend on earlier summaries alone, and are computed once.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.errors import InputError, whole_number
-from lcjax.memory.leading import Leading, Reader, all_of
+from lcjax.memory.base import MemorySection
+from lcjax.memory.prefix import (
+    PrefixMemory,
+    WindowReader,
+    check_token,
+    collect_range,
+    init_embeddings,
+)
 from lcjax.models.config import ModelConfig
-from lcjax.models.memory import Encoded, Memory
+from lcjax.models.memory import EncodedContext, Memory, TensorRow
 
 
 @Memory.register_subclass("auto_compressor")
 @dataclasses.dataclass(frozen=True)
-class AutoCompressor(Leading):
+class AutoCompressor(PrefixMemory):
     """How many vectors sum up a segment of up to `chunk` tokens."""
 
     summary: int = 50  # kappa
-    # In training gradients flow through so many segments, the text as the last of all: then what
-    # was kept is read without (the paper's sub-steps). None: through all.
+    # In training gradients flow through so many segments, the text as the last of all: the slots
+    # before these are detached (the paper's sub-steps). None: through all.
     gradient_segments: int | None = None
+    released_field = "summary_length"
 
     @property
-    def reach(self) -> int | None:
+    def gradient_windows(self) -> int | None:
         return self.gradient_segments
 
     @property
-    def tokens(self) -> int:
+    def num_embeddings(self) -> int:
         return self.summary
 
     def num_slots(self, tokens: int) -> int:
         return self.summary
 
-    def slots(self, tokens: int) -> int:
-        return self.summary
-
     def tokens_read(self, tokens: int) -> int:
-        return tokens + 2 * self.summary  # behind the segment, and as what is kept of it
+        return tokens + 2 * self.summary  # after the segment, and as its summary
 
     def check(self, config: ModelConfig) -> None:
         super().check(config)
@@ -63,19 +69,49 @@ class AutoCompressor(Leading):
                 f" {config.max_length - self.chunk}"
             )
 
-    def window(
-        self, read: Reader, embedding: jax.Array, tokens: jax.Array, mask: jax.Array, key: Any
-    ) -> Encoded:
-        del key  # nothing is drawn
+    def encode_window(
+        self,
+        reader: WindowReader,
+        embedding: Float[Array, "n D"],
+        tokens: Int[Array, "B P"],
+        mask: Bool[Array, "B P"],
+        key: jax.Array | None,
+    ) -> EncodedContext:
         rows, count = len(tokens), self.summary
-        place, length = jnp.cumsum(mask, axis=1) - 1, mask.sum(1, keepdims=True)
-        there = jnp.broadcast_to(length > 0, (rows, count))
-        own = jnp.broadcast_to(embedding, (rows, *embedding.shape))
-        hidden, _ = read(
-            jnp.concatenate([read.embedded(tokens), own], 1),
-            jnp.concatenate([place, length + jnp.arange(count)], 1),
-            jnp.concatenate([mask, there], 1),
+        positions, length = jnp.cumsum(mask, axis=1) - 1, mask.sum(1, keepdims=True)
+        summary_mask = jnp.broadcast_to(length > 0, (rows, count))
+        embeddings = jnp.broadcast_to(embedding, (rows, *embedding.shape))
+        hidden, _ = reader(
+            jnp.concatenate([reader.embed(tokens), embeddings], 1),
+            jnp.concatenate([positions, length + jnp.arange(count)], 1),
+            jnp.concatenate([mask, summary_mask], 1),
         )
-        summary, keep = hidden[:, -count:], all_of(count, rows)
-        _, layers = read(summary, keep.index, there, keep=keep)
-        return read.kept(there, layers, hidden[:, :-count])
+        summary, collect = hidden[:, -count:], collect_range(count, rows)
+        _, layers = reader(summary, collect.index, summary_mask, collect=collect)
+        return reader.slots(summary_mask, layers, hidden[:, :-count])
+
+    def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
+        return [("embed_summary.weight", "R,D", "encoder/embedding", "RD")]
+
+
+@MemorySection.register_subclass("auto_compressor")
+@dataclasses.dataclass(frozen=True)
+class AutoCompressorSection(MemorySection):
+    """AutoCompressor (arXiv 2305.14788): segments before the text are summed up in vectors."""
+
+    chunk: int = 1536  # tokens of a segment
+    summary: int = 50  # vectors that sum it up
+    # Of a text in training, segments that gradients flow through together, as the paper's 2 of 4
+    # (with data.chunks.learned); null: all.
+    gradient_segments: int | None = None
+    begin: int = 2  # the token whose embedding summary tokens begin with: EOS, for Llama
+
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> AutoCompressor:
+        check_token(self.begin, config)
+        return AutoCompressor(self.chunk, self.summary, self.gradient_segments)
+
+    def init_params(
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+    ) -> dict:
+        """Adds the embeddings of the summary tokens."""
+        return init_embeddings(params, config, self.begin, mesh)

@@ -9,7 +9,7 @@ of earlier windows before it,
     token j stands at m + j and sees these m, and the tokens of the window up to itself;
     beacon i stands at m + (i + 1) r and sees these m, the first (i + 1) r tokens, and itself
 
-("step-expansion"). Of the window its beacons' keys and values are kept in every layer, the keys
+("step-expansion"). The keys and values of the beacons remain of the window in every layer, the keys
 before their rotation: as memory they stand at m, m + 1, ..., so r times as much text fits before
 the window that is read at last.
 """
@@ -19,50 +19,60 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention import Causal, attend
 from lcjax.attention.base import rotate_queries
 from lcjax.errors import InputError, whole_number
-from lcjax.memory.leading import Leading, Reader, all_of
+from lcjax.memory.base import MemorySection, add_to_readers
+from lcjax.memory.prefix import (
+    PrefixMemory,
+    WindowReader,
+    check_token,
+    collect_range,
+    init_embeddings,
+)
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import Attention, Context, Projections, kept
-from lcjax.models.memory import Encoded, Memory
+from lcjax.models.layers import Attention, Context, Projections, collect_key_values
+from lcjax.models.memory import EncodedContext, Memory, TensorRow
 from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import rotate
 
 
 @Memory.register_subclass("beacon")
 @dataclasses.dataclass(frozen=True)
-class Beacon(Leading):
+class Beacon(PrefixMemory):
     """How many tokens of a window a beacon stands for."""
 
-    # 0: what is kept are the tokens themselves, and the model is the one without beacons.
+    # 0: what remains are the tokens themselves, and the model is the one without beacons.
     ratio: int = 32
     # In training each window of a row draws one of these; empty: `ratio`.
     ratios: tuple[int, ...] = ()
+    released_field = "beacon_"
 
     @property
-    def tokens(self) -> int:
+    def num_embeddings(self) -> int:
         return 1
 
     @property
-    def attention(self) -> type[Attention]:
+    def attention_module(self) -> type[Attention]:
         return BeaconAttention
 
     def num_slots(self, tokens: int) -> int:
         return -(-tokens // self.ratio) if self.ratio else tokens
 
-    def slots(self, tokens: int) -> int:
-        # Where nothing is drawn, as in validation, it is `ratio` with all of `ratios` there.
-        return (
-            -(-tokens // min(self.ratio, *self.ratios)) if self.ratios else self.num_slots(tokens)
-        )
+    def max_slots(self, tokens: int) -> int:
+        # Where nothing is drawn, as in validation, the ratio is `ratio` whatever `ratios` are.
+        if not self.ratios:
+            return self.num_slots(tokens)
+        return -(-tokens // min(self.ratio, *self.ratios))
 
     def tokens_read(self, tokens: int) -> int:
-        return tokens + self.slots(tokens) if self.ratio else tokens
+        return tokens + self.max_slots(tokens) if self.ratio else tokens
 
     def for_inference(self) -> "Beacon":
-        """Every window is condensed by `ratio`."""
+        """Returns a copy that condenses every window by `ratio`."""
         return dataclasses.replace(self, ratios=())
 
     def check(self, config: ModelConfig) -> None:
@@ -100,33 +110,51 @@ class Beacon(Leading):
                     f" for (model.memory.ratio, ratios); nearest: {near}"
                 )
 
-    def window(
-        self, read: Reader, embedding: jax.Array, tokens: jax.Array, mask: jax.Array, key: Any
-    ) -> Encoded:
-        (rows, size), x = tokens.shape, read.embedded(tokens)
-        place, length = jnp.cumsum(mask, axis=1) - 1, mask.sum(1, keepdims=True)
+    def encode_window(
+        self,
+        reader: WindowReader,
+        embedding: Float[Array, "1 D"],
+        tokens: Int[Array, "B P"],
+        mask: Bool[Array, "B P"],
+        key: jax.Array | None,
+    ) -> EncodedContext:
+        (rows, size), x = tokens.shape, reader.embed(tokens)
+        positions, length = jnp.cumsum(mask, axis=1) - 1, mask.sum(1, keepdims=True)
         if not self.ratio:
-            hidden, layers = read(x, place, mask, keep=all_of(size, rows))
-            return read.kept(mask, layers, hidden)
-        count, ratio = self.slots(size), self._drawn(key, rows)[:, None]
+            hidden, layers = reader(x, positions, mask, collect=collect_range(size, rows))
+            return reader.slots(mask, layers, hidden)
+        count, ratio = self.max_slots(size), self._draw_ratio(key, rows)[:, None]
         # A window that is no multiple of r ends with a beacon for fewer tokens.
-        there = jnp.arange(count) * ratio < length
+        beacon_mask = jnp.arange(count) * ratio < length
         beacons = jnp.minimum(jnp.arange(1, count + 1) * ratio, length)
-        own = jnp.broadcast_to(embedding, (rows, count, x.shape[-1]))
-        hidden, layers = read(
-            jnp.concatenate([x, own], 1),
-            jnp.concatenate([place, beacons], 1),
-            jnp.concatenate([mask, there], 1),
-            keep=all_of(count, rows, size),
+        embeddings = jnp.broadcast_to(embedding, (rows, count, x.shape[-1]))
+        hidden, layers = reader(
+            jnp.concatenate([x, embeddings], 1),
+            jnp.concatenate([positions, beacons], 1),
+            jnp.concatenate([mask, beacon_mask], 1),
+            collect=collect_range(count, rows, size),
             beacons=beacons,
         )
-        return read.kept(there, layers, hidden[:, :size])
+        return reader.slots(beacon_mask, layers, hidden[:, :size])
 
-    def _drawn(self, key: jax.Array | None, rows: int) -> jax.Array:
-        """The ratio int32 [B] of a window in each row."""
+    def _draw_ratio(self, key: jax.Array | None, rows: int) -> Int[Array, " B"]:
+        """Returns the ratio of a window in each row."""
         if not self.ratios or key is None:
             return jnp.full((rows,), self.ratio, jnp.int32)
         return jax.random.choice(key, jnp.array(self.ratios, jnp.int32), (rows,))
+
+    def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
+        attention = [
+            (
+                name.replace("self_attn.", "self_attn.beacon_"),
+                axes,
+                path.replace("attention/", "attention/memory/"),
+                param_axes,
+            )
+            for name, axes, path, param_axes in decoder_rows
+            if "self_attn." in name
+        ]
+        return [*attention, ("model.beacon_embed_tokens.weight", "R,D", "encoder/embedding", "RD")]
 
 
 class BeaconAttention(Attention):
@@ -143,10 +171,11 @@ class BeaconAttention(Attention):
             return super().__call__(x, context, layer)
         size = x.shape[1] - context.beacons.shape[1]
         q, k, v = self.project(x[:, :size])
-        own = self.memory.project(x[:, size:])
+        beacon_q, beacon_k, beacon_v = self.memory.project(x[:, size:])
         with jax.named_scope("attend"):
-            q = jnp.concatenate([q, own[0]], 1)
-            order = context.index[:, :size]
+            q = jnp.concatenate([q, beacon_q], 1)
+            index = context.index[:, :size]
+            self_partial = _self_partial(beacon_q, beacon_k, beacon_v, context, size)
             y = attend(
                 q,
                 k,
@@ -156,26 +185,53 @@ class BeaconAttention(Attention):
                 q_positions=context.positions,
                 k_positions=context.positions[:, :size],
                 # A beacon stands behind the last token that it sees.
-                q_index=jnp.concatenate([order, context.beacons - 1], 1),
-                k_index=order,
+                q_index=jnp.concatenate([index, context.beacons - 1], 1),
+                k_index=index,
                 q_segments=context.segments,
                 k_segments=context.segments[:, :size],
                 layout=attention_layout(self.mesh),
-                extra_partials=[*self.before(q, context), _itself(*own, context, size)],
+                extra_partials=[*self.prefix_partials(q, context), self_partial],
             )
         out = [self.combine(y[:, :size]), self.memory.combine(y[:, size:])]
-        k, v = (jnp.concatenate(pair, 1) for pair in ((k, own[1]), (v, own[2])))
-        return jnp.concatenate(out, 1), kept(k, v, context)
+        k, v = (jnp.concatenate(pair, 1) for pair in ((k, beacon_k), (v, beacon_v)))
+        return jnp.concatenate(out, 1), collect_key_values(k, v, context)
 
 
-def _itself(
+def _self_partial(
     q: jax.Array, k: jax.Array, v: jax.Array, context: Context, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The partial of beacons [B, R] to themselves, behind `size` tokens to which it is empty."""
+    """Returns the partial of beacons [B, R] to themselves; it is empty for `size` tokens before."""
     positions = context.positions[:, size:]
     q = rotate_queries(q, positions, context.rotation).astype(jnp.float32)
     k = rotate(k, positions, *context.rotation[:2]).astype(jnp.float32)
     k, v = (jnp.repeat(part, q.shape[2] // part.shape[2], axis=2) for part in (k, v))
     lse = (q * k).sum(-1) * q.shape[-1] ** -0.5
-    before = [(0, 0), (size, 0), (0, 0)]
-    return jnp.pad(v, [*before, (0, 0)]), jnp.pad(lse, before, constant_values=-jnp.inf)
+    padding = [(0, 0), (size, 0), (0, 0)]
+    return jnp.pad(v, [*padding, (0, 0)]), jnp.pad(lse, padding, constant_values=-jnp.inf)
+
+
+@MemorySection.register_subclass("beacon")
+@dataclasses.dataclass(frozen=True)
+class BeaconSection(MemorySection):
+    """Activation Beacon (arXiv 2401.03462): windows before the text are condensed by beacons."""
+
+    chunk: int = 1024  # tokens of a window
+    ratio: int = 32  # tokens that a beacon stands for, where nothing is trained (128 for 400K)
+    # In training each window draws one of these; empty: ratio. 2 to 128 in the paper.
+    ratios: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
+    begin: int = 2  # the token whose embedding a beacon begins with: EOS, in Llama's vocabulary
+
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Beacon:
+        check_token(self.begin, config)
+        return Beacon(self.chunk, self.ratio, tuple(self.ratios))
+
+    def init_params(
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+    ) -> dict:
+        """Adds the embedding of beacons, and projections that begin as copies of the text's."""
+
+        def init_layer(layer):
+            return {"attention": {"memory": layer["attention"]}}
+
+        params = add_to_readers(params, config, init_layer, mesh)
+        return init_embeddings(params, config, self.begin, mesh)

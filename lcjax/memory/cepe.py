@@ -1,34 +1,50 @@
 """CEPE: chunks of a context, encoded in parallel, read by cross-attention.
 
 Yen, Gao and Chen 2024 (arXiv 2402.16617, sec. 2). A small bidirectional encoder reads every chunk
-by itself, positions from 0. Its last hidden states Phi are what all reading layers attend to,
+by itself, positions from 0. Its last hidden states Phi are what all reader layers attend to,
 between their self-attention and their MLP:
 
     h <- h + Wo softmax(Wq norm(h) (Wk Phi)^T / sqrt(H)) Wv Phi
 
 without gate, rotation or order: a permutation of the chunks changes nothing, and a row without any
 context is the decoder as it was.
+
+Checkpoints are published as hyen/CEPE-LLaMA-2-7B, hyen/CEPED-LLaMA-2-Chat-7B (class
+LlamaForCausalContextLM) and, the encoder alone, hyen/LLaMA-MLM-Large (LlamaForMLM); tensor names
+and fields of config.json are those of the released code (princeton-nlp/CEPE).
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
 
+from lcjax.attention import Bidirectional, Causal
 from lcjax.errors import InputError, whole_number
-from lcjax.memory.cross_attention import CrossAttention
+from lcjax.memory.base import MemorySection, add_to_readers
+from lcjax.memory.cross_attention import (
+    RELEASED_CLASS,
+    CrossAttention,
+    CrossAttentionMemory,
+    check_out,
+    init_reader,
+)
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder
-from lcjax.models.layers import Linear
-from lcjax.models.memory import Encoded, Memory, check_chunks
+from lcjax.models.memory import EncodedContext, Memory, ReadConfig, WriteConfig, check_chunks
 from lcjax.parallel.sharding import keep_tokens
+
+_ENCODER_CLASS = "LlamaForMLM"
 
 
 @Memory.register_subclass("cepe")
 @dataclasses.dataclass(frozen=True)
-class Cepe(Memory):
-    """Which encoder, and how many layers, from the last one down, read what it says."""
+class Cepe(CrossAttentionMemory):
+    """Which encoder, and how many layers, from the last one down, read its states."""
 
     states: ModelConfig  # the encoder; its width is E
     layers: int
@@ -36,40 +52,6 @@ class Cepe(Memory):
     # multiplied by (0.1 ln(m / trained_context) + 1)^2, as YaRN does for longer texts. The paper
     # says so of its needle test, without a formula; the released code has none. None: never.
     trained_context: int | None = None
-
-    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
-        return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
-
-    def encodes_as(self, other: Memory | None) -> "Cepe":
-        trained = getattr(other, "trained_context", self.trained_context)
-        return dataclasses.replace(self, trained_context=trained)
-
-    def of_layers(self, count: int) -> "Cepe":
-        return dataclasses.replace(self, layers=count)
-
-    @property
-    def max_chunk_size(self) -> int:
-        return self.states.max_length
-
-    @property
-    def default_chunk_size(self) -> int:
-        return min(256, self.max_chunk_size)  # what the paper trains with
-
-    def projected(self, params: dict, config: ModelConfig, encoded: Encoded) -> Encoded:
-        """`encoded` with the keys and values of every reading layer in place of the states.
-
-        Costs 2 K H numbers for each token and layer instead of E for each token, and saves the
-        projections of every later step. For parameters of layers kept apart.
-        """
-        dtype = config.compute_dtype()
-        layers = []
-        for number, reads in enumerate(self.reader_layers(config.num_layers)):
-            if reads:
-                branch = params[f"layers_{number}"]["memory"]
-                pair = (branch[name]["kernel"].astype(dtype) for name in ("key", "value"))
-                states = encoded.states.astype(dtype)
-                layers.append(tuple(jnp.einsum("BME,EKH->BKMH", states, kernel) for kernel in pair))
-        return Encoded(encoded.mask, layers=tuple(layers))
 
     def check(self, config: ModelConfig) -> None:
         if self.trained_context is not None:
@@ -92,54 +74,172 @@ class Cepe(Memory):
                 f"{config.block} computes both at once (Phi-2); choose a Llama-like decoder"
             )
 
-    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
+    @property
+    def max_chunk_size(self) -> int:
+        return self.states.max_length
+
+    @property
+    def default_chunk_size(self) -> int:
+        return min(256, self.max_chunk_size)  # as in the paper's training
+
+    def encodes_as(self, other: Memory | None) -> "Cepe":
+        trained = getattr(other, "trained_context", self.trained_context)
+        return dataclasses.replace(self, trained_context=trained)
+
+    @property
+    def encoder_config(self) -> ModelConfig:
+        return self.states
+
+    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
         changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
         return ChunkEncoder(self.states.replace(**changes), mesh)
 
-    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
+    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
+        return tuple(layer >= num_layers - self.layers for layer in range(num_layers))
+
+    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return StatesAttention(config.replace(lora=None), mesh, **options)
+
+    def with_num_readers(self, count: int) -> "Cepe":
+        return dataclasses.replace(self, layers=count)
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
+        """Reads a decoder with its encoder, or the config of an encoder alone."""
+        if _ENCODER_CLASS in (hf.get("architectures") or ()):
+            return _encoder_from_hf(hf, where, read_config)
+        # SharedLLM's folders have CEPE's fields and a depth.
+        if not hf.get("do_cross_attention") or "segment_tree_depth" in hf:
+            return None
+        config, inner = read_config(hf, where), hf.get("encoder_config")
+        if not isinstance(inner, dict):
+            raise InputError(f"{where}: encoder_config={inner!r} must be the config of the encoder")
+        encoder = _encoder_from_hf(inner, f"{where}: encoder_config", read_config)
+        supported = {"num_cross_attn_hidden_states": 1, "encode_mode": "context_only"}
+        for key, value in supported.items():
+            if hf.get(key, value) != value:
+                raise InputError(f"{where}: {key}={hf[key]!r} is not supported; supported: {value}")
+        width = hf.get("encoder_hidden_size", encoder.width)
+        if width != encoder.width:
+            raise InputError(
+                f"{where}: encoder_hidden_size={width}, but the encoder's hidden_size is"
+                f" {encoder.width}; correct one of them"
+            )
+        layers = hf.get("num_cross_attn_layers") or config.num_layers
+        return config.replace(memory=cls(states=encoder, layers=layers))
+
+    def to_hf(self, config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
+        return write_config(config.replace(memory=None)) | {
+            "architectures": [RELEASED_CLASS],
+            "is_decoder": True,
+            "do_cross_attention": True,
+            "num_cross_attn_layers": self.layers,
+            "num_cross_attn_hidden_states": 1,
+            "encoder_hidden_size": self.states.width,
+            "encoder_config": _encoder_to_hf(self.states, write_config),
+            "encoder_is_model": True,
+            "train_encoder": True,
+            "encode_mode": "context_only",
+            "train_batch_mode": "none",
+            "offload_hidden_states": False,
+            "lm_loss_cof": 1.0,
+            "kl_loss_cof": 1.0,
+            "kl_loss_mode": "drop",  # the released default cannot be read by the released code
+        }
 
 
 class ChunkEncoder(nn.Module):
     """A bidirectional transformer over every chunk by itself."""
 
     config: ModelConfig
-    mesh: jax.sharding.Mesh | None = None
+    mesh: Mesh | None = None
 
     def setup(self):
         self.model = Decoder(self.config.replace(mlm_head=False), self.mesh)
         nn.share_scope(self, self.model)  # `encoder/embed`, not `encoder/model/embed`
 
-    def __call__(self, chunks: jax.Array, mask: jax.Array) -> Encoded:
-        """Phi [B, C P, E] of chunks int32 [B, C, P]; `mask` is true where there is text."""
+    def __call__(self, chunks: Int[Array, "B C P"], mask: Bool[Array, "B C P"]) -> EncodedContext:
+        """Returns states Phi [B, C P, E] of chunks; `mask` is true where there is text."""
         check_chunks(chunks, mask, self.config.max_length)
         rows, count, length = chunks.shape
-        tokens, seen = (x.reshape(rows * count, length) for x in (chunks, mask))
-        # Padding has an id that the table may not hold, and a place like any other.
+        tokens, mask = (x.reshape(rows * count, length) for x in (chunks, mask))
+        # Padding has an id that the table may not hold, and a position like any other.
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         states, _ = self.model(
-            jnp.where(seen, tokens, 0), positions=positions, segments=seen.astype(jnp.int32)
+            jnp.where(mask, tokens, 0), positions=positions, segments=mask.astype(jnp.int32)
         )
         states = states.reshape(rows, count * length, -1)
-        return Encoded(mask.reshape(rows, -1), keep_tokens(states, self.mesh))
+        return EncodedContext(mask.reshape(rows, -1), keep_tokens(states, self.mesh))
 
 
 class StatesAttention(CrossAttention):
-    """Cross-attention to the encoder's states, which every layer projects for itself."""
+    """Cross-attention to the encoder's states, sharper in contexts longer than trained."""
 
-    def queries(self, q: jax.Array, encoded: Encoded) -> jax.Array:
+    def queries(self, q: jax.Array, encoded: EncodedContext) -> jax.Array:
         trained = self.config.memory.trained_context
         if trained is None:
             return q
-        more = jnp.maximum(encoded.mask.astype(jnp.int32).sum(1) / trained, 1.0)
-        sharper = jnp.square(0.1 * jnp.log(more) + 1)[:, None, None, None]
-        return (q * sharper).astype(q.dtype)
+        ratio = jnp.maximum(encoded.mask.astype(jnp.int32).sum(1) / trained, 1.0)
+        scale = jnp.square(0.1 * jnp.log(ratio) + 1)[:, None, None, None]
+        return (q * scale).astype(q.dtype)
 
-    def keys(self, encoded: Encoded) -> tuple[jax.Array, jax.Array]:
-        if encoded.layers is not None:
-            return tuple(part.swapaxes(1, 2) for part in encoded.layers[0])
-        c, states = self.config, encoded.states.astype(self.config.compute_dtype())
-        inputs, sizes = (c.memory.states.width,), (c.num_kv_heads, c.head_dim)
-        return tuple(
-            Linear(inputs, sizes, c, mesh=self.mesh, name=name)(states) for name in ("key", "value")
-        )
+
+@MemorySection.register_subclass("cepe")
+@dataclasses.dataclass(frozen=True)
+class CepeSection(MemorySection):
+    """CEPE (arXiv 2402.16617): an encoder of chunks, and cross-attention in the last layers."""
+
+    # A checkpoint of the encoder (a run of masked language modelling, hyen/LLaMA-MLM-Large), or the
+    # name of a preset, with random weights.
+    encoder: str = "cepe-encoder"
+    layers: int | None = None  # layers that read the context, from the last one down; null: all
+    # The output projection begins with so much of self-attention's: 0 leaves the decoder as it was
+    # (the paper), 1 is all of it (the released configs of the warm-up).
+    out: float = 0.0
+
+    def __post_init__(self):
+        if self.layers is not None:
+            way_out = "null: all; without any, leave model.memory out"
+            whole_number("model.memory.layers", self.layers, 1, way_out)
+        check_out(self.out)
+
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Cepe:
+        if not isinstance(encoder.pattern, Bidirectional):
+            raise InputError(
+                f"model.memory.encoder={self.encoder} is no encoder: its tokens do not see those"
+                " after them; give a masked language model, such as hyen/LLaMA-MLM-Large"
+            )
+        if encoder.width > config.width:
+            raise InputError(
+                f"model.memory.encoder has states of {encoder.width} channels, more than the"
+                f" decoder's {config.width}, whose first rows cross-attention begins with; give a"
+                " narrower one"
+            )
+        return Cepe(states=encoder, layers=self.layers or config.num_layers)
+
+    def init_params(
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+    ) -> dict:
+        """Adds the encoder, and cross-attention made of self-attention (`init_reader`)."""
+        width = config.memory.states.width
+
+        def init_layer(layer):
+            return {"memory": init_reader(layer, self.out, width)}
+
+        weights = {name: branch for name, branch in encoder.items() if name != "mlm"}
+        return add_to_readers(params, config, init_layer, mesh) | {"encoder": weights}
+
+
+def _encoder_from_hf(hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig:
+    plain = hf | {"model_type": hf.get("model_type") or "llama", "tie_word_embeddings": True}
+    return read_config(plain, where).replace(pattern=Bidirectional(), mlm_head=True)
+
+
+def _encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
+    plain = config.replace(pattern=Causal(), mlm_head=False)
+    return write_config(plain) | {"is_decoder": False, "pad_token_id": 0}
+
+
+def encoder_to_hf(config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
+    """Returns the `config.json` of an encoder alone, a masked language model."""
+    return _encoder_to_hf(config, write_config) | {"architectures": [_ENCODER_CLASS]}

@@ -1,37 +1,45 @@
-"""Context trees: which tokens of a chunk are kept, more of them where it matters more.
+"""Context trees: which tokens of a chunk are selected, more of them where it matters more.
 
 SharedLLM ("Two are better than one: context window extension with multi-grained self-injection",
-sec. 3.2). A chunk is split in two; one half, chosen by a policy, is
-split again, the other is *preserved* as a node of its level; at the last level both halves are. So
-the preserved nodes partition the chunk: with depth h and the right half always chosen they are
-[0, P/2), [P/2, 3P/4), ..., two of size P/2^h. Every node is encoded by itself, and of a node of
-level w every alpha_w-th token is kept, the first one included.
+sec. 3.2). A chunk is split in two; one half, chosen by a policy, is split again, the other is
+*preserved* as a node of its level; at the last level both halves are. So the preserved nodes
+partition the chunk: with depth h and the right half always chosen they are [0, P/2), [P/2, 3P/4),
+..., two of size P/2^h. Every node is encoded by itself, and of a node of level w every alpha_w-th
+token is selected, the first one included.
 
 Because the nodes partition the chunk, a tree is a numbering of its tokens: shapes do not depend on
-what was chosen, nor on where nodes were split. Letters: R chunks, P tokens of a chunk, h levels,
-h + 1 nodes. Nodes are stored leaves first, left and right, then level h-1, ..., level 1.
+the policy's choices, nor on where nodes were split. Letters: R chunks, P tokens of a chunk, h
+levels, h + 1 nodes. Nodes are stored leaves first, left and right, then level h-1, ..., level 1.
+
+A policy (`model.memory.policy`) is a frozen dataclass with `choose`. To use your own, register a
+subclass of `Policy`, or give `SharedLlm` an instance or any function of a `Level`: it is called
+while tracing, once per level, for all chunks at once.
 """
 
+import abc
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
+import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.errors import InputError, whole_number
 
-_DEEPEST = 5
-_SPREAD = 3.0  # standard deviations within which splits are drawn; one in 370 would be beyond
+_MAX_DEPTH = 5
+_MAX_DEVIATIONS = 3.0  # standard deviations within which splits are drawn; 1 in 370 is beyond
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The static shape of a tree: how much is kept at each level, and how splits are drawn."""
+    """The static shape of a tree: how much is selected at each level, and how splits are drawn."""
 
-    # Of how many tokens one is kept, level 1 (half a chunk) first, the leaves last. The paper
-    # doubles it from level to level upwards, or takes 1 or 2 everywhere (sec. 4.1, table 5).
+    # Of so many tokens one is selected, level 1 (half a chunk) first, the leaves last. The paper
+    # doubles the ratio from level to level upwards, or takes 1 or 2 everywhere (sec. 4.1, table 5).
     ratios: tuple[int, ...] = (16, 8, 4)
     # gamma: a node of l tokens is split at l/2 - i, i of a normal distribution with standard
     # deviation l / (2 gamma). None: in the middle.
@@ -48,10 +56,10 @@ class Tree:
         return (self.depth, *range(self.depth, 0, -1))
 
     def check(self, key: str = "model.memory") -> None:
-        """Refuses trees that cannot be built."""
-        if not 1 <= self.depth <= _DEEPEST:
+        """Raises an InputError, which names `key`, for a tree that cannot be built."""
+        if not 1 <= self.depth <= _MAX_DEPTH:
             raise InputError(
-                f"{key}.ratios={list(self.ratios)} has {self.depth} levels; give 1 ... {_DEEPEST}"
+                f"{key}.ratios={list(self.ratios)} has {self.depth} levels; give 1 ... {_MAX_DEPTH}"
                 " numbers, level 1 first, such as [16, 8, 4]"
             )
         for ratio in self.ratios:
@@ -63,7 +71,7 @@ class Tree:
             )
 
     def check_chunk(self, length: int, key: str) -> None:
-        """Refuses chunks of `length` tokens that have no whole leaves, or none to keep of them."""
+        """Raises an InputError for chunks without whole leaves, or without a token of each node."""
         unit = 2**self.depth
         if length < unit or length % unit:
             below, above = length // unit * unit, -(-length // unit) * unit
@@ -80,147 +88,322 @@ class Tree:
                     f" {length >> level} there, or chunks of at least {ratio << level} tokens"
                 )
 
-    def kept(self, length: int) -> int:
-        """The most tokens that are kept of a chunk of up to `length`.
+    def max_selected(self, length: int) -> int:
+        """Returns the maximum number of tokens selected from a chunk of up to `length` tokens.
 
         Without noise (h+1) P / (2^h alpha_h) of P tokens, where ratios double upwards and divide.
         """
-        return int(_kept(self, length)[-1])
+        return int(_max_selected(self, length)[-1])
 
     def below(self, level: int) -> "Tree":
-        """The tree of what remains when nodes have been preserved at all levels before `level`."""
+        """Returns the tree of what remains once all levels before `level` have their node."""
         return dataclasses.replace(self, ratios=self.ratios[level - 1 :])
 
-    def shift(self, half):
-        """The largest distance of a split from the middle of nodes of 2 `half` tokens.
+    def max_shift(self, half):
+        """Returns the largest distance of a split from the middle of nodes of 2 `half` tokens.
 
-        In whole numbers, so that what is computed of shapes and of arrays is the same.
+        In integer arithmetic, so that shapes and arrays get the same numbers.
         """
         if self.noise is None:
             return half * 0
         lib = jnp if isinstance(half, jax.Array) else np
-        drawn = half * int(1024 * _SPREAD / self.noise) // 1024
-        return lib.minimum(drawn, lib.maximum(half - 1, 0))
+        shift = half * int(1024 * _MAX_DEVIATIONS / self.noise) // 1024
+        return lib.minimum(shift, lib.maximum(half - 1, 0))
 
 
 @functools.lru_cache(maxsize=256)
-def _kept(tree: Tree, longest: int) -> np.ndarray:
-    """By the length 0 ... `longest` of a chunk, the most tokens kept of one that is no longer.
+def _max_selected(tree: Tree, max_length: int) -> np.ndarray:
+    """Returns the maximum number of selected tokens by the length 0 ... `max_length` of a chunk.
 
-    Over all choices and splits: at each level the node that is preserved may have every length
-    that a split leaves to either half.
+    Over all choices and splits, and all shorter chunks: at each level the preserved node may have
+    every length that a split gives to either half.
     """
-    lengths = np.arange(longest + 1)
+    lengths = np.arange(max_length + 1)
     halves = lengths // 2
-    leaf, found = tree.ratios[-1], np.zeros(longest + 1, np.int64)
+    leaf, selected = tree.ratios[-1], np.zeros(max_length + 1, np.int64)
     for length, half in enumerate(halves):
-        found[length] = -(-(length - half) // leaf) - (-half // leaf)
-    shifts = tree.shift(halves)
+        selected[length] = -(-(length - half) // leaf) - (-half // leaf)
+    shifts = tree.max_shift(halves)
     for ratio in reversed(tree.ratios[:-1]):
-        deeper, found = found, np.zeros_like(found)
-        for length, (half, most) in enumerate(zip(halves, shifts, strict=True)):
-            node = np.arange(max(half - most, 0), min(length - half + most, length) + 1)
-            found[length] = (-(-node // ratio) + deeper[length - node]).max()
-    return np.maximum.accumulate(found)
+        deeper, selected = selected, np.zeros_like(selected)
+        for length, (half, shift) in enumerate(zip(halves, shifts, strict=True)):
+            node = np.arange(max(half - shift, 0), min(length - half + shift, length) + 1)
+            selected[length] = (-(-node // ratio) + deeper[length - node]).max()
+    return np.maximum.accumulate(selected)
 
 
 class Nodes(NamedTuple):
-    """Where the nodes of chunks lie, in the order in which they are stored."""
+    """Where the preserved nodes of chunks are, in the order in which they are stored."""
 
-    starts: jax.Array  # int32 [R, h + 1]
-    lengths: jax.Array  # int32 [R, h + 1]
+    starts: Int[Array, "R nodes"]
+    lengths: Int[Array, "R nodes"]
 
 
-def halves(tree: Tree, length: jax.Array, drawn: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The lengths of the left and the right half of nodes of `length` tokens, int32.
+def split_sizes(
+    tree: Tree, length: Int[Array, " R"], noise: Float[Array, " R"] | None
+) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """Returns the lengths of the left and the right half of nodes of `length` tokens.
 
     floor(l/2) -+ i; an odd token goes to the left, so that none is lost (the paper's eq. 1; its
-    form with noise drops one). `drawn` is standard normal; None: split in the middle. Splits within
-    three standard deviations are taken as they are, others there, and both halves of two tokens or
-    more have one, which bounds what is kept.
+    form with noise drops one). `noise` is standard normal; None: split in the middle. Splits beyond
+    three standard deviations are clipped, and both halves of two tokens or more have one, which
+    bounds the number of selected tokens.
     """
     half = length // 2
-    if drawn is None or tree.noise is None:
+    if noise is None or tree.noise is None:
         return length - half, half
-    most = tree.shift(half)
-    away = jnp.clip(jnp.trunc(drawn * half / tree.noise).astype(jnp.int32), -most, most)
-    return length - half - away, half + away
+    limit = tree.max_shift(half)
+    shift = jnp.clip(jnp.trunc(noise * half / tree.noise).astype(jnp.int32), -limit, limit)
+    return length - half - shift, half + shift
 
 
-def nodes(tree: Tree, length: jax.Array, path: jax.Array, drawn: jax.Array | None = None) -> Nodes:
-    """The preserved nodes of chunks.
+def preserved_nodes(
+    tree: Tree,
+    length: Int[Array, " R"],
+    path: Bool[Array, "R h-1"],
+    noise: Float[Array, "R h-1"] | None = None,
+) -> Nodes:
+    """Returns the preserved nodes of chunks.
 
     Args:
-      length: int32 [R], tokens of each chunk.
-      path: bool [R, h - 1], whether the right half was chosen at levels 1 ... h-1.
-      drawn: float32 [R, h - 1], standard normal numbers that move the splits.
+      tree: the shape of the trees.
+      length: tokens of each chunk.
+      path: whether the right half was chosen at levels 1 ... h-1.
+      noise: standard normal numbers that move the splits.
     """
     start, preserved = jnp.zeros_like(length), []
     for level in range(tree.depth - 1):
         right = path[:, level]
-        left_size, right_size = halves(tree, length, None if drawn is None else drawn[:, level])
+        level_noise = None if noise is None else noise[:, level]
+        left_size, right_size = split_sizes(tree, length, level_noise)
         middle = start + left_size
         preserved.append((jnp.where(right, start, middle), jnp.where(right, left_size, right_size)))
         start, length = jnp.where(right, middle, start), jnp.where(right, right_size, left_size)
-    left_size, right_size = halves(tree, length, None)
+    left_size, right_size = split_sizes(tree, length, None)
     preserved += [(start + left_size, right_size), (start, left_size)]
     return Nodes(*(jnp.stack(x, axis=1) for x in zip(*reversed(preserved), strict=True)))
 
 
-def numbered(nodes: Nodes, width: int) -> tuple[jax.Array, jax.Array]:
-    """(node, position), int32 [R, P], of the tokens of chunks in rows of `width` = P places.
+def node_segments(nodes: Nodes, width: int) -> tuple[Int[Array, "R P"], Int[Array, "R P"]]:
+    """Returns (node, position) of the tokens of chunks of P = `width` tokens.
 
     Nodes count from 1, and 0 is padding; positions count in the node.
     """
-    place, found = jnp.arange(width, dtype=jnp.int32)[None], None
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    node = position = jnp.zeros((len(nodes.starts), width), jnp.int32)
     for number in range(nodes.starts.shape[1]):
         start, size = nodes.starts[:, number, None], nodes.lengths[:, number, None]
-        inside = (place >= start) & (place < start + size)
-        pair = jnp.where(inside, number + 1, 0), jnp.where(inside, place - start, 0)
-        found = pair if found is None else tuple(map(jnp.add, found, pair))
-    return found
+        inside = (index >= start) & (index < start + size)
+        node += jnp.where(inside, number + 1, 0)
+        position += jnp.where(inside, index - start, 0)
+    return node, position
 
 
-def kept(tree: Tree, nodes: Nodes, width: int) -> tuple[jax.Array, jax.Array]:
-    """(places, mask), int32 and bool [R, M], of the tokens that are kept of chunks of `width`.
+def select_tokens(
+    tree: Tree, nodes: Nodes, width: int
+) -> tuple[Int[Array, "R M"], Bool[Array, "R M"]]:
+    """Returns the indices of the selected tokens of chunks of `width` tokens, and their mask.
 
-    M is `tree.kept(width)`. Tokens stand node by node as these are stored; where fewer are kept,
-    what is there comes first.
+    M is `tree.max_selected(width)`. Tokens stand node by node as these are stored; where fewer are
+    selected, padding comes last.
     """
-    places, there = [], []
-    for number, (level, most) in enumerate(zip(tree.levels, _longest(tree, width), strict=True)):
+    indices, masks = [], []
+    for number, (level, size) in enumerate(zip(tree.levels, _max_sizes(tree, width), strict=True)):
         ratio = tree.ratios[level - 1]
-        offsets = jnp.arange(-(-most // ratio), dtype=jnp.int32)[None] * ratio
-        there.append(offsets < nodes.lengths[:, number, None])
-        places.append(nodes.starts[:, number, None] + offsets)
-    places, mask = jnp.concatenate(places, 1), jnp.concatenate(there, 1)
-    if (room := tree.kept(width)) < places.shape[1]:
-        order = jnp.argsort(~mask, axis=1, stable=True)[:, :room]
-        places, mask = (jnp.take_along_axis(x, order, 1) for x in (places, mask))
-    return jnp.where(mask, places, 0), mask
+        offsets = jnp.arange(-(-size // ratio), dtype=jnp.int32)[None] * ratio
+        masks.append(offsets < nodes.lengths[:, number, None])
+        indices.append(nodes.starts[:, number, None] + offsets)
+    index, mask = jnp.concatenate(indices, 1), jnp.concatenate(masks, 1)
+    if (capacity := tree.max_selected(width)) < index.shape[1]:
+        order = jnp.argsort(~mask, axis=1, stable=True)[:, :capacity]
+        index, mask = (jnp.take_along_axis(x, order, 1) for x in (index, mask))
+    return jnp.where(mask, index, 0), mask
 
 
-def widths(tree: Tree, width: int) -> tuple[int, ...]:
-    """The most tokens that are still to be split at levels 1 ... h of chunks of `width`."""
-    found = [width]
+def _level_sizes(tree: Tree, width: int) -> tuple[int, ...]:
+    """Returns the maximum number of tokens to split at levels 1 ... h of chunks of `width`."""
+    sizes = [width]
     for _ in range(tree.depth - 1):
-        half = np.asarray(found[-1] // 2)
-        found.append(found[-1] - int(half) + int(tree.shift(half)))
-    return tuple(found)
+        half = np.asarray(sizes[-1] // 2)
+        sizes.append(sizes[-1] - int(half) + int(tree.max_shift(half)))
+    return tuple(sizes)
 
 
-def _longest(tree: Tree, width: int) -> list[int]:
-    """The most tokens of each node in the order in which they are stored."""
-    *_, last = found = widths(tree, width)
-    return [last - last // 2, last // 2, *reversed(found[1:])]
+def _max_sizes(tree: Tree, width: int) -> list[int]:
+    """Returns the maximum number of tokens of each node in the order in which they are stored."""
+    *_, last = sizes = _level_sizes(tree, width)
+    return [last - last // 2, last // 2, *reversed(sizes[1:])]
 
 
-def gathered(tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows of chunks [R, P] without the padding before and between their tokens, and how many.
+def without_padding(
+    tokens: Int[Array, "R P"], mask: Bool[Array, "R P"]
+) -> tuple[Int[Array, "R P"], Int[Array, " R"]]:
+    """Returns chunks with all padding at the end, and the number of tokens of each.
 
-    So a tree depends on the text alone, wherever the padding is: tokens int32 [R, P], int32 [R].
+    So a tree depends on the text alone, wherever the padding is.
     """
     order = jnp.argsort(~mask, axis=1, stable=True)
-    there = jnp.take_along_axis(mask, order, 1)
+    sorted_mask = jnp.take_along_axis(mask, order, 1)
     length = mask.sum(1, dtype=jnp.int32)
-    return jnp.where(there, jnp.take_along_axis(tokens, order, 1), 0), length
+    return jnp.where(sorted_mask, jnp.take_along_axis(tokens, order, 1), 0), length
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """What a policy sees: the two halves of one node of R chunks."""
+
+    number: int  # 1 ... h-1
+    tokens: jax.Array  # int32 [R, W]: the left half, the right one after it, and then padding
+    left: jax.Array  # int32 [R], tokens of the left half
+    right: jax.Array  # int32 [R]
+    query: jax.Array | None  # float32 [R, D], the embedded question, if there is one
+    keys: jax.Array  # random keys [R]
+    encode: Callable[[jax.Array, jax.Array], jax.Array]  # (tokens, halves 1 and 2) -> [R, W, D]
+
+    @functools.cached_property
+    def states(self) -> tuple[jax.Array, jax.Array]:
+        """States [R, D] of the last token of each half after the lower model's first layer."""
+        index = jnp.arange(self.tokens.shape[1])[None]
+        left, both = self.left[:, None], (self.left + self.right)[:, None]
+        segments = jnp.where(index < both, 1 + (index >= left), 0).astype(jnp.int32)
+        states = self.encode(self.tokens, segments)
+        last = jnp.maximum(jnp.concatenate([left, both], 1) - 1, 0)[..., None]
+        states = jnp.take_along_axis(states, last, 1).astype(jnp.float32)
+        return states[:, 0], states[:, 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(draccus.ChoiceRegistry, abc.ABC):
+    """How the half of a node that is split again is chosen."""
+
+    query_dependent: ClassVar[bool] = False  # whether `choose` needs the query
+
+    @abc.abstractmethod
+    def choose(self, level: Level) -> jax.Array:
+        """Returns bool [R]: true where the right half is split again."""
+
+    @classmethod
+    def of(cls, policy: "Policy | Callable[[Level], jax.Array]") -> "Policy":
+        """Returns a policy as it is, and a function as a policy."""
+        if isinstance(policy, Policy):
+            return policy
+        if not callable(policy) or isinstance(policy, type):
+            raise InputError(
+                f"model.memory.policy={policy!r} must be a policy, such as Right(), or a function"
+                " of a lcjax.memory.Level"
+            )
+        return FunctionPolicy(policy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the policy as plain values, with its `type`."""
+        if type(self) not in Policy.get_known_choices().values():  # a function has no name
+            raise InputError(
+                f"model.memory.policy={self!r} has no name to be saved by; register its class:"
+                " @Policy.register_subclass(NAME)"
+            )
+        return {"type": Policy.get_choice_name(type(self))} | dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> "Policy":
+        """The inverse of `to_dict`."""
+        known, name = Policy.get_known_choices(), fields.get("type")
+        if name not in known:
+            raise InputError(
+                f"model.memory.policy.type={name!r} is not one of {', '.join(known)}; import the"
+                " module that registers it first"
+            )
+        return known[name](**{key: value for key, value in fields.items() if key != "type"})
+
+
+@Policy.register_subclass("right")
+@dataclasses.dataclass(frozen=True)
+class Right(Policy):
+    """The half that is nearer to the text: what the paper does in language modelling."""
+
+    def choose(self, level: Level) -> jax.Array:
+        return jnp.ones(level.left.shape, bool)
+
+
+@Policy.register_subclass("query")
+@dataclasses.dataclass(frozen=True)
+class QueryAware(Policy):
+    """The half whose last token is more like the query's; the left one if both are (sec. 3.2).
+
+    Compared are hidden states after one layer and the final norm, by their cosine. (The paper says
+    one self-attention layer; the released code runs the whole layer.)
+    """
+
+    query_dependent: ClassVar[bool] = True
+
+    def choose(self, level: Level) -> jax.Array:
+        left, right = (_cosine(state, level.query) for state in level.states)
+        return right > left
+
+
+@Policy.register_subclass("random")
+@dataclasses.dataclass(frozen=True)
+class Random(Policy):
+    """Either half, whatever its text: a control."""
+
+    def choose(self, level: Level) -> jax.Array:
+        return jax.vmap(jax.random.bernoulli)(level.keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionPolicy(Policy):
+    """A function `Level` -> bool [R] as a policy.
+
+    A checkpoint cannot name a function: to save one, register a subclass of `Policy`.
+    """
+
+    function: Callable[[Level], jax.Array]
+    query_dependent: bool = dataclasses.field(default=False, kw_only=True)
+
+    def choose(self, level: Level) -> jax.Array:
+        return self.function(level)
+
+
+def _cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+    size = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
+    return (a * b).sum(-1) / jnp.maximum(size, 1e-6)
+
+
+def search(
+    policy: Policy,
+    tree: Tree,
+    tokens: Int[Array, "R P"],
+    length: Int[Array, " R"],
+    keys: jax.Array,
+    encode: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    query: Float[Array, "R D"] | None = None,
+    has_query: Bool[Array, " R"] | None = None,
+    noise: Float[Array, "R h-1"] | None = None,
+) -> Bool[Array, "R h-1"]:
+    """Returns the path of each chunk, for `preserved_nodes`.
+
+    Args:
+      policy: chooses a half at each level.
+      tree: the shape of the trees.
+      tokens: chunks, with their padding at the end.
+      length: tokens of each chunk.
+      keys: random keys [R].
+      encode: as in `Level`.
+      query: embedded questions.
+      has_query: which chunks have a question: others are split as by `Right`; None: all have.
+      noise: moves the splits, as in `preserved_nodes`.
+    """
+    start, path = jnp.zeros_like(length), []
+    for number, width in enumerate(_level_sizes(tree, tokens.shape[1])[:-1], 1):
+        left, right = split_sizes(tree, length, None if noise is None else noise[:, number - 1])
+        index = start[:, None] + jnp.arange(width)
+        node = jnp.take_along_axis(tokens, jnp.minimum(index, tokens.shape[1] - 1), 1)
+        level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        choice = policy.choose(Level(number, node, left, right, query, level_keys, encode))
+        if has_query is not None:
+            choice |= ~has_query
+        choice &= right > 0  # a single token has no right half
+        path.append(choice)
+        start = jnp.where(choice, start + left, start)
+        length = jnp.where(choice, right, left)
+    return jnp.stack(path, 1) if path else jnp.zeros((len(length), 0), bool)

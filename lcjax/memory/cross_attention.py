@@ -1,58 +1,179 @@
-"""What all layers that read a context share: attention to it, added beside self-attention."""
+"""Memories that layers read by cross-attention, between self-attention and MLP."""
 
-import abc
+import math
+import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
+from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import Linear, Norm
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import EncodedContext, Memory, TensorRow, VisibleKeys
 from lcjax.parallel.sharding import LENGTH, attention_layout
 from pallas_kernels import flash
 
+RELEASED_CLASS = "LlamaForCausalContextLM"  # of CEPE's code, which SharedLLM's is made of
+
+
+class CrossAttentionMemory(Memory):
+    """A memory whose reader layers attend to all slots at once, without an order."""
+
+    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
+        return CrossAttention(config.replace(lora=None), mesh, **options)
+
+    def project_states(
+        self, params: dict, config: ModelConfig, encoded: EncodedContext
+    ) -> EncodedContext:
+        """Returns `encoded` with the keys and values of every reader layer in place of states.
+
+        Costs 2 K H numbers for each token and layer instead of E for each token, and saves the
+        projections of every later step. For parameters of layers kept apart.
+        """
+        if encoded.states is None:
+            return encoded
+        states = encoded.states.astype(config.compute_dtype())
+        layers = []
+        for number, reads in enumerate(self.reader_layers(config.num_layers)):
+            if reads:
+                branch = params[f"layers_{number}"]["memory"]
+                kernels = (branch[name]["kernel"].astype(states.dtype) for name in ("key", "value"))
+                layers.append(tuple(jnp.einsum("BME,EKH->BKMH", states, w) for w in kernels))
+        return EncodedContext(encoded.mask, layers=tuple(layers))
+
+    def weight_uses(self, path: str, length: int, context: tuple[int, int] | None) -> float:
+        if path.startswith("encoder/head/"):
+            return 0.0  # the encoder's states are read, not its logits
+        if path.startswith("encoder/") or re.search(r"/memory/(key|value)/", path):
+            return 0.0 if context is None else math.prod(context) / length
+        return float(context is not None) if "/memory/" in path else 1.0
+
+    def chunk_parts(self, chunk: int) -> tuple[int, ...]:
+        """Returns sizes of the parts of a chunk that are encoded without seeing each other."""
+        return (chunk,)
+
+    def attention_flops(
+        self, config: ModelConfig, length: int, context: tuple[int, int], visible_keys: VisibleKeys
+    ) -> tuple[float, float]:
+        num_chunks, size = context
+        inside, encoder = 0.0, self.encoder_config
+        if encoder is not None:
+            pairs = sum(part * visible_keys(encoder, part) for part in self.chunk_parts(size))
+            inside = 4 * encoder.num_heads * encoder.head_dim * (pairs / size)
+            inside *= encoder.num_layers * math.prod(context) / length
+        across = 4 * config.num_heads * config.head_dim * num_chunks * self.num_slots(size)
+        return inside, across * sum(self.reader_layers(config.num_layers))
+
+    def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
+        """Returns the names of CEPE's code (princeton-nlp/CEPE), E the width of the states."""
+        name, path = "model.layers.{}.cross_attn.", "layers/memory/"
+        return [
+            (name + "layernorm.weight", "D", path + "norm/scale", "D"),
+            (name + "q_proj.weight", "NH,D", path + "query/kernel", "DNH"),
+            (name + "k_proj.weight", "KH,E", path + "key/kernel", "EKH"),
+            (name + "v_proj.weight", "KH,E", path + "value/kernel", "EKH"),
+            (name + "o_proj.weight", "D,NH", path + "out/kernel", "NHD"),
+        ]
+
+    def hf_axes(self, config: ModelConfig) -> dict[str, int]:
+        return {"E": (self.encoder_config or config).width}
+
 
 class CrossAttention(nn.Module):
-    """What a layer reads of the context: [B, T, D], 0 in rows whose context is all padding."""
+    """What a layer reads of the context: [B, T, D], 0 in rows whose context is all padding.
+
+    By default every reader layer projects the context's states itself.
+    """
 
     config: ModelConfig
-    mesh: jax.sharding.Mesh | None = None
+    mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, encoded: Encoded) -> jax.Array:
+    def __call__(self, x: Float[Array, "B T D"], encoded: EncodedContext) -> Float[Array, "B T D"]:
         c, mesh = self.config, self.mesh
         with jax.named_scope("memory"):
             normed, shape = Norm(c, name="norm")(x), (c.num_heads, c.head_dim)
             q = Linear((c.width,), shape, c, self.query_bias, mesh, name="query")(normed)
             k, v = self.keys(encoded)
-            there = encoded.mask.astype(jnp.int32)
+            k_segments = encoded.mask.astype(jnp.int32)
             y, _ = flash(
                 self.queries(q, encoded),
                 k,
                 v,
                 q_segments=jnp.ones(x.shape[:2], jnp.int32),
-                k_segments=there,
-                layout=self._layout(x, there),
+                k_segments=k_segments,
+                layout=self._layout(x, k_segments),
             )
             return Linear(shape, (c.width,), c, mesh=mesh, name="out")(y)
 
     @property
     def query_bias(self) -> bool:
-        """Whether queries have one."""
+        """Whether the projection of queries has a bias."""
         return False
 
-    @abc.abstractmethod
-    def keys(self, encoded: Encoded) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, M, K, H] of a context of M tokens."""
+    def queries(
+        self, q: Float[Array, "B T N H"], encoded: EncodedContext
+    ) -> Float[Array, "B T N H"]:
+        """Returns projected queries as they meet the keys, rotated or scaled."""
+        return q
 
-    @abc.abstractmethod
-    def queries(self, q: jax.Array, encoded: Encoded) -> jax.Array:
-        """Projected queries [B, T, N, H] as they meet the keys."""
+    def keys(
+        self, encoded: EncodedContext
+    ) -> tuple[Float[Array, "B M K H"], Float[Array, "B M K H"]]:
+        """Returns the keys and values of a context of M slots."""
+        if encoded.layers is not None:
+            return tuple(part.swapaxes(1, 2) for part in encoded.layers[0])
+        c, states = self.config, encoded.states.astype(self.config.compute_dtype())
+        inputs, sizes = states.shape[-1:], (c.num_kv_heads, c.head_dim)
+        return tuple(
+            Linear(inputs, sizes, c, mesh=self.mesh, name=name)(states) for name in ("key", "value")
+        )
 
     def _layout(self, x: jax.Array, mask: jax.Array):
-        """Tokens and context are cut over the devices of a text, where these divide both."""
+        """Returns how text and context are sharded by length, where the devices divide both."""
         if self.mesh is None or self.is_initializing():
             return None
         tokens = x.shape[1] if mask.shape[1] % self.mesh.shape[LENGTH] == 0 else None
         return attention_layout(self.mesh, self.config.context_parallel, tokens)
+
+
+def init_reader(layer: dict, out_share: float, width: int) -> dict:
+    """Returns a layer's first weights of `CrossAttention` to states of `width` channels.
+
+    Queries are those of self-attention; keys and values its first E input rows, E the states'
+    width; the norm is that of the MLP, which follows in the same place (CEPE's released code; the
+    paper is silent).
+
+    Args:
+      layer: parameters of the decoder's layer, or of all layers in a stack.
+      out_share: the output projection is this part of self-attention's; with 0 the decoder
+        computes as before at first.
+      width: E.
+    """
+    attention = layer["attention"]
+    key, value = (attention[name]["kernel"][..., :width, :, :] for name in ("key", "value"))
+    return {
+        "norm": {"scale": layer["mlp_norm"]["scale"]},
+        "query": {"kernel": attention["query"]["kernel"]},
+        "key": {"kernel": key},
+        "value": {"kernel": value},
+        "out": init_out(attention, out_share),
+    }
+
+
+def init_out(attention: dict, share: float) -> dict:
+    """Returns an output projection that is `share` of self-attention's, in its dtype."""
+    kernel = attention["out"]["kernel"]
+    return {"kernel": kernel * jnp.asarray(share, kernel.dtype)}
+
+
+def check_out(out: float) -> None:
+    """Raises an InputError unless `out` is a share."""
+    if not 0 <= out <= 1:
+        raise InputError(
+            f"model.memory.out={out} must lie in 0 ... 1: the share of self-attention's output"
+            " projection that cross-attention begins with, 0 for none"
+        )

@@ -3,41 +3,75 @@
 "Two are better than one: context window extension with multi-grained self-injection" (sec. 3). The
 lower model, a copy of the embedding and the first M layers, reads a context in chunks: each becomes
 a tree of nodes (`lcjax.memory.context_tree`), a node is read by itself, causally, from position 0,
-and keys and values of some of its tokens are kept. Layer l of the lower model is read by one layer
-of the upper one, between its self-attention and its MLP:
+and keys and values of some of its tokens are collected. Layer l of the lower model is read by one
+layer of the upper one, between its self-attention and its MLP:
 
     h <- h + Wo softmax(q K_l^T / sqrt(H)) V_l        q = R(n) Wq norm(h),  K_l = R(i + j) Wk ...
 
 with the keys' own position j in their node, i the number of their chunk, and n that of all chunks,
 where every query stands (sec. 3.3, eq. 6). There are no projections of keys and values: they are
 shared with the lower model's self-attention.
+
+Tensor names and fields of config.json are those of the released code (Clement25/SharedLLM), which
+is CEPE's with a number of layers below 0, from the first one up. Settings that it has no field for
+are written beside them.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, UInt
 
-from lcjax.errors import InputError, one_of
-from lcjax.memory.context_tree import Tree, gathered, kept, nodes, numbered
-from lcjax.memory.cross_attention import CrossAttention
-from lcjax.memory.policies import Policy, Right, search
+from lcjax.attention import Causal
+from lcjax.errors import InputError, one_of, whole_number
+from lcjax.memory.base import MemorySection, add_to_readers, init_on_mesh
+from lcjax.memory.context_tree import (
+    Policy,
+    QueryAware,
+    Right,
+    Tree,
+    node_segments,
+    preserved_nodes,
+    search,
+    select_tokens,
+    without_padding,
+)
+from lcjax.memory.cross_attention import (
+    RELEASED_CLASS,
+    CrossAttention,
+    CrossAttentionMemory,
+    check_out,
+    init_out,
+)
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import Decoder, first_layer
 from lcjax.models.layers import CollectKeyValues
-from lcjax.models.memory import Encoded, Memory, check_chunks
+from lcjax.models.memory import (
+    EncodedContext,
+    Memory,
+    ReadConfig,
+    TensorRow,
+    WriteConfig,
+    check_chunks,
+)
 from lcjax.rope import Rotation, rotate
 
 PLACEMENTS = ("bottom", "top", "interleaved")
 POSITIONS = ("paper", "released")
+_HF_FIELD = "lcjax_shared_llm"
+_HF_DEPTH = "segment_tree_depth"
+_HF_CHUNK = 1_024  # of the released language models; their config.json has no field for it
 
 
 @Memory.register_subclass("shared_llm")
 @dataclasses.dataclass(frozen=True)
-class SharedLlm(Memory):
-    """The lower model, what it keeps of a context, and which layers of the upper one read it."""
+class SharedLlm(CrossAttentionMemory):
+    """The lower model, the tokens that it collects, and which layers of the upper one read them."""
 
     states: ModelConfig  # the lower model, of M layers
     chunk: int  # tokens of a chunk
@@ -46,9 +80,9 @@ class SharedLlm(Memory):
     # Which M layers read: the first, the last, or M spread evenly from the first on; the first of
     # them reads the lower model's first layer, and so on.
     placement: str = "bottom"
-    # Where chunks stand: paper, keys at 0 ... n-1 and queries at n; released, as the released code
-    # computes whole texts: queries at n + 1, and keys at i / (tokens kept of a chunk), so nearly
-    # always 0 (it indexes its table of rotations twice).
+    # Positions of chunks: paper, keys at 0 ... n-1 and queries at n; released, as the released code
+    # computes whole texts: queries at n + 1, and keys at i / (tokens collected from a chunk), so
+    # nearly always 0 (it indexes its table of rotations twice).
     positions: str = "paper"
 
     def __post_init__(self):
@@ -58,63 +92,6 @@ class SharedLlm(Memory):
     def layers(self) -> int:
         """M."""
         return self.states.num_layers
-
-    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
-        count = self.layers
-        if self.placement == "interleaved":
-            chosen = {index * num_layers // count for index in range(count)}
-        else:
-            first = 0 if self.placement == "bottom" else num_layers - count
-            chosen = range(first, first + count)
-        return tuple(layer in chosen for layer in range(num_layers))
-
-    def uniform_layers(self, num_layers: int) -> bool:
-        """Never: each layer reads another one's keys."""
-        return False
-
-    @property
-    def max_chunk_size(self) -> int:
-        return self.chunk
-
-    def parts(self, chunk: int) -> tuple[int, ...]:
-        return tuple(chunk >> level for level in self.tree.levels)
-
-    @property
-    def shared_keys(self) -> bool:
-        return True
-
-    @property
-    def ordered(self) -> bool:
-        return True
-
-    @property
-    def query_dependent(self) -> bool:
-        return self.policy.query_dependent and self.tree.depth > 1
-
-    def without_query(self) -> "SharedLlm":
-        return dataclasses.replace(self, policy=Right())
-
-    def of_layers(self, count: int) -> "SharedLlm":
-        return dataclasses.replace(self, states=self.states.replace(num_layers=count))
-
-    def num_slots(self, tokens: int) -> int:
-        return self.tree.kept(tokens)
-
-    def check_chunk(self, length: int, key: str) -> None:
-        super().check_chunk(length, key)
-        self.tree.check_chunk(length, key)
-
-    def for_inference(self) -> "SharedLlm":
-        """Nodes are split in the middle."""
-        return dataclasses.replace(self, tree=dataclasses.replace(self.tree, noise=None))
-
-    def projected(self, params: dict, config: ModelConfig, encoded: Encoded) -> Encoded:
-        """`encoded` itself, which holds keys and values from the first."""
-        return encoded
-
-    def rotation(self) -> Rotation:
-        """Of keys in their node, and of chunks: at the length of a chunk whatever is read."""
-        return self.states.rope.rotation(self.states.rotary_dim, self.chunk)
 
     def check(self, config: ModelConfig) -> None:
         self.tree.check()
@@ -127,10 +104,10 @@ class SharedLlm(Memory):
                 " layers of the model, of which the lower model is made"
             )
         for key in ("width", "num_kv_heads", "head_dim", "rotary_dim", "vocab_size"):
-            own, needed = getattr(self.states, key), getattr(config, key)
-            if own != needed:
+            lower, upper = getattr(self.states, key), getattr(config, key)
+            if lower != upper:
                 raise InputError(
-                    f"model.memory: the lower model has {key}={own} and the upper one {needed};"
+                    f"model.memory: the lower model has {key}={lower} and the upper one {upper};"
                     " it is made of the layers of the same checkpoint"
                 )
         if config.block != "sequential" or config.position != "rope" or self.states.rope.learned:
@@ -140,20 +117,172 @@ class SharedLlm(Memory):
                 f" {self.states.rope.type}; choose a Llama-like decoder"
             )
 
-    def encoder(self, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
+    @property
+    def max_chunk_size(self) -> int:
+        return self.chunk
+
+    def check_chunk(self, length: int, key: str) -> None:
+        super().check_chunk(length, key)
+        self.tree.check_chunk(length, key)
+
+    def num_slots(self, tokens: int) -> int:
+        return self.tree.max_selected(tokens)
+
+    def for_inference(self) -> "SharedLlm":
+        """Returns a copy that splits nodes in the middle."""
+        return dataclasses.replace(self, tree=dataclasses.replace(self.tree, noise=None))
+
+    @property
+    def query_dependent(self) -> bool:
+        return self.policy.query_dependent and self.tree.depth > 1
+
+    def without_query(self) -> "SharedLlm":
+        return dataclasses.replace(self, policy=Right())
+
+    @property
+    def encoder_config(self) -> ModelConfig:
+        return self.states
+
+    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
         changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
         return TreeEncoder(self.states.replace(**changes), self, mesh)
 
-    def reader(self, config: ModelConfig, mesh: jax.sharding.Mesh | None, **options) -> nn.Module:
+    @property
+    def encoder_inputs(self) -> tuple[str, ...]:
+        query = ("query", "has_query") if self.query_dependent else ()
+        return ("numbers", "tags", "path", "key", *query)
+
+    def rotation(self) -> Rotation:
+        """Returns the rotation of keys in nodes and of chunks, made for the length of a chunk."""
+        return self.states.rope.rotation(self.states.rotary_dim, self.chunk)
+
+    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
+        count = self.layers
+        if self.placement == "interleaved":
+            readers = {index * num_layers // count for index in range(count)}
+        else:
+            first = 0 if self.placement == "bottom" else num_layers - count
+            readers = range(first, first + count)
+        return tuple(layer in readers for layer in range(num_layers))
+
+    def uniform_layers(self, num_layers: int) -> bool:
+        """Always false: each layer reads the keys of another one."""
+        return False
+
+    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
         return TreeAttention(config.replace(lora=None), mesh, **options)
+
+    def with_num_readers(self, count: int) -> "SharedLlm":
+        return dataclasses.replace(self, states=self.states.replace(num_layers=count))
+
+    def chunk_parts(self, chunk: int) -> tuple[int, ...]:
+        return tuple(chunk >> level for level in self.tree.levels)
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
+        if _HF_DEPTH not in hf:
+            return None
+        config, count = read_config(hf, where), hf.get("num_cross_attn_layers")
+        if type(count) is not int or not 1 <= abs(count) <= config.num_layers:
+            raise InputError(
+                f"{where}: num_cross_attn_layers={count!r} must be the layers that read the"
+                f" context, up to {config.num_layers}, below 0 for the first ones"
+            )
+        states = lower_config(config, abs(count))
+        if isinstance(inner := hf.get("encoder_config"), dict):
+            states = states.replace(rope=read_config({"model_type": "llama"} | inner, where).rope)
+        if (fields := hf.get(_HF_FIELD)) is None:
+            return config.replace(memory=cls(states, **_released_fields(hf, where)))
+        memory = cls(
+            states,
+            fields["chunk"],
+            Tree(tuple(fields["ratios"]), fields["noise"]),
+            Policy.from_dict(fields["policy"]),
+            fields["placement"],
+            fields["positions"],
+        )
+        return config.replace(memory=memory)
+
+    def to_hf(self, config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
+        sign, count = 1 if self.placement == "top" else -1, self._selected_per_level()[0]
+        return write_config(config.replace(memory=None)) | {
+            "architectures": [RELEASED_CLASS],
+            "is_decoder": True,
+            "do_cross_attention": True,
+            "num_cross_attn_layers": sign * self.layers,
+            "last_p": f'"{count},{count}"',  # the released code selects as many of every node
+            _HF_DEPTH: self.tree.depth,
+            "do_retrieval": self.policy.query_dependent,
+            "add_noise": False,  # it fails with true
+            "encoder_hidden_size": self.states.width,
+            "encoder_config": write_config(self.states),
+            "train_encoder": False,
+            _HF_FIELD: {
+                "chunk": self.chunk,
+                "ratios": list(self.tree.ratios),
+                "noise": self.tree.noise,
+                "policy": self.policy.to_dict(),
+                "placement": self.placement,
+                "positions": self.positions,
+            },
+        }
+
+    def hf_rows(self, config: ModelConfig, decoder_rows: list[TensorRow]) -> list[TensorRow]:
+        norm, query, _, _, out = super().hf_rows(config, decoder_rows)
+        bias = ("model.layers.{}.cross_attn.q_proj.bias", "NH", "layers/memory/query/bias", "NH")
+        return [norm, query, *([bias] if config.qkv_bias else []), out]
+
+    def misread_by_released(self) -> str | None:
+        if self.placement == "interleaved":
+            return "placement=interleaved as bottom"
+        counts = self._selected_per_level()
+        if len(set(counts)) > 1:
+            ratios = list(self.tree.ratios)
+            return f"ratios={ratios} as trees that keep {counts[0]} tokens of every node"
+        return None
+
+    def _selected_per_level(self) -> list[int]:
+        """Returns the number of tokens selected from a node of each level."""
+        return [-(-(self.chunk >> w) // ratio) for w, ratio in enumerate(self.tree.ratios, 1)]
+
+
+def _released_fields(hf: dict[str, Any], where: str) -> dict[str, Any]:
+    """Reads a folder of the released code, for chunks of 1,024 tokens; it never drew splits."""
+    depth, text = hf[_HF_DEPTH], str(hf.get("last_p", -1))
+    first = text.strip("\"'()[] ").split(",")[0]
+    try:
+        share = float(first) if "." in first else int(first)
+        ratios = tuple(_ratio(_HF_CHUNK >> level, share) for level in range(1, depth + 1))
+    except (ValueError, TypeError):
+        raise InputError(
+            f"{where}: last_p={text} with {_HF_DEPTH}={depth!r} does not say how many tokens of a"
+            " node are kept; correct them"
+        ) from None
+    return {
+        "chunk": _HF_CHUNK,
+        "tree": Tree(ratios),
+        "policy": QueryAware() if hf.get("do_retrieval", True) else Right(),
+        "placement": "bottom" if hf["num_cross_attn_layers"] < 0 else "top",
+        "positions": "released",
+    }
+
+
+def _ratio(length: int, share: float) -> int:
+    """Returns the ratio of a node; `share` is a count, a fraction, or <= 0 for all tokens."""
+    if share <= 0:
+        return 1
+    count = int(length * share) if isinstance(share, float) else share
+    if not 1 <= count <= length:
+        raise ValueError(count)
+    return length // count
 
 
 class TreeEncoder(nn.Module):
-    """The lower model: keys and values of the tokens that trees keep."""
+    """The lower model: keys and values of the tokens that trees select."""
 
     config: ModelConfig
     memory: SharedLlm
-    mesh: jax.sharding.Mesh | None = None
+    mesh: Mesh | None = None
 
     def setup(self):
         self.model = Decoder(self.config, self.mesh)
@@ -161,108 +290,111 @@ class TreeEncoder(nn.Module):
 
     def __call__(
         self,
-        chunks: jax.Array,
-        mask: jax.Array,
+        chunks: Int[Array, "B C P"],
+        mask: Bool[Array, "B C P"],
         *,
-        numbers: jax.Array | None = None,
-        path: jax.Array | None = None,
-        query: jax.Array | None = None,
-        asked: jax.Array | None = None,
+        numbers: Int[Array, "B C"] | None = None,
+        path: Bool[Array, "B C h-1"] | None = None,
+        query: Float[Array, "B D"] | None = None,
+        has_query: Bool[Array, " B"] | None = None,
         key: jax.Array | None = None,
-        tags: jax.Array | None = None,
+        tags: UInt[Array, "B C"] | None = None,
         tree: Tree | None = None,
-    ) -> Encoded:
-        """Of chunks int32 [B, C, P], with `mask` true where there is text.
+    ) -> EncodedContext:
+        """Returns the keys and values of chunks; `mask` is true where there is text.
 
         Args:
-          numbers: int32 [B, C], the chunks' own; None: those with text count 0, 1, 2, ...
-          path: bool [B, C, h - 1], as `choose` gives it; None: what it gives for `query`, `key`.
-          query: float32 [B, D], what `Decoder.asked` says of the question.
-          asked: bool [B], which rows have one: in others the half nearer to the text is split
+          chunks: token ids.
+          mask: true where there is text.
+          numbers: the place of each chunk in its context; None: those with text count 0, 1, 2, ...
+          path: which halves are split again, from `choose`; None: chosen here with `query`, `key`.
+          query: embedded questions (`Decoder.embed_query`).
+          has_query: which rows have a question: in others the half nearer to the text is split
             again; None: all.
-          key: of training: it moves splits, and chooses for a random policy.
-          tags: uint32 [B, C], which tell chunks apart for a random policy.
-          tree: another one than the memory's: what is below a node (`Tree.below`).
+          key: in training, moves splits and chooses for a random policy.
+          tags: tell chunks apart for a random policy.
+          tree: replaces the memory's: the tree below a node (`Tree.below`).
         """
         check_chunks(chunks, mask, self.memory.max_chunk_size)
         tree, (rows, count, width) = tree or self.memory.tree, chunks.shape
-        there = mask.any(2)
+        has_text = mask.any(2)
         if numbers is None:
-            numbers = jnp.cumsum(there, axis=1, dtype=jnp.int32) - 1
-        tokens, length = gathered(*(x.reshape(rows * count, width) for x in (chunks, mask)))
-        drawn = _drawn(tree, key, rows, count)
+            numbers = jnp.cumsum(has_text, axis=1, dtype=jnp.int32) - 1
+        noise = _split_noise(tree, key, rows, count)
         if path is None:
-            options = {"query": query, "asked": asked, "key": key, "tags": tags}
-            path = self._path(tree, tokens, length, (rows, count), drawn, **options)
-        found = nodes(tree, length, path.reshape(rows * count, -1), drawn)
-        node, position = numbered(found, width)
-        index, present = kept(tree, found, width)
-        turns = numbers.reshape(-1, 1)
+            question = {"query": query, "has_query": has_query}
+            path = self.choose(chunks, mask, tree, noise=noise, key=key, tags=tags, **question)
+        tokens, length = without_padding(*(x.reshape(rows * count, width) for x in (chunks, mask)))
+        nodes = preserved_nodes(tree, length, path.reshape(rows * count, -1), noise)
+        segments, positions = node_segments(nodes, width)
+        index, selected = select_tokens(tree, nodes, width)
+        offsets = numbers.reshape(-1, 1)
         if self.memory.positions == "released":
-            turns = turns // self.memory.tree.kept(self.memory.chunk)
+            offsets = offsets // self.memory.num_slots(self.memory.chunk)
+        key_positions = jnp.take_along_axis(positions, index, 1) + offsets
         _, layers = self.model(
             tokens,
-            positions=position,
-            segments=node,
+            positions=positions,
+            segments=segments,
             rotation=self.memory.rotation(),
-            keep=CollectKeyValues(
-                index, jnp.take_along_axis(position, index, 1) + turns, alone=True
-            ),
+            collect=CollectKeyValues(index, key_positions, keys_only=True),
         )
-        return Encoded(
-            present.reshape(rows, -1), layers=self._by_rows(layers, rows), chunks=there.sum(1)
+        return EncodedContext(
+            selected.reshape(rows, -1),
+            layers=self._by_rows(layers, rows),
+            num_chunks=has_text.sum(1),
         )
 
     def choose(
         self,
-        chunks: jax.Array,
-        mask: jax.Array,
+        chunks: Int[Array, "B C P"],
+        mask: Bool[Array, "B C P"],
+        tree: Tree | None = None,
         *,
-        query: jax.Array | None = None,
-        tags: jax.Array | None = None,
-    ) -> jax.Array:
-        """bool [B, C, h - 1]: at which levels the right half of chunks [B, C, P] is split again.
+        query: Float[Array, "B D"] | None = None,
+        has_query: Bool[Array, " B"] | None = None,
+        noise: Float[Array, "R h-1"] | None = None,
+        key: jax.Array | None = None,
+        tags: UInt[Array, "B C"] | None = None,
+    ) -> Bool[Array, "B C h-1"]:
+        """Returns at which levels the right half of each chunk is split again.
 
-        `tags` uint32 [B, C] tell chunks apart for a random policy.
+        Arguments are those of `__call__`; `noise` moves splits, as in `preserved_nodes`.
         """
-        shape, width = chunks.shape[:2], chunks.shape[2]
-        tokens, length = gathered(*(x.reshape(-1, width) for x in (chunks, mask)))
-        options = {"query": query, "tags": tags}
-        path = self._path(self.memory.tree, tokens, length, shape, None, **options)
-        return path.reshape(*shape, -1)
-
-    def _path(
-        self, tree, tokens, length, shape, drawn, *, query=None, asked=None, key=None, tags=None
-    ):
-        """bool [B C, h - 1] for chunks [B C, P] of B, C = `shape`."""
-        policy, (rows, count) = self.memory.policy, shape
-        if self.is_initializing():
-            policy = Right()
+        tree, (rows, count, width) = tree or self.memory.tree, chunks.shape
+        policy = Right() if self.is_initializing() else self.memory.policy
         if policy.query_dependent and tree.depth > 1 and query is None:
             raise InputError(
                 "query=None: model.memory.policy compares the context with a question; give its"
-                " state (Decoder.asked), or choose the policy right"
+                " embedding (Decoder.embed_query), or choose the policy right"
             )
-        query, asked = (None if x is None else jnp.repeat(x, count, axis=0) for x in (query, asked))
+        tokens, length = without_padding(*(x.reshape(rows * count, width) for x in (chunks, mask)))
+        query, has_query = (
+            None if x is None else jnp.repeat(x, count, axis=0) for x in (query, has_query)
+        )
         tags = jnp.arange(rows * count) if tags is None else tags.reshape(-1)
         key = jax.random.key(0) if key is None else key
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, tags)
 
         def encode(tokens, segments):
-            params, rotation = self.variables["params"], self.memory.rotation()
-            options = {"segments": segments, "rotation": rotation}
-            place = jnp.arange(tokens.shape[1])[None]
+            index = jnp.arange(tokens.shape[1])[None]
             start = jnp.argmax(segments == 2, axis=1)[:, None]
-            position = jnp.where(segments == 2, place - start, place)
             return first_layer(
-                params, self.config, tokens, self.mesh, positions=position, **options
+                self.variables["params"],
+                self.config,
+                tokens,
+                self.mesh,
+                positions=jnp.where(segments == 2, index - start, index),
+                segments=segments,
+                rotation=self.memory.rotation(),
             )
 
-        options = {"query": query, "asked": asked, "drawn": drawn}
-        return search(policy, tree, tokens, length, keys, encode, **options)
+        options = {"query": query, "has_query": has_query, "noise": noise}
+        path = search(policy, tree, tokens, length, keys, encode, **options)
+        return path.reshape(rows, count, -1)
 
     def _by_rows(self, layers, rows: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Keys and values [B, K, C M, H] by layer of stacked ones [L, B C, M, K, H]."""
+        """Returns keys and values [B, K, C M, H] by layer of stacked ones [L, B C, M, K, H]."""
 
         def one(x):
             x = x.reshape(rows, -1, *x.shape[2:]).swapaxes(1, 2)
@@ -273,26 +405,111 @@ class TreeEncoder(nn.Module):
         )
 
 
-def _drawn(tree: Tree, key: jax.Array | None, rows: int, count: int) -> jax.Array | None:
-    """Standard normal numbers [B C, h - 1] that move splits: those of a row are shared."""
+def _split_noise(tree: Tree, key: jax.Array | None, rows: int, count: int) -> jax.Array | None:
+    """Returns standard normal numbers [B C, h - 1] that move splits; a row's chunks share them."""
     if key is None or tree.noise is None:
         return None
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, 1), jnp.arange(rows))
-    drawn = jax.vmap(lambda key: jax.random.normal(key, (tree.depth - 1,)))(keys)
-    return jnp.repeat(drawn, count, axis=0)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (tree.depth - 1,)))(keys)
+    return jnp.repeat(noise, count, axis=0)
 
 
 class TreeAttention(CrossAttention):
-    """Cross-attention to keys that are rotated already; all queries stand behind all chunks."""
+    """Cross-attention to keys that are rotated already; all queries stand after all chunks."""
 
     @property
     def query_bias(self) -> bool:
         return self.config.qkv_bias
 
-    def queries(self, q: jax.Array, encoded: Encoded) -> jax.Array:
+    def queries(self, q: jax.Array, encoded: EncodedContext) -> jax.Array:
         memory = self.config.memory
-        place = encoded.chunks + (memory.positions == "released")
-        return rotate(q, place[:, None], *memory.rotation()[:2])
+        position = encoded.num_chunks + (memory.positions == "released")
+        return rotate(q, position[:, None], *memory.rotation()[:2])
 
-    def keys(self, encoded: Encoded) -> tuple[jax.Array, jax.Array]:
-        return tuple(part.swapaxes(1, 2) for part in encoded.layers[0])
+
+@MemorySection.register_subclass("shared_llm")
+@dataclasses.dataclass(frozen=True)
+class SharedLlmSection(MemorySection):
+    """SharedLLM: the model reads trees of chunks through keys and values of its lower layers.
+
+    The lower model begins as a copy of the first layers of the same checkpoint.
+    """
+
+    layers: int = 4  # M: of the lower model, and as many read it (16 for instructions)
+    chunk: int = 1024  # tokens (512 for instructions)
+    # At each level of a tree, level 1 first: of so many tokens one is kept. Beta, the tokens of a
+    # chunk for each that is kept, is 8 here; [1, 1, 1] keeps all.
+    ratios: tuple[int, ...] = (16, 8, 4)
+    # gamma, in training: nodes of l tokens are split l / (2 gamma) from the middle, more or less
+    # (10 for instructions); null: always in the middle.
+    noise: float | None = 5.0
+    # Which half of a node is split again: right, query, random
+    policy: Policy = dataclasses.field(default_factory=Right)
+    placement: str = "bottom"  # of the layers that read: bottom, top, interleaved
+    positions: str = "paper"  # of chunks, or released (see `lcjax.memory.SharedLlm`)
+    # The output projection begins with so much of self-attention's: 0 leaves the model as it was.
+    out: float = 0.0
+
+    def __post_init__(self):
+        whole_number("model.memory.layers", self.layers, 1, "without any, leave model.memory out")
+        check_out(self.out)
+
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> SharedLlm:
+        return SharedLlm(
+            states=lower_config(config, self.layers),
+            chunk=self.chunk,
+            tree=Tree(tuple(self.ratios), self.noise),
+            policy=self.policy,
+            placement=self.placement,
+            positions=self.positions,
+        )
+
+    def init_params(
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+    ) -> dict:
+        """Adds the lower model, and cross-attention to every reader layer.
+
+        The lower model is a copy of the embedding, the first M layers and the final norm (sec. 3.1;
+        the released code forgets to load it). Queries and the norm before them are those of
+        self-attention, whose keys they are to meet.
+        """
+        # Layers of a decoder with this memory are never stacked.
+        lower_layers = [f"layers_{index}" for index in range(config.memory.layers)]
+
+        def init_layer(layer):
+            attention = layer["attention"]
+            branch = {
+                "norm": layer["attention_norm"],
+                "query": attention["query"],
+                "out": init_out(attention, self.out),
+            }
+            return {"memory": branch}
+
+        def init_lower(params):
+            layers = jax.tree.map(lambda *x: jnp.stack(x), *(params[name] for name in lower_layers))
+            rest = {name: jax.tree.map(jnp.copy, params[name]) for name in ("embed", "final_norm")}
+            return {"encoder": rest | {"layers": layers}}
+
+        source = {name: params[name] for name in ("embed", "final_norm", *lower_layers)}
+        lower = init_on_mesh(init_lower, source, mesh)
+        return add_to_readers(params, config, init_layer, mesh) | lower
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"policy": self.policy.to_dict()}
+
+
+def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
+    """Returns the config of a decoder's first layers as a model with the default numerics."""
+    default = {
+        field.name: field.default
+        for field in dataclasses.fields(ModelConfig)
+        if field.name in ("dtype", "param_dtype", "remat", "context_parallel", "lora", "memory")
+    }
+    return config.replace(
+        num_layers=layers,
+        tie_embeddings=True,  # it has no head
+        head_bias=False,
+        pattern=Causal(),  # nodes are shorter than any window
+        scan_layers=True,
+        **default,
+    )

@@ -15,7 +15,7 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.layers import MLP, Attention, CollectKeyValues, Context, Head, Norm
 from lcjax.models.lookup import look_up
 from lcjax.models.loss import Projection
-from lcjax.models.memory import Encoded, check_memory
+from lcjax.models.memory import EncodedContext, check_memory
 from lcjax.models.mlm import MaskedHead
 from lcjax.models.offloaded import unboxed
 from lcjax.models.position import Position, no_rotation
@@ -39,7 +39,7 @@ _REMAT_POLICIES = {
 class SequentialBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen2.
 
-    A layer that reads the memory adds what it reads in between.
+    A layer with cross-attention to a memory adds it in between.
     """
 
     config: ModelConfig
@@ -50,16 +50,15 @@ class SequentialBlock(nn.Module):
     def __call__(self, x: jax.Array, context: Context, layer, pair=None) -> tuple[jax.Array, Any]:
         c, x, context = self.config, keep_tokens(x, self.mesh), context.with_memory_layer(pair)
         normed = Norm(c, name="attention_norm")(x)
-        attention = Attention if c.memory is None else c.memory.attention or Attention
+        attention = Attention if c.memory is None else c.memory.attention_module or Attention
         attended, layer = attention(c, self.mesh, name="attention")(normed, context, layer)
         x = keep_tokens(x + attended, self.mesh)
-        if self.reads and context.memory is not None and not c.memory.is_prefix:
-            x = keep_tokens(x + self._read(x, context.memory), self.mesh)
+        if self.reads and context.memory is not None:
+            reader = c.memory.reader(c, self.mesh, name="memory")
+            if reader is not None:  # else self-attention has read it
+                x = keep_tokens(x + reader(x, context.memory), self.mesh)
         x = x + MLP(c, self.mesh, name="mlp")(Norm(c, name="mlp_norm")(x))
         return keep_tokens(x, self.mesh), layer
-
-    def _read(self, x: jax.Array, memory: Encoded) -> jax.Array:
-        return self.config.memory.reader(self.config, self.mesh, name="memory")(x, memory)
 
 
 class ParallelBlock(nn.Module):
@@ -141,8 +140,8 @@ class Decoder(nn.Module):
         rotation: Rotation | None = None,
         cache: cache_lib.Cache | None = None,
         order: np.ndarray | None = None,
-        memory: Encoded | None = None,
-        keep: CollectKeyValues | None = None,
+        memory: EncodedContext | None = None,
+        collect: CollectKeyValues | None = None,
         beacons: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
@@ -157,12 +156,11 @@ class Decoder(nn.Module):
           cache: the past, from `lcjax.models.cache.create`.
           order: int32 [T], the token that goes to each place before anything is computed, and so
             the order of the hidden states: that of `token_order`, which spreads work evenly.
-          memory: the context that `encode` made; without, a model that could read one is the
-            decoder that it was made from.
-          keep: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
+          memory: the context from `encode`; None: the decoder reads the text alone.
+          collect: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
             returned in its place, as `Cache.layers` has them but for the order of axes. Where
-            layers are scanned and it is `alone`, there are no hidden states.
-          beacons: int32 [B, R], of a memory whose tokens the last R are (`Context.beacons`).
+            layers are scanned and it is `keys_only`, there are no hidden states.
+          beacons: int32 [B, R], where the last R tokens are beacons (`Context.beacons`).
         """
         c = self.config
         if memory is not None:
@@ -177,8 +175,8 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape[:2])
         absolute = positions  # of embeddings, which a memory before the text does not move
-        if memory is not None and c.memory.is_prefix:
-            positions = positions + memory.mask.sum(1, keepdims=True)
+        if memory is not None:
+            positions = positions + c.memory.prefix_length(memory)
         if cache is not None:
             cache, view = cache_lib.extend(cache, segments, positions)
             layers = cache.layers
@@ -194,7 +192,7 @@ class Decoder(nn.Module):
             )
         bias = self.position.logit_bias()
         context = Context(
-            positions, segments, rotation, index, view, bias, order, memory, keep, beacons
+            positions, segments, rotation, index, view, bias, order, memory, collect, beacons
         )
         x = keep_tokens(self.embedded(tokens), self.mesh)
         x = self.position(x, absolute, segments)
@@ -203,14 +201,16 @@ class Decoder(nn.Module):
             cache = cache_lib.replace_layers(cache, layers)
         if self.is_initializing():
             self.logits(x[:, :1])  # so that `init` creates the head
-        return None if x is None else self.final_norm(x), cache if keep is None else layers
+        return None if x is None else self.final_norm(x), cache if collect is None else layers
 
     def _stacked(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
         """The layers where their weights are one stack."""
         c = self.config
-        if context.keep is not None and context.keep.alone and not self.is_initializing():
-            block = _block(c, scanned=True)(c, self.mesh, parent=None)
-            return None, layer_groups.keys_alone(block, self.layers.variables["params"], x, context)
+        collect = context.collect
+        if collect is not None and collect.keys_only and not self.is_initializing():
+            block, stacked = _block(c, scanned=True), self.layers.variables["params"]
+            block = block(c, self.mesh, parent=None)
+            return None, layer_groups.collect_keys(block, stacked, x, context)
         memory, pairs = layer_groups.together(
             layer_groups.memories(context.memory, [True] * c.num_layers)
         )
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
 
     def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
         """The layers where each has its weights by itself: one by one, or group by group."""
-        c, blocks, kept = self.config, self.layers, []
+        c, blocks, collected = self.config, self.layers, []
         reads = [block.reads for block in blocks]
         memories = layer_groups.memories(context.memory, reads)
         groups = layer_groups.single(c.num_layers)
@@ -230,13 +230,13 @@ class Decoder(nn.Module):
                 block = _block(c, scanned=True)(c, self.mesh, reads[group.start], parent=None)
                 parts = weights[group.start : group.stop], memories[group.start : group.stop]
                 x, each = layer_groups.scan(block, *parts, x, context, self.mesh)
-                kept += each
+                collected += each
                 continue
             (index,) = group
             here = context._replace(memory=memories[index])
             x, layer = blocks[index](x, here, None if layers is None else layers[index])
-            kept.append(layer)
-        return x, tuple(kept)
+            collected.append(layer)
+        return x, tuple(collected)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """[B, T, D] of tokens int32 [B, T]; hidden states stay as they are."""
@@ -249,14 +249,13 @@ class Decoder(nn.Module):
         """What `head` projects, of hidden states [..., D]: themselves, but for masked models."""
         return self.mlm(hidden) if self.config.mlm_head else hidden
 
-    def encode(self, chunks: jax.Array, mask: jax.Array, **options: Any) -> Encoded:
-        """The context of chunks int32 [B, C, P], with bool `mask` true where text is.
+    def encode(self, chunks: jax.Array, mask: jax.Array, **options: Any) -> EncodedContext:
+        """Encodes chunks int32 [B, C, P], with bool `mask` true where there is text.
 
-        `options` are those of the memory's encoder.
+        `options` are those of the memory's encoder (`Memory.encoder_inputs`).
         """
         check_memory(self.config.memory)
-        if self.config.memory.is_prefix:
-            options["params"] = self.variables.get("params")
+        options |= self.config.memory.select_inputs(params=self.variables.get("params"))
         return self.encoder(chunks, mask, **options)
 
     def embed_query(self, tokens: jax.Array, at: jax.Array, **options: Any) -> jax.Array:

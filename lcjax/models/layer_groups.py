@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax.models.layers import Context
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import EncodedContext
 from lcjax.models.offloaded import Offloaded
 from lcjax.parallel.sharding import param_shardings
 
@@ -48,14 +48,14 @@ def _is_offloaded(node: Any) -> bool:
     return isinstance(node, Offloaded)
 
 
-def memories(memory: Encoded | None, reads: Sequence[bool]) -> list[Encoded | None]:
-    """What each layer sees of `memory`: those that do not read, nothing."""
+def memories(memory: EncodedContext | None, reads: Sequence[bool]) -> list[EncodedContext | None]:
+    """Returns what each layer reads of `memory`: None for layers that do not read."""
     numbers = itertools.count()
-    return [memory.of_layer(next(numbers)) if memory and reads_it else None for reads_it in reads]
+    return [memory.for_layer(next(numbers)) if memory and reads_it else None for reads_it in reads]
 
 
-def together(memories: Sequence[Encoded | None]) -> tuple[Encoded | None, Any]:
-    """What all of some layers read, and stacked [L, ...] what each reads of its own, for a scan."""
+def together(memories: Sequence[EncodedContext | None]) -> tuple[EncodedContext | None, Any]:
+    """Returns what all of some layers read, and for a scan a stack [L, ...] of what each reads."""
     memory = memories[0]
     if memory is None or memory.layers is None:
         return memory, None
@@ -66,14 +66,14 @@ def together(memories: Sequence[Encoded | None]) -> tuple[Encoded | None, Any]:
 def scan(
     block: nn.Module,
     layers: Sequence[dict],
-    memories: Sequence[Encoded | None],
+    memories: Sequence[EncodedContext | None],
     x: jax.Array,
     context: Context,
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[jax.Array, list]:
-    """`x` [B, T, D] after a group: after `block` with one of `layers` after the other.
+    """Applies `block` with each of `layers` in turn to `x` [B, T, D].
 
-    And what each of them returns of the keys and values that are to be kept.
+    Returns the new `x`, and the keys and values that each layer collects.
     """
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if mesh is not None:  # as they lie one by one
@@ -81,35 +81,35 @@ def scan(
     memory, pairs = together(memories)
     context = context._replace(memory=memory)
 
-    def one(x, part):
-        own, pair = part
-        return block.apply({"params": own}, x, context, None, pair)
+    def one(x, inputs):
+        weights, pair = inputs
+        return block.apply({"params": weights}, x, context, None, pair)
 
-    x, kept = jax.lax.scan(one, x, (params, pairs))
-    return x, apart(kept, len(layers))
+    x, collected = jax.lax.scan(one, x, (params, pairs))
+    return x, unstack(collected, len(layers))
 
 
-def keys_alone(
+def collect_keys(
     block: nn.Module, stacked: dict, x: jax.Array, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [L, B, S, K, H] that `context.keep` names, with weights [L, ...].
+    """Returns the keys and values [L, B, S, K, H] of `context.collect`, with weights [L, ...].
 
-    What nobody reads of the last layer, its attention and its MLP, is not computed.
+    Attention and MLP of the last layer, which nobody reads, are not computed.
     """
 
-    def one(x, part):
-        own, last = part
+    def one(x, inputs):
+        weights, is_last = inputs
 
-        def whole(x):
-            return block.apply({"params": own}, x, context, None)
+        def layer(x):
+            return block.apply({"params": weights}, x, context, None)
 
-        return jax.lax.cond(last, lambda x: (x, whole(x)[1]), whole, x)
+        return jax.lax.cond(is_last, lambda x: (x, layer(x)[1]), layer, x)
 
     count = jax.tree.leaves(stacked)[0].shape[0]
-    _, found = jax.lax.scan(one, x, (stacked, jnp.arange(count) == count - 1))
-    return found
+    _, collected = jax.lax.scan(one, x, (stacked, jnp.arange(count) == count - 1))
+    return collected
 
 
-def apart(stacked: Any, count: int) -> list:
-    """The trees of `count` layers of one whose arrays are [L, ...]."""
+def unstack(stacked: Any, count: int) -> list:
+    """Returns the trees of `count` layers of one whose arrays are [L, ...]."""
     return [jax.tree.map(operator.itemgetter(index), stacked) for index in range(count)]

@@ -10,25 +10,24 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lcjax.attention import Causal, attend
-from lcjax.attention.base import rotate_queries
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.loss import Projection
 from lcjax.models.matmul import matmul
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import EncodedContext
 from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
 from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import Rotation, rotate
-from pallas_kernels import Bias, flash
+from pallas_kernels import Bias
 
 
 class CollectKeyValues(NamedTuple):
-    """Of which tokens a layer returns keys and values, [B, S, K, H], where nothing is cached."""
+    """Tokens whose keys and values [B, S, K, H] a layer returns, where nothing is cached."""
 
-    index: jax.Array  # int32 [B, S], their places in the row
-    # [B, S], where these keys stand for whoever reads them; None: they are not rotated
+    index: jax.Array  # int32 [B, S], indices of the tokens in the row
+    # [B, S], positions assigned to these keys when they are attended to; None: they are not rotated
     positions: jax.Array | None
-    alone: bool = False  # hidden states are not wanted, so the last layer need not make any
+    keys_only: bool = False  # whether the decoder may skip hidden states after the last layer
 
 
 class Context(NamedTuple):
@@ -41,14 +40,13 @@ class Context(NamedTuple):
     view: cache_lib.View | None = None  # where the new tokens stand in the cache
     bias: Bias | None = None  # of the logits, by distance
     order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
-    memory: Encoded | None = None  # what is read beside the tokens
-    keep: CollectKeyValues | None = None  # tokens whose keys and values are wanted
-    # int32 [B, R]: the last R tokens are those of a memory that sums up the text, and each of them
-    # has so many tokens of the text before it
+    memory: EncodedContext | None = None  # the context beside the text
+    collect: CollectKeyValues | None = None  # tokens whose keys and values are returned
+    # int32 [B, R]: the last R tokens are beacons, each after so many tokens of the text
     beacons: jax.Array | None = None
 
     def with_memory_layer(self, pair: tuple[jax.Array, jax.Array] | None) -> "Context":
-        """With keys and values of a memory that one layer reads; None: with what all read."""
+        """Returns a copy with the keys and values of a memory that one layer reads, if given."""
         return self if pair is None else self._replace(memory=self.memory.with_layer(pair))
 
 
@@ -176,7 +174,7 @@ class Attention(Projections):
         mesh = None if self.is_initializing() else self.mesh
         q, k, v = self.project(x)
         with jax.named_scope("attend"):
-            more = self.before(q, context)
+            prefix = self.prefix_partials(q, context)
             if layer is None:
                 y = attend(
                     q,
@@ -193,48 +191,31 @@ class Attention(Projections):
                     layout=attention_layout(mesh, c.context_parallel, x.shape[1]),
                     q_segments=context.segments,
                     k_segments=context.segments,
-                    extra_partials=more,
+                    extra_partials=prefix,
                 )
-                if context.keep is not None:
-                    layer = kept(k, v, context)
+                if context.collect is not None:
+                    layer = collect_key_values(k, v, context)
             else:
                 y, layer = cache_lib.attend_cached(
                     q, k, v, layer, pattern=pattern.for_inference(), context=context,
-                    layout=attention_layout(mesh), more=more,
+                    layout=attention_layout(mesh), more=prefix,
                 )  # fmt: skip
         return self.combine(y), layer
 
-    def before(self, q: jax.Array, context: Context) -> list[tuple[jax.Array, jax.Array]]:
-        """The partial (out, lse) over what a memory has put before the text, if it has.
-
-        Its keys are not rotated: what is there of M of them stands at 0, 1, 2, ... in each row.
-        """
-        memory = context.memory
-        if memory is None or not self.config.memory.is_prefix:
+    def prefix_partials(self, q: jax.Array, context: Context) -> list[tuple[jax.Array, jax.Array]]:
+        """Returns the partial attention (out, lse) to a memory that stands before the text."""
+        if context.memory is None:
             return []
-        k, v = (part.swapaxes(1, 2) for part in memory.layers[0])
-        there = memory.mask.astype(jnp.int32)
-        k = rotate(k, jnp.cumsum(there, axis=1) - 1, *context.rotation[:2])
-        q = rotate_queries(q, context.positions, context.rotation)
-        return [
-            flash(
-                q,
-                k,
-                v,
-                q_segments=jnp.ones(q.shape[:2], jnp.int32),
-                k_segments=there,
-                layout=attention_layout(self.mesh),
-            )
-        ]
+        return self.config.memory.prefix_partials(q, context, self.mesh)
 
 
-def kept(k: jax.Array, v: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-    """Keys, rotated where that is asked for, and values of the tokens that `context.keep` names."""
-    index = context.keep.index[:, :, None, None]
+def collect_key_values(k: jax.Array, v: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    """Returns keys, rotated if positions are given, and values of `context.collect`."""
+    index = context.collect.index[:, :, None, None]
     k, v = (jnp.take_along_axis(x, index, axis=1) for x in (k, v))
-    if context.keep.positions is None:
+    if context.collect.positions is None:
         return k, v
-    return rotate(k, context.keep.positions, *context.rotation[:2]), v
+    return rotate(k, context.collect.positions, *context.rotation[:2]), v
 
 
 class MLP(nn.Module):

@@ -95,23 +95,9 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
             f" of model.memory was trained to read; set it to {limit} or less"
         )
     memory.check_chunk(chunks.length, "data.chunks.length")
-    if (
-        memory.is_prefix
-        and memory.reach
-        and not chunks.learned
-        and chunks.count % memory.reach == 0
-    ):
-        raise InputError(
-            f"model.memory.gradient_segments={memory.reach} lets no gradient pass from the text"
-            f" after data.chunks.count={chunks.count}; set data.chunks.learned=true, or"
-            " leave gradient_segments out"
-        )
-    if chunks.learned and (not memory.is_prefix or config.train.distill is not None):
-        raise InputError(
-            "data.chunks.learned=true learns what follows the tokens of chunks: those of memories"
-            " whose chunks the decoder itself reads (beacon, auto_compressor), without a teacher"
-            " (train.distill); leave it out"
-        )
+    memory.check_training_chunks(
+        chunks.count, has_targets=chunks.learned, has_teacher=config.train.distill is not None
+    )
 
 
 def check_mask(config: TrainConfig, model: ModelConfig, tokenizer: Any = None) -> None:

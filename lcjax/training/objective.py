@@ -9,7 +9,7 @@ from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.distill import Distill, Teacher, distillation
 from lcjax.models.loss import cross_entropy
-from lcjax.models.memory import Encoded
+from lcjax.models.memory import EncodedContext
 from lcjax.models.offloaded import boxed, unboxed
 from lcjax.parallel.sharding import LENGTH
 from lcjax.rope import Rotation
@@ -122,21 +122,17 @@ def _encode(
     position_ids: jax.Array,
     rotation: Rotation,
     key: jax.Array,
-) -> Encoded:
+) -> EncodedContext:
     """Encodes the context chunks of a batch.
 
     A memory that retrieves chunks takes its query from the token before the first target with a
     weight: at inference later tokens do not exist yet when the answer starts. A row whose first
     token already has a weight, or that has no weights, is plain text and has no query.
     """
-    options, memory = {}, model.config.memory
-    if memory.ordered or memory.is_prefix:
-        options["key"] = jax.random.fold_in(key, 2)
-    if memory.is_prefix:
-        options |= {"rotation": rotation, "hidden": "chunk_weights" in batch}
-    if memory.query_dependent:
-        first_target = jnp.argmax(batch["weights"] > 0, axis=1)
-        query = model.apply(
+    first_target = jnp.argmax(batch["weights"] > 0, axis=1)
+
+    def embed_query():
+        return model.apply(
             {"params": params},
             batch["tokens"],
             first_target,
@@ -145,6 +141,13 @@ def _encode(
             rotation=rotation,
             method="embed_query",
         )
-        options |= {"query": query, "asked": first_target > 0}
+
+    options = model.config.memory.select_inputs(
+        key=jax.random.fold_in(key, 2),
+        rotation=rotation,
+        collect_hidden="chunk_weights" in batch,
+        query=embed_query,
+        has_query=first_target > 0,
+    )
     chunks = batch["chunks"], batch["chunk_mask"]
     return model.apply({"params": params}, *chunks, method="encode", **options)

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from memory_support import Golden
 
-from lcjax.checkpoints.cepe import config_from_hf
+from lcjax.checkpoints import config_from_hf
 from lcjax.checkpoints.weights import read_params
 from lcjax.models import Decoder
 

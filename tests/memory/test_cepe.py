@@ -15,7 +15,7 @@ from lcjax.checkpoints.build import ModelSection, build, resolve
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params, spread_layers
 from lcjax.errors import InputError
-from lcjax.memory import CepeSection, with_memory
+from lcjax.memory import CepeSection
 from lcjax.models import Decoder, head, preset, unstack_layers
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
@@ -110,7 +110,7 @@ def test_decoding_with_a_cache_equals_the_released_code(keys):
     memory = encode(model, params, *context)
     assert_close(run(model, params, text, *context), io["full_logits"])
     if keys == "projected":
-        memory = config.memory.projected(params, config, memory)
+        memory = config.memory.project_states(params, config, memory)
     cache = cache_lib.create(config, len(text), text.shape[1])
     start = 0
     for step, stop in enumerate(range(prompt.shape[1], text.shape[1] + 1)):
@@ -126,10 +126,11 @@ def test_decoding_with_a_cache_equals_the_released_code(keys):
 def test_cross_attention_begins_as_the_released_code_has_it():
     model, params = golden.model("init_zero")
     plain = split(params, lambda path: "memory/" not in path and not path.startswith("encoder/"))[0]
-    made = with_memory(plain, model.config, params["encoder"])
+    made = CepeSection().init_params(plain, model.config, params["encoder"], None)
     for path, wanted in flatten(params).items():
         np.testing.assert_array_equal(flatten(made)[path], wanted, err_msg=path)
-    quarter = flatten(with_memory(plain, model.config, params["encoder"], out=0.25))
+    section = CepeSection(out=0.25)
+    quarter = flatten(section.init_params(plain, model.config, params["encoder"], None))
     shares = [path for path in quarter if path.endswith("/memory/out/kernel")]
     assert shares
     for path in shares:
@@ -176,7 +177,7 @@ def test_packing_the_context_changes_nothing(form):
     if form == "projected":
         params, config = unstack_layers(params, model.config), model.config
         model = Decoder(config.replace(scan_layers=False))
-        encoded = model.config.memory.projected(params, model.config, encoded)
+        encoded = model.config.memory.project_states(params, model.config, encoded)
     packed = jax.jit(lambda encoded: encoded.packed())(encoded)
     count = np.asarray(encoded.mask).sum(1)
     assert not np.array_equal(packed.mask, encoded.mask)

@@ -13,7 +13,7 @@ from tree_oracle import by_hand
 from lcjax.errors import InputError
 from lcjax.memory import Level, Policy, QueryAware, Random, Right, Tree
 from lcjax.memory import context_tree as trees
-from lcjax.memory.policies import search
+from lcjax.memory.context_tree import search
 
 
 def built(*arguments):
@@ -23,8 +23,8 @@ def built(*arguments):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _built(tree, lengths, path, width, drawn=None):
-    found = trees.nodes(tree, lengths, path, drawn)
-    return found, *trees.numbered(found, width), *trees.kept(tree, found, width)
+    found = trees.preserved_nodes(tree, lengths, path, drawn)
+    return found, *trees.node_segments(found, width), *trees.select_tokens(tree, found, width)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_nodes_and_what_is_kept_of_them_equal_lists_built_level_by_level(tree, w
     if tree.noise is not None:
         drawn = random.standard_normal((len(lengths), tree.depth - 1)).astype(np.float32) * 2
     _, number, position, places, mask = built(tree, lengths, path, width, drawn)
-    assert places.shape[1] == tree.kept(width)
+    assert places.shape[1] == tree.max_selected(width)
     for row, length in enumerate(lengths):
         wanted = by_hand(range(length), tree, path[row], None if drawn is None else drawn[row])
         assert places[row][mask[row]].tolist() == [x for kept, _ in wanted for x in kept]
@@ -67,15 +67,15 @@ def test_as_many_are_kept_as_the_formula_says(depth, leaf):
     tree = Tree(tuple(leaf << (depth - level) for level in range(1, depth + 1)))
     chunk = (leaf << depth) * 3
     wanted = (depth + 1) * chunk // (2**depth * leaf)
-    assert tree.kept(chunk) == wanted
+    assert tree.max_selected(chunk) == wanted
     path = np.random.default_rng(1).random((7, depth - 1)) < 0.5
     mask = built(tree, np.full(7, chunk, np.int32), path, chunk)[-1]
     assert mask.shape == (7, wanted) and mask.all()
 
 
 def test_the_papers_chunks_are_kept_by_an_eighth():
-    assert Tree().kept(1024) == 128 and Tree((1, 1, 1)).kept(1024) == 1024
-    assert Tree(noise=5.0).kept(1024) < 1.6 * 128, "room for splits that are drawn"
+    assert Tree().max_selected(1024) == 128 and Tree((1, 1, 1)).max_selected(1024) == 1024
+    assert Tree(noise=5.0).max_selected(1024) < 1.6 * 128, "room for splits that are drawn"
 
 
 def test_without_a_choice_the_nodes_are_the_papers():
@@ -167,7 +167,7 @@ def test_a_policy_of_ones_own_chooses_too():
 
 def test_chunks_are_read_wherever_their_padding_is():
     tokens = np.array([[0, 0, 5, 6, 7], [5, 6, 7, 0, 0], [5, 0, 6, 0, 7]], np.int32)
-    found, length = trees.gathered(jnp.asarray(tokens), jnp.asarray(tokens > 0))
+    found, length = trees.without_padding(jnp.asarray(tokens), jnp.asarray(tokens > 0))
     assert np.asarray(found).tolist() == [[5, 6, 7, 0, 0]] * 3 and length.tolist() == [3] * 3
 
 

@@ -46,7 +46,7 @@ def of_golden(name, **options):
 def test_keys_and_values_of_trees_equal_the_released_code(name):
     chunks = golden.tokens(name)[1]
     found = of_golden(name, numbers=jnp.zeros(chunks.shape[:2], jnp.int32))
-    assert found.mask.all() and (found.chunks == chunks.shape[1]).all()
+    assert found.mask.all() and (found.num_chunks == chunks.shape[1]).all()
     for layer, pair in enumerate(found.layers):
         for kind, x in zip("kv", pair, strict=True):
             wanted = golden.arrays(name)[f"tree_{kind}_layer{layer}"]  # [C, K, M, H]
@@ -106,12 +106,12 @@ def test_the_same_number_added_to_all_chunks_changes_nothing(positions):
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
     memory = encode(model, params, chunks, np.ones(chunks.shape, bool), {})
     wanted = read(model, params, tokens, memory, {})[0]
-    step = 7 if positions == "paper" else 7 * model.config.memory.tree.kept(16)
+    step = 7 if positions == "paper" else 7 * model.config.memory.tree.max_selected(16)
     numbers = jnp.broadcast_to(jnp.arange(3) + step, chunks.shape[:2])
     moved = encode(model, params, chunks, np.ones(chunks.shape, bool), {"numbers": numbers})
-    moved = dataclasses.replace(moved, chunks=memory.chunks + 7)
+    moved = dataclasses.replace(moved, num_chunks=memory.num_chunks + 7)
     assert_close(read(model, params, tokens, moved, {})[0], wanted)
-    moved = dataclasses.replace(moved, chunks=memory.chunks + 9)
+    moved = dataclasses.replace(moved, num_chunks=memory.num_chunks + 9)
     assert np.abs(read(model, params, tokens, moved, {})[0] - wanted).max() > 1e-4
 
 
@@ -182,7 +182,7 @@ def test_what_is_kept_equals_nodes_that_are_read_one_after_the_other_in_float64(
     mask[0, 0, :3], mask[1, 2, 9:] = False, False
     path = np.random.default_rng(2).random((2, 3, 2)) < 0.5
     found = encode(model, params, chunks, mask, {"path": path, "key": key})
-    drawn = shared_llm._drawn(memory.tree, key, 2, 3)
+    drawn = shared_llm._split_noise(memory.tree, key, 2, 3)
     moved = 0
     for row in range(2):
         wanted = []

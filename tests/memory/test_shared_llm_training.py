@@ -17,8 +17,7 @@ from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params, spread_layers
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
-from lcjax.memory import Policy, QueryAware, Random, Right, SharedLlmSection, Tree
-from lcjax.memory.config import from_note
+from lcjax.memory import MemorySection, Policy, QueryAware, Random, Right, SharedLlmSection, Tree
 from lcjax.models import Decoder, preset
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import objective as objectives
@@ -198,7 +197,7 @@ def test_sizes_of_the_7b_models():
 
 def test_a_note_of_a_section_is_read_back():
     for section in (SECTION, dataclasses.replace(SECTION, policy=QueryAware(), noise=None)):
-        assert from_note(section.to_dict()) == section
+        assert MemorySection.from_dict(section.to_dict()) == section
 
 
 def test_a_policy_without_a_name_is_not_saved():

@@ -14,8 +14,7 @@ from lcjax.checkpoints.build import ModelSection, build
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
-from lcjax.memory import AutoCompressorSection, BeaconSection
-from lcjax.memory.config import from_note
+from lcjax.memory import AutoCompressorSection, BeaconSection, MemorySection
 from lcjax.models import preset
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh
@@ -125,7 +124,7 @@ def test_a_saved_folder_is_read_back_bit_for_bit(section, tmp_path):
 def test_a_note_that_was_not_written_here_is_refused():
     hf = checkpoints.config_to_hf(small(SUMMARY)[0].config)
     for wrong in ({"type": "lstm"}, {"type": "beacon", "window": 3}, "beacon", ["beacon"], 3):
-        with pytest.raises(InputError, match="config.json: lcjax_memory=.*beacon, auto_compressor"):
+        with pytest.raises(InputError, match="config.json: lcjax_memory=.*auto_compressor, beacon"):
             checkpoints.config_from_hf(hf | {"lcjax_memory": wrong})
     for ratios in (2, "2"):
         with pytest.raises(InputError, match="ratios=.?2.? must be a list of whole numbers"):
@@ -148,7 +147,7 @@ def test_a_released_checkpoint_is_refused_by_name(name, value, kind):
 
 @BOTH
 def test_a_note_of_a_section_is_read_back(section):
-    assert from_note(section.to_dict()) == section
+    assert MemorySection.from_dict(section.to_dict()) == section
 
 
 def test_what_a_context_costs():

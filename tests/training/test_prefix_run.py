@@ -73,7 +73,7 @@ def test_a_config_says_how_windows_are_kept(tmp_path):
             {},
             "gradient_segments=2 lets no gradient .* set data.chunks.learned=true",
         ),
-        (CepeSection("tiny-encoder"), {"learned": True}, "data.chunks.learned=true learns"),
+        (CepeSection("tiny-encoder"), {"learned": True}, "data.chunks.learned=true adds"),
     ],
 )
 def test_rows_that_do_not_suit_a_memory_are_refused_before_it_is_made(

@@ -240,7 +240,7 @@ def test_a_ratio_below_all_that_are_drawn_loses_no_beacon():
 @pytest.mark.parametrize("ratio", [2, 4])
 def test_places_hold_what_the_ratio_itself_and_all_that_are_drawn_keep(ratio):
     memory = Beacon(chunk=8, ratio=ratio, ratios=(4, 8))
-    assert memory.slots(8) == 8 // ratio
+    assert memory.max_slots(8) == 8 // ratio
     assert memory.tokens_read(8) == 8 + 8 // ratio
 
 

@@ -1,0 +1,386 @@
+"""Memories that stand before the text: windows of it, read by the decoder itself one by one.
+
+A window is read after the slots of all windows before it. Its own slots, keys and values of every
+layer, follow these. The keys are not rotated: M filled slots have positions 0 ... M - 1 for
+whatever is read next, be it a window or the text, and the text begins at position M. So they are
+one softmax with the text's own keys, and a row without any is the decoder as it was.
+
+Checkpoints are Llama folders. Tensors have the names of the released code (Activation Beacon's
+`beacon_q_proj`, AutoCompressor's `embed_summary`); the memory's settings are in a field of
+config.json of our own. A program that reads the folder as a Llama ignores both.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from lcjax.attention import Causal
+from lcjax.attention.base import rotate_queries
+from lcjax.errors import InputError, whole_number
+from lcjax.memory.base import init_on_mesh
+from lcjax.memory.context_tree import without_padding
+from lcjax.models import cache as cache_lib
+from lcjax.models.config import ModelConfig
+from lcjax.models.decoder import Decoder
+from lcjax.models.layer_groups import unstack
+from lcjax.models.layers import CollectKeyValues, Context
+from lcjax.models.memory import (
+    HF_FIELD,
+    EncodedContext,
+    Memory,
+    ReadConfig,
+    VisibleKeys,
+    check_chunks,
+    token_axis,
+)
+from lcjax.parallel.sharding import LENGTH, attention_layout
+from lcjax.rope import Rotation, rotate
+from pallas_kernels import flash
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixMemory(Memory):
+    """Windows of up to `chunk` tokens, and the keys and values that remain of each."""
+
+    chunk: int
+    # How the fields begin that only config.json files of the authors' code have.
+    released_field: ClassVar[str | None] = None
+
+    @abc.abstractmethod
+    def encode_window(
+        self,
+        reader: "WindowReader",
+        embedding: Float[Array, "n D"],
+        tokens: Int[Array, "B P"],
+        mask: Bool[Array, "B P"],
+        key: jax.Array | None,
+    ) -> EncodedContext:
+        """Returns `max_slots` slots of a window.
+
+        Args:
+          reader: the decoder after the windows before.
+          embedding: of the memory's own tokens, n = `num_embeddings`.
+          tokens: the window, its padding first.
+          mask: true where there is text.
+          key: a random key, in training.
+        """
+
+    @property
+    @abc.abstractmethod
+    def num_embeddings(self) -> int:
+        """Number of the memory's own tokens that have an embedding."""
+
+    def max_slots(self, tokens: int) -> int:
+        """Returns the number of slots computed for a window: at least its `num_slots`."""
+        return self.num_slots(tokens)
+
+    @abc.abstractmethod
+    def tokens_read(self, tokens: int) -> int:
+        """Returns the tokens that the decoder reads for a window, the memory's own included."""
+
+    @property
+    def gradient_windows(self) -> int | None:
+        """Successive windows, the text as the last, that gradients flow through; None: all."""
+        return None
+
+    def check(self, config: ModelConfig) -> None:
+        kind = self.get_choice_name(type(self))
+        whole_number("model.memory.chunk", self.chunk, 1, "the papers take 1024 or more")
+        if self.chunk >= config.max_length:
+            raise InputError(
+                f"model.memory.chunk={self.chunk} leaves no room for what is kept of earlier"
+                f" windows in the {config.max_length} tokens that the model was trained to read;"
+                f" set it to {config.max_length // 2} or less"
+            )
+        if config.block != "sequential" or config.position != "rope":
+            raise InputError(
+                f"model.memory.type={kind} moves keys that are not rotated yet, and this model has"
+                f" block={config.block}, position={config.position}; choose a Llama-like decoder"
+            )
+        if config.rope.depends_on_length or config.rope.learned:
+            raise InputError(
+                f"model.memory.type={kind} reads a text of any length in one place, and rope type"
+                f" {config.rope.type} follows the length; choose default, linear, ntk or yarn"
+            )
+        if not isinstance(config.pattern, Causal):
+            raise InputError(
+                f"model.memory.type={kind} stands before the text of a model that sees all of it,"
+                f" and model.pattern is {config.pattern!r}; leave model.pattern out"
+            )
+
+    @property
+    def max_chunk_size(self) -> int:
+        return self.chunk
+
+    def check_training_chunks(self, count: int, *, has_targets: bool, has_teacher: bool) -> None:
+        windows = self.gradient_windows
+        if windows and not has_targets and count % windows == 0:
+            raise InputError(
+                f"model.memory.gradient_segments={windows} lets no gradient pass from the text"
+                f" after data.chunks.count={count}; set data.chunks.learned=true, or leave"
+                " gradient_segments out"
+            )
+        if has_teacher:
+            super().check_training_chunks(count, has_targets=has_targets, has_teacher=True)
+
+    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
+        return WindowEncoder(config, mesh)
+
+    @property
+    def encoder_inputs(self) -> tuple[str, ...]:
+        return ("params", "rotation", "after", "key", "collect_hidden")
+
+    @property
+    def is_prefix(self) -> bool:
+        return True
+
+    def prefix_length(self, encoded: EncodedContext) -> Int[Array, "B 1"]:
+        return encoded.mask.sum(1, keepdims=True)
+
+    def prefix_partials(
+        self, q: Float[Array, "B T N H"], context: Context, mesh: Mesh | None
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        encoded = context.memory
+        k, v = (part.swapaxes(1, 2) for part in encoded.layers[0])
+        k_segments = encoded.mask.astype(jnp.int32)
+        k = rotate(k, jnp.cumsum(k_segments, axis=1) - 1, *context.rotation[:2])
+        q = rotate_queries(q, context.positions, context.rotation)
+        return [
+            flash(
+                q,
+                k,
+                v,
+                q_segments=jnp.ones(q.shape[:2], jnp.int32),
+                k_segments=k_segments,
+                layout=attention_layout(mesh),
+            )
+        ]
+
+    def weight_uses(self, path: str, length: int, context: tuple[int, int] | None) -> float:
+        if not path.startswith("layers"):
+            return 1.0
+        num_chunks, size = context or (0, 0)
+        is_memory, tokens = "/memory/" in path, self.tokens_read(size) if context else 0
+        if self.attention_module is not None and "/attention/" in path:
+            tokens = tokens - size if is_memory else size  # the memory's tokens have their own
+        return float(not is_memory) + num_chunks * tokens / length
+
+    def attention_flops(
+        self, config: ModelConfig, length: int, context: tuple[int, int], visible_keys: VisibleKeys
+    ) -> tuple[float, float]:
+        (num_chunks, size), slots = context, self.num_slots(context[1])
+        keys = visible_keys(config, size) + (num_chunks - 1) / 2 * slots
+        pairs = num_chunks * self.tokens_read(size) * keys / length + num_chunks * slots
+        return 0.0, 4 * config.num_heads * config.head_dim * config.num_layers * pairs
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
+        """Refuses folders of the authors' code, whose memory would be ignored."""
+        released = cls.released_field if HF_FIELD not in hf else None
+        for key, value in hf.items():
+            if released is not None and key.startswith(released) and value:
+                raise InputError(
+                    f"{where}: {key}={value!r} is of a released checkpoint with a memory of its"
+                    " own, which is not opened here; load the Llama that it began with, with"
+                    f" model.memory.type={cls.get_choice_name(cls)}, and train that"
+                )
+        return super().from_hf(hf, where, read_config)
+
+    def hf_axes(self, config: ModelConfig) -> dict[str, int]:
+        return {"R": self.num_embeddings}
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowReader:
+    """The decoder after the slots of earlier windows."""
+
+    model: Decoder
+    params: dict
+    rotation: Rotation
+    before: EncodedContext | None  # the slots; None: there are none
+    # int32 [B, P], the tokens of the window whose hidden states are collected; None: none
+    hidden_index: jax.Array | None = None
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.model.apply({"params": self.params}, tokens, method="embedded")
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T"],
+        **options: Any,
+    ) -> tuple[jax.Array, Any]:
+        """Calls `Decoder.__call__` with hidden states; positions count from 0 without padding."""
+        return self.model.apply(
+            {"params": self.params},
+            x,
+            positions=positions,
+            segments=mask.astype(jnp.int32),
+            rotation=self.rotation,
+            memory=self.before,
+            **options,
+        )
+
+    def slots(
+        self, mask: Bool[Array, "B R"], layers: Any, hidden: Float[Array, "B P D"]
+    ) -> EncodedContext:
+        """Returns collected keys and values [B, R, K, H] of the layers as slots.
+
+        Args:
+          mask: which slots are filled.
+          layers: the pair of each layer, or one pair of stacks.
+          hidden: states of the window's own tokens.
+        """
+        config, mesh = self.model.config, self.model.mesh
+        pairs = unstack(layers, config.num_layers) if config.stacked else layers
+        layers = tuple(
+            tuple(cache_lib.keep_layout(part.swapaxes(1, 2), mesh) for part in pair)
+            for pair in pairs
+        )
+        if self.hidden_index is None:
+            return EncodedContext(mask, layers=layers)
+        hidden = jnp.take_along_axis(hidden, self.hidden_index[..., None], axis=1)
+        return EncodedContext(mask, layers=layers, hidden=hidden[:, None])
+
+
+def collect_range(count: int, rows: int, start: int = 0) -> CollectKeyValues:
+    """Collects unrotated keys and values of `count` tokens of each row, from `start` on."""
+    index = jnp.broadcast_to(start + jnp.arange(count, dtype=jnp.int32), (rows, count))
+    return CollectKeyValues(index, None)
+
+
+class WindowEncoder(nn.Module):
+    """The decoder over one window after the other."""
+
+    config: ModelConfig  # of the decoder, its memory included
+    mesh: Mesh | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        chunks: Int[Array, "B C P"],
+        mask: Bool[Array, "B C P"],
+        *,
+        params: dict | None,
+        rotation: Rotation | None = None,
+        after: EncodedContext | None = None,
+        key: jax.Array | None = None,
+        collect_hidden: bool = False,
+    ) -> EncodedContext | None:
+        """Returns the slots of windows; `mask` is true where there is text.
+
+        Args:
+          chunks: token ids.
+          mask: true where there is text.
+          params: of the decoder; None in `init`.
+          rotation: that of the text; None: that of `config.rope`, which follows no length.
+          after: slots of windows before these, which are not returned.
+          key: a random key, in training.
+          collect_hidden: whether to return `EncodedContext.hidden`, for the loss of the windows.
+        """
+        c, memory = self.config, self.config.memory
+        dtype, shape = jnp.dtype(c.param_dtype), (memory.num_embeddings, c.width)
+        embedding = self.param("embedding", nn.initializers.normal(0.02), shape, dtype)
+        if self.is_initializing():
+            return None
+        check_chunks(chunks, mask, memory.max_chunk_size)
+        if self.mesh is not None and self.mesh.shape[LENGTH] > 1:
+            raise InputError(
+                f"mesh.context={self.mesh.shape[LENGTH]}: windows of model.memory are read one"
+                " after the other, each on the devices of its rows; set mesh.context=1"
+            )
+        if rotation is None:
+            rotation = c.rope.rotation(c.rotary_dim, chunks.shape[2])
+        model = Decoder(c, self.mesh, parent=None)
+
+        def encode_window(before, tokens, mask, key):
+            tokens, length = without_padding(tokens, mask)
+            # Text stands at the end of the window, next to the memory's own tokens.
+            padding = tokens.shape[1] - length[:, None]
+            source = jnp.arange(tokens.shape[1]) - padding
+            hidden_index = None
+            if collect_hidden:  # where the tokens of the chunk have moved to
+                hidden_index = jnp.maximum(padding + jnp.cumsum(mask, axis=1) - 1, 0)
+            tokens = jnp.take_along_axis(tokens, jnp.maximum(source, 0), 1)
+            reader = WindowReader(model, params, rotation, before, hidden_index)
+            embeddings = embedding.astype(c.compute_dtype())
+            return memory.encode_window(reader, embeddings, tokens, source >= 0, key)
+
+        return _encode_windows(encode_window, c, chunks, mask, after, key)
+
+
+def _encode_windows(encode_window, config, chunks, mask, after, key) -> EncodedContext:
+    """Encodes each of the chunks [B, C, P] after those before, with a random key of its own."""
+    rows, count, size = chunks.shape
+    keys = None if key is None else jax.random.split(key, count)
+    if count == 1:
+        return encode_window(after, chunks[:, 0], mask[:, 0], None if keys is None else keys[0])
+    num_slots, period = config.memory.max_slots(size), config.memory.gradient_windows
+    slots = _append_empty(after, config, rows, count * num_slots)
+    start = slots.mask.shape[1] - count * num_slots
+
+    def step(slots, inputs):
+        number, tokens, window_mask, key = inputs
+        slots = _stop_gradient(slots, number, period)
+        new = encode_window(slots, tokens, window_mask, key)
+        offset = start + number * num_slots
+
+        def write(old, x):
+            return jax.lax.dynamic_update_slice_in_dim(old, x, offset, token_axis(old))
+
+        return jax.tree.map(write, slots, dataclasses.replace(new, hidden=None)), new.hidden
+
+    inputs = jnp.arange(count), chunks.swapaxes(0, 1), mask.swapaxes(0, 1), keys
+    slots, hidden = jax.lax.scan(step, slots, inputs)  # hidden [C, B, 1, P, D]
+    if hidden is not None:
+        hidden = hidden[:, :, 0].swapaxes(0, 1)
+    slots = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, None, axis=token_axis(x)), slots)
+    return dataclasses.replace(_stop_gradient(slots, count, period), hidden=hidden)
+
+
+def _stop_gradient(
+    slots: EncodedContext, number: int | jax.Array, period: int | None
+) -> EncodedContext:
+    """Returns the slots that window `number` reads, detached where it begins a new period."""
+    if period is None:
+        return slots
+    stop = number % period == 0
+    return jax.tree.map(lambda x: jnp.where(stop, jax.lax.stop_gradient(x), x), slots)
+
+
+def _append_empty(
+    after: EncodedContext | None, config: ModelConfig, rows: int, count: int
+) -> EncodedContext:
+    """Returns `after`, if given, with `count` empty slots after it."""
+    shape = (rows, config.num_kv_heads, count, config.head_dim)
+    pair = (jnp.zeros(shape, config.compute_dtype()),) * 2
+    empty = EncodedContext(jnp.zeros((rows, count), bool), layers=(pair,) * config.num_layers)
+    if after is None:
+        return empty
+    return jax.tree.map(lambda old, x: jnp.concatenate([old, x], token_axis(x)), after, empty)
+
+
+def check_token(token: int, config: ModelConfig) -> None:
+    """Raises an InputError for a first embedding of a token that the decoder does not know."""
+    if not 0 <= token < config.vocab_size:
+        raise InputError(
+            f"model.memory.begin={token} must lie between 0 and {config.vocab_size - 1}: the token"
+            " whose embedding is begun with; the papers take EOS"
+        )
+
+
+def init_embeddings(params: dict, config: ModelConfig, token: int, mesh: Mesh | None) -> dict:
+    """Returns `params` with the embedding of `token` as that of all of the memory's own tokens."""
+
+    def init(embed):
+        embedding = jnp.tile(embed["embedding"][token], (config.memory.num_embeddings, 1))
+        return {"encoder": {"embedding": embedding}}
+
+    return params | init_on_mesh(init, params["embed"], mesh)
