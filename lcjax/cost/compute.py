@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.attention import Places
+from lcjax.attention import AttentionMetadata
 from lcjax.models import Decoder, ModelConfig
 from pallas_kernels import by_heads
 
@@ -248,10 +248,12 @@ def visible_keys(config: ModelConfig, length: int) -> float:
     keys = np.arange(length, dtype=np.int64)
     total = 0
     with jax.ensure_compile_time_eval():
-        places = Places(queries[None], keys[None], queries, keys, heads=config.num_heads)
+        metadata = AttentionMetadata(
+            queries[None], keys[None], q_index=queries, k_index=keys, num_heads=config.num_heads
+        )
         parts = [
             part
-            for step in config.pattern.passes(places)
+            for step in config.pattern.passes(metadata)
             for part in by_heads(step.mask, config.num_heads)
         ]
         for mask, heads in parts:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lcjax.attention import Causal, attend
+from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.base import rotate_queries
 from lcjax.errors import InputError, whole_number
 from lcjax.memory.leading import Leading, Reader, all_of
@@ -147,14 +147,10 @@ class BeaconAttention(Attention):
         with jax.named_scope("attend"):
             q = jnp.concatenate([q, own[0]], 1)
             order = context.index[:, :size]
-            y = attend(
-                q,
-                k,
-                v,
-                pattern=Causal(),
+            metadata = AttentionMetadata(
+                context.positions,
+                context.positions[:, :size],
                 rotation=context.rotation,
-                q_positions=context.positions,
-                k_positions=context.positions[:, :size],
                 # A beacon stands behind the last token that it sees.
                 q_index=jnp.concatenate([order, context.beacons - 1], 1),
                 k_index=order,
@@ -163,6 +159,7 @@ class BeaconAttention(Attention):
                 layout=attention_layout(self.mesh),
                 extra_partials=[*self.before(q, context), _itself(*own, context, size)],
             )
+            y = Causal().attend(q, k, v, metadata)
         out = [self.combine(y[:, :size]), self.memory.combine(y[:, size:])]
         k, v = (jnp.concatenate(pair, 1) for pair in ((k, own[1]), (v, own[2])))
         return jnp.concatenate(out, 1), kept(k, v, context)

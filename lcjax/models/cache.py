@@ -14,22 +14,20 @@ keys need that, and so does a rotation that depends on the length (YaRN, section
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
-from lcjax.attention import Pattern, Places
+from lcjax.attention import AttentionMetadata, Pattern
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import rows_over
 from lcjax.rope import rotate
-from pallas_kernels import Layout
 
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig
-    from lcjax.models.layers import Context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +85,20 @@ class View:
     q_index: jax.Array  # int32 [B, T], order indices of the new tokens
     q_segments: jax.Array  # int32 [B, T]
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
+
+    def update_metadata(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Replaces the keys of a call by those of the cache; the queries are its new tokens."""
+        slots = self.start + jnp.arange(self.q_index.shape[1], dtype=jnp.int32)
+        return metadata.replace(
+            k_positions=self.positions,
+            q_index=self.q_index,
+            k_index=self.index,
+            # A query that is padding itself sees nothing, like a key that is padding.
+            q_segments=self.q_segments,
+            k_segments=self.segments,
+            row_indices=(slots, None) if self.slots is None else None,
+            keys_rotated=self.rotated,
+        )
 
 
 def create(
@@ -271,52 +283,34 @@ def replace_layers(cache: Cache, layers: Any) -> Cache:
 
 
 def attend_cached(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    layer: tuple[jax.Array, ...],
-    *,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    layer: tuple[Float[Array, "B _ _ _"], ...],
     pattern: Pattern,
-    context: "Context",
-    layout: Layout | None = None,
-    more: Sequence[tuple[jax.Array, jax.Array]] = (),
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Writes `k`, `v` [B, T, K, H] in their slots and attends over everything kept so far.
+    view: View,
+    metadata: AttentionMetadata,
+) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B _ _ _"], ...]]:
+    """Writes the new keys and values to the cache and attends to all its keys.
 
-    `layer` is (keys, values) [B, K, S, H] and the pattern's notes. Returns the output [B, T, N, H]
-    and the layer as it is then. `layout` splits rows and heads over a mesh; `more` as in
-    `lcjax.attention.attend`.
+    Args:
+      q, k, v: unrotated queries and keys, and values of the new tokens.
+      layer: keys and values [B, K, S, H] of the cache, and the pattern's state.
+      pattern: visible keys.
+      view: slots of the new tokens.
+      metadata: positions, documents and rotation of the call (`View.update_metadata`).
+
+    Returns:
+      The output, and the updated layer.
     """
-    view, rotation = context.view, context.rotation
     if view.rotated:
-        at = pattern.key_positions(context.positions, view.q_index)
-        k = rotate(k, at, rotation.inv_freq, rotation.scale)
-    keys, values = (_write(kept, new, view) for kept, new in zip(layer[:2], (k, v), strict=True))
-    here = view.start + jnp.arange(q.shape[1], dtype=jnp.int32)
-    places = Places(
-        q_positions=context.positions,
-        k_positions=view.positions,
-        q_index=view.q_index,
-        k_index=view.index,
-        # A query that is padding itself sees nothing, like a key that is padding.
-        q_segments=view.q_segments,
-        k_segments=view.segments,
-        row=(here, None) if view.slots is None else None,
-        heads=q.shape[2],
-        bias=context.bias,
-        layout=layout,
+        positions = pattern.key_positions(metadata.q_positions, view.q_index)
+        k = rotate(k, positions, metadata.rotation.inv_freq, metadata.rotation.scale)
+    keys, values = (_write(cached, x, view) for cached, x in zip(layer[:2], (k, v), strict=True))
+    out, state = pattern.attend_with_state(
+        q, keys.swapaxes(1, 2), values.swapaxes(1, 2), layer[2:], metadata
     )
-    out, notes = pattern.attend_with_state(
-        q,
-        keys.swapaxes(1, 2),
-        values.swapaxes(1, 2),
-        layer[2:],
-        rotation,
-        places,
-        keys_rotated=view.rotated,
-        **({"extra_partials": more} if more else {}),
-    )
-    return out, (keys, values, *notes)
+    return out, (keys, values, *state)
 
 
 def _write(kept: jax.Array, new: jax.Array, view: View) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lcjax.attention import Causal, attend
+from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.base import rotate_queries
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
@@ -19,7 +20,7 @@ from lcjax.models.memory import Encoded
 from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
 from lcjax.parallel.sharding import attention_layout
 from lcjax.rope import Rotation, rotate
-from pallas_kernels import Bias, flash
+from pallas_kernels import Bias, Layout, flash
 
 
 class CollectKeyValues(NamedTuple):
@@ -46,6 +47,32 @@ class Context(NamedTuple):
     # int32 [B, R]: the last R tokens are those of a memory that sums up the text, and each of them
     # has so many tokens of the text before it
     beacons: jax.Array | None = None
+
+    def attention_metadata(
+        self,
+        extra_partials: Sequence[tuple[jax.Array, jax.Array]] = (),
+        layout: Layout | None = None,
+    ) -> AttentionMetadata:
+        """The positions, documents and rotation of one attention layer.
+
+        Args:
+          extra_partials: partials over keys outside the text, as in `AttentionMetadata`.
+          layout: the mesh axes over which rows, heads and length are split.
+        """
+        metadata = AttentionMetadata(
+            self.positions,
+            self.positions,
+            rotation=self.rotation,
+            q_index=self.index,
+            k_index=self.index,
+            q_segments=self.segments,
+            k_segments=self.segments,
+            row_indices=(self.order, self.order),
+            bias=self.bias,
+            extra_partials=extra_partials,
+            layout=layout,
+        )
+        return metadata if self.view is None else self.view.update_metadata(metadata)
 
     def with_memory_layer(self, pair: tuple[jax.Array, jax.Array] | None) -> "Context":
         """With keys and values of a memory that one layer reads; None: with what all read."""
@@ -176,32 +203,17 @@ class Attention(Projections):
         mesh = None if self.is_initializing() else self.mesh
         q, k, v = self.project(x)
         with jax.named_scope("attend"):
-            more = self.before(q, context)
+            partials = self.before(q, context)
             if layer is None:
-                y = attend(
-                    q,
-                    k,
-                    v,
-                    pattern=pattern,
-                    rotation=context.rotation,
-                    q_positions=context.positions,
-                    k_positions=context.positions,
-                    q_index=context.index,
-                    k_index=context.index,
-                    row=(context.order, context.order),
-                    bias=context.bias,
-                    layout=attention_layout(mesh, c.context_parallel, x.shape[1]),
-                    q_segments=context.segments,
-                    k_segments=context.segments,
-                    extra_partials=more,
-                )
+                layout = attention_layout(mesh, c.context_parallel, x.shape[1])
+                y = pattern.attend(q, k, v, context.attention_metadata(partials, layout))
                 if context.keep is not None:
                     layer = kept(k, v, context)
             else:
+                metadata = context.attention_metadata(partials, attention_layout(mesh))
                 y, layer = cache_lib.attend_cached(
-                    q, k, v, layer, pattern=pattern.for_inference(), context=context,
-                    layout=attention_layout(mesh), more=more,
-                )  # fmt: skip
+                    q, k, v, layer, pattern.for_inference(), context.view, metadata
+                )
         return self.combine(y), layer
 
     def before(self, q: jax.Array, context: Context) -> list[tuple[jax.Array, jax.Array]]:
