@@ -16,8 +16,8 @@ from lcjax.errors import InputError
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import PRESETS, Decoder, ModelConfig, preset
 from lcjax.models.config import check_choice
+from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
-from lcjax.models.initial import random_params, with_learned_rope
 from lcjax.rope import Rope
 
 

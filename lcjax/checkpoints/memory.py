@@ -5,7 +5,7 @@ import jax
 from lcjax.checkpoints.load import load
 from lcjax.memory import MemorySection
 from lcjax.models import PRESETS, ModelConfig, unstack_layers
-from lcjax.models.initial import random_params
+from lcjax.models.decoder import random_params
 
 
 def add_memory(

@@ -1,27 +1,28 @@
 """The one model: embedding, L equal blocks, a final norm, and logits on demand."""
 
+import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Num
 
 from lcjax.attention import order_indices
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import layer_groups
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import MLP, Attention, CollectKeyValues, Context, Head, Norm
-from lcjax.models.lookup import look_up
+from lcjax.models.encoder import MaskedHead
+from lcjax.models.layers import MLP, Attention, CollectKeyValues, Context, Head, Norm, look_up
 from lcjax.models.loss import Projection
 from lcjax.models.memory import Encoded, check_memory
-from lcjax.models.mlm import MaskedHead
-from lcjax.models.offloaded import unboxed
-from lcjax.models.position import Position, no_rotation
-from lcjax.parallel.sharding import LENGTH, keep_tokens
+from lcjax.parallel.offload import host_shardings
+from lcjax.parallel.sharding import LENGTH, keep_tokens, param_shardings
 from lcjax.rope import Rotation
-from pallas_kernels import zigzag
+from lcjax.rope.rotation import no_rotation
+from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
 
 # "attention" keeps what a long text makes dearest to find again: in time and, where devices share
 # the text, in what they send each other. "dots" keeps the results of products, too, and computes
@@ -34,6 +35,9 @@ _REMAT_POLICIES = {
         jax.checkpoint_policies.save_only_these_names("attention"),
     ),
 }
+
+BUCKETS = 32  # of T5's table, per head
+MAX_DISTANCE = 128  # from which all distances share its last bucket
 
 
 class SequentialBlock(nn.Module):
@@ -89,6 +93,67 @@ def _block(config: ModelConfig, *, scanned: bool) -> type[nn.Module]:
     # Inside a scan nothing can be merged across layers anyway; without one, XLA must be kept from
     # undoing the recomputation.
     return nn.remat(block, policy=_REMAT_POLICIES[config.remat], prevent_cse=not scanned)
+
+
+class Position(nn.Module):
+    """Position embeddings and logit biases of decoders without rotations (`config.position`).
+
+    alibi: logits get -m_h (i - j), m_h fixed by the head (Press et al. 2022, arXiv 2108.12409).
+    t5: logits get a learned b[bucket(i - j), h], one table for all layers (Raffel et al. 2020,
+        sec. 2.1). Logits keep their scale 1/sqrt(H), which T5 leaves to its initial weights.
+    sinusoidal: hidden states start at sqrt(D) embed + PE, PE[p, 2i] = sin(p / 10000^(2i/D)) and
+        PE[p, 2i+1] = cos of the same (Vaswani et al. 2017, sec. 3.4 and 3.5).
+    learned: they start at embed + a learned row for each position up to the trained length (GPT-2).
+
+    Distances are those of tokens in their document, also in packed rows.
+    """
+
+    config: ModelConfig
+
+    def setup(self):
+        c, dtype = self.config, jnp.dtype(self.config.param_dtype)
+        if c.position == "t5":
+            spread = nn.initializers.normal(c.width**-0.5)
+            self.bias = self.param("bias", spread, (BUCKETS, c.num_heads), dtype)
+        if c.position == "learned":
+            spread = nn.initializers.normal(0.02)
+            self.embedding = self.param("embedding", spread, (c.max_length, c.width), dtype)
+
+    def logit_bias(self) -> Alibi | RelativeBias | None:
+        """Returns the bias of the logits of all layers."""
+        c = self.config
+        if c.position == "alibi":
+            return Alibi(jnp.asarray(alibi_slopes(c.num_heads)))
+        if c.position == "t5":
+            return RelativeBias(self.bias.astype(jnp.float32), MAX_DISTANCE)
+        return None
+
+    def __call__(self, x: jax.Array, positions: jax.Array, segments: jax.Array | None) -> jax.Array:
+        """Returns the first hidden states [B, T, D] of embeddings x at `positions` [B, T]."""
+        c = self.config
+        if c.position not in ("sinusoidal", "learned"):
+            return x
+        if segments is not None:
+            positions = jnp.where(segments == 0, 0, positions)  # padding may have any position
+        if c.position == "sinusoidal":
+            waves = sinusoids(positions, c.width)
+            return (math.sqrt(c.width) * x.astype(jnp.float32) + waves).astype(x.dtype)
+        if not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise InputError(
+                f"positions of type {positions.dtype} have no row of the table that "
+                "model.position=learned looks up; give whole ones"
+            )
+        # Past the table: a row of NaN, since traced positions cannot raise.
+        rows = jnp.take(self.embedding, positions, axis=0, mode="fill", fill_value=jnp.nan)
+        return x + rows.astype(x.dtype)
+
+
+def sinusoids(positions: Num[Array, "..."], width: int) -> Float[Array, "... D"]:
+    """Returns float32 sinusoidal embeddings: sines in even channels, cosines in odd ones."""
+    exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
+    angles = positions.astype(jnp.float32)[..., None] * 10_000.0**-exponents
+    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return pairs.reshape(*positions.shape, -1)[..., :width]
 
 
 class Decoder(nn.Module):
@@ -300,13 +365,16 @@ class Decoder(nn.Module):
             )
         return cache.capacity
 
+    def projection(self) -> Projection:
+        """Returns the projection of hidden states to logits, in the compute dtype."""
+        if not self.config.tie_embeddings:
+            return self.head()
+        kernel = self.embed.embedding.astype(self.config.compute_dtype())
+        return Projection(kernel, self.mlm.bias if self.config.mlm_head else None, tied=True)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [..., V] of hidden states [..., D]."""
-        if self.config.tie_embeddings:
-            kernel = self.embed.embedding.astype(self.config.compute_dtype())
-            bias = self.mlm.bias if self.config.mlm_head else None
-            return Projection(kernel, bias, tied=True)(self.before_head(hidden))
-        return self.head(hidden)
+        """Returns float32 logits [..., V] of hidden states [..., D]."""
+        return self.projection()(self.before_head(hidden))
 
 
 def first_layer(
@@ -331,11 +399,41 @@ def first_layer(
 
 
 def head(params: dict, config: ModelConfig) -> Projection:
-    """The projection to logits in the compute dtype."""
-    dtype = config.compute_dtype()
-    if config.tie_embeddings:
-        bias = params["mlm"]["bias"] if config.mlm_head else None
-        table = unboxed(params["embed"]["embedding"])
-        return Projection(table.astype(dtype), unboxed(bias), tied=True)
-    kernel, bias = unboxed(params["head"]["kernel"]), unboxed(params["head"].get("bias"))
-    return Projection(kernel.astype(dtype), bias)
+    """Returns the projection to logits of a model's parameters, in the compute dtype."""
+    return Decoder(config).apply({"params": params}, method="projection")
+
+
+def _init(config: ModelConfig, key: jax.Array) -> dict:
+    return Decoder(config).init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def random_params(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None = None) -> dict:
+    """Returns random weights; each array is created where it stays, on `mesh` or one device."""
+    key = jax.random.key(seed)
+    shardings = None
+    if mesh is not None:
+        shardings = param_shardings(mesh, jax.eval_shape(lambda k: _init(config, k), key))
+    return jax.jit(lambda k: _init(config, k), out_shardings=shardings)(key)
+
+
+def with_learned_rope(params: dict, config: ModelConfig, seed: int) -> dict:
+    """Adds initial frequencies if `config.rope` learns them and `params` has none."""
+    if not config.rope.learned or "rope" in params:
+        return params
+    return params | {"rope": config.rope.init(jax.random.key(seed), config.rotary_dim)}
+
+
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, *, host: bool = False) -> dict:
+    """Returns shapes, dtypes and shardings of the parameters on `mesh`; nothing is computed.
+
+    With `host` they are in the memory of its hosts.
+    """
+    shapes = jax.eval_shape(lambda k: _init(config, k), jax.random.key(0))
+    shardings = param_shardings(mesh, shapes)
+    if host:
+        shardings = host_shardings(shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )

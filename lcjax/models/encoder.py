@@ -5,15 +5,37 @@ masked tokens (LLM2Vec, BehnamGhader et al. 2024, arXiv 2404.05961, sec. 2): far
 from random weights. `lcjax.memory.cepe` reads contexts with the result.
 """
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from lcjax.attention import Bidirectional
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
+from lcjax.models.layers import Linear, Norm
 from lcjax.parallel.sharding import param_shardings
 
 _MORE = ("rope", "position")  # learned by some models, and known to every layer
+
+
+class MaskedHead(nn.Module):
+    """The head of a masked language model: norm(silu(dense(x))).
+
+    Logits are its products with the tied embedding, plus a bias, as in CEPE's encoder (arXiv
+    2402.16617, released code `LlamaForMLM`).
+    """
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+        self.dense = Linear((c.width,), (c.width,), c, bias=True)
+        self.norm = Norm(c)
+        dtype = jnp.dtype(c.param_dtype)
+        self.bias = self.param("bias", nn.initializers.zeros, (c.vocab_size,), dtype)
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        return self.norm(nn.silu(self.dense(hidden)))
 
 
 def encoder_config(config: ModelConfig, layers: int) -> ModelConfig:

@@ -1,6 +1,7 @@
 """The layers of a decoder. Modules hold parameters and wiring; the maths is in plain functions."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,17 +9,20 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import meta
+from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.base import rotate_queries
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.loss import Projection
-from lcjax.models.matmul import matmul
 from lcjax.models.memory import Encoded
+from lcjax.parallel.offload import fetched, is_offloaded
 from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
-from lcjax.parallel.sharding import attention_layout
+from lcjax.parallel.sharding import attention_layout, spec_of, spread_over, tokens_spec
 from lcjax.rope import Rotation, rotate
 from pallas_kernels import Bias, Layout, flash
 
@@ -98,14 +102,14 @@ class Linear(nn.Module):
             return value.astype(config.compute_dtype())
 
         kernel = weight("kernel", spread, (*self.inputs, *self.outputs))
-        y = _matmul(x, kernel, count, self._reduction(x, kernel))
+        y = _project(x, kernel, count, self._reduction(x, kernel))
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.outputs)
         if config.lora is not None and self.name in config.lora.targets:
             rank = config.lora.rank
             a = weight("lora_a", spread, (*self.inputs, rank))
             b = weight("lora_b", nn.initializers.zeros, (rank, *self.outputs))
-            y = y + config.lora.scale * _matmul(_matmul(x, a, count), b, 1)
+            y = y + config.lora.scale * _project(_project(x, a, count), b, 1)
         return y
 
     def _reduction(self, x: jax.Array, kernel: jax.Array) -> ReduceScatter | None:
@@ -121,21 +125,21 @@ class Linear(nn.Module):
 
 
 class Head(nn.Module):
-    """The projection of hidden states to the vocabulary, where it is not the tied embedding."""
+    """The projection of hidden states to the vocabulary, if it is not the tied embedding."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, hidden: jax.Array) -> jax.Array:
+    def __call__(self) -> Projection:
         c = self.config
-        dtype, spread = jnp.dtype(c.param_dtype), nn.initializers.normal(0.02)
-        kernel = self.param("kernel", spread, (c.width, c.vocab_size), dtype)
+        dtype, normal = jnp.dtype(c.param_dtype), nn.initializers.normal(0.02)
+        kernel = self.param("kernel", normal, (c.width, c.vocab_size), dtype)
         zeros = nn.initializers.zeros
         bias = self.param("bias", zeros, (c.vocab_size,), dtype) if c.head_bias else None
-        return Projection(kernel.astype(c.compute_dtype()), bias)(hidden)
+        return Projection(kernel.astype(c.compute_dtype()), bias)
 
 
-def _matmul(
+def _project(
     x: jax.Array, kernel: jax.Array, contracted: int, reduce: ReduceScatter | None = None
 ) -> jax.Array:
     """Sums the last axes of `x` against the first ones of `kernel`, as one flat product.
@@ -267,3 +271,145 @@ class MLP(nn.Module):
 
         hidden = activate(widen("gate")) * widen("up") if c.gated_mlp else activate(widen("up"))
         return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, self.mesh, name="down")(hidden)
+
+
+def look_up(
+    table: Float[Array, "V D"],
+    tokens: Int[Array, "B T"],
+    dtype: jnp.dtype,
+    mesh: jax.sharding.Mesh | None,
+) -> Float[Array, "B T D"]:
+    """Returns the rows of an embedding whose columns may be sharded over many devices.
+
+    A device reads its columns for the tokens of all devices that share the table, and they exchange
+    tokens for columns. The traffic is the size of the result, forward and backward, and the
+    gradient is summed where it stays, in the table's precision. XLA alone would gather the table or
+    the hidden states of all rows, and sum whole gradients.
+
+    Args:
+      table: the embedding.
+      tokens: int32.
+      dtype: of the result.
+      mesh: the devices; None: one device.
+    """
+    if mesh is None:
+        return table[tokens].astype(dtype)
+    token_spec = tokens_spec(mesh, *tokens.shape)
+    columns = spread_over(PartitionSpec(spec_of("embed/embedding", table.shape, mesh)[1]))
+    if not columns or not set(columns) <= set(spread_over(token_spec)):
+        return table[tokens].astype(dtype)
+
+    def exchange(table, tokens):
+        rows = table[jax.lax.all_gather(tokens, columns)].astype(dtype)  # [devices, b, t, d]
+        return jax.lax.all_to_all(rows, columns, split_axis=0, concat_axis=3, tiled=True)[0]
+
+    return jax.shard_map(
+        exchange,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, columns), token_spec),
+        out_specs=token_spec,
+        axis_names=set(spread_over(token_spec)),
+        check_vma=False,
+    )(table, tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(
+    x: Float[Array, "... I"], kernel: Float[Array, "I O"], reduce: ReduceScatter | None = None
+) -> Float[Array, "... O"]:
+    """Multiplies x by the kernel, both of one dtype.
+
+    JAX's own rule computes the kernel's gradient as the transpose of dy^T x. A CPU then transposes
+    the large dy, together with all elementwise work before it and out of order: a fifth of a
+    training step. Here it is x^T dy, which needs no transposed result. 32-bit operands are
+    multiplied in 32 bits, also where an accelerator's default has fewer bits.
+
+    Args:
+      x: the inputs.
+      kernel: the weights.
+      reduce: how devices sum their gradients of the kernel; None leaves it to the compiler.
+    """
+    return _dot_general(x, kernel, x.ndim - 1, 0)
+
+
+def _matmul_forward(x, kernel, reduce):
+    return _dot_general(x, kernel, x.ndim - 1, 0), (x, kernel)
+
+
+def _matmul_backward(reduce, saved, dy):
+    x, kernel = saved
+    d_kernel = _kernel_gradient(x, dy) if reduce is None else reduce(_kernel_gradient, x, dy)
+    return _dot_general(dy, kernel, dy.ndim - 1, 1), d_kernel
+
+
+def _kernel_gradient(x, dy):
+    return _dot_general(x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), 0, 0)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _dot_general(x, y, axis_x: int, axis_y: int):
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, (((axis_x,), (axis_y,)), ((), ())), precision=precision)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Offloaded(meta.AxisMetadata):
+    """A weight in the host's memory, which is fetched when a module names it.
+
+    Flax unboxes a parameter where a module names it. A box of this kind fetches the weight then:
+    inside the scan over layers one layer's part of it, and again when a layer is rematerialised.
+
+    `gradient` has the shape of the weight and is never read: the loss is differentiated by it, and
+    its gradient stays on the device. The gradient of the weight itself would be sent to the host.
+    None: the weight is not trained.
+    """
+
+    weight: jax.Array
+    gradient: jax.Array | None = None
+
+    def unbox(self) -> jax.Array:
+        return fetched(self.weight) if self.gradient is None else _fetch(self.weight, self.gradient)
+
+    def replace_boxed(self, val: Any) -> Any:
+        return val
+
+    def add_axis(self, index: int, params: dict) -> "Offloaded":
+        return self
+
+    def remove_axis(self, index: int, params: dict) -> "Offloaded":
+        return self
+
+
+@jax.custom_vjp
+def _fetch(weight: jax.Array, gradient: jax.Array) -> jax.Array:
+    return fetched(weight)
+
+
+_fetch.defvjp(lambda weight, gradient: (fetched(weight), None), lambda _, slope: (None, slope))
+
+
+def differentiable(params: dict) -> dict:
+    """Returns the arrays to differentiate by: the parameters, and zeros for those on the host."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_offloaded(x) else x, params)
+
+
+def with_gradients(params: dict, by: dict) -> dict:
+    """Returns the parameters of a model whose gradients are those of `by` (`differentiable`)."""
+    return jax.tree.map(lambda x, d: Offloaded(x, d) if is_offloaded(x) else d, params, by)
+
+
+def boxed(params: dict) -> dict:
+    """Returns the parameters of a model, with those on the host in boxes."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Offloaded) or not is_offloaded(x) else Offloaded(x),
+        params,
+        is_leaf=lambda x: isinstance(x, Offloaded),
+    )
+
+
+def unboxed(tree: Any) -> Any:
+    """Returns a tree with its boxes replaced by their weights, which are fetched."""
+    return meta.unbox(tree)

@@ -16,7 +16,7 @@ from lcjax.cost.compilers import devices
 from lcjax.cost.verdict import Verdict, verdict
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
-from lcjax.models.initial import abstract_params
+from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import AXES, batch_sharding, make_mesh, replicated
 from lcjax.training import batches, estimate, optim
 from lcjax.training.config import TrainConfig, trainable

@@ -11,7 +11,7 @@ from lcjax.attention import AttentionMetadata, Causal, VerticalSlash, order_indi
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
-from lcjax.models.position import no_rotation
+from lcjax.rope.rotation import no_rotation
 from lcjax.training.config import TrainConfig
 
 pytestmark = pytest.mark.slow

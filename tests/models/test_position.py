@@ -22,9 +22,10 @@ from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
-from lcjax.models.position import no_rotation, sinusoids
+from lcjax.models.decoder import sinusoids
 from lcjax.rope import Yarn
 from lcjax.rope.positions import E2Positions
+from lcjax.rope.rotation import no_rotation
 from lcjax.training.objective import language_model
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes
 

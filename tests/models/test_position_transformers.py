@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from lcjax.attention import AttentionMetadata, Causal
-from lcjax.models.position import BUCKETS, MAX_DISTANCE, no_rotation
+from lcjax.models.decoder import BUCKETS, MAX_DISTANCE
+from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes
 
 torch = pytest.importorskip("torch")

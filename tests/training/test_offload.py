@@ -17,8 +17,8 @@ from lcjax.cost.compilers import devices
 from lcjax.cost.verdict import verdict
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, preset
+from lcjax.models.layers import boxed, unboxed
 from lcjax.models.lora import LoRA
-from lcjax.models.offloaded import boxed, unboxed
 from lcjax.parallel.offload import host_shardings, is_offloaded, to_host
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.rope.positions import PlainPositions
