@@ -27,10 +27,9 @@ POSITIONS = ("rope", "alibi", "t5", "sinusoidal", "learned")
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What attention needs besides q, k and v: positions, documents, rotation and kernel options.
+    """Positions, documents, rotation and kernel options of one attention call.
 
-    A decoder layer builds it once for each call, in training and in decoding, and the pattern hands
-    it on to the kernels.
+    A decoder layer builds it once for each call, in training and in decoding.
 
     An *order index* is the place of a token in its own document: 0, 1, 2, ... Padding and the other
     documents of a packed row are not counted. Masks test order indices, so the first tokens and the
@@ -46,13 +45,12 @@ class AttentionMetadata:
     q_segments: Int[Array, "B T"] | None = None  # documents from 1, 0 is padding
     k_segments: Int[Array, "B S"] | None = None
     # Indices in the row of (queries [T], keys [S]); an entry is None for 0, 1, 2, ... Inside a
-    # document they differ by as much as order indices. None where slots are not in text order.
+    # document their differences are those of order indices. None if slots are not in text order.
     row_indices: tuple[Int[Array, " T"] | None, Int[Array, " S"] | None] | None = None
     num_heads: int = 1  # query heads, for masks that differ between heads; `attend` sets it
     bias: Bias | None = None  # added to the logits, by the distance of order indices
     keys_rotated: bool = False  # keys are already rotated to `Pattern.key_positions` (a cache)
-    # Partials (out, lse) of the same queries over other keys, which share one softmax with the keys
-    # of the pattern.
+    # Partials (out, lse) of the same queries over other keys, in one softmax with these keys.
     extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
     layout: Layout | None = None  # the mesh axes over which rows, heads and length are split
     implementation: str | None = None  # of `pallas_kernels.flash`; None chooses one
@@ -61,7 +59,7 @@ class AttentionMetadata:
         return dataclasses.replace(self, **changes)
 
     def without_layout(self) -> AttentionMetadata:
-        """The metadata for kernel calls without a layout: XLA on a mesh, which it can partition."""
+        """Metadata for kernel calls without a layout: on a mesh XLA, which can partition them."""
         if self.layout is None:
             return self
         return self.replace(layout=None, implementation=self.implementation or "xla")

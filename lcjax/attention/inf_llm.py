@@ -91,13 +91,7 @@ class InfLLM(Pattern):
         blocks = self.num_blocks(slots)
         return ((1, slots), (blocks, size)) if blocks > 0 else ()
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        metadata: AttentionMetadata,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         rows, heads, size = q.shape[0], q.shape[2], q.shape[3]
         shapes = self.cache_state_shapes(k.shape[1], size)
         if shapes and q.shape[1] != k.shape[1]:
@@ -109,14 +103,7 @@ class InfLLM(Pattern):
         is_packed = metadata.q_segments is not None
         return _attend_chunks(self, q, k, v, state, metadata, is_packed)[0]
 
-    def attend_with_state(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        state: _State,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "B T N Hv"], _State]:
+    def attend_with_state(self, q, k, v, state, metadata):
         return _attend_chunks(self, q, k, v, state, metadata, is_packed=False)
 
 
@@ -192,17 +179,9 @@ def _attend_chunks(
     metadata: AttentionMetadata,
     is_packed: bool,
 ) -> tuple[Float[Array, "B T N Hv"], _State]:
-    """Computes attention chunk by chunk.
+    """Computes attention chunk by chunk, and the new state.
 
-    Args:
-      pattern: sizes of the window, blocks and chunks.
-      q, k, v: unrotated queries and keys, and values.
-      state: attention received by keys, and summaries of blocks, before this call.
-      metadata: positions, order indices, segments and rotation.
-      is_packed: a row may hold several documents.
-
-    Returns:
-      The output and the new state.
+    With `is_packed` a row may hold several documents.
     """
     pattern.check_metadata(metadata)
     rows, length = q.shape[:2]

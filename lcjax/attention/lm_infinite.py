@@ -76,13 +76,7 @@ class LMInfinite(Pattern):
     def cache_window(self) -> tuple[int, int] | None:
         return (self.sinks, self.window) if self.top_k is None else None
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        metadata: AttentionMetadata,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         if self.top_k is None or k.shape[1] < self.sinks + self.top_k + self.window:
             return super().attend(q, k, v, metadata)
         self.check_metadata(metadata)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, partial_attention
 from lcjax.attention.causal import Causal
@@ -64,13 +63,7 @@ class ShiftedSparse(Pattern):
     def for_inference(self) -> Causal:
         return Causal()
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        metadata: AttentionMetadata,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         if not self.wrap:
             return super().attend(q, k, v, metadata)
         self.check_metadata(metadata)

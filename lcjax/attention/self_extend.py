@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.errors import whole_numbers
@@ -53,13 +52,7 @@ class SelfExtend(Pattern):
             Pass(grouped_q, grouped_k, causal() & ~window(self.window)),
         ]
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        metadata: AttentionMetadata,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         if self.scale_base is not None:
             # Keys of the same document; the order index of padding before it is -1.
             num_keys = jnp.maximum(jnp.atleast_2d(metadata.q_order) + 1, 1).astype(jnp.float32)

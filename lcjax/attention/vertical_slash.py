@@ -53,13 +53,7 @@ class VerticalSlash(Pattern):
         """Full attention, as in calls with fewer than 64 queries."""
         return [Pass(metadata.q_positions, metadata.k_positions, causal())]
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        metadata: AttentionMetadata,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         if q.shape[1] < PROBES:
             return super().attend(q, k, v, metadata)
         self.check_metadata(metadata)

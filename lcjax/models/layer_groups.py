@@ -1,9 +1,10 @@
-"""Groups of successive layers that are alike, where not all of a model are: each is one scan.
+"""The layers of a decoder: their weights stacked for a scan, in groups, or one by one.
 
-Such a model keeps the weights of every layer by themselves, under the names that they have without
-a scan: checkpoints, rules about what is trained and generation know no groups. To be scanned, the
-weights of a group are stacked in the program that reads them. A step copies them once more for
-that, and its gradients; without, compilers take minutes for what they do in seconds.
+If not all layers of a model are alike, successive ones that are form a group, and each group is one
+scan. Such a model stores the weights of every layer separately, under the names that they have
+without a scan, so checkpoints, training rules and generation know nothing of groups. The program
+stacks the weights of a group, which costs one copy of them and of their gradients in a step.
+Without groups, compilers take minutes instead of seconds.
 """
 
 import dataclasses
@@ -21,18 +22,23 @@ from lcjax.models.config import ModelConfig
 from lcjax.models.layers import Context, Offloaded
 from lcjax.models.memory import Encoded
 from lcjax.parallel.sharding import param_shardings
+from lcjax.tree import flatten, nest
 
 
 def single(count: int) -> list[range]:
-    """Every layer as a group of its own."""
+    """Returns a group for each layer."""
     return [range(index, index + 1) for index in range(count)]
 
 
 def alike(layers: Sequence[dict], reads: Sequence[bool]) -> list[range]:
-    """The groups of `layers`, trees of weights, from the first on.
+    """Returns the groups of successive layers that one scan can compute.
 
-    Those of a group read the memory or do not, and their weights have the same names, shapes and
-    dtypes. Offloaded weights are left apart: to be stacked they would be fetched.
+    The layers of a group all read the memory or all do not, and their weights have the same names,
+    shapes and dtypes. A layer with offloaded weights is a group by itself: stacking would fetch it.
+
+    Args:
+      layers: the weights of each layer.
+      reads: whether each layer reads the memory.
     """
 
     def kind(index: int) -> Any:
@@ -72,43 +78,52 @@ def scan(
     context: Context,
     mesh: jax.sharding.Mesh | None,
 ) -> tuple[jax.Array, list]:
-    """`x` [B, T, D] after a group: after `block` with one of `layers` after the other.
+    """Applies a group of layers to `x` [B, T, D].
 
-    And what each of them returns of the keys and values that are to be kept.
+    Args:
+      block: the module of one layer.
+      layers: weights of each layer.
+      memories: the memory of each layer (`memories`).
+      x: hidden states.
+      context: the inputs that all layers share.
+      mesh: shards the stacked weights like those of each layer.
+
+    Returns:
+      The hidden states, and the key-value pairs of each layer that `context.keep` selects.
     """
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    if mesh is not None:  # as they lie one by one
+    if mesh is not None:
         params = jax.lax.with_sharding_constraint(params, param_shardings(mesh, params))
     memory, pairs = together(memories)
     context = context._replace(memory=memory)
 
-    def one(x, part):
-        own, pair = part
-        return block.apply({"params": own}, x, context, None, pair)
+    def apply_layer(x, inputs):
+        layer, pair = inputs
+        return block.apply({"params": layer}, x, context, None, pair)
 
-    x, kept = jax.lax.scan(one, x, (params, pairs))
-    return x, apart(kept, len(layers))
+    x, key_values = jax.lax.scan(apply_layer, x, (params, pairs))
+    return x, apart(key_values, len(layers))
 
 
 def keys_alone(
     block: nn.Module, stacked: dict, x: jax.Array, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [L, B, S, K, H] that `context.keep` names, with weights [L, ...].
+    """Returns the keys and values [L, B, S, K, H] that `context.keep` selects, of all layers.
 
-    What nobody reads of the last layer, its attention and its MLP, is not computed.
+    The attention and the MLP of the last layer are not computed, since nothing reads them.
     """
 
-    def one(x, part):
-        own, last = part
+    def apply_layer(x, inputs):
+        layer, is_last = inputs
 
-        def whole(x):
-            return block.apply({"params": own}, x, context, None)
+        def apply(x):
+            return block.apply({"params": layer}, x, context, None)
 
-        return jax.lax.cond(last, lambda x: (x, whole(x)[1]), whole, x)
+        return jax.lax.cond(is_last, lambda x: (x, apply(x)[1]), apply, x)
 
     count = jax.tree.leaves(stacked)[0].shape[0]
-    _, found = jax.lax.scan(one, x, (stacked, jnp.arange(count) == count - 1))
-    return found
+    _, key_values = jax.lax.scan(apply_layer, x, (stacked, jnp.arange(count) == count - 1))
+    return key_values
 
 
 def apart(stacked: Any, count: int) -> list:
@@ -117,60 +132,50 @@ def apart(stacked: Any, count: int) -> list:
 
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
-    """A new tree with `layers` [L, ...] as layers_0, layers_1, ...: that of `scan_layers=False`.
+    """Returns the parameters with one tree for each layer, `layers_0`, `layers_1`, ...
 
-    `params` stays, so for a while there are two copies of the layers; each part is split over
-    the devices as the whole was.
+    `params` has `layers`, arrays [L, ...], and is not changed: memory holds two copies of the
+    layers. Each part is sharded like its stack. `scan_layers=False` needs this form.
     """
-    rest = {name: child for name, child in params.items() if name != "layers"}
-    return rest | _spread(params["layers"], config.num_layers)
+    params = dict(params)
+    unstack_layers_in_place(params, config)
+    return params
 
 
 def unstack_layers_in_place(params: dict, config: ModelConfig) -> None:
-    """Turns `params` itself into the tree of `unstack_layers`, one array after another.
+    """Changes `params` to the result of `unstack_layers`, one array after another.
 
-    Each stacked array is given up as soon as its parts exist: memory never holds more than the
-    model and one such array, provided that nobody else holds on to the arrays.
+    Each stacked array is released as soon as its parts exist, so memory holds no more than the
+    model and one such array, provided that nothing else refers to the arrays.
     """
-    layers = params.pop("layers")
-    params |= _spread(layers, config.num_layers, consume=True)
+    stacks = flatten(params.pop("layers"))
+    layers: list[dict] = [{} for _ in range(config.num_layers)]
+    for path in list(stacks):
+        for layer, part in zip(layers, _unstack(stacks.pop(path)), strict=True):
+            layer[path] = part
+    params |= {f"layers_{index}": nest(layer) for index, layer in enumerate(layers)}
 
 
-def _spread(stacked: dict, count: int, *, consume: bool = False) -> dict:
-    """{layers_0: tree, ...} of a tree of [L, ...]; `consume` empties `stacked` on the way."""
-    trees: list[dict] = [{} for _ in range(count)]
-    for key in list(stacked):
-        child = stacked.pop(key) if consume else stacked[key]
-        if isinstance(child, dict):
-            parts = list(_spread(child, count, consume=consume).values())
-        else:
-            parts = _parts(child)
-        del child
-        for tree, part in zip(trees, parts, strict=True):
-            tree[key] = part
-    return {f"layers_{index}": tree for index, tree in enumerate(trees)}
-
-
-def _parts(leaf: jax.Array) -> list[jax.Array]:
-    """The L arrays of a stack [L, ...], each laid out as it was; they are there on return."""
-    # Without waiting, the stacks of all leaves would be alive until the device has caught up.
-    layout, found = None, getattr(leaf, "sharding", None)
-    if isinstance(found, NamedSharding):
-        layout = NamedSharding(found.mesh, PartitionSpec(*found.spec[1:]))
-    return jax.block_until_ready(jax.jit(list, out_shardings=layout)(leaf))
+def _unstack(stack: jax.Array) -> list[jax.Array]:
+    """The L arrays of a stack [L, ...], sharded like the stack."""
+    sharding = getattr(stack, "sharding", None)
+    is_named = isinstance(sharding, NamedSharding)
+    out = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if is_named else None
+    # Without waiting, the stacks of all arrays would be alive until the device has finished.
+    return jax.block_until_ready(jax.jit(list, out_shardings=out)(stack))
 
 
 def stack_layers(params: dict, config: ModelConfig) -> dict:
-    """The inverse of `unstack_layers`."""
-    each = [params[f"layers_{index}"] for index in range(config.num_layers)]
+    """Returns the parameters with `layers` [L, ...]: the inverse of `unstack_layers`."""
+    layers = [params[f"layers_{index}"] for index in range(config.num_layers)]
     rest = {name: child for name, child in params.items() if not name.startswith("layers_")}
-    return rest | {"layers": jax.tree.map(_stacked, *each)}
+    return rest | {"layers": jax.tree.map(_stack, *layers)}
 
 
-def _stacked(*leaves: jax.Array) -> jax.Array:
-    """[L, ...] of L arrays, laid out as they are."""
-    layout = getattr(leaves[0], "sharding", None)
-    if not isinstance(layout, NamedSharding):
-        return jnp.stack(leaves)
-    layout = NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
-    return jax.jit(jnp.stack, out_shardings=layout)(leaves)
+def _stack(*arrays: jax.Array) -> jax.Array:
+    """Stacks arrays to [L, ...], sharded like each of them."""
+    sharding = getattr(arrays[0], "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return jnp.stack(arrays)
+    out = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.jit(jnp.stack, out_shardings=out)(arrays)

@@ -94,13 +94,7 @@ class Landmark(Pattern):
         """The keys that one call multiplies with the queries; `attend` weighs them by blocks."""
         return [Pass(metadata.q_positions, metadata.k_positions, causal())]
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        metadata: AttentionMetadata,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         self.check_metadata(metadata)
         rotated_q, k = rotate_qk(q, k, metadata, metadata)
         if self.top_k is not None and k.shape[1] != q.shape[1]:
