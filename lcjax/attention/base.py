@@ -117,7 +117,7 @@ def partial_attention(
     Returns:
       The output, and the float32 log-sum-exp of the logits.
     """
-    q, k = rotate_qk(q, k, attention_pass, metadata)
+    q, k = rotate_qk(q, k, metadata, attention_pass)
     q_index, k_index = metadata.mask_indices(attention_pass.mask)
     bias, lse_shift = pass_bias(attention_pass, metadata)
     with jax.named_scope("attention"):
@@ -140,11 +140,14 @@ def partial_attention(
 def rotate_qk(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    positions: Pass | AttentionMetadata,
     metadata: AttentionMetadata,
+    attention_pass: Pass | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"]]:
-    """Rotates q, and k unless it is already rotated, to the positions of a pass or of a call."""
-    rotation = metadata.rotation
+    """Rotates q, and k unless it is already rotated, to the positions of a pass.
+
+    Without a pass, the positions are those of `metadata`.
+    """
+    positions, rotation = attention_pass or metadata, metadata.rotation
     with jax.named_scope("rope"):
         q = rotate_queries(q, positions.q_positions, rotation)
         if not metadata.keys_rotated:

@@ -136,7 +136,7 @@ def _top_k_partial(
     Returns:
       The output, and the float32 log-sum-exp of the logits.
     """
-    q, k = rotate_qk(q, k, attention_pass, metadata)
+    q, k = rotate_qk(q, k, metadata, attention_pass)
     _, lse_shift = pass_bias(attention_pass, metadata)
     q_order, k_order = (
         jnp.broadcast_to(order, x.shape[:2])

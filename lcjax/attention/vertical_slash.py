@@ -58,7 +58,7 @@ class VerticalSlash(Pattern):
             return super().attend(q, k, v, metadata)
         self.check_metadata(metadata)
         implementation = metadata.without_layout().implementation
-        q, k = rotate_qk(q, k, metadata, metadata)
+        q, k = rotate_qk(q, k, metadata)
         rows, heads = q.shape[0], q.shape[2]
         with jax.named_scope("choose"):
             head_metadata = _head_metadata(metadata, rows, heads)

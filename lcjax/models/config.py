@@ -26,7 +26,7 @@ _CHOICES = {
 
 
 def check_choice(field: str, value: Any) -> None:
-    """Refuses a value that `field` of a model cannot have."""
+    """Raises an InputError for a value that `field` of a model cannot have."""
     if value not in _CHOICES[field]:
         known = ", ".join(_CHOICES[field])
         raise InputError(f"model.{field}={value!r} is not one of {known}")
@@ -61,11 +61,11 @@ class ModelConfig:
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: str = "float32"
-    # What a training step recomputes: nothing, whole layers, these without attention, or what is
-    # neither attention nor a product with weights.
+    # What a training step recomputes: none: nothing; full: layers; attention: layers except
+    # attention; dots: all but attention and products with weights.
     remat: str = "none"
-    # How attention over the mesh axis `context` is put together: keys go round a ring, or heads are
-    # exchanged for tokens (which needs as many heads on a device as parts of the text).
+    # Attention over the mesh axis `context`: keys pass around a ring, or heads are exchanged for
+    # tokens (which needs as many heads on a device as parts of the text).
     context_parallel: str = "ring"
     memory: Memory | None = None  # a context beside the window, and the layers that read it
     lora: LoRA | None = None
@@ -105,12 +105,12 @@ class ModelConfig:
                 )
 
     def for_inference(self) -> "ModelConfig":
-        """The model as it reads when nothing is trained."""
+        """Returns the config for evaluation and generation."""
         memory = None if self.memory is None else self.memory.for_inference()
         return self.replace(pattern=self.pattern.for_inference(), memory=memory)
 
     def check_length(self, length: int) -> None:
-        """Refuses more tokens than a table of learned positions has rows."""
+        """Raises an InputError for more tokens than a table of learned positions has rows."""
         if self.position == "learned" and length > self.max_length:
             raise InputError(
                 f"{length} tokens are more than the {self.max_length} positions that a model with "
@@ -119,9 +119,9 @@ class ModelConfig:
 
     @property
     def stacked(self) -> bool:
-        """Whether weights lie in stacks [L, ...] under `layers`, not one by one under `layers_0`.
+        """Whether weights are stacked [L, ...] under `layers`, not separate under `layers_0`, ...
 
-        Not where layers are not all alike: `lcjax.models.layer_groups` scans those that are.
+        They are separate if layers differ; `lcjax.models.layer_groups` then scans groups of them.
         """
         return self.scan_layers and (
             self.memory is None or self.memory.uniform_layers(self.num_layers)

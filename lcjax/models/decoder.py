@@ -1,4 +1,4 @@
-"""The one model: embedding, L equal blocks, a final norm, and logits on demand."""
+"""The decoder: embedding, blocks, final norm, and the projection to logits."""
 
 import math
 from typing import Any
@@ -24,9 +24,9 @@ from lcjax.rope import Rotation
 from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
 
-# "attention" keeps what a long text makes dearest to find again: in time and, where devices share
-# the text, in what they send each other. "dots" keeps the results of products, too, and computes
-# everything elementwise again: cheaper than writing it to memory and reading it back.
+# "attention" saves the output of attention, whose recomputation is the most expensive for long
+# texts, in time and in traffic between devices that share a text. "dots" also saves the results of
+# products and recomputes elementwise operations, which is cheaper than to write and read them.
 _REMAT_POLICIES = {
     "full": None,
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
@@ -86,12 +86,11 @@ _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
 
 
 def _block(config: ModelConfig, *, scanned: bool) -> type[nn.Module]:
-    """The block of `config`, of which a training step computes again what `remat` says."""
+    """The block of `config`, rematerialised according to `config.remat`."""
     block = _BLOCKS[config.block]
     if config.remat == "none":
         return block
-    # Inside a scan nothing can be merged across layers anyway; without one, XLA must be kept from
-    # undoing the recomputation.
+    # Outside a scan, XLA would merge the recomputation with the forward pass.
     return nn.remat(block, policy=_REMAT_POLICIES[config.remat], prevent_cse=not scanned)
 
 
@@ -157,7 +156,7 @@ def sinusoids(positions: Num[Array, "..."], width: int) -> Float[Array, "... D"]
 
 
 class Decoder(nn.Module):
-    """A causal language model that returns hidden states; `logits` projects the wanted ones.
+    """A causal language model that returns hidden states; `logits` projects them.
 
     `hidden, cache = model.apply({"params": params}, tokens, ...)`
     """
@@ -168,7 +167,7 @@ class Decoder(nn.Module):
     def setup(self):
         c = self.config
         dtype = jnp.dtype(c.param_dtype)
-        # A standard deviation of 0.02 is what the Llama and GPT families start from.
+        # The Llama and GPT families start from a standard deviation of 0.02.
         self.embed = nn.Embed(
             c.vocab_size, c.width, param_dtype=dtype, embedding_init=nn.initializers.normal(0.02)
         )
@@ -210,18 +209,18 @@ class Decoder(nn.Module):
         keep: CollectKeyValues | None = None,
         beacons: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
+        """Returns hidden states [B, T, D] after the final norm, and the updated cache.
 
         Args:
           tokens: int32 [B, T], or hidden states [B, T, D] in place of their embeddings.
-          positions: [B, T], int or fractional; by default the place of each token in its document,
-            counted on from the tokens of the row that the cache holds.
-          segments: int32 [B, T], documents numbered from 1 and 0 for padding; one document if None.
-          rotation: frequencies for this call; those of `config.rope` at length T (or at the
-            cache's capacity: the request's full length) if None.
-          cache: the past, from `lcjax.models.cache.create`.
-          order: int32 [T], the token that goes to each place before anything is computed, and so
-            the order of the hidden states: that of `token_order`, which spreads work evenly.
+          positions: [B, T], integers or fractions; None: the index of each token in its document,
+            after the tokens of the row in the cache.
+          segments: int32 [B, T], documents from 1, 0 is padding; None: one document.
+          rotation: frequencies; None: those of `config.rope` at length T, or at the capacity of the
+            cache, which is the full length of the request.
+          cache: earlier tokens, from `lcjax.models.cache.create`.
+          order: int32 [T], a permutation of the tokens that balances work between devices
+            (`token_order`); hidden states have the same order. None: text order.
           memory: the context that `encode` made; without, a model that could read one is the
             decoder that it was made from.
           keep: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
@@ -271,7 +270,7 @@ class Decoder(nn.Module):
         return None if x is None else self.final_norm(x), cache if keep is None else layers
 
     def _stacked(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
-        """The layers where their weights are one stack."""
+        """Applies layers whose weights are one stack."""
         c = self.config
         if context.keep is not None and context.keep.alone and not self.is_initializing():
             block = _block(c, scanned=True)(c, self.mesh, parent=None)
@@ -282,7 +281,7 @@ class Decoder(nn.Module):
         return self.layers(x, context._replace(memory=memory), layers, pairs)
 
     def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
-        """The layers where each has its weights by itself: one by one, or group by group."""
+        """Applies layers with separate weights, one by one or group by group."""
         c, blocks, kept = self.config, self.layers, []
         reads = [block.reads for block in blocks]
         memories = layer_groups.memories(context.memory, reads)
@@ -304,14 +303,14 @@ class Decoder(nn.Module):
         return x, tuple(kept)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
-        """[B, T, D] of tokens int32 [B, T]; hidden states stay as they are."""
+        """Returns the embeddings [B, T, D] of tokens int32 [B, T]; hidden states pass unchanged."""
         if tokens.ndim == 3:
             return tokens.astype(self.config.compute_dtype())
         mesh = None if self.is_initializing() else self.mesh
         return look_up(self.embed.embedding, tokens, self.config.compute_dtype(), mesh)
 
     def before_head(self, hidden: jax.Array) -> jax.Array:
-        """What `head` projects, of hidden states [..., D]: themselves, but for masked models."""
+        """Returns the inputs of `head`: hidden states [..., D], transformed in masked models."""
         return self.mlm(hidden) if self.config.mlm_head else hidden
 
     def encode(self, chunks: jax.Array, mask: jax.Array, **options: Any) -> Encoded:
@@ -334,10 +333,10 @@ class Decoder(nn.Module):
         return found[jnp.arange(len(at)), at].astype(jnp.float32)
 
     def token_order(self, length: int) -> np.ndarray | None:
-        """The order of a row's tokens in which the devices that share it have equal work.
+        """Returns the order of a row's tokens with equal work for the devices that share it.
 
-        None where their own order is best: without such devices, where a token sees a bounded
-        part of the text, and where keys must lie as they follow each other.
+        None: text order, if no devices share a row, if a token sees a bounded part of the text, or
+        if the pattern needs keys in text order.
         """
         c = self.config
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
@@ -354,7 +353,7 @@ class Decoder(nn.Module):
         return c.pattern.at_length(c.rope.rotation(c.rotary_dim, length, learned), length)
 
     def _request_length(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> int:
-        """Tokens that a rotation has to be made for when the caller gives none."""
+        """The length for which a rotation is computed if the caller gives none."""
         if cache is None:
             return tokens.shape[1]
         rope = self.config.rope

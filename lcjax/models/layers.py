@@ -1,4 +1,4 @@
-"""The layers of a decoder. Modules hold parameters and wiring; the maths is in plain functions."""
+"""The layers of a decoder: attention, MLP, norms, projections, and their parameters."""
 
 import dataclasses
 import functools
@@ -37,15 +37,15 @@ class CollectKeyValues(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What every layer needs beside the hidden states."""
+    """The inputs that all layers share."""
 
-    positions: jax.Array  # [B, T], where tokens stand for the rotation; may be fractional
+    positions: jax.Array  # [B, T] of the rotation; integers or fractions
     segments: jax.Array | None  # int32 [B, T], documents from 1, 0 is padding
     rotation: Rotation
-    index: jax.Array | None = None  # int32 [B, T], places in the own document; None: 0, 1, 2, ...
-    view: cache_lib.View | None = None  # where the new tokens stand in the cache
+    index: jax.Array | None = None  # int32 [B, T], order indices; None: 0, 1, 2, ...
+    view: cache_lib.View | None = None  # slots of the new tokens in the cache
     bias: Bias | None = None  # of the logits, by distance
-    order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
+    order: jax.Array | None = None  # int32 [T], index of each token in the row; None: text order
     memory: Encoded | None = None  # what is read beside the tokens
     keep: CollectKeyValues | None = None  # tokens whose keys and values are wanted
     # int32 [B, R]: the last R tokens are those of a memory that sums up the text, and each of them
@@ -90,7 +90,7 @@ class Linear(nn.Module):
     outputs: tuple[int, ...]  # sizes of the new axes
     config: ModelConfig
     bias: bool = False
-    mesh: jax.sharding.Mesh | None = None  # whose devices share the tokens of x [B, T, ...]
+    mesh: jax.sharding.Mesh | None = None  # its devices share the tokens of x [B, T, ...]
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -113,7 +113,7 @@ class Linear(nn.Module):
         return y
 
     def _reduction(self, x: jax.Array, kernel: jax.Array) -> ReduceScatter | None:
-        """For the gradient of the kernel as one flat matrix, of whose axes the outer ones count."""
+        """How devices sum the gradient of the kernel, as a flat matrix; None: as XLA does."""
         if self.is_initializing():
             return None
         path = "/".join((*self.path, "kernel"))
@@ -142,14 +142,14 @@ class Head(nn.Module):
 def _project(
     x: jax.Array, kernel: jax.Array, contracted: int, reduce: ReduceScatter | None = None
 ) -> jax.Array:
-    """Sums the last axes of `x` against the first ones of `kernel`, as one flat product.
+    """Contracts the last axes of `x` with the first axes of `kernel`, as one flat product.
 
-    Several axes at once would let XLA choose an order in which it copies the kernel first.
+    With several axes XLA may choose an order in which it copies the kernel first.
     """
-    outer, kept = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
+    batch_shape, out_shape = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     size = math.prod(kernel.shape[:contracted])
-    y = matmul(x.reshape(*outer, size), kernel.reshape(size, -1), reduce)
-    return y.reshape(*outer, *kept)
+    y = matmul(x.reshape(*batch_shape, size), kernel.reshape(size, -1), reduce)
+    return y.reshape(*batch_shape, *out_shape)
 
 
 class Norm(nn.Module):
@@ -172,7 +172,7 @@ class Norm(nn.Module):
 
 
 class Projections(nn.Module):
-    """Queries, keys and values of tokens, and what is made of what these attend to."""
+    """The projections of attention: queries, keys and values, and the output."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
@@ -187,12 +187,12 @@ class Projections(nn.Module):
         self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]."""
+        """Returns q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]."""
         with jax.named_scope("qkv"):
             return self.query(x), self.key(x), self.value(x)
 
     def combine(self, y: jax.Array) -> jax.Array:
-        """[B, T, D] of what queries attend to, [B, T, N, H]."""
+        """Returns the output [B, T, D] of attention [B, T, N, H]."""
         with jax.named_scope("out"):
             return self.out(y)
 
@@ -202,7 +202,7 @@ class Attention(Projections):
 
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
-        # Parameters do not depend on the pattern, and some refuse the short rows they are made with
+        # Parameters do not depend on the pattern, and some patterns refuse the short rows of init.
         pattern = Causal() if self.is_initializing() else c.pattern
         mesh = None if self.is_initializing() else self.mesh
         q, k, v = self.project(x)
@@ -254,7 +254,7 @@ def kept(k: jax.Array, v: jax.Array, context: Context) -> tuple[jax.Array, jax.A
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020) when gated, else two matrices with the activation between."""
+    """SwiGLU (Shazeer 2020) if gated, else two projections with the activation between."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None

@@ -96,7 +96,7 @@ class Landmark(Pattern):
 
     def attend(self, q, k, v, metadata):
         self.check_metadata(metadata)
-        rotated_q, k = rotate_qk(q, k, metadata, metadata)
+        rotated_q, k = rotate_qk(q, k, metadata)
         if self.top_k is not None and k.shape[1] != q.shape[1]:
             return _attend_cached_blocks(self, q, rotated_q, k, v, metadata.without_layout())
         out, _ = landmark_attention(
