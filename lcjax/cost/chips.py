@@ -32,10 +32,10 @@ class Chip:
     dimensions: int = 0  # of a TPU's torus; 0: a GPU
 
 
-# Of a TPU usable is libtpu's own limit, as its compiler states it when a program needs more. That
-# of a v5p is above the 95 GB of its page, so its memory is taken to be 96 GiB. Of a GPU it is 95 %
-# (the context, libraries' workspaces, fragments), for which XLA_PYTHON_CLIENT_MEM_FRACTION=.95 has
-# to be set: jax takes 75 % by itself.
+# The usable memory of a TPU is libtpu's limit, which its compiler reports if a program needs more.
+# That of a v5p exceeds the 95 GB of its page, so its memory is set to 96 GiB. The usable memory of
+# a GPU is 95 % (a context, workspaces of libraries and fragments take the rest) and needs
+# XLA_PYTHON_CLIENT_MEM_FRACTION=.95: the default of JAX is 75 %.
 CHIPS = {
     chip.name: chip
     for chip in (

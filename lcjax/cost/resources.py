@@ -306,15 +306,15 @@ def training_memory(
     """
     sizes = _mesh_sizes(mesh)
     counts = _per_device(config, sizes)
-    own = {path: count for path, (count, _) in counts.items() if trained(path)}
+    trained_counts = {path: count for path, (count, _) in counts.items() if trained(path)}
     weights = {path: size for path, (_, size) in counts.items()}
-    moments = {path: (12 if average else 8) * count for path, count in own.items()}
-    waiting = [weights] * (offload == "parameters") + [moments] * (offload != "none")
+    moments = {path: (12 if average else 8) * count for path, count in trained_counts.items()}
+    offloaded = [weights] * (offload == "parameters") + [moments] * (offload != "none")
     return Memory(
         weights=_resident_bytes(config, weights, offload == "parameters"),
-        gradients=4 * sum(own.values()),
+        gradients=4 * sum(trained_counts.values()),
         optimizer=_resident_bytes(config, moments, offload != "none"),
-        host=sum(map(sum, (_offloadable_bytes(config, part).values() for part in waiting))),
+        host=sum(map(sum, (_offloadable_bytes(config, part).values() for part in offloaded))),
         activations=_backward_bytes(config, sizes, _rows(rows, sizes), length, context, trained),
     )
 
@@ -370,10 +370,11 @@ def _encoded_bytes(config: ModelConfig, chunks: int, size: int) -> int:
         return model.apply({"params": params}, chunk, chunk > 0, method="encode")
 
     encoded = jax.eval_shape(encode, params)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(encoded))
+    size_of_chunk = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(encoded))
     if encoded.layers is None:  # keys and values of a layer
-        kept += 2 * config.num_kv_heads * config.head_dim * size * config.compute_dtype().itemsize
-    return chunks * kept
+        key_width = 2 * config.num_kv_heads * config.head_dim
+        size_of_chunk += key_width * size * config.compute_dtype().itemsize
+    return chunks * size_of_chunk
 
 
 def _mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
@@ -471,11 +472,11 @@ def _backward_bytes(
     chunk = None
     if config.memory is not None and context is not None:
         chunk, numbers[1] = context[1], rows * math.prod(context)
-    kept = _residual_bytes(local, chunk, trained)
+    per_token = _residual_bytes(local, chunk, trained)
     if config.remat != "none":
         bare = local.replace(remat="none")
         two, one = (_residual_bytes(bare, chunk, trained, layers=count) for count in (2, 1))
-        kept = kept + two - one
+        per_token = per_token + two - one
     tokens = -(-numbers // sizes["context"])
     gathered = 0
     if sizes["fsdp"] * sizes["context"] > 1:
@@ -484,7 +485,7 @@ def _backward_bytes(
         gathered = config.compute_dtype().itemsize * weights // config.num_layers
     vocabulary = _divided(config.vocab_size, sizes["tensor"])
     logits = 2 * min(_LOGITS, 4 * int(tokens[0]) * vocabulary)
-    return math.ceil(tokens @ kept) + gathered + logits
+    return math.ceil(tokens @ per_token) + gathered + logits
 
 
 def _residual_bytes(
@@ -555,8 +556,8 @@ def _residuals(config: ModelConfig, chunk: int | None, trained: frozenset[str]) 
             return jax.vjp(loss, learned)[1]
 
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        kept = jax.tree.leaves(jax.eval_shape(backward, learned, frozen, tokens))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+        leaves = jax.tree.leaves(jax.eval_shape(backward, learned, frozen, tokens))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     first = residuals(_SHORT, 1)
     each = (residuals(_LONG, 1) - first) / (_LONG - _SHORT)

@@ -1,4 +1,4 @@
-"""Decoders in Flax Linen: thin modules over plain functions."""
+"""Decoders in Flax Linen: configs, layers, KV cache, losses, adapters."""
 
 from lcjax.models.config import PRESETS, ModelConfig, preset
 from lcjax.models.decoder import Decoder, head

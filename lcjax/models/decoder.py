@@ -282,7 +282,7 @@ class Decoder(nn.Module):
 
     def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
         """Applies layers with separate weights, one by one or group by group."""
-        c, blocks, kept = self.config, self.layers, []
+        c, blocks, outputs = self.config, self.layers, []
         reads = [block.reads for block in blocks]
         memories = layer_groups.memories(context.memory, reads)
         groups = layer_groups.single(c.num_layers)
@@ -293,14 +293,14 @@ class Decoder(nn.Module):
             if len(group) > 1:
                 block = _block(c, scanned=True)(c, self.mesh, reads[group.start], parent=None)
                 parts = weights[group.start : group.stop], memories[group.start : group.stop]
-                x, each = layer_groups.scan(block, *parts, x, context, self.mesh)
-                kept += each
+                x, group_outputs = layer_groups.scan(block, *parts, x, context, self.mesh)
+                outputs += group_outputs
                 continue
             (index,) = group
-            here = context._replace(memory=memories[index])
-            x, layer = blocks[index](x, here, None if layers is None else layers[index])
-            kept.append(layer)
-        return x, tuple(kept)
+            layer = None if layers is None else layers[index]
+            x, layer = blocks[index](x, context._replace(memory=memories[index]), layer)
+            outputs.append(layer)
+        return x, tuple(outputs)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """Returns the embeddings [B, T, D] of tokens int32 [B, T]; hidden states pass unchanged."""
@@ -383,9 +383,10 @@ def first_layer(
     mesh: jax.sharding.Mesh | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Hidden states [B, T, D] after the first layer and the final norm, without a memory.
+    """Returns hidden states [B, T, D] after the first layer and the final norm.
 
-    Nothing that is learned has a gradient; `options` are those of `Decoder.__call__`.
+    The memory is not read, and parameters get no gradient; `options` are those of
+    `Decoder.__call__`.
     """
     stacked = params.get("layers")
     first = params["layers_0"] if stacked is None else jax.tree.map(lambda x: x[0], stacked)
@@ -393,8 +394,8 @@ def first_layer(
     shared["layers_0"] = {name: part for name, part in first.items() if name != "memory"}
     plain = {"num_layers": 1, "scan_layers": False, "memory": None, "remat": "none"}
     model = Decoder(config.replace(**plain, tie_embeddings=True), mesh, parent=None)
-    found, _ = model.apply({"params": jax.lax.stop_gradient(shared)}, tokens, **options)
-    return jax.lax.stop_gradient(found)
+    hidden, _ = model.apply({"params": jax.lax.stop_gradient(shared)}, tokens, **options)
+    return jax.lax.stop_gradient(hidden)
 
 
 def head(params: dict, config: ModelConfig) -> Projection:

@@ -52,8 +52,8 @@ class Projection:
         return logits if self.bias is None else logits + self.bias.astype(jnp.float32)
 
 
-# (float32 logits [B, c, V], their log-sum-exp [B, c, 1], what is known of each token) -> (loss
-# [B, c] of every token, what it is made of by name, its derivative by the logits)
+# (float32 logits [B, c, V], their log-sum-exp [B, c, 1], inputs of each token) -> (loss [B, c] of
+# every token, its parts by name, its derivative by the logits)
 Criterion = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict, jax.Array]]
 
 
