@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import order_indices
 from lcjax.errors import InputError
@@ -127,8 +127,13 @@ class Position(nn.Module):
             return RelativeBias(self.bias.astype(jnp.float32), MAX_DISTANCE)
         return None
 
-    def __call__(self, x: jax.Array, positions: jax.Array, segments: jax.Array | None) -> jax.Array:
-        """Returns the first hidden states [B, T, D] of embeddings x at `positions` [B, T]."""
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Num[Array, "B T"],
+        segments: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
+        """Returns the first hidden states of embeddings x at `positions`."""
         c = self.config
         if c.position not in ("sinusoidal", "learned"):
             return x
@@ -198,10 +203,10 @@ class Decoder(nn.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: Int[Array, "B T"] | Float[Array, "B T D"],
         *,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        positions: Num[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
         cache: cache_lib.Cache | None = None,
         order: np.ndarray | None = None,
@@ -212,10 +217,10 @@ class Decoder(nn.Module):
         """Returns hidden states [B, T, D] after the final norm, and the updated cache.
 
         Args:
-          tokens: int32 [B, T], or hidden states [B, T, D] in place of their embeddings.
-          positions: [B, T], integers or fractions; None: the index of each token in its document,
+          tokens: int32, or hidden states in place of their embeddings.
+          positions: integers or fractions; None: the index of each token in its document,
             after the tokens of the row in the cache.
-          segments: int32 [B, T], documents from 1, 0 is padding; None: one document.
+          segments: documents from 1, 0 is padding; None: one document.
           rotation: frequencies; None: those of `config.rope` at length T, or at the capacity of the
             cache, which is the full length of the request.
           cache: earlier tokens, from `lcjax.models.cache.create`.
@@ -302,15 +307,15 @@ class Decoder(nn.Module):
             outputs.append(layer)
         return x, tuple(outputs)
 
-    def embedded(self, tokens: jax.Array) -> jax.Array:
-        """Returns the embeddings [B, T, D] of tokens int32 [B, T]; hidden states pass unchanged."""
+    def embedded(self, tokens: Int[Array, "B T"] | Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns the embeddings of tokens; hidden states pass unchanged."""
         if tokens.ndim == 3:
             return tokens.astype(self.config.compute_dtype())
         mesh = None if self.is_initializing() else self.mesh
         return look_up(self.embed.embedding, tokens, self.config.compute_dtype(), mesh)
 
-    def before_head(self, hidden: jax.Array) -> jax.Array:
-        """Returns the inputs of `head`: hidden states [..., D], transformed in masked models."""
+    def before_head(self, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Returns the inputs of `head`: hidden states, transformed in masked models."""
         return self.mlm(hidden) if self.config.mlm_head else hidden
 
     def encode(self, chunks: jax.Array, mask: jax.Array, **options: Any) -> Encoded:
@@ -371,19 +376,19 @@ class Decoder(nn.Module):
         kernel = self.embed.embedding.astype(self.config.compute_dtype())
         return Projection(kernel, self.mlm.bias if self.config.mlm_head else None, tied=True)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns float32 logits [..., V] of hidden states [..., D]."""
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Returns float32 logits of hidden states."""
         return self.projection()(self.before_head(hidden))
 
 
 def first_layer(
     params: dict,
     config: ModelConfig,
-    tokens: jax.Array,
+    tokens: Int[Array, "B T"],
     mesh: jax.sharding.Mesh | None = None,
     **options: Any,
-) -> jax.Array:
-    """Returns hidden states [B, T, D] after the first layer and the final norm.
+) -> Float[Array, "B T D"]:
+    """Returns hidden states after the first layer and the final norm.
 
     The memory is not read, and parameters get no gradient; `options` are those of
     `Decoder.__call__`.

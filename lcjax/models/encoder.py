@@ -8,6 +8,7 @@ from random weights. `lcjax.memory.cepe` reads contexts with the result.
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from lcjax.attention import Bidirectional
 from lcjax.errors import InputError
@@ -34,7 +35,7 @@ class MaskedHead(nn.Module):
         dtype = jnp.dtype(c.param_dtype)
         self.bias = self.param("bias", nn.initializers.zeros, (c.vocab_size,), dtype)
 
-    def __call__(self, hidden: jax.Array) -> jax.Array:
+    def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return self.norm(nn.silu(self.dense(hidden)))
 
 

@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from lcjax.models.config import ModelConfig
 from lcjax.models.layers import Context, Offloaded
@@ -74,11 +75,11 @@ def scan(
     block: nn.Module,
     layers: Sequence[dict],
     memories: Sequence[Encoded | None],
-    x: jax.Array,
+    x: Float[Array, "B T D"],
     context: Context,
     mesh: jax.sharding.Mesh | None,
-) -> tuple[jax.Array, list]:
-    """Applies a group of layers to `x` [B, T, D].
+) -> tuple[Float[Array, "B T D"], list]:
+    """Applies a group of layers.
 
     Args:
       block: the module of one layer.

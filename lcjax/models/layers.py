@@ -93,7 +93,7 @@ class Linear(nn.Module):
     mesh: jax.sharding.Mesh | None = None  # its devices share the tokens of x [B, T, ...]
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         config, count = self.config, len(self.inputs)
         spread = nn.initializers.normal(math.prod(self.inputs) ** -0.5)
 
@@ -158,7 +158,7 @@ class Norm(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         config, wide = self.config, x.astype(jnp.float32)
         dtype = jnp.dtype(config.param_dtype)
         if config.norm == "layer":
@@ -186,13 +186,15 @@ class Projections(nn.Module):
         self.query, self.key, self.value = map(heads, (c.num_heads, *2 * [c.num_kv_heads]))
         self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]."""
+    def project(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Returns queries, keys and values of hidden states."""
         with jax.named_scope("qkv"):
             return self.query(x), self.key(x), self.value(x)
 
-    def combine(self, y: jax.Array) -> jax.Array:
-        """Returns the output [B, T, D] of attention [B, T, N, H]."""
+    def combine(self, y: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Returns the output projection of attention."""
         with jax.named_scope("out"):
             return self.out(y)
 
@@ -260,7 +262,7 @@ class MLP(nn.Module):
     mesh: jax.sharding.Mesh | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         c = self.config
         activate = {"silu": nn.silu, "gelu_tanh": lambda h: nn.gelu(h, approximate=True)}[
             c.activation
