@@ -365,7 +365,10 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
                 "unrotated keys"
             )
         if metadata.extra_partials and not self.is_position_based:
-            raise InputError(f"pattern {self!r} takes no extra partials")
+            raise InputError(
+                f"pattern {self!r} cannot share a softmax with other keys, such as those of a "
+                "memory; use model.pattern.type=causal"
+            )
 
 
 def order_indices(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:

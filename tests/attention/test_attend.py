@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import AttentionMetadata, Causal, Pass, Pattern, Sliding, order_indices
+from lcjax.attention import (
+    AttentionMetadata,
+    Causal,
+    InfLLM,
+    Pass,
+    Pattern,
+    Sliding,
+    order_indices,
+)
 from lcjax.errors import InputError
 from lcjax.rope.rotation import Rotation, rotate
 from pallas_kernels import causal, window
@@ -131,6 +139,15 @@ def test_a_pattern_that_moves_keys_says_so_and_refuses_rotated_ones(
             v,
             AttentionMetadata(positions(), positions(), rotation=ROTATION, keys_rotated=rotated),
         )
+
+
+def test_a_pattern_that_chooses_keys_refuses_the_partials_of_other_keys():
+    q, k, v = arrays()
+    partial = q, jnp.zeros(q.shape[:3])
+    metadata = AttentionMetadata(positions(), positions(), extra_partials=[partial])
+    with pytest.raises(InputError, match="cannot share a softmax"):
+        InfLLM().attend(q, k, v, metadata)
+    assert Causal().attend(q, k, v, metadata).shape == q.shape
 
 
 def test_order_indices_restart_in_every_document():
