@@ -52,7 +52,7 @@ def reader(config):
 
     from lcjax.generation.language_model import LanguageModel
     from lcjax.models import Decoder
-    from lcjax.models.initial import random_params
+    from lcjax.models.decoder import random_params
 
     params = jax.block_until_ready(random_params(config, 0))
     return LanguageModel(Decoder(config), params, Letters())

@@ -7,9 +7,10 @@ keys are visible. `partial_attention` computes one pass, and `pallas_kernels.mer
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import draccus
 import jax
@@ -17,15 +18,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from lcjax.errors import InputError
-from lcjax.rope.rotation import Rotation, rotate
+from lcjax.rope.rotation import Rotation, no_rotation, rotate
 from pallas_kernels import Alibi, Bias, Layout, Mask, causal, flash, merge, window
 
 # How a model encodes positions: rotations, biases of logits, absolute embeddings.
 POSITIONS = ("rope", "alibi", "t5", "sinusoidal", "learned")
 
 
-class Places(NamedTuple):
-    """Positions, order indices and documents of the queries and keys of one call.
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Positions, documents, rotation and kernel options of one attention call.
+
+    A decoder layer builds it once for each call, in training and in decoding.
 
     An *order index* is the place of a token in its own document: 0, 1, 2, ... Padding and the other
     documents of a packed row are not counted. Masks test order indices, so the first tokens and the
@@ -34,20 +38,31 @@ class Places(NamedTuple):
 
     q_positions: Num[Array, "B T"]  # positions of the rotation; integers or fractions
     k_positions: Num[Array, "B S"]
+    _: KW_ONLY
+    rotation: Rotation = field(default_factory=no_rotation)
     q_index: Int[Array, "*B T"] | None = None  # order indices [T] or [B, T]; None: 0, 1, 2, ...
     k_index: Int[Array, "*B S"] | None = None
     q_segments: Int[Array, "B T"] | None = None  # documents from 1, 0 is padding
     k_segments: Int[Array, "B S"] | None = None
-    # Places in the row of (queries [T], keys [S]); an entry is None for 0, 1, 2, ... Inside a
-    # document they differ by as much as order indices. None where slots are not in text order.
-    row: tuple[Int[Array, " T"] | None, Int[Array, " S"] | None] | None = None
-    heads: int = 1  # query heads, for masks that differ between heads
+    # Indices in the row of (queries [T], keys [S]); an entry is None for 0, 1, 2, ... Inside a
+    # document their differences are those of order indices. None if slots are not in text order.
+    row_indices: tuple[Int[Array, " T"] | None, Int[Array, " S"] | None] | None = None
+    num_heads: int = 1  # query heads, for masks that differ between heads; `attend` sets it
     bias: Bias | None = None  # added to the logits, by the distance of order indices
+    keys_rotated: bool = False  # keys are already rotated to `Pattern.key_positions` (a cache)
+    # Partials (out, lse) of the same queries over other keys, in one softmax with these keys.
+    extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
     layout: Layout | None = None  # the mesh axes over which rows, heads and length are split
+    implementation: str | None = None  # of `pallas_kernels.flash`; None chooses one
 
-    def partitionable(self, implementation: str | None) -> str | None:
-        """The implementation for calls without a layout: XLA on a mesh, which it can partition."""
-        return implementation if self.layout is None else implementation or "xla"
+    def replace(self, **changes: Any) -> AttentionMetadata:
+        return dataclasses.replace(self, **changes)
+
+    def without_layout(self) -> AttentionMetadata:
+        """Metadata for kernel calls without a layout: on a mesh XLA, which can partition them."""
+        if self.layout is None:
+            return self
+        return self.replace(layout=None, implementation=self.implementation or "xla")
 
     @property
     def q_order(self) -> Int[Array, "*B T"]:
@@ -60,6 +75,19 @@ class Places(NamedTuple):
         """The order indices of keys as an array, [S] or [B, S]."""
         length = self.k_positions.shape[1]
         return jnp.arange(length, dtype=jnp.int32) if self.k_index is None else self.k_index
+
+    def mask_indices(
+        self, mask: Mask
+    ) -> tuple[Int[Array, "*B T"] | None, Int[Array, "*B S"] | None]:
+        """The indices of queries and keys that `mask` tests.
+
+        They are order indices, or the indices in the row if the mask depends on differences: both
+        give the same answer. Indices in a whole row are known at trace time, which keeps the tables
+        of visible blocks static.
+        """
+        if self.row_indices is not None and mask.shift_invariant:
+            return self.row_indices
+        return self.q_index, self.k_index
 
 
 class Pass(NamedTuple):
@@ -76,28 +104,22 @@ def partial_attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
     attention_pass: Pass,
-    rotation: Rotation,
-    places: Places,
-    *,
-    keys_rotated: bool = False,
-    implementation: str | None = None,
+    metadata: AttentionMetadata,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Computes one pass: rotates queries and keys, then attends to the keys of its mask.
 
     Args:
-      q, k, v: unrotated queries and keys, and values.
+      q, k, v: unrotated queries and keys, and values. Keys with `metadata.keys_rotated` are already
+        at the positions of the pass.
       attention_pass: positions of queries and keys, and the mask.
-      rotation: frequencies of the rotation.
-      places: order indices, segments, bias and layout of the call.
-      keys_rotated: `k` is already rotated to the positions of the pass.
-      implementation: of `pallas_kernels.flash`.
+      metadata: rotation, order indices, segments, bias and kernel options of the call.
 
     Returns:
       The output, and the float32 log-sum-exp of the logits.
     """
-    q, k = rotate_qk(q, k, attention_pass, rotation, keys_rotated=keys_rotated)
-    q_index, k_index = _mask_indices(attention_pass, places)
-    bias, lse_shift = pass_bias(attention_pass, places)
+    q, k = rotate_qk(q, k, metadata, attention_pass)
+    q_index, k_index = metadata.mask_indices(attention_pass.mask)
+    bias, lse_shift = pass_bias(attention_pass, metadata)
     with jax.named_scope("attention"):
         out, lse = flash(
             q,
@@ -106,11 +128,11 @@ def partial_attention(
             attention_pass.mask,
             q_index=q_index,
             k_index=k_index,
-            q_segments=places.q_segments,
-            k_segments=places.k_segments,
+            q_segments=metadata.q_segments,
+            k_segments=metadata.k_segments,
             bias=bias,
-            layout=places.layout,
-            implementation=implementation,
+            layout=metadata.layout,
+            implementation=metadata.implementation,
         )
     return out, lse if lse_shift is None else lse + lse_shift
 
@@ -118,15 +140,17 @@ def partial_attention(
 def rotate_qk(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    positions: Pass | Places,
-    rotation: Rotation,
-    *,
-    keys_rotated: bool,
+    metadata: AttentionMetadata,
+    attention_pass: Pass | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"]]:
-    """Rotates q and k to the positions of a pass or of a call; `keys_rotated` leaves k as it is."""
+    """Rotates q, and k unless it is already rotated, to the positions of a pass.
+
+    Without a pass, the positions are those of `metadata`.
+    """
+    positions, rotation = attention_pass or metadata, metadata.rotation
     with jax.named_scope("rope"):
         q = rotate_queries(q, positions.q_positions, rotation)
-        if not keys_rotated:
+        if not metadata.keys_rotated:
             k = rotate(k, positions.k_positions, rotation.inv_freq, rotation.scale)
     return q, k
 
@@ -140,7 +164,7 @@ def rotate_queries(
 
 
 def pass_bias(
-    attention_pass: Pass, places: Places
+    attention_pass: Pass, metadata: AttentionMetadata
 ) -> tuple[Bias | None, Float[Array, "B T N"] | None]:
     """The bias of a pass whose positions may differ from the true ones.
 
@@ -154,8 +178,8 @@ def pass_bias(
     Raises:
       TypeError: the bias of the moved positions has no such form.
     """
-    bias, keys_unmoved = places.bias, attention_pass.k_positions is places.k_positions
-    if bias is None or (keys_unmoved and attention_pass.q_positions is places.q_positions):
+    bias, keys_unmoved = metadata.bias, attention_pass.k_positions is metadata.k_positions
+    if bias is None or (keys_unmoved and attention_pass.q_positions is metadata.q_positions):
         return bias, None
     if attention_pass.together:
         first_key = attention_pass.k_positions[:, :1]
@@ -164,34 +188,21 @@ def pass_bias(
     if not (keys_unmoved and isinstance(bias, Alibi)):
         kind = type(bias).__name__
         raise TypeError(f"no rule moves {kind} to the positions of {attention_pass!r}")
-    reduction = places.q_positions - attention_pass.q_positions  # of the distance, [B, T]
+    reduction = metadata.q_positions - attention_pass.q_positions  # of the distance, [B, T]
     return bias, bias.slopes.astype(jnp.float32) * reduction.astype(jnp.float32)[..., None]
 
 
-def _mask_indices(
-    attention_pass: Pass, places: Places
-) -> tuple[Int[Array, "*B T"] | None, Int[Array, "*B S"] | None]:
-    """The indices that the mask tests: order indices, or equivalent places in the row.
-
-    A mask that depends on differences gives the same answer for both. Places in a whole row are
-    known at trace time, which keeps the tables of visible blocks static.
-    """
-    if places.row is not None and attention_pass.mask.shift_invariant:
-        return places.row
-    return places.q_index, places.k_index
-
-
-def near_and_far(places: Places, size: int, distance: int, far: Mask) -> list[Pass]:
+def near_and_far(metadata: AttentionMetadata, size: int, distance: int, far: Mask) -> list[Pass]:
     """Two passes: the last `size` keys at true distance, older keys of `far` at `distance`."""
     far = causal() & ~window(size) & far
-    near = Pass(places.q_positions, places.k_positions, causal() & window(size))
-    return [near, pass_at_distance(places, distance, far)]
+    near = Pass(metadata.q_positions, metadata.k_positions, causal() & window(size))
+    return [near, pass_at_distance(metadata, distance, far)]
 
 
-def pass_at_distance(places: Places, distance: int, mask: Mask) -> Pass:
+def pass_at_distance(metadata: AttentionMetadata, distance: int, mask: Mask) -> Pass:
     """A pass over the keys of `mask`, all of them at the same `distance`."""
-    q_positions = jnp.full_like(places.q_positions, distance)
-    return Pass(q_positions, jnp.zeros_like(places.k_positions), mask, together=True)
+    q_positions = jnp.full_like(metadata.q_positions, distance)
+    return Pass(q_positions, jnp.zeros_like(metadata.k_positions), mask, together=True)
 
 
 @dataclass(frozen=True)
@@ -235,8 +246,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         return type(self).attend is Pattern.attend
 
     @abc.abstractmethod
-    def passes(self, places: Places) -> list[Pass]:
-        """The passes of the queries and keys at `places`; their masks are disjoint."""
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        """The passes over the keys of a call; their masks are disjoint."""
 
     def key_positions(
         self, positions: Num[Array, "B S"], order: Int[Array, "*B S"]
@@ -287,20 +298,18 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K Hv"],
         state: tuple[Float[Array, "B N _ _"], ...],
-        rotation: Rotation,
-        places: Places,
-        **options,
+        metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "B T N Hv"], tuple[Float[Array, "B N _ _"], ...]]:
         """`attend` over a cache whose rows hold one document each.
 
         Args:
-          q, k, v, rotation, places, **options: as in `attend`.
+          q, k, v, metadata: as in `attend`.
           state: arrays of `cache_state_shapes`.
 
         Returns:
           The output and the new state.
         """
-        return self.attend(q, k, v, rotation, places, **options), state
+        return self.attend(q, k, v, metadata), state
 
     def for_inference(self) -> Pattern:
         """The pattern with which a model that was trained under this one is evaluated."""
@@ -311,41 +320,60 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         q: Float[Array, "B T N H"],
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K Hv"],
-        rotation: Rotation,
-        places: Places,
-        *,
-        keys_rotated: bool = False,
-        extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = (),
-        implementation: str | None = None,
+        metadata: AttentionMetadata,
     ) -> Float[Array, "B T N Hv"]:
-        """Attention of unrotated q over k and v; arguments as in `lcjax.attention.attend`.
+        """Computes attention of q over k and v.
 
         Patterns whose visible keys depend on the data replace this method.
 
+        Args:
+          q, k, v: unrotated queries, keys, and values; K divides N. Keys may be rotated already
+            (`metadata.keys_rotated`).
+          metadata: positions, documents, rotation and kernel options.
+
+        Returns:
+          The output, in the dtype of `q`.
+
         Raises:
-          InputError: `keys_rotated` with a pattern that moves keys.
+          InputError: as in `check_metadata`.
           TypeError: a pass moves keys, but the pattern does not set `moves_keys`.
         """
-        self.check_unrotated(keys_rotated)
-        places = places._replace(k_positions=self.key_positions(places.k_positions, places.k_order))
-        passes = self.passes(places)
-        if not self.moves_keys and any(p.k_positions is not places.k_positions for p in passes):
+        self.check_metadata(metadata)
+        k_positions = self.key_positions(metadata.k_positions, metadata.k_order)
+        metadata = metadata.replace(k_positions=k_positions, num_heads=q.shape[2])
+        passes = self.passes(metadata)
+        if not self.moves_keys and any(p.k_positions is not k_positions for p in passes):
             raise TypeError(f"{type(self).__name__} moves keys and must set moves_keys = True")
-        partials = [
-            partial_attention(
-                q, k, v, attention_pass, rotation, places,
-                keys_rotated=keys_rotated, implementation=implementation,
-            )
-            for attention_pass in passes
-        ]  # fmt: skip
-        partials += extra_partials
+        partials = [partial_attention(q, k, v, p, metadata) for p in passes]
+        partials += metadata.extra_partials
         out, _ = partials[0] if len(partials) == 1 else merge(partials)
         return out
 
-    def check_unrotated(self, keys_rotated: bool) -> None:
-        """Raises an InputError for rotated keys if the pattern moves keys."""
-        if keys_rotated and self.moves_keys:
+    def check_metadata(self, metadata: AttentionMetadata) -> None:
+        """Raises an InputError for inputs that the pattern cannot use.
+
+        These are a bias for a pattern that takes rope only, rotated keys for a pattern that moves
+        keys, and extra partials for a pattern whose visible keys depend on the data.
+        """
+        if metadata.bias is not None and self.encodings == ("rope",):
+            raise InputError(
+                f"pattern {self!r} places tokens itself and takes no bias of the logits"
+            )
+        if metadata.keys_rotated and self.moves_keys:
             raise InputError(
                 f"pattern {self!r} moves keys to other positions, so the cache must keep "
                 "unrotated keys"
             )
+        if metadata.extra_partials and not self.is_position_based:
+            raise InputError(
+                f"pattern {self!r} cannot share a softmax with other keys, such as those of a "
+                "memory; use model.pattern.type=causal"
+            )
+
+
+def order_indices(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The place of every token in its own document, int32; a document is a run of equal values."""
+    slots = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    is_start = segments[:, 1:] != segments[:, :-1]
+    is_start = jnp.pad(is_start, [(0, 0), (1, 0)])  # the first token starts at 0 anyway
+    return slots - jax.lax.cummax(jnp.where(is_start, slots, 0), axis=1)

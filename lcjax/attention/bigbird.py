@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.errors import InputError, whole_number, whole_numbers
 from pallas_kernels import Mask, causal, chunk_distance, per_head, prefix, random_blocks
 
@@ -50,12 +50,12 @@ class BigBird(Pattern):
             for block_id in itertools.chain.from_iterable(plan):
                 whole_number("pattern.table: a block", block_id, 0)
 
-    def passes(self, places: Places) -> list[Pass]:
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         fixed = chunk_distance(self.block, 0, self.near) | prefix(self.global_blocks * self.block)
-        plans = self._plans(places.k_positions.shape[1], places.heads)
+        plans = self._plans(metadata.k_positions.shape[1], metadata.num_heads)
         masks = [random_blocks(self.block, plan) for plan in plans]
         random: Mask = masks[0] if len(masks) == 1 else per_head(*((mask, 1) for mask in masks))
-        return [Pass(places.q_positions, places.k_positions, causal() & (fixed | random))]
+        return [Pass(metadata.q_positions, metadata.k_positions, causal() & (fixed | random))]
 
     def _plans(self, length: int, heads: int) -> tuple[Plan, ...]:
         """The blocks of each block of queries; one plan for all heads, or one for each."""

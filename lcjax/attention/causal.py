@@ -1,11 +1,13 @@
-"""Full causal attention."""
+"""Attention without options but a window: causal, bidirectional and sliding-window."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lcjax.attention.base import Pass, Pattern, Places
-from pallas_kernels import causal
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern
+from lcjax.errors import whole_number
+from pallas_kernels import causal, everything, window
 
 
 @Pattern.register_subclass("causal")
@@ -13,5 +15,38 @@ from pallas_kernels import causal
 class Causal(Pattern):
     """Every token sees itself and all tokens before it."""
 
-    def passes(self, places: Places) -> list[Pass]:
-        return [Pass(places.q_positions, places.k_positions, causal())]
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        return [Pass(metadata.q_positions, metadata.k_positions, causal())]
+
+
+@Pattern.register_subclass("bidirectional")
+@dataclass(frozen=True)
+class Bidirectional(Pattern):
+    """Every token sees the whole document, later tokens too (Devlin et al. 2019, BERT)."""
+
+    prefill_only: ClassVar[bool] = True
+
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        return [Pass(metadata.q_positions, metadata.k_positions, everything())]
+
+
+@Pattern.register_subclass("sliding")
+@dataclass(frozen=True)
+class Sliding(Pattern):
+    """Every token sees itself and the `window - 1` tokens before it.
+
+    Longformer (Beltagy et al. 2020, sec. 3.1), Mistral 7B.
+    """
+
+    examples = ({"window": 7}, {"window": 1})
+
+    window: int  # visible tokens, the token itself included (Hugging Face's `sliding_window`)
+
+    def __post_init__(self):
+        whole_number("pattern.window", self.window, 1)
+
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        return [Pass(metadata.q_positions, metadata.k_positions, causal() & window(self.window))]
+
+    def cache_window(self) -> tuple[int, int]:
+        return 0, self.window

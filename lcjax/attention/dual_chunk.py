@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.errors import InputError, whole_number, whole_numbers
 from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunk_distance, chunks
@@ -70,12 +70,12 @@ class DualChunk(Pattern):
     ) -> Num[Array, "B S"]:
         return positions - order // self._piece * self._piece
 
-    def passes(self, places: Places) -> list[Pass]:
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         piece = self._piece
-        same_piece = self.key_positions(places.q_positions, places.q_order)
+        same_piece = self.key_positions(metadata.q_positions, metadata.q_order)
         next_piece = jnp.minimum(same_piece + piece, self.chunk)
         later_piece = jnp.full_like(same_piece, min(2 * piece - 1, self.chunk))
-        k_positions = places.k_positions
+        k_positions = metadata.k_positions
         return [
             Pass(same_piece, k_positions, causal() & chunks(piece)),
             Pass(next_piece, k_positions, chunk_distance(piece, 1, 1)),

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from lcjax.attention.base import Pass, Pattern, Places, near_and_far, rotate_queries
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern, near_and_far, rotate_queries
 from lcjax.errors import InputError, whole_number, whole_numbers
-from lcjax.rope.rotation import Rotation, rotate
+from lcjax.rope.rotation import rotate
 from pallas_kernels import Mask, causal, flash, gather, merge, prefix, window
 
 # (received [B, N, 1, S], summaries [B, N, C, H]) in float32; empty if no block is complete.
@@ -81,28 +81,17 @@ class InfLLM(Pattern):
         """The number of blocks behind the window when the last of `tokens` is read."""
         return (tokens - self.window - self.sinks) // self.block
 
-    def passes(self, places: Places) -> list[Pass]:
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         """The visible keys if the latest blocks are the best: as many keys as in any other case."""
         far = prefix(self.sinks) | LatestBlocks(self)
-        return near_and_far(places, self.window, self.window - 1, far)
+        return near_and_far(metadata, self.window, self.window - 1, far)
 
     def cache_state_shapes(self, slots: int, size: int) -> tuple[tuple[int, int], ...]:
         """Attention that each key received in the window, and the summary of each block."""
         blocks = self.num_blocks(slots)
         return ((1, slots), (blocks, size)) if blocks > 0 else ()
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        rotation: Rotation,
-        places: Places,
-        *,
-        keys_rotated: bool = False,
-        implementation: str | None = None,
-    ) -> Float[Array, "B T N Hv"]:
-        self.check_unrotated(keys_rotated)
+    def attend(self, q, k, v, metadata):
         rows, heads, size = q.shape[0], q.shape[2], q.shape[3]
         shapes = self.cache_state_shapes(k.shape[1], size)
         if shapes and q.shape[1] != k.shape[1]:
@@ -111,25 +100,11 @@ class InfLLM(Pattern):
                 "attention the older keys received; give the queries of all keys, or use a cache"
             )
         state = tuple(jnp.zeros((rows, heads, *shape), jnp.float32) for shape in shapes)
-        is_packed = places.q_segments is not None
-        implementation = places.partitionable(implementation)
-        return _attend_chunks(self, q, k, v, state, rotation, places, is_packed, implementation)[0]
+        is_packed = metadata.q_segments is not None
+        return _attend_chunks(self, q, k, v, state, metadata, is_packed)[0]
 
-    def attend_with_state(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        state: _State,
-        rotation: Rotation,
-        places: Places,
-        *,
-        keys_rotated: bool = False,
-        implementation: str | None = None,
-    ) -> tuple[Float[Array, "B T N Hv"], _State]:
-        self.check_unrotated(keys_rotated)
-        implementation = places.partitionable(implementation)
-        return _attend_chunks(self, q, k, v, state, rotation, places, False, implementation)
+    def attend_with_state(self, q, k, v, state, metadata):
+        return _attend_chunks(self, q, k, v, state, metadata, is_packed=False)
 
 
 @dataclass(frozen=True)
@@ -163,8 +138,7 @@ class _Inputs(NamedTuple):
     """The inputs of one call."""
 
     pattern: InfLLM
-    rotation: Rotation
-    implementation: str | None
+    metadata: AttentionMetadata
     q: Float[Array, "B T N H"]
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S Hv"]
@@ -202,31 +176,21 @@ def _attend_chunks(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
     state: _State,
-    rotation: Rotation,
-    places: Places,
+    metadata: AttentionMetadata,
     is_packed: bool,
-    implementation: str | None,
 ) -> tuple[Float[Array, "B T N Hv"], _State]:
-    """Computes attention chunk by chunk.
+    """Computes attention chunk by chunk, and the new state.
 
-    Args:
-      pattern: sizes of the window, blocks and chunks.
-      q, k, v: unrotated queries and keys, and values.
-      state: attention received by keys, and summaries of blocks, before this call.
-      rotation: frequencies of the rotation.
-      places: positions, order indices and segments.
-      is_packed: a row may hold several documents.
-      implementation: of `flash`.
-
-    Returns:
-      The output and the new state.
+    With `is_packed` a row may hold several documents.
     """
+    pattern.check_metadata(metadata)
     rows, length = q.shape[:2]
-    queries = _tokens(places.q_order, places.q_segments, places.q_positions)
-    keys = _tokens(places.k_order, places.k_segments, places.k_positions)
+    queries = _tokens(metadata.q_order, metadata.q_segments, metadata.q_positions)
+    keys = _tokens(metadata.k_order, metadata.k_segments, metadata.k_positions)
     chunk_ids, starts = _split_chunks(queries, pattern.chunk)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    inputs = _Inputs(pattern, rotation, implementation, q, k, v, queries, keys, chunk_ids)
+    metadata = metadata.without_layout()
+    inputs = _Inputs(pattern, metadata, q, k, v, queries, keys, chunk_ids)
     # One document has at most this many chunks; packed documents may have one for every token.
     max_chunks = 1 + -(-(length - 1) // pattern.chunk)
     rounds = -(-length // max_chunks) if is_packed else 1
@@ -276,15 +240,15 @@ def _attend_chunk(
     chunk = _select_chunk(inputs, chunk_id, start)
     near = _slice_keys(inputs, chunk, _window_start(inputs, chunk), _window_size(inputs, chunk))
     with jax.named_scope("window"):
-        q = rotate_queries(chunk.q, chunk.tokens.positions, inputs.rotation)
-        k = rotate(near.k.swapaxes(1, 2), near.positions, *inputs.rotation[:2])
+        q = rotate_queries(chunk.q, chunk.tokens.positions, inputs.metadata.rotation)
+        k = rotate(near.k.swapaxes(1, 2), near.positions, *inputs.metadata.rotation[:2])
         mask = causal() & window(pattern.window)
         local = _attend_keys(inputs, chunk, q, k, near.v.swapaxes(1, 2), near, mask)
     total = local
     if inputs.k.shape[2] > pattern.window:
         with jax.named_scope("memory"):
             distance = jnp.full(chunk.is_query.shape, pattern.window - 1)
-            far_q = rotate_queries(chunk.q, distance, inputs.rotation)
+            far_q = rotate_queries(chunk.q, distance, inputs.metadata.rotation)
             parts = _sinks_and_tail(inputs, chunk)
             if state:
                 received, summaries = state
@@ -427,7 +391,7 @@ def _attend_far(
     index = jnp.concatenate([part.index for part in parts], 1)
     is_valid = jnp.concatenate([part.is_valid for part in parts], 1)
     keys = _Keys(k, v, index, is_valid, jnp.zeros_like(index))
-    k = rotate(k, keys.positions, *inputs.rotation[:2])  # by angle 0, but with the scale
+    k = rotate(k, keys.positions, *inputs.metadata.rotation[:2])  # by angle 0, but with the scale
     return _attend_keys(inputs, chunk, far_q, k, v, keys, ~window(inputs.pattern.window))
 
 
@@ -445,7 +409,7 @@ def _attend_keys(
         q, k, v, mask,
         q_index=chunk.tokens.index, k_index=keys.index,
         q_segments=chunk.is_query.astype(jnp.int32), k_segments=keys.is_valid.astype(jnp.int32),
-        implementation=inputs.implementation,
+        implementation=inputs.metadata.implementation,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""LM-Infinite (Han et al. 2023, arXiv 2308.16137): a Lambda-shaped mask and a distance ceiling."""
+"""LM-Infinite (Han et al. 2023, arXiv 2308.16137) and ReRoPE: a ceiling of the distance."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import (
+    AttentionMetadata,
     Pass,
     Pattern,
-    Places,
     near_and_far,
     partial_attention,
     pass_at_distance,
     pass_bias,
     rotate_qk,
 )
-from lcjax.errors import InputError, whole_numbers
-from lcjax.rope.rotation import Rotation
-from pallas_kernels import causal, gather, merge, prefix, window
+from lcjax.errors import InputError, whole_number, whole_numbers
+from pallas_kernels import causal, everything, gather, merge, prefix, window
 
 
 @Pattern.register_subclass("lm_infinite")
@@ -66,9 +65,9 @@ class LMInfinite(Pattern):
                 "chooses, and that is not set; set it, or leave both out"
             )
 
-    def passes(self, places: Places) -> list[Pass]:
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         distance = self.window if self.distance is None else self.distance
-        return near_and_far(places, self.window, distance, prefix(self.sinks))
+        return near_and_far(metadata, self.window, distance, prefix(self.sinks))
 
     @property
     def is_position_based(self) -> bool:
@@ -77,38 +76,42 @@ class LMInfinite(Pattern):
     def cache_window(self) -> tuple[int, int] | None:
         return (self.sinks, self.window) if self.top_k is None else None
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        rotation: Rotation,
-        places: Places,
-        *,
-        keys_rotated: bool = False,
-        implementation: str | None = None,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         if self.top_k is None or k.shape[1] < self.sinks + self.top_k + self.window:
-            return super().attend(
-                q, k, v, rotation, places,
-                keys_rotated=keys_rotated, implementation=implementation,
-            )  # fmt: skip
-        self.check_unrotated(keys_rotated)
-        partials = [
-            partial_attention(q, k, v, p, rotation, places, implementation=implementation)
-            for p in self.passes(places)
-        ]
+            return super().attend(q, k, v, metadata)
+        self.check_metadata(metadata)
+        partials = [partial_attention(q, k, v, p, metadata) for p in self.passes(metadata)]
         with jax.named_scope("choose"):
-            partials.append(
-                _top_k_partial(q, k, v, self._middle(places), rotation, places, self.top_k)
-            )
+            partials.append(_top_k_partial(q, k, v, self._middle(metadata), metadata, self.top_k))
         return merge(partials)[0]
 
-    def _middle(self, places: Places) -> Pass:
+    def _middle(self, metadata: AttentionMetadata) -> Pass:
         """The keys between the sinks and the window, of which each query chooses `top_k`."""
         distance = self.window // 2 if self.top_k_position is None else self.top_k_position
         middle = causal() & ~window(self.window) & ~prefix(self.sinks)
-        return pass_at_distance(places, distance, middle)
+        return pass_at_distance(metadata, distance, middle)
+
+
+@Pattern.register_subclass("rerope")
+@dataclass(frozen=True)
+class ReRoPE(Pattern):
+    """Every token sees all tokens before it; distances above `window` count as `window`.
+
+    ReRoPE (Su 2023, kexue.fm/archives/9708) is LM-Infinite's distance ceiling without its mask, an
+    ablation of that paper (sec. 5.2).
+    """
+
+    examples = ({"window": 6},)
+    moves_keys = True
+    encodings = ("rope",)
+
+    window: int  # keys at their own distance, the token itself included; at most the trained length
+
+    def __post_init__(self):
+        whole_number("pattern.window", self.window, 1)
+
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        return near_and_far(metadata, self.window, self.window, everything())
 
 
 def _top_k_partial(
@@ -116,8 +119,7 @@ def _top_k_partial(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
     attention_pass: Pass,
-    rotation: Rotation,
-    places: Places,
+    metadata: AttentionMetadata,
     count: int,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Computes a pass over the `count` keys with the greatest logits of each query and head.
@@ -128,22 +130,21 @@ def _top_k_partial(
     Args:
       q, k, v: unrotated queries and keys, and values.
       attention_pass: positions, and the mask of the keys to choose from.
-      rotation: frequencies of the rotation.
-      places: order indices, segments and bias of the call.
+      metadata: rotation, order indices, segments and bias of the call.
       count: keys per query and head.
 
     Returns:
       The output, and the float32 log-sum-exp of the logits.
     """
-    q, k = rotate_qk(q, k, attention_pass, rotation, keys_rotated=False)
-    _, lse_shift = pass_bias(attention_pass, places)
+    q, k = rotate_qk(q, k, metadata, attention_pass)
+    _, lse_shift = pass_bias(attention_pass, metadata)
     q_order, k_order = (
         jnp.broadcast_to(order, x.shape[:2])
-        for order, x in ((places.q_order, q), (places.k_order, k))
+        for order, x in ((metadata.q_order, q), (metadata.k_order, k))
     )
     q_segments, k_segments = (
         jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments
-        for segments, x in ((places.q_segments, q), (places.k_segments, k))
+        for segments, x in ((metadata.q_segments, q), (metadata.k_segments, k))
     )
 
     def attend_query(inputs):

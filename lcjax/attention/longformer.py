@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.errors import InputError, whole_number, whole_numbers
 from pallas_kernels import Mask, band, causal, keys_in, per_head, queries_in, stride
 
@@ -37,12 +37,12 @@ class Longformer(Pattern):
         for index in self.global_tokens:
             whole_number("pattern.global_tokens", index, 0)
 
-    def passes(self, places: Places) -> list[Pass]:
-        mask = self._window_mask(places.heads)
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        mask = self._window_mask(metadata.num_heads)
         if self.global_tokens:
             is_global = keys_in(self.global_tokens) | queries_in(self.global_tokens)
             mask = mask | causal() & is_global
-        return [Pass(places.q_positions, places.k_positions, mask)]
+        return [Pass(metadata.q_positions, metadata.k_positions, mask)]
 
     def _window_mask(self, heads: int) -> Mask:
         dilated_heads = heads if self.dilated_heads is None else self.dilated_heads

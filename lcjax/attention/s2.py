@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from lcjax.attention.base import POSITIONS, Pass, Pattern, Places, partial_attention
+from lcjax.attention.base import POSITIONS, AttentionMetadata, Pass, Pattern, partial_attention
 from lcjax.attention.causal import Causal
 from lcjax.errors import InputError, whole_number
-from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, chunks, per_head
 from pallas_kernels.biases import of_heads
 
@@ -54,45 +52,39 @@ class ShiftedSparse(Pattern):
                 f"pattern.fraction={fraction!r} must lie in (0, 1]; the paper has 0.25"
             )
 
-    def passes(self, places: Places) -> list[Pass]:
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         if self.wrap:
             raise InputError("pattern.wrap=true attends in an order of its own and has no passes")
-        group, unshifted = self._group_size(places), _half(places.heads)
-        shifted = places.heads - unshifted
+        group, unshifted = self._group_size(metadata), _half(metadata.num_heads)
+        shifted = metadata.num_heads - unshifted
         groups = per_head((chunks(group), unshifted), (chunks(group, group // 2), shifted))
-        return [Pass(places.q_positions, places.k_positions, causal() & groups)]
+        return [Pass(metadata.q_positions, metadata.k_positions, causal() & groups)]
 
     def for_inference(self) -> Causal:
         return Causal()
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        rotation: Rotation,
-        places: Places,
-        **options,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         if not self.wrap:
-            return super().attend(q, k, v, rotation, places, **options)
-        group, unshifted, length = self._group_size(places), _half(places.heads), q.shape[1]
+            return super().attend(q, k, v, metadata)
+        self.check_metadata(metadata)
+        metadata = metadata.replace(num_heads=q.shape[2])
+        group, unshifted, length = self._group_size(metadata), _half(metadata.num_heads), q.shape[1]
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        attention_pass = Pass(places.q_positions, places.k_positions, causal() & chunks(group))
+        attention_pass = Pass(metadata.q_positions, metadata.k_positions, causal() & chunks(group))
         index = (jnp.arange(length, dtype=jnp.int32) - group // 2) % length
-        shifted_places = places._replace(q_index=index, k_index=index, row=None)
-        halves = ((places, 0, unshifted), (shifted_places, unshifted, places.heads - unshifted))
+        shifted = metadata.replace(q_index=index, k_index=index, row_indices=None)
+        halves = ((metadata, 0, unshifted), (shifted, unshifted, q.shape[2] - unshifted))
         outs = []
-        for half_places, first, count in halves:
-            half_places = half_places._replace(bias=of_heads(half_places.bias, first, count))
+        for half, first, count in halves:
+            half = half.replace(bias=of_heads(metadata.bias, first, count))
             half_qkv = (x[:, :, first : first + count] for x in (q, k, v))
-            out, _ = partial_attention(*half_qkv, attention_pass, rotation, half_places, **options)
+            out, _ = partial_attention(*half_qkv, attention_pass, half)
             outs.append(out)
         return jnp.concatenate(outs, axis=2)
 
-    def _group_size(self, places: Places) -> int:
+    def _group_size(self, metadata: AttentionMetadata) -> int:
         """Tokens in a group of a row of this length."""
-        length, multiple = places.k_positions.shape[1], 2 if self.wrap else 1
+        length, multiple = metadata.k_positions.shape[1], 2 if self.wrap else 1
         fraction = _FRACTION if self.fraction is None else self.fraction
         size = length * fraction if self.group is None else self.group
         if size < 2 or length % size or size % multiple:

@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.errors import whole_numbers
-from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, window
 
 
@@ -45,28 +43,21 @@ class SelfExtend(Pattern):
         whole_numbers("pattern", self, 1, "window", "group")
         whole_numbers("pattern", self, 2, "scale_base")
 
-    def passes(self, places: Places) -> list[Pass]:
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         near, shift = causal() & window(self.window), self.window - self.window // self.group
-        grouped_q = places.q_positions // self.group + shift
-        grouped_k = places.k_positions // self.group
+        grouped_q = metadata.q_positions // self.group + shift
+        grouped_k = metadata.k_positions // self.group
         return [
-            Pass(places.q_positions, places.k_positions, near),
+            Pass(metadata.q_positions, metadata.k_positions, near),
             Pass(grouped_q, grouped_k, causal() & ~window(self.window)),
         ]
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        rotation: Rotation,
-        places: Places,
-        **options,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         if self.scale_base is not None:
             # Keys of the same document; the order index of padding before it is -1.
-            num_keys = jnp.maximum(jnp.atleast_2d(places.q_order) + 1, 1).astype(jnp.float32)
+            num_keys = jnp.maximum(jnp.atleast_2d(metadata.q_order) + 1, 1).astype(jnp.float32)
             growth = jnp.maximum(1.0, jnp.log(num_keys) / math.log(self.scale_base))
-            scale = rotation.query_scale * growth[..., None, None]  # [B, T, 1, 1]
-            rotation = rotation._replace(query_scale=scale)
-        return super().attend(q, k, v, rotation, places, **options)
+            scale = metadata.rotation.query_scale * growth[..., None, None]  # [B, T, 1, 1]
+            rotation = metadata.rotation._replace(query_scale=scale)
+            metadata = metadata.replace(rotation=rotation)
+        return super().attend(q, k, v, metadata)

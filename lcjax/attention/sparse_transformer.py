@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.errors import InputError, one_of, whole_numbers
 from pallas_kernels import Mask, by_heads, causal, chunks, per_head, stride, tail_of, window
 
@@ -44,9 +44,9 @@ class SparseTransformer(Pattern):
                 f"exceed pattern.stride={self.stride}"
             )
 
-    def passes(self, places: Places) -> list[Pass]:
-        mask = causal() & self._mask(places.heads)
-        return [Pass(places.q_positions, places.k_positions, mask)]
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        mask = causal() & self._mask(metadata.num_heads)
+        return [Pass(metadata.q_positions, metadata.k_positions, mask)]
 
     def _mask(self, heads: int) -> Mask:
         near = window(self.stride) if self.kind == "strided" else chunks(self.stride)

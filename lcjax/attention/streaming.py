@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from lcjax.attention.base import Pass, Pattern, Places
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern
 from lcjax.errors import whole_number, whole_numbers
 from pallas_kernels import causal, prefix, since_chunk
 
@@ -43,17 +43,17 @@ class Streaming(Pattern):
     def _first_chunk(self) -> int:
         return self.sinks + self.recent if self.first is None else self.first
 
-    def passes(self, places: Places) -> list[Pass]:
-        order, first = places.q_order, self._first_chunk
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        order, first = metadata.q_order, self._first_chunk
         chunk = jnp.where(order < first, 0, first + (order - first) // self.stride * self.stride)
         # The number of evicted tokens, by which the sinks move towards the query.
         gap = jnp.maximum(chunk - self.recent - self.sinks, 0)
         local = since_chunk(self.stride, first, self.recent)
-        near = Pass(places.q_positions, places.k_positions, causal() & local)
+        near = Pass(metadata.q_positions, metadata.k_positions, causal() & local)
         if self.sinks == 0:
             return [near]
         far = causal() & ~local & prefix(self.sinks)
-        return [near, Pass(places.q_positions - gap, places.k_positions, far)]
+        return [near, Pass(metadata.q_positions - gap, metadata.k_positions, far)]
 
     def cache_window(self) -> tuple[int, int]:
         return self.sinks, max(self.recent + self.stride, self._first_chunk - self.sinks)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import Pass, Pattern, Places, rotate_qk
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk
 from lcjax.errors import whole_numbers
-from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, flash, merge, tables
 
 PROBES = 64  # last queries, whose attention chooses for all (sec. 3.2)
@@ -50,47 +49,35 @@ class VerticalSlash(Pattern):
     def __post_init__(self):
         whole_numbers("pattern", self, 1, "vertical", "slash")
 
-    def passes(self, places: Places) -> list[Pass]:
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         """Full attention, as in calls with fewer than 64 queries."""
-        return [Pass(places.q_positions, places.k_positions, causal())]
+        return [Pass(metadata.q_positions, metadata.k_positions, causal())]
 
-    def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K Hv"],
-        rotation: Rotation,
-        places: Places,
-        *,
-        keys_rotated: bool = False,
-        implementation: str | None = None,
-    ) -> Float[Array, "B T N Hv"]:
+    def attend(self, q, k, v, metadata):
         if q.shape[1] < PROBES:
-            return super().attend(
-                q, k, v, rotation, places,
-                keys_rotated=keys_rotated, implementation=implementation,
-            )  # fmt: skip
-        implementation = places.partitionable(implementation)
-        q, k = rotate_qk(q, k, places, rotation, keys_rotated=keys_rotated)
+            return super().attend(q, k, v, metadata)
+        self.check_metadata(metadata)
+        implementation = metadata.without_layout().implementation
+        q, k = rotate_qk(q, k, metadata)
         rows, heads = q.shape[0], q.shape[2]
         with jax.named_scope("choose"):
-            head_places = _head_places(places, rows, heads)
+            head_metadata = _head_metadata(metadata, rows, heads)
             q, k, v = (_heads_as_rows(x, heads // x.shape[2]) for x in (q, k, v))
             column_scores, diagonal_scores = lax.map(
-                lambda row: _scores(*row), (q[:, :, 0], k[:, :, 0], head_places)
+                lambda row: _scores(*row), (q[:, :, 0], k[:, :, 0], head_metadata)
             )
             columns, is_column = _top_k(column_scores, max(self.vertical, MIN_COLUMNS))
             _, is_diagonal = _top_k(diagonal_scores, max(self.slash, MIN_DIAGONALS))
         with jax.named_scope("attention"):
             partials = [
-                _attend_columns(q, k, v, head_places, columns, implementation),
-                _attend_diagonals(q, k, v, head_places, is_column, is_diagonal, implementation),
+                _attend_columns(q, k, v, head_metadata, columns, implementation),
+                _attend_diagonals(q, k, v, head_metadata, is_column, is_diagonal, implementation),
             ]
         out, _ = merge(partials)
         return jnp.moveaxis(out.reshape(rows, heads, *out.shape[1::2]), 1, 2)
 
 
-class _HeadPlaces(NamedTuple):
+class _HeadMetadata(NamedTuple):
     """`Places` of the R rows, int32, and the slots of their queries."""
 
     q_slots: Int[Array, "R T"]  # a query's slot less a key's slot is the distance in a document
@@ -100,12 +87,12 @@ class _HeadPlaces(NamedTuple):
     k_segments: Int[Array, "R S"]
 
 
-def _head_places(places: Places, rows: int, heads: int) -> _HeadPlaces:
-    num_queries, num_keys = places.q_positions.shape[1], places.k_positions.shape[1]
-    slots = None if places.row is None else places.row[0]
+def _head_metadata(metadata: AttentionMetadata, rows: int, heads: int) -> _HeadMetadata:
+    num_queries, num_keys = metadata.q_positions.shape[1], metadata.k_positions.shape[1]
+    slots = None if metadata.row_indices is None else metadata.row_indices[0]
     if slots is None:  # the queries are the last tokens among the keys
         slots = jnp.arange(num_keys - num_queries, num_keys, dtype=jnp.int32)
-    segments = places.q_segments, places.k_segments
+    segments = metadata.q_segments, metadata.k_segments
     if segments[0] is None:
         segments = tuple(jnp.ones((rows, size), jnp.int32) for size in (num_queries, num_keys))
 
@@ -113,7 +100,7 @@ def _head_places(places: Places, rows: int, heads: int) -> _HeadPlaces:
         x = jnp.atleast_2d(jnp.asarray(x, jnp.int32))
         return jnp.repeat(jnp.broadcast_to(x, (rows, x.shape[-1])), heads, axis=0)
 
-    return _HeadPlaces(*map(repeat, (slots, places.q_order, places.k_order, *segments)))
+    return _HeadMetadata(*map(repeat, (slots, metadata.q_order, metadata.k_order, *segments)))
 
 
 def _heads_as_rows(x: Float[Array, "B T K H"], repeats: int) -> Float[Array, "R T 1 H"]:
@@ -123,7 +110,7 @@ def _heads_as_rows(x: Float[Array, "B T K H"], repeats: int) -> Float[Array, "R 
 
 
 def _scores(
-    q: Float[Array, "T H"], k: Float[Array, "S H"], places: _HeadPlaces
+    q: Float[Array, "T H"], k: Float[Array, "S H"], metadata: _HeadMetadata
 ) -> tuple[Float[Array, " S"], Float[Array, " S"]]:
     """The attention of one head's probes to each key and to each distance, float32.
 
@@ -132,12 +119,12 @@ def _scores(
     q, k = (lax.stop_gradient(x) for x in (q, k))  # a choice has no gradient
     num_keys, distances = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     # Probes are the last queries that are not padding. Padding, if any, is at the other end.
-    last = jnp.max(jnp.where(places.q_segments != 0, jnp.arange(q.shape[0]), PROBES - 1))
+    last = jnp.max(jnp.where(metadata.q_segments != 0, jnp.arange(q.shape[0]), PROBES - 1))
     probes = lax.dynamic_slice_in_dim(jnp.arange(q.shape[0]), last - PROBES + 1, PROBES)
     slots, order, segments = (
-        x[probes] for x in (places.q_slots, places.q_index, places.q_segments)
+        x[probes] for x in (metadata.q_slots, metadata.q_index, metadata.q_segments)
     )
-    visible = (places.k_index <= order[:, None]) & (places.k_segments == segments[:, None])
+    visible = (metadata.k_index <= order[:, None]) & (metadata.k_segments == segments[:, None])
     visible = visible & (segments[:, None] != 0)
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     logits = jnp.einsum(
@@ -146,8 +133,8 @@ def _scores(
     # -1e30 is finite because some probes see no key.
     logits = jnp.where(visible, logits * q.shape[-1] ** -0.5, -1e30)
     weights = jnp.where(visible, jax.nn.softmax(logits, axis=-1), 0.0)
-    columns = jnp.where(places.k_index < FORCED_COLUMNS, jnp.inf, weights.sum(0))
-    columns = jnp.where(places.k_segments == 0, -jnp.inf, columns)
+    columns = jnp.where(metadata.k_index < FORCED_COLUMNS, jnp.inf, weights.sum(0))
+    columns = jnp.where(metadata.k_segments == 0, -jnp.inf, columns)
     k_slots = slots[:, None] - distances  # the key at each distance from each probe
     by_distance = jnp.take_along_axis(weights, jnp.clip(k_slots, 0, num_keys - 1), axis=1)
     diagonals = jnp.where(k_slots >= 0, by_distance, 0.0).sum(0)
@@ -161,15 +148,15 @@ def _top_k(scores: Float[Array, "R S"], count: int) -> tuple[Int[Array, "R M"], 
     return ids, mask
 
 
-def _attend_columns(q, k, v, places: _HeadPlaces, columns: Int[Array, "R M"], implementation):
+def _attend_columns(q, k, v, metadata: _HeadMetadata, columns: Int[Array, "R M"], implementation):
     """The partial (out, lse) of the chosen columns."""
     k, v = (jnp.take_along_axis(x, columns[:, :, None, None], axis=1) for x in (k, v))
     k_index, k_segments = (
-        jnp.take_along_axis(x, columns, axis=1) for x in (places.k_index, places.k_segments)
+        jnp.take_along_axis(x, columns, axis=1) for x in (metadata.k_index, metadata.k_segments)
     )
     return flash(
-        q, k, v, causal(), q_index=places.q_index, k_index=k_index, q_segments=places.q_segments,
-        k_segments=k_segments, implementation=implementation,
+        q, k, v, causal(), q_index=metadata.q_index, k_index=k_index,
+        q_segments=metadata.q_segments, k_segments=k_segments, implementation=implementation,
     )  # fmt: skip
 
 
@@ -177,20 +164,20 @@ def _attend_diagonals(
     q,
     k,
     v,
-    places: _HeadPlaces,
+    metadata: _HeadMetadata,
     is_column: Bool[Array, "R S"],
     is_diagonal: Bool[Array, "R S"],
     implementation,
 ):
     """The partial (out, lse) of the blocks of the chosen diagonals, without the chosen columns."""
     return flash(
-        q, k, v, causal(), table=_block_table(places, is_diagonal), q_index=places.q_index,
-        k_index=places.k_index, q_segments=places.q_segments,
-        k_segments=jnp.where(is_column, 0, places.k_segments), implementation=implementation,
+        q, k, v, causal(), table=_block_table(metadata, is_diagonal), q_index=metadata.q_index,
+        k_index=metadata.k_index, q_segments=metadata.q_segments,
+        k_segments=jnp.where(is_column, 0, metadata.k_segments), implementation=implementation,
     )  # fmt: skip
 
 
-def _block_table(places: _HeadPlaces, is_diagonal: Bool[Array, "R S"]):
+def _block_table(metadata: _HeadMetadata, is_diagonal: Bool[Array, "R S"]):
     """The blocks that the chosen diagonals pass through.
 
     In a block of queries from slot s, the diagonal d covers the keys s - d to s - d + 63 (a block
@@ -199,7 +186,7 @@ def _block_table(places: _HeadPlaces, is_diagonal: Bool[Array, "R S"]):
     rows, num_keys = is_diagonal.shape
     # counts[:, d] is the number of chosen diagonals below d.
     counts = jnp.pad(jnp.cumsum(is_diagonal, axis=1, dtype=jnp.int32), [(0, 0), (1, 0)])
-    starts = places.q_slots[:, ::BLOCK, None] - jnp.arange(0, num_keys, BLOCK, dtype=jnp.int32)
+    starts = metadata.q_slots[:, ::BLOCK, None] - jnp.arange(0, num_keys, BLOCK, dtype=jnp.int32)
     low, high = (
         jnp.clip(x, 0, num_keys).reshape(rows, -1) for x in (starts - BLOCK + 1, starts + BLOCK)
     )

@@ -15,8 +15,8 @@ from lcjax.errors import InputError
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import PRESETS, Decoder, ModelConfig, preset, unstack_layers
 from lcjax.models.config import check_choice
+from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
-from lcjax.models.initial import random_params, with_learned_rope
 from lcjax.rope import Rope
 
 

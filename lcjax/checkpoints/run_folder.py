@@ -20,7 +20,7 @@ from lcjax.errors import InputError
 from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
-from lcjax.models.initial import abstract_params, random_params, with_learned_rope
+from lcjax.models.decoder import abstract_params, random_params, with_learned_rope
 from lcjax.parallel.offload import fetched
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.tree import flatten, split, union

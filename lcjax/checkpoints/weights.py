@@ -15,7 +15,7 @@ import numpy as np
 from lcjax.checkpoints import hf_names
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.models.stacking import unstack_layers
+from lcjax.models.layer_groups import unstack_layers
 from lcjax.parallel.offload import host_shardings
 from lcjax.tree import lookup, nest, union
 

@@ -4,17 +4,16 @@ cost.estimate(config, length)                           # parameters, FLOPs per 
 cost.training_memory(config, length, rows, Mesh(fsdp=8))      # bytes on each device, by purpose
 """
 
-from lcjax.cost.compute import (
-    PEAK_FLOPS,
+from lcjax.cost.chips import PEAK_FLOPS, machine_peak, measured_peak, peak_flops
+from lcjax.cost.resources import (
     Cost,
+    Memory,
     estimate,
-    machine_peak,
-    measured_peak,
+    generation_memory,
     parameter_shapes,
-    peak_flops,
+    training_memory,
     visible_keys,
 )
-from lcjax.cost.memory import Memory, generation_memory, training_memory
 
 __all__ = [
     "PEAK_FLOPS",

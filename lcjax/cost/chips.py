@@ -1,4 +1,4 @@
-"""Accelerators by name: memory and speed of one device, and how many a topology has.
+"""Accelerators by name: memory and speed of one device, and the devices of a topology.
 
 Figures are the vendors'. TPUs: docs.cloud.google.com/tpu/docs, pages v4, v5e, v5p and v6e, tables
 of key specifications (v6e: 1,640 GB/s; older versions of the page have 1,600). GPUs: NVIDIA's data
@@ -9,7 +9,11 @@ context and allocator.
 
 import math
 import re
+import time
 from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
 
 from lcjax.errors import InputError
 
@@ -28,10 +32,10 @@ class Chip:
     dimensions: int = 0  # of a TPU's torus; 0: a GPU
 
 
-# Of a TPU usable is libtpu's own limit, as its compiler states it when a program needs more. That
-# of a v5p is above the 95 GB of its page, so its memory is taken to be 96 GiB. Of a GPU it is 95 %
-# (the context, libraries' workspaces, fragments), for which XLA_PYTHON_CLIENT_MEM_FRACTION=.95 has
-# to be set: jax takes 75 % by itself.
+# The usable memory of a TPU is libtpu's limit, which its compiler reports if a program needs more.
+# That of a v5p exceeds the 95 GB of its page, so its memory is set to 96 GiB. The usable memory of
+# a GPU is 95 % (a context, workspaces of libraries and fragments take the rest) and needs
+# XLA_PYTHON_CLIENT_MEM_FRACTION=.95: the default of JAX is 75 %.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -46,6 +50,36 @@ CHIPS = {
         Chip("h200", 140.4 * GIB, 0.95 * 140.4 * GIB, 989e12, 4_800e9),
     )
 }
+
+
+# Dense peak FLOP/s of one device in bfloat16 with float32 sums, by its `device.device_kind`.
+# The first name that stands as whole words in the lower-case kind counts. Devices that are not in
+# CHIPS have figures of the vendors' data sheets.
+PEAK_FLOPS = (
+    ("tpu7x", 2_307e12),
+    ("tpu v6", CHIPS["v6e"].peak),
+    ("tpu v5p", CHIPS["v5p"].peak),
+    ("tpu v5 lite", CHIPS["v5e"].peak),
+    ("tpu v5e", CHIPS["v5e"].peak),
+    ("tpu v5", CHIPS["v5p"].peak),  # v5p reports itself as "TPU v5"
+    ("tpu v4", CHIPS["v4"].peak),
+    ("tpu v3", 123e12),
+    ("tpu v2", 46e12),
+    ("gb200", 2_500e12),
+    ("b200", 2_250e12),
+    ("gh200", CHIPS["h200"].peak),
+    ("h200", CHIPS["h200"].peak),
+    ("h100 pcie", 756e12),
+    ("h100 nvl", 835e12),
+    ("h100", CHIPS["h100"].peak),
+    ("a100", CHIPS["a100-80"].peak),
+    ("l40s", 362e12),
+    ("l40", 181e12),
+    ("l4", 121e12),
+    ("a10g", 70e12),
+    ("v100", 125e12),
+    ("t4", 65e12),
+)
 
 
 @dataclass(frozen=True)
@@ -82,3 +116,40 @@ class Topology:
         ):
             raise InputError(f"--topology={text}: write the devices, as {chip.name}:{example}")
         return cls(chip, tuple(map(int, shape.split("x"))))
+
+
+def peak_flops(device: jax.Device | None = None) -> float | None:
+    """Returns the peak FLOP/s of a device, or None for a device that is not in the table."""
+    device = device or jax.devices()[0]
+    kind = device.device_kind.lower()
+    # "L4" is no part of "L40", nor "T4" of "T400".
+    matches = (peak for name, peak in PEAK_FLOPS if re.search(rf"\b{name}\b", kind))
+    return next(matches, None)
+
+
+def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) -> float:
+    """Measures the FLOP/s of square matrix products on the default device; the best of `repeats`.
+
+    It replaces the table for devices without a data sheet, such as CPUs. The "devices" of a CPU
+    share its cores, so the result is that of the whole machine.
+    """
+    a = jnp.full((size, size), 0.5, jnp.dtype(dtype))
+    product = jax.jit(jnp.dot)
+    product(a, a).block_until_ready()
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(a, a).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def machine_peak(dtype: str) -> tuple[float, str]:
+    """Returns the FLOP/s of all devices together, and the source of that number."""
+    devices = jax.devices()
+    peak = peak_flops(devices[0])
+    if peak is not None:
+        return peak * len(devices), f"{len(devices)} x {devices[0].device_kind}, bfloat16 peak"
+    count = 1 if devices[0].platform == "cpu" else len(devices)
+    source = f"measured {dtype} matrix product on this {devices[0].platform}"
+    return measured_peak(dtype) * count, source

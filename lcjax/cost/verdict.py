@@ -1,38 +1,73 @@
-"""What a compiler says about a program: whether it fits into a chip, and what it moves."""
+"""The result of compiling a program: its memory, whether it fits into a chip, and its collectives.
 
+XLA's counts include the body of a loop once. Here a collective in a loop is multiplied by the trip
+count if the compiler knows it or if the condition compares with a constant. All branches of a
+conditional are counted.
+Bytes are those that a device receives when n devices pass parts around a ring, which is the
+minimum: for a result of r bytes r (n - 1) / n in an all-gather, twice that in an all-reduce, and
+r (n - 1) in a reduce-scatter, whose result is a part.
+"""
+
+import math
 import re
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import jax
 
 from lcjax.cost.chips import Chip
-from lcjax.cost.collectives import Traffic, collectives
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# The compiler's two ways to say it: of the whole program, or of its temporaries alone.
+# The compiler's two messages: for the whole program, or for its temporaries alone.
 _NEEDED = re.compile(
     r"Ran out of memory.*?(?:Used |temporaries \()([\d.]+)([KMGT]?)(?: of|\) exceeds)", re.DOTALL
 )
 
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+_START = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)(?:e\d\w+)?\[([\d,]*)\]")
+_WHILE = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_GROUPS = re.compile(
+    r"(?:replica_groups=|num_partitions=)"
+    r"(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\}|(\d+))"
+)
+# An axis with its size, or (of what is before and how much) a part of one.
+_AXIS = re.compile(r"'(\w+)'(?:(?:=|:\(\d+\))(\d+))?")
+_SCATTER = "all-reduce-scatter"  # libtpu's fusions that leave each device its part of a sum
+_CALLS = re.compile(r" (?:fusion|call|async-start)\(.*(?:calls|to_apply)=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LIMIT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind on one device, in one run of the program."""
+
+    count: int
+    bytes: int  # received
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """Bytes are of one device, in one run of the program."""
+    """Memory and traffic of a program in bytes, of one device in one run."""
 
     chip: Chip
-    needed: float  # at the moment when most is
+    needed: float  # at the peak
     seconds: float  # of compiling
     arguments: int = 0
     outputs: int = 0
     in_place: int = 0  # outputs that take the place of arguments
     temporaries: int = 0
     program: int = 0
-    # Read and written, the body of a loop counted once; 0 where the compiler does not say.
+    # Read and written, the body of a loop counted once; 0 if the compiler does not report it.
     accessed: float = 0.0
     traffic: dict[str, Traffic] = field(default_factory=dict)
     host: int = 0  # in the memory of the device's host
-    refused: bool = False  # by the compiler, for want of memory
+    refused: bool = False  # the compiler ran out of memory
 
     @property
     def fits(self) -> bool:
@@ -65,15 +100,19 @@ class Verdict:
 
 
 def verdict(lowered: jax.stages.Lowered, chip: Chip) -> Verdict:
-    """Compiles; a program that is too large is a verdict, every other failure an error."""
+    """Compiles a program for `chip`; if it is too large, the verdict says so.
+
+    Raises:
+      JaxRuntimeError: the compiler fails for another reason.
+    """
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        found = _NEEDED.search(str(error))
-        if found is None:
+        match = _NEEDED.search(str(error))
+        if match is None:
             raise
-        needed = float(found[1]) * _UNITS[found[2]]
+        needed = float(match[1]) * _UNITS[match[2]]
         return Verdict(chip, needed, time.perf_counter() - start, refused=True)
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
     sizes = {
@@ -95,3 +134,93 @@ def verdict(lowered: jax.stages.Lowered, chip: Chip) -> Verdict:
         accessed=(compiled.cost_analysis() or {}).get("bytes accessed", 0.0),
         traffic=collectives(compiled.as_text()),
     )
+
+
+def collectives(text: str) -> dict[str, Traffic]:
+    """Counts collectives by kind in the text of an optimised HLO module (`compiled.as_text()`)."""
+    bodies, entry = _computations(text)
+    num_devices = _group(text.split("\n", 1)[0]) or 1
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def walk(name: str, times: int, seen: set | None) -> None:
+        """`seen`: channels of the caller if `name` is a part of it; None if it runs alone."""
+        channels: set = set()
+        for line in bodies.get(name, ()):
+            if match := _COLLECTIVE.search(line):
+                channel = match[2], (_CHANNEL.search(line) or [""])[0]
+                # Fusions that overlap a collective with work repeat it at its start and its end.
+                if seen is not None and channel in seen:
+                    continue
+                if seen is not None:
+                    seen.add(channel)
+                kind, received = _received(match, _group(line) or num_devices, name)
+                if received:
+                    totals[kind][0] += times
+                    totals[kind][1] += times * received
+            elif match := _WHILE.search(line):
+                known = _TRIPS.search(line)
+                trips = int(known[1]) if known else _trips(bodies.get(match[1], ()))
+                walk(match[2], times * trips, None)
+            elif match := _BRANCHES.search(line):
+                for branch in match[1].split(","):
+                    walk(branch.strip().lstrip("%"), times, None)
+            elif match := _CALLS.search(line):
+                walk(match[1], times, channels if seen is None else seen)
+
+    walk(entry, 1, None)
+    return {kind: Traffic(*totals[kind]) for kind in KINDS if kind in totals}
+
+
+def _received(match: re.Match, devices: int, computation: str) -> tuple[str, int]:
+    """(kind, bytes that a device receives) of a collective of `devices` in a computation."""
+    shape, kind, started = match.groups()
+    sizes = [_bytes(*array) for array in _ARRAY.findall(shape)]
+    if started and kind != "all-reduce":
+        # A start op lists its operands before its results, and counters after them.
+        sizes = sizes[len(sizes) // 2 :] if kind != "collective-permute" else sizes[1:2]
+    size = sum(sizes)
+    if kind == "collective-permute":
+        return kind, size
+    if kind == "reduce-scatter":
+        return kind, size * (devices - 1)
+    part = size * (devices - 1) // devices
+    if kind == "all-reduce":
+        return ("reduce-scatter", part) if computation.startswith(_SCATTER) else (kind, 2 * part)
+    return kind, part
+
+
+def _group(line: str) -> int:
+    """The number of devices in a group; 0 if the line names none."""
+    match = _GROUPS.search(line)
+    if match is None:
+        return 0
+    listed, size, mesh, axes, count = match.groups()
+    if mesh is None:
+        return len(listed.split(",")) if listed is not None else int(size or count)
+    sizes = dict(_AXIS.findall(mesh))
+    return math.prod(int(part or sizes[name]) for name, part in _AXIS.findall(axes))
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation, and the name of the entry computation."""
+    bodies: dict[str, list[str]] = {}
+    name = entry = ""
+    for line in text.splitlines():
+        if start := _START.match(line):
+            name = start[1]
+            bodies[name] = []
+            entry = name if line.startswith("ENTRY") else entry
+        elif name:
+            bodies[name].append(line)
+    return bodies, entry
+
+
+def _trips(condition: list[str]) -> int:
+    """The trip count of a loop from the constant in its condition; 1 without a constant."""
+    limits = [int(limit) for line in condition for limit in _LIMIT.findall(line)]
+    return max(limits, default=1)
+
+
+def _bytes(dtype: str, shape: str) -> int:
+    bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
+    return math.prod(int(size) for size in shape.split(",") if size) * bits // 8

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention import Causal, attend
+from lcjax.attention import AttentionMetadata, Causal
 from lcjax.attention.base import rotate_queries
 from lcjax.errors import InputError, whole_number
 from lcjax.memory.base import MemorySection, add_to_readers
@@ -176,14 +176,10 @@ class BeaconAttention(Attention):
             q = jnp.concatenate([q, beacon_q], 1)
             index = context.index[:, :size]
             self_partial = _self_partial(beacon_q, beacon_k, beacon_v, context, size)
-            y = attend(
-                q,
-                k,
-                v,
-                pattern=Causal(),
+            metadata = AttentionMetadata(
+                context.positions,
+                context.positions[:, :size],
                 rotation=context.rotation,
-                q_positions=context.positions,
-                k_positions=context.positions[:, :size],
                 # A beacon stands behind the last token that it sees.
                 q_index=jnp.concatenate([index, context.beacons - 1], 1),
                 k_index=index,
@@ -192,6 +188,7 @@ class BeaconAttention(Attention):
                 layout=attention_layout(self.mesh),
                 extra_partials=[*self.prefix_partials(q, context), self_partial],
             )
+            y = Causal().attend(q, k, v, metadata)
         out = [self.combine(y[:, :size]), self.memory.combine(y[:, size:])]
         k, v = (jnp.concatenate(pair, 1) for pair in ((k, beacon_k), (v, beacon_v)))
         return jnp.concatenate(out, 1), collect_key_values(k, v, context)

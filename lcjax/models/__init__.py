@@ -1,9 +1,8 @@
-"""Decoders in Flax Linen: thin modules over plain functions."""
+"""Decoders in Flax Linen: configs, layers, KV cache, losses, adapters."""
 
-from lcjax.models.config import ModelConfig
+from lcjax.models.config import PRESETS, ModelConfig, preset
 from lcjax.models.decoder import Decoder, head
-from lcjax.models.presets import PRESETS, preset
-from lcjax.models.stacking import stack_layers, unstack_layers, unstack_layers_in_place
+from lcjax.models.layer_groups import stack_layers, unstack_layers, unstack_layers_in_place
 
 __all__ = [
     "PRESETS",

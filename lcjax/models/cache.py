@@ -1,50 +1,47 @@
-"""What is kept of the past while generating: a fixed number of key/value slots per row.
+"""The KV cache: a fixed number of key/value slots per row.
 
-Two policies. A *full* cache has a slot for every token; all rows of a batch fill the same slots, so
-shorter prompts are padded on the left, and `segments` says which slots hold a token. A *rolling*
-cache serves patterns that see the first and the last tokens only (`Pattern.cache_window`): each
-row writes its tokens to the sinks, then round a ring, and however long the text grows the cache
-does not.
-Which slot holds which token is data there: masks are asked about `index`, the order indices.
+A *full* cache has a slot for every token. All rows of a batch fill the same slots, so shorter
+prompts are padded on the left, and `segments` marks the slots that hold a token. A *rolling* cache
+serves patterns that see only the first and the last tokens (`Pattern.cache_window`): each row
+writes its tokens to the sinks, then to a ring, and the cache does not grow with the text. The slot
+of a token is then data, and masks test `index`, the order indices of the slots.
 
-Keys are kept rotated, which is exact as long as the rotation stays the same for the whole request,
-or unrotated (`rotated=False`) so that every step may rotate all of them anew: patterns that move
-keys need that, and so does a rotation that depends on the length (YaRN, section 3.3).
+Keys are stored rotated, which is exact if the rotation is the same for the whole request, or
+unrotated (`rotated=False`), so that every step rotates all of them. Patterns that move keys need
+unrotated keys, and so do rotations that depend on the length (YaRN, section 3.3).
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Num
 
-from lcjax.attention import Pattern, Places
+from lcjax.attention import AttentionMetadata, Pattern
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import rows_over
 from lcjax.rope import rotate
-from pallas_kernels import Layout
 
 if TYPE_CHECKING:
     from lcjax.models.config import ModelConfig
-    from lcjax.models.layers import Context
 
 
 @dataclasses.dataclass(frozen=True)
 class Rolling:
-    """Which tokens a rolling cache holds: the first `sinks`, and round a ring the last ones."""
+    """The tokens of a rolling cache: the first `sinks`, and the last ones in a ring."""
 
     sinks: int
-    recent: int  # last tokens that a new one may see, itself included
+    recent: int  # last tokens that a new token may see, itself included
 
     def slots_for(self, chunk: int) -> int:
-        """Slots with which `chunk` tokens can be read at once: the first of them sees `recent`."""
+        """The slots that are needed to read `chunk` tokens at once: the first one sees `recent`."""
         return self.sinks + self.recent + chunk - 1
 
-    def slot(self, order: jax.Array, slots: int) -> jax.Array:
-        """The slot of the token with this order index."""
+    def slot(self, order: Int[Array, "..."], slots: int) -> Int[Array, "..."]:
+        """The slots of the tokens with these order indices."""
         ring = slots - self.sinks
         return jnp.where(order < self.sinks, order, self.sinks + (order - self.sinks) % ring)
 
@@ -56,16 +53,16 @@ class Cache:
 
     `layers` holds (keys, values), each [B, K, S, H], and the pattern's state
     (`Pattern.cache_state_shapes`): stacked [L, ...] for scanned layers, else one such tuple per
-    layer. Heads stand before slots, the order in which a decoding step multiplies them, so that
-    reading the cache never copies it.
+    layer. Heads precede slots, the order in which a decoding step multiplies them, so that reading
+    the cache never copies it.
     """
 
     layers: Any
-    segments: jax.Array  # int32 [B, S]: 1 where a slot holds a token, 0 where not
-    positions: jax.Array  # float32 [B, S], the positions of the keys
-    index: jax.Array  # int32 [B, S], their order indices
-    filled: jax.Array  # int32 scalar, tokens read, padding included
-    tokens: jax.Array  # int32 [B], tokens read of each row, padding not counted
+    segments: Int[Array, "B S"]  # 1 where a slot holds a token, else 0
+    positions: Float[Array, "B S"]  # of the keys
+    index: Int[Array, "B S"]  # order indices of the keys
+    filled: Int[Array, ""]  # tokens read, padding included
+    tokens: Int[Array, " B"]  # tokens read of each row, without padding
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
     rolling: Rolling | None = dataclasses.field(metadata={"static": True}, default=None)
 
@@ -77,16 +74,30 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The cache as one call sees it, the places of its T new tokens included."""
+    """The slots of the cache in one call, with its T new tokens."""
 
-    segments: jax.Array  # int32 [B, S]
-    positions: jax.Array  # [B, S]
-    index: jax.Array  # int32 [B, S]
-    start: jax.Array  # int32 scalar; a full cache writes to slots start .. start + T - 1
-    slots: jax.Array | None  # int32 [B, T], where a rolling cache writes; S for padding
-    q_index: jax.Array  # int32 [B, T], order indices of the new tokens
-    q_segments: jax.Array  # int32 [B, T]
+    segments: Int[Array, "B S"]
+    positions: Float[Array, "B S"]
+    index: Int[Array, "B S"]
+    start: Int[Array, ""]  # a full cache writes to slots start .. start + T - 1
+    slots: Int[Array, "B T"] | None  # to which a rolling cache writes; S for padding
+    q_index: Int[Array, "B T"]  # order indices of the new tokens
+    q_segments: Int[Array, "B T"]
     rotated: bool = dataclasses.field(metadata={"static": True}, default=True)
+
+    def update_metadata(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Replaces the keys of a call by those of the cache; the queries are its new tokens."""
+        slots = self.start + jnp.arange(self.q_index.shape[1], dtype=jnp.int32)
+        return metadata.replace(
+            k_positions=self.positions,
+            q_index=self.q_index,
+            k_index=self.index,
+            # A query that is padding itself sees nothing, like a key that is padding.
+            q_segments=self.q_segments,
+            k_segments=self.segments,
+            row_indices=(slots, None) if self.slots is None else None,
+            keys_rotated=self.rotated,
+        )
 
 
 def create(
@@ -98,11 +109,16 @@ def create(
     rotated: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-    """An empty cache for `length` tokens in the compute dtype of `config`.
+    """Returns an empty cache in the compute dtype of `config`.
 
-    `chunk` is the most tokens that are read at once; with it, a pattern that keeps only some keys
-    gets a rolling cache where that is the smaller one. Keys are `rotated` unless the pattern moves
-    them. On `mesh` rows lie over data and fsdp, heads over tensor; every device makes its own part.
+    Args:
+      config: the model.
+      batch: rows.
+      length: tokens of a row.
+      chunk: the most tokens that are read at once. A pattern that keeps only some keys gets a
+        rolling cache if that is smaller. None: a full cache.
+      rotated: whether keys are stored rotated; None: unless the pattern moves them.
+      mesh: shards rows over data and fsdp, and heads over tensor; each device creates its part.
     """
     pattern = config.pattern.for_inference()
     slots, rolling = policy(pattern, length, chunk)
@@ -113,11 +129,11 @@ def create(
         return jnp.zeros(shape, dtype, device=_layout(mesh, shape))
 
     state_shapes = pattern.cache_state_shapes(slots, config.head_dim)
-    notes = [(batch, config.num_heads, *shape) for shape in state_shapes]
+    state_shapes = [(batch, config.num_heads, *shape) for shape in state_shapes]
 
     def layer(*stack):
         pair = [zeros((*stack, *shape), dtype) for _ in range(2)]
-        return (*pair, *(zeros((*stack, *note), jnp.float32) for note in notes))
+        return (*pair, *(zeros((*stack, *shape), jnp.float32) for shape in state_shapes))
 
     return Cache(
         layers=layer(count) if config.stacked else tuple(layer() for _ in range(count)),
@@ -132,7 +148,7 @@ def create(
 
 
 def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolling | None]:
-    """(slots, how they are used) of a cache for `length` tokens, read `chunk` at a time."""
+    """Returns the slots of a cache for `length` tokens; and the policy of a rolling cache."""
     window = pattern.cache_window()
     if window is None or chunk is None:
         return length, None
@@ -142,42 +158,46 @@ def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolli
 
 
 def keep_layout(cache: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    """Under jit: a cache, or some of its arrays, laid out as `create` lays it.
-
-    So it is written where it lies.
-    """
+    """Constrains a cache, or some of its arrays, to the shardings of `create` inside jit."""
     if mesh is None:
         return cache
-
-    def keep(x):
-        return jax.lax.with_sharding_constraint(x, _layout(mesh, x.shape))
-
-    return jax.tree.map(keep, cache)
+    return jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, _layout(mesh, x.shape)), cache
+    )
 
 
 def _layout(mesh: jax.sharding.Mesh | None, shape: tuple[int, ...]) -> NamedSharding | None:
-    """Of what layers keep [.., B, K, S, H], of what is known of slots [B, S], or of a number []."""
+    """The sharding of layers [.., B, K, S, H], of fields of slots [B, S], or of a number []."""
     if mesh is None:
         return None
     first = max(len(shape) - 4, 0)
-    spread = rows_over(mesh, shape[first]) > 1 if shape else False
-    heads = len(shape) >= 4 and shape[first + 1] % mesh.shape["tensor"] == 0
-    axes = (("data", "fsdp") if spread else None, "tensor" if heads else None)
+    split_rows = rows_over(mesh, shape[first]) > 1 if shape else False
+    split_heads = len(shape) >= 4 and shape[first + 1] % mesh.shape["tensor"] == 0
+    axes = (("data", "fsdp") if split_rows else None, "tensor" if split_heads else None)
     return NamedSharding(mesh, PartitionSpec(*(None,) * first, *axes[: len(shape)]))
 
 
 def whole_blocks(slots: int) -> int:
-    """The next capacity that attention reads without padding the whole cache first."""
+    """Rounds up to a capacity that attention reads without padding the cache first."""
     unit = 64 if slots <= 1024 else 1024
     return -(-slots // unit) * unit
 
 
-def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tuple[Cache, View]:
-    """Reserves slots for `positions.shape[1]` new tokens; the layers are written afterwards.
+def extend(
+    cache: Cache, segments: Int[Array, "B T"] | None, positions: Num[Array, "B T"]
+) -> tuple[Cache, View]:
+    """Reserves slots for new tokens; the layers are written afterwards.
 
-    `segments` [B, T] is 1 for a token and 0 for padding, which stands before the first token (all
-    are tokens if None). Writing past the capacity of a full cache cannot be seen under jit: callers
-    size it for prompt + new tokens.
+    jit cannot detect writes past the capacity of a full cache: callers create it for the prompt and
+    all new tokens.
+
+    Args:
+      cache: the tokens so far.
+      segments: 1 for a token, 0 for padding, which precedes the first token; None: all are tokens.
+      positions: positions of the new tokens.
+
+    Raises:
+      InputError: the tokens overwrite keys of a rolling cache that they need.
     """
     rows, length = positions.shape
     if segments is None:
@@ -187,12 +207,12 @@ def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tu
     slots = _slots(cache, segments, order)
     fields = {"segments": segments, "positions": positions, "index": order}
     for name, new in fields.items():
-        kept = getattr(cache, name)
-        new = new.astype(kept.dtype)
+        cached = getattr(cache, name)
+        new = new.astype(cached.dtype)
         if slots is None:
-            fields[name] = jax.lax.dynamic_update_slice(kept, new, (0, cache.filled))
+            fields[name] = jax.lax.dynamic_update_slice(cached, new, (0, cache.filled))
         else:
-            fields[name] = kept.at[jnp.arange(rows)[:, None], slots].set(new, mode="drop")
+            fields[name] = cached.at[jnp.arange(rows)[:, None], slots].set(new, mode="drop")
     view = View(
         **fields,
         start=cache.filled,
@@ -205,8 +225,8 @@ def extend(cache: Cache, segments: jax.Array | None, positions: jax.Array) -> tu
     return dataclasses.replace(cache, **fields, **counts), view
 
 
-def next_order(cache: Cache, segments: jax.Array | None, length: int) -> jax.Array:
-    """The order indices int32 [B, T] of `length` tokens that go on from those in the cache.
+def next_order(cache: Cache, segments: Int[Array, "B T"] | None, length: int) -> Int[Array, "B T"]:
+    """Returns the order indices of `length` tokens that follow those in the cache.
 
     `segments` [B, T] as in `extend`; padding has the index of the token before it.
     """
@@ -216,15 +236,15 @@ def next_order(cache: Cache, segments: jax.Array | None, length: int) -> jax.Arr
 
 
 def _slots(cache: Cache, segments: jax.Array, order: jax.Array) -> jax.Array | None:
-    """Where a rolling cache writes the tokens [B, T]: nowhere (slot S) for padding."""
+    """The slots [B, T] to which a rolling cache writes tokens; S for padding, which is dropped."""
     rolling, length = cache.rolling, segments.shape[1]
     if rolling is None:
         return None
-    room = cache.capacity - rolling.slots_for(1) + 1
-    if length > room:
+    longest = cache.capacity - rolling.slots_for(1) + 1
+    if length > longest:
         raise InputError(
             f"{length} tokens at once overwrite keys that they need in a rolling cache of "
-            f"{cache.capacity} slots; read at most {room}, or create it with chunk={length}"
+            f"{cache.capacity} slots; read at most {longest}, or create it with chunk={length}"
         )
     slots = rolling.slot(order, cache.capacity)
     return jnp.where(segments != 0, slots, cache.capacity)
@@ -238,91 +258,78 @@ def branch(
     slots: int,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-    """Rows that begin with what the one row of a full `cache` begins with.
+    """Returns a cache of several rows that all begin with the tokens of a full cache of one row.
 
-    As if their first `filled` slots had been read in full: `padding` [B], then tokens of `cache`.
+    Args:
+      cache: the cache of one row.
+      filled: slots that are read of each row, padding included.
+      padding: int32 [B], padding before the tokens of each row.
+      slots: capacity of the new cache.
+      mesh: shards it as in `create`.
     """
-    places = jnp.arange(slots, dtype=jnp.int32)
-    wanted = places - padding[:, None]
-    there = (wanted >= 0) & (places < filled)
+    slot_ids = jnp.arange(slots, dtype=jnp.int32)
+    source = slot_ids - padding[:, None]
+    is_token = (source >= 0) & (slot_ids < filled)
 
     def rows(x):
-        """[1, S'] -> [B, S], or of what layers keep [.., 1, K, S', H] -> [.., B, K, S, H]."""
-        wide = x.ndim >= 4
-        first, mask = (x.ndim - 4, there[:, None, :, None]) if wide else (0, there)
+        """[1, S'] -> [B, S], or of layers [.., 1, K, S', H] -> [.., B, K, S, H]."""
+        is_layer = x.ndim >= 4
+        first, mask = (x.ndim - 4, is_token[:, None, :, None]) if is_layer else (0, is_token)
         x = x.squeeze(first)
-        pick = functools.partial(jnp.take, x, axis=-2 if wide else -1, mode="clip")
-        return jnp.where(mask, jax.vmap(pick, out_axes=first)(wanted), 0)
+        pick = functools.partial(jnp.take, x, axis=-2 if is_layer else -1, mode="clip")
+        return jnp.where(mask, jax.vmap(pick, out_axes=first)(source), 0)
 
     fields = {name: rows(getattr(cache, name)) for name in ("segments", "positions", "index")}
-    made = dataclasses.replace(
+    branched = dataclasses.replace(
         cache,
         layers=jax.tree.map(rows, cache.layers),
         **fields,
         filled=filled,
         tokens=jnp.maximum(filled - padding, 0).astype(jnp.int32),
     )
-    return keep_layout(made, mesh)
+    return keep_layout(branched, mesh)
 
 
 def replace_layers(cache: Cache, layers: Any) -> Cache:
-    """The cache with the keys and values that the layers returned."""
+    """Returns the cache with the keys and values that the layers returned."""
     return dataclasses.replace(cache, layers=layers)
 
 
 def attend_cached(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    layer: tuple[jax.Array, ...],
-    *,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    layer: tuple[Float[Array, "B _ _ _"], ...],
     pattern: Pattern,
-    context: "Context",
-    layout: Layout | None = None,
-    more: Sequence[tuple[jax.Array, jax.Array]] = (),
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Writes `k`, `v` [B, T, K, H] in their slots and attends over everything kept so far.
+    view: View,
+    metadata: AttentionMetadata,
+) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B _ _ _"], ...]]:
+    """Writes the new keys and values to the cache and attends to all its keys.
 
-    `layer` is (keys, values) [B, K, S, H] and the pattern's notes. Returns the output [B, T, N, H]
-    and the layer as it is then. `layout` splits rows and heads over a mesh; `more` as in
-    `lcjax.attention.attend`.
+    Args:
+      q, k, v: unrotated queries and keys, and values of the new tokens.
+      layer: keys and values [B, K, S, H] of the cache, and the pattern's state.
+      pattern: visible keys.
+      view: slots of the new tokens.
+      metadata: positions, documents and rotation of the call (`View.update_metadata`).
+
+    Returns:
+      The output, and the updated layer.
     """
-    view, rotation = context.view, context.rotation
     if view.rotated:
-        at = pattern.key_positions(context.positions, view.q_index)
-        k = rotate(k, at, rotation.inv_freq, rotation.scale)
-    keys, values = (_write(kept, new, view) for kept, new in zip(layer[:2], (k, v), strict=True))
-    here = view.start + jnp.arange(q.shape[1], dtype=jnp.int32)
-    places = Places(
-        q_positions=context.positions,
-        k_positions=view.positions,
-        q_index=view.q_index,
-        k_index=view.index,
-        # A query that is padding itself sees nothing, like a key that is padding.
-        q_segments=view.q_segments,
-        k_segments=view.segments,
-        row=(here, None) if view.slots is None else None,
-        heads=q.shape[2],
-        bias=context.bias,
-        layout=layout,
+        positions = pattern.key_positions(metadata.q_positions, view.q_index)
+        k = rotate(k, positions, metadata.rotation.inv_freq, metadata.rotation.scale)
+    keys, values = (_write(cached, x, view) for cached, x in zip(layer[:2], (k, v), strict=True))
+    out, state = pattern.attend_with_state(
+        q, keys.swapaxes(1, 2), values.swapaxes(1, 2), layer[2:], metadata
     )
-    out, notes = pattern.attend_with_state(
-        q,
-        keys.swapaxes(1, 2),
-        values.swapaxes(1, 2),
-        layer[2:],
-        rotation,
-        places,
-        keys_rotated=view.rotated,
-        **({"extra_partials": more} if more else {}),
-    )
-    return out, (keys, values, *notes)
+    return out, (keys, values, *state)
 
 
-def _write(kept: jax.Array, new: jax.Array, view: View) -> jax.Array:
-    """`kept` [B, K, S, H] with `new` [B, T, K, H] in the slots of `view`."""
-    new = new.astype(kept.dtype)
+def _write(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:
+    """Writes `new` [B, T, K, H] to the slots of `view` in `cached` [B, K, S, H]."""
+    new = new.astype(cached.dtype)
     if view.slots is None:
-        return jax.lax.dynamic_update_slice(kept, new.swapaxes(1, 2), (0, 0, view.start, 0))
+        return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, view.start, 0))
     rows = jnp.arange(new.shape[0])[:, None]
-    return kept.at[rows, :, view.slots].set(new, mode="drop")
+    return cached.at[rows, :, view.slots].set(new, mode="drop")

@@ -1,15 +1,16 @@
-"""What a decoder is made of: the numbers that a checkpoint's config file holds."""
+"""The architecture of a decoder, and published architectures by name."""
 
 import dataclasses
+import difflib
 from typing import Any
 
 import jax.numpy as jnp
 
-from lcjax.attention import POSITIONS, Causal, Pattern
+from lcjax.attention import POSITIONS, Bidirectional, Causal, Pattern, Sliding
 from lcjax.errors import InputError
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
-from lcjax.rope import Default, Rope
+from lcjax.rope import Default, Llama3, Rope
 from pallas_kernels.sharded import METHODS
 
 _CHOICES = {
@@ -25,7 +26,7 @@ _CHOICES = {
 
 
 def check_choice(field: str, value: Any) -> None:
-    """Refuses a value that `field` of a model cannot have."""
+    """Raises an InputError for a value that `field` of a model cannot have."""
     if value not in _CHOICES[field]:
         known = ", ".join(_CHOICES[field])
         raise InputError(f"model.{field}={value!r} is not one of {known}")
@@ -54,17 +55,17 @@ class ModelConfig:
     head_bias: bool = False
     rotary_fraction: float = 1.0  # share of each head's channels that is rotated
     tie_embeddings: bool = False
-    mlm_head: bool = False  # logits are those of masked language modelling (`lcjax.models.mlm`)
-    position: str = "rope"  # or alibi, t5, sinusoidal, learned (see `lcjax.models.position`)
+    mlm_head: bool = False  # logits of masked language modelling (`lcjax.models.encoder`)
+    position: str = "rope"  # or alibi, t5, sinusoidal, learned (see `decoder.Position`)
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: str = "float32"
-    # What a training step recomputes: nothing, whole layers, these without attention, or what is
-    # neither attention nor a product with weights.
+    # What a training step recomputes: none: nothing; full: layers; attention: layers except
+    # attention; dots: all but attention and products with weights.
     remat: str = "none"
-    # How attention over the mesh axis `context` is put together: keys go round a ring, or heads are
-    # exchanged for tokens (which needs as many heads on a device as parts of the text).
+    # Attention over the mesh axis `context`: keys pass around a ring, or heads are exchanged for
+    # tokens (which needs as many heads on a device as parts of the text).
     context_parallel: str = "ring"
     memory: Memory | None = None  # a context beside the window, and the layers that read it
     lora: LoRA | None = None
@@ -104,12 +105,12 @@ class ModelConfig:
                 )
 
     def for_inference(self) -> "ModelConfig":
-        """The model as it reads when nothing is trained."""
+        """Returns the config for evaluation and generation."""
         memory = None if self.memory is None else self.memory.for_inference()
         return self.replace(pattern=self.pattern.for_inference(), memory=memory)
 
     def check_length(self, length: int) -> None:
-        """Refuses more tokens than a table of learned positions has rows."""
+        """Raises an InputError for more tokens than a table of learned positions has rows."""
         if self.position == "learned" and length > self.max_length:
             raise InputError(
                 f"{length} tokens are more than the {self.max_length} positions that a model with "
@@ -118,9 +119,9 @@ class ModelConfig:
 
     @property
     def stacked(self) -> bool:
-        """Whether weights lie in stacks [L, ...] under `layers`, not one by one under `layers_0`.
+        """Whether weights are stacked [L, ...] under `layers`, not separate under `layers_0`, ...
 
-        Not where layers are not all alike: `lcjax.models.layer_groups` scans those that are.
+        They are separate if layers differ; `lcjax.models.layer_groups` then scans groups of them.
         """
         return self.scan_layers and (
             self.memory is None or self.memory.uniform_layers(self.num_layers)
@@ -136,3 +137,81 @@ class ModelConfig:
 
     def compute_dtype(self) -> jnp.dtype:
         return jnp.dtype(self.dtype)
+
+
+def _llama2(width, mlp_width, layers, heads):
+    return ModelConfig(32_000, width, mlp_width, layers, heads, heads, 128, 4_096)
+
+
+def _encoder(vocab, width, mlp_width, layers, heads, length):
+    """A bidirectional Llama for masked language modelling: a vocabulary, and [MASK] after it."""
+    return ModelConfig(
+        *(vocab, width, mlp_width, layers, heads, heads, width // heads, length),
+        norm_epsilon=1e-6,
+        tie_embeddings=True,
+        mlm_head=True,
+        pattern=Bidirectional(),
+    )
+
+
+PRESETS = {
+    # A model for tests and dry runs: every part of a Llama, trained in seconds on a laptop.
+    "tiny": ModelConfig(259, 64, 160, 2, 4, 2, 16, 128),
+    # Llamas that learn to read code byte by byte in minutes on a laptop, for small studies.
+    "llama-400k": ModelConfig(259, 96, 256, 3, 3, 3, 32, 128),
+    "llama-1m": ModelConfig(259, 128, 352, 4, 4, 4, 32, 128),
+    "smollm2-135m": ModelConfig(
+        *(49_152, 576, 1_536, 30, 9, 3, 64, 8_192),
+        tie_embeddings=True,
+        rope=Default(theta=100_000.0),
+    ),
+    # The encoder of CEPE: Llama-2's vocabulary and [MASK] (arXiv 2402.16617, sec. 2.1).
+    "cepe-encoder": _encoder(32_001, 1_024, 4_096, 24, 16, 512),
+    # For SmolLM2-135M: a third of its size, two fifths of that embeddings.
+    "smollm2-encoder": _encoder(49_153, 384, 1_536, 12, 6, 512),
+    "tiny-encoder": _encoder(260, 32, 80, 2, 2, 64),
+    "llama2-7b": _llama2(4_096, 11_008, 32, 32),
+    "llama2-13b": _llama2(5_120, 13_824, 40, 40),
+    "llama3.1-8b": ModelConfig(
+        *(128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072),
+        rope=Llama3(theta=500_000.0, factor=8.0, original_length=8_192),
+    ),
+    "mistral-7b": ModelConfig(
+        *(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768), pattern=Sliding(window=4_096)
+    ),
+    "phi-2": ModelConfig(
+        *(51_200, 2_560, 10_240, 32, 32, 32, 80, 2_048),
+        norm="layer",
+        activation="gelu_tanh",
+        block="parallel",
+        gated_mlp=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        rotary_fraction=0.4,
+    ),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """Returns the architecture `name`; an unknown name is an InputError that lists similar ones."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS) or sorted(PRESETS)
+        raise InputError(f"model.preset={name!r} is not known; try {', '.join(near)}")
+    return PRESETS[name]
+
+
+# Checkpoints of the hub whose architecture is a preset: estimates need no download.
+HUB = {
+    "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "meta-llama/Llama-2-7b-hf": "llama2-7b",
+    "meta-llama/Llama-2-7b-chat-hf": "llama2-7b",
+    "meta-llama/Llama-2-13b-hf": "llama2-13b",
+    "meta-llama/Llama-2-13b-chat-hf": "llama2-13b",
+    "meta-llama/Llama-3.1-8B": "llama3.1-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
+    "microsoft/phi-2": "phi-2",
+    "hyen/LLaMA-MLM-Large": "cepe-encoder",
+}

@@ -1,31 +1,32 @@
-"""The one model: embedding, L equal blocks, a final norm, and logits on demand."""
+"""The decoder: embedding, blocks, final norm, and the projection to logits."""
 
+import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import order_indices
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import layer_groups
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import MLP, Attention, CollectKeyValues, Context, Head, Norm
-from lcjax.models.lookup import look_up
+from lcjax.models.encoder import MaskedHead
+from lcjax.models.layers import MLP, Attention, CollectKeyValues, Context, Head, Norm, look_up
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
-from lcjax.models.mlm import MaskedHead
-from lcjax.models.offloaded import unboxed
-from lcjax.models.position import Position, no_rotation
-from lcjax.parallel.sharding import LENGTH, keep_tokens
+from lcjax.parallel.offload import host_shardings
+from lcjax.parallel.sharding import LENGTH, keep_tokens, param_shardings
 from lcjax.rope import Rotation
-from pallas_kernels import zigzag
+from lcjax.rope.rotation import no_rotation
+from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
 
-# "attention" keeps what a long text makes dearest to find again: in time and, where devices share
-# the text, in what they send each other. "dots" keeps the results of products, too, and computes
-# everything elementwise again: cheaper than writing it to memory and reading it back.
+# "attention" saves the output of attention, whose recomputation is the most expensive for long
+# texts, in time and in traffic between devices that share a text. "dots" also saves the results of
+# products and recomputes elementwise operations, which is cheaper than to write and read them.
 _REMAT_POLICIES = {
     "full": None,
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
@@ -34,6 +35,9 @@ _REMAT_POLICIES = {
         jax.checkpoint_policies.save_only_these_names("attention"),
     ),
 }
+
+BUCKETS = 32  # of T5's table, per head
+MAX_DISTANCE = 128  # from which all distances share its last bucket
 
 
 class SequentialBlock(nn.Module):
@@ -81,17 +85,82 @@ _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
 
 
 def _block(config: ModelConfig, *, scanned: bool) -> type[nn.Module]:
-    """The block of `config`, of which a training step computes again what `remat` says."""
+    """The block of `config`, rematerialised according to `config.remat`."""
     block = _BLOCKS[config.block]
     if config.remat == "none":
         return block
-    # Inside a scan nothing can be merged across layers anyway; without one, XLA must be kept from
-    # undoing the recomputation.
+    # Outside a scan, XLA would merge the recomputation with the forward pass.
     return nn.remat(block, policy=_REMAT_POLICIES[config.remat], prevent_cse=not scanned)
 
 
+class Position(nn.Module):
+    """Position embeddings and logit biases of decoders without rotations (`config.position`).
+
+    alibi: logits get -m_h (i - j), m_h fixed by the head (Press et al. 2022, arXiv 2108.12409).
+    t5: logits get a learned b[bucket(i - j), h], one table for all layers (Raffel et al. 2020,
+        sec. 2.1). Logits keep their scale 1/sqrt(H), which T5 leaves to its initial weights.
+    sinusoidal: hidden states start at sqrt(D) embed + PE, PE[p, 2i] = sin(p / 10000^(2i/D)) and
+        PE[p, 2i+1] = cos of the same (Vaswani et al. 2017, sec. 3.4 and 3.5).
+    learned: they start at embed + a learned row for each position up to the trained length (GPT-2).
+
+    Distances are those of tokens in their document, also in packed rows.
+    """
+
+    config: ModelConfig
+
+    def setup(self):
+        c, dtype = self.config, jnp.dtype(self.config.param_dtype)
+        if c.position == "t5":
+            spread = nn.initializers.normal(c.width**-0.5)
+            self.bias = self.param("bias", spread, (BUCKETS, c.num_heads), dtype)
+        if c.position == "learned":
+            spread = nn.initializers.normal(0.02)
+            self.embedding = self.param("embedding", spread, (c.max_length, c.width), dtype)
+
+    def logit_bias(self) -> Alibi | RelativeBias | None:
+        """Returns the bias of the logits of all layers."""
+        c = self.config
+        if c.position == "alibi":
+            return Alibi(jnp.asarray(alibi_slopes(c.num_heads)))
+        if c.position == "t5":
+            return RelativeBias(self.bias.astype(jnp.float32), MAX_DISTANCE)
+        return None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Num[Array, "B T"],
+        segments: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
+        """Returns the first hidden states of embeddings x at `positions`."""
+        c = self.config
+        if c.position not in ("sinusoidal", "learned"):
+            return x
+        if segments is not None:
+            positions = jnp.where(segments == 0, 0, positions)  # padding may have any position
+        if c.position == "sinusoidal":
+            waves = sinusoids(positions, c.width)
+            return (math.sqrt(c.width) * x.astype(jnp.float32) + waves).astype(x.dtype)
+        if not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise InputError(
+                f"positions of type {positions.dtype} have no row of the table that "
+                "model.position=learned looks up; give whole ones"
+            )
+        # Past the table: a row of NaN, since traced positions cannot raise.
+        rows = jnp.take(self.embedding, positions, axis=0, mode="fill", fill_value=jnp.nan)
+        return x + rows.astype(x.dtype)
+
+
+def sinusoids(positions: Num[Array, "..."], width: int) -> Float[Array, "... D"]:
+    """Returns float32 sinusoidal embeddings: sines in even channels, cosines in odd ones."""
+    exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
+    angles = positions.astype(jnp.float32)[..., None] * 10_000.0**-exponents
+    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return pairs.reshape(*positions.shape, -1)[..., :width]
+
+
 class Decoder(nn.Module):
-    """A causal language model that returns hidden states; `logits` projects the wanted ones.
+    """A causal language model that returns hidden states; `logits` projects them.
 
     `hidden, cache = model.apply({"params": params}, tokens, ...)`
     """
@@ -102,7 +171,7 @@ class Decoder(nn.Module):
     def setup(self):
         c = self.config
         dtype = jnp.dtype(c.param_dtype)
-        # A standard deviation of 0.02 is what the Llama and GPT families start from.
+        # The Llama and GPT families start from a standard deviation of 0.02.
         self.embed = nn.Embed(
             c.vocab_size, c.width, param_dtype=dtype, embedding_init=nn.initializers.normal(0.02)
         )
@@ -133,10 +202,10 @@ class Decoder(nn.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: Int[Array, "B T"] | Float[Array, "B T D"],
         *,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        positions: Num[Array, "B T"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
         cache: cache_lib.Cache | None = None,
         order: np.ndarray | None = None,
@@ -144,18 +213,18 @@ class Decoder(nn.Module):
         collect: CollectKeyValues | None = None,
         beacons: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Hidden states [B, T, D] after the final norm, and the cache with the tokens added.
+        """Returns hidden states [B, T, D] after the final norm, and the updated cache.
 
         Args:
-          tokens: int32 [B, T], or hidden states [B, T, D] in place of their embeddings.
-          positions: [B, T], int or fractional; by default the place of each token in its document,
-            counted on from the tokens of the row that the cache holds.
-          segments: int32 [B, T], documents numbered from 1 and 0 for padding; one document if None.
-          rotation: frequencies for this call; those of `config.rope` at length T (or at the
-            cache's capacity: the request's full length) if None.
-          cache: the past, from `lcjax.models.cache.create`.
-          order: int32 [T], the token that goes to each place before anything is computed, and so
-            the order of the hidden states: that of `token_order`, which spreads work evenly.
+          tokens: int32, or hidden states in place of their embeddings.
+          positions: integers or fractions; None: the index of each token in its document,
+            after the tokens of the row in the cache.
+          segments: documents from 1, 0 is padding; None: one document.
+          rotation: frequencies; None: those of `config.rope` at length T, or at the capacity of the
+            cache, which is the full length of the request.
+          cache: earlier tokens, from `lcjax.models.cache.create`.
+          order: int32 [T], a permutation of the tokens that balances work between devices
+            (`token_order`); hidden states have the same order. None: text order.
           memory: the context from `encode`; None: the decoder reads the text alone.
           collect: without a cache, the tokens whose keys and values [B, S, K, H] of each layer are
             returned in its place, as `Cache.layers` has them but for the order of axes. Where
@@ -204,7 +273,7 @@ class Decoder(nn.Module):
         return None if x is None else self.final_norm(x), cache if collect is None else layers
 
     def _stacked(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
-        """The layers where their weights are one stack."""
+        """Applies layers whose weights are one stack."""
         c = self.config
         collect = context.collect
         if collect is not None and collect.keys_only and not self.is_initializing():
@@ -217,8 +286,8 @@ class Decoder(nn.Module):
         return self.layers(x, context._replace(memory=memory), layers, pairs)
 
     def _apart(self, x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, Any]:
-        """The layers where each has its weights by itself: one by one, or group by group."""
-        c, blocks, collected = self.config, self.layers, []
+        """Applies layers with separate weights, one by one or group by group."""
+        c, blocks, outputs = self.config, self.layers, []
         reads = [block.reads for block in blocks]
         memories = layer_groups.memories(context.memory, reads)
         groups = layer_groups.single(c.num_layers)
@@ -229,24 +298,24 @@ class Decoder(nn.Module):
             if len(group) > 1:
                 block = _block(c, scanned=True)(c, self.mesh, reads[group.start], parent=None)
                 parts = weights[group.start : group.stop], memories[group.start : group.stop]
-                x, each = layer_groups.scan(block, *parts, x, context, self.mesh)
-                collected += each
+                x, group_outputs = layer_groups.scan(block, *parts, x, context, self.mesh)
+                outputs += group_outputs
                 continue
             (index,) = group
-            here = context._replace(memory=memories[index])
-            x, layer = blocks[index](x, here, None if layers is None else layers[index])
-            collected.append(layer)
-        return x, tuple(collected)
+            layer = None if layers is None else layers[index]
+            x, layer = blocks[index](x, context._replace(memory=memories[index]), layer)
+            outputs.append(layer)
+        return x, tuple(outputs)
 
-    def embedded(self, tokens: jax.Array) -> jax.Array:
-        """[B, T, D] of tokens int32 [B, T]; hidden states stay as they are."""
+    def embedded(self, tokens: Int[Array, "B T"] | Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns the embeddings of tokens; hidden states pass unchanged."""
         if tokens.ndim == 3:
             return tokens.astype(self.config.compute_dtype())
         mesh = None if self.is_initializing() else self.mesh
         return look_up(self.embed.embedding, tokens, self.config.compute_dtype(), mesh)
 
-    def before_head(self, hidden: jax.Array) -> jax.Array:
-        """What `head` projects, of hidden states [..., D]: themselves, but for masked models."""
+    def before_head(self, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Returns the inputs of `head`: hidden states, transformed in masked models."""
         return self.mlm(hidden) if self.config.mlm_head else hidden
 
     def encode(self, chunks: jax.Array, mask: jax.Array, **options: Any) -> EncodedContext:
@@ -268,10 +337,10 @@ class Decoder(nn.Module):
         return found[jnp.arange(len(at)), at].astype(jnp.float32)
 
     def token_order(self, length: int) -> np.ndarray | None:
-        """The order of a row's tokens in which the devices that share it have equal work.
+        """Returns the order of a row's tokens with equal work for the devices that share it.
 
-        None where their own order is best: without such devices, where a token sees a bounded
-        part of the text, and where keys must lie as they follow each other.
+        None: text order, if no devices share a row, if a token sees a bounded part of the text, or
+        if the pattern needs keys in text order.
         """
         c = self.config
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
@@ -288,7 +357,7 @@ class Decoder(nn.Module):
         return c.pattern.at_length(c.rope.rotation(c.rotary_dim, length, learned), length)
 
     def _request_length(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> int:
-        """Tokens that a rotation has to be made for when the caller gives none."""
+        """The length for which a rotation is computed if the caller gives none."""
         if cache is None:
             return tokens.shape[1]
         rope = self.config.rope
@@ -299,25 +368,29 @@ class Decoder(nn.Module):
             )
         return cache.capacity
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [..., V] of hidden states [..., D]."""
-        if self.config.tie_embeddings:
-            kernel = self.embed.embedding.astype(self.config.compute_dtype())
-            bias = self.mlm.bias if self.config.mlm_head else None
-            return Projection(kernel, bias, tied=True)(self.before_head(hidden))
-        return self.head(hidden)
+    def projection(self) -> Projection:
+        """Returns the projection of hidden states to logits, in the compute dtype."""
+        if not self.config.tie_embeddings:
+            return self.head()
+        kernel = self.embed.embedding.astype(self.config.compute_dtype())
+        return Projection(kernel, self.mlm.bias if self.config.mlm_head else None, tied=True)
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Returns float32 logits of hidden states."""
+        return self.projection()(self.before_head(hidden))
 
 
 def first_layer(
     params: dict,
     config: ModelConfig,
-    tokens: jax.Array,
+    tokens: Int[Array, "B T"],
     mesh: jax.sharding.Mesh | None = None,
     **options: Any,
-) -> jax.Array:
-    """Hidden states [B, T, D] after the first layer and the final norm, without a memory.
+) -> Float[Array, "B T D"]:
+    """Returns hidden states after the first layer and the final norm.
 
-    Nothing that is learned has a gradient; `options` are those of `Decoder.__call__`.
+    The memory is not read, and parameters get no gradient; `options` are those of
+    `Decoder.__call__`.
     """
     stacked = params.get("layers")
     first = params["layers_0"] if stacked is None else jax.tree.map(lambda x: x[0], stacked)
@@ -325,16 +398,46 @@ def first_layer(
     shared["layers_0"] = {name: part for name, part in first.items() if name != "memory"}
     plain = {"num_layers": 1, "scan_layers": False, "memory": None, "remat": "none"}
     model = Decoder(config.replace(**plain, tie_embeddings=True), mesh, parent=None)
-    found, _ = model.apply({"params": jax.lax.stop_gradient(shared)}, tokens, **options)
-    return jax.lax.stop_gradient(found)
+    hidden, _ = model.apply({"params": jax.lax.stop_gradient(shared)}, tokens, **options)
+    return jax.lax.stop_gradient(hidden)
 
 
 def head(params: dict, config: ModelConfig) -> Projection:
-    """The projection to logits in the compute dtype."""
-    dtype = config.compute_dtype()
-    if config.tie_embeddings:
-        bias = params["mlm"]["bias"] if config.mlm_head else None
-        table = unboxed(params["embed"]["embedding"])
-        return Projection(table.astype(dtype), unboxed(bias), tied=True)
-    kernel, bias = unboxed(params["head"]["kernel"]), unboxed(params["head"].get("bias"))
-    return Projection(kernel.astype(dtype), bias)
+    """Returns the projection to logits of a model's parameters, in the compute dtype."""
+    return Decoder(config).apply({"params": params}, method="projection")
+
+
+def _init(config: ModelConfig, key: jax.Array) -> dict:
+    return Decoder(config).init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def random_params(config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None = None) -> dict:
+    """Returns random weights; each array is created where it stays, on `mesh` or one device."""
+    key = jax.random.key(seed)
+    shardings = None
+    if mesh is not None:
+        shardings = param_shardings(mesh, jax.eval_shape(lambda k: _init(config, k), key))
+    return jax.jit(lambda k: _init(config, k), out_shardings=shardings)(key)
+
+
+def with_learned_rope(params: dict, config: ModelConfig, seed: int) -> dict:
+    """Adds initial frequencies if `config.rope` learns them and `params` has none."""
+    if not config.rope.learned or "rope" in params:
+        return params
+    return params | {"rope": config.rope.init(jax.random.key(seed), config.rotary_dim)}
+
+
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, *, host: bool = False) -> dict:
+    """Returns shapes, dtypes and shardings of the parameters on `mesh`; nothing is computed.
+
+    With `host` they are in the memory of its hosts.
+    """
+    shapes = jax.eval_shape(lambda k: _init(config, k), jax.random.key(0))
+    shardings = param_shardings(mesh, shapes)
+    if host:
+        shardings = host_shardings(shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )

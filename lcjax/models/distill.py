@@ -1,15 +1,15 @@
 """Learning from a teacher's probabilities of the next token: CEPED (arXiv 2402.16617, sec. 4).
 
 A teacher's distribution p is stored as its largest entries and the mass of all others. The student
-q, of which all logits are there, has in addition to its cross-entropy
+q, which has all logits, adds one of these terms to its cross-entropy:
 
     drop         sum over the stored j of p_j (log p_j - log q_j)
     renormalise  the same of p and q divided by their sums over the stored j
     rest         drop, and the same term of the two remaining masses
     smooth       rest, with every one of the n masses x replaced by (x + d) / (1 + n d), d = 1e-6
 
-`drop` is what CEPED trains with. It is a part of a Kullback-Leibler divergence and may be negative,
-but its gradient draws q_j towards p_j. `rest` is not defined where the student has no mass left.
+CEPED trains with `drop`. It is a part of a Kullback-Leibler divergence and may be negative, but its
+gradient moves q_j towards p_j. `rest` is not defined if the student has no remaining mass.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from lcjax.errors import InputError, whole_number
 from lcjax.models.loss import Projection, negative_log_likelihood, over_chunks, weighted_loss
@@ -28,7 +29,7 @@ _TINY = jnp.finfo(jnp.float32).tiny
 
 @dataclass(frozen=True)
 class Distill:
-    """`train.distill`: what is learned from the teacher's probabilities in the rows."""
+    """`train.distill`: the loss with the teacher's probabilities in the rows."""
 
     ce: float = 1.0  # weight of the cross-entropy with the text
     kl: float = 2.0  # weight of the divergence from the teacher
@@ -48,21 +49,21 @@ class Distill:
 
 
 class Teacher(NamedTuple):
-    """What is stored of a teacher's distribution at every place, the largest first."""
+    """The stored part of a teacher's distribution at every position, the largest entries first."""
 
-    ids: jax.Array  # int [B, T, K], the tokens
-    probabilities: jax.Array  # [B, T, K] of the whole vocabulary, not of the K alone
-    rest: jax.Array  # [B, T], of all other tokens together
+    ids: Int[Array, "B T K"]  # tokens
+    probabilities: Float[Array, "B T K"]  # in the whole vocabulary, not among the K entries
+    rest: Float[Array, "B T"]  # of all other tokens together
 
     def largest(self, count: int) -> "Teacher":
-        """As if only `count` had been stored, in float32."""
-        kept, others = jnp.split(self.probabilities.astype(jnp.float32), [count], axis=-1)
+        """The same with `count` stored entries, in float32."""
+        entries, others = jnp.split(self.probabilities.astype(jnp.float32), [count], axis=-1)
         rest = self.rest.astype(jnp.float32) + others.sum(-1)
-        return Teacher(self.ids[..., :count].astype(jnp.int32), kept, rest)
+        return Teacher(self.ids[..., :count].astype(jnp.int32), entries, rest)
 
 
-def divergence(log_q: jax.Array, teacher: Teacher, mode: str) -> jax.Array:
-    """What `mode` says (see above), [B, T], of the student's log q [B, T, K] at `teacher.ids`."""
+def divergence(log_q: Float[Array, "B T K"], teacher: Teacher, mode: str) -> Float[Array, "B T"]:
+    """Returns the term `mode` (see above) of the student's log q at `teacher.ids`."""
     p, others = teacher.probabilities, teacher.rest
     if mode == "renormalise":
         p = p / jnp.maximum(p.sum(-1, keepdims=True), _TINY)
@@ -81,7 +82,7 @@ def divergence(log_q: jax.Array, teacher: Teacher, mode: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class _WithTeacher:
-    """The criterion: both losses of a token by their weights, and the sum's derivative."""
+    """The criterion: the weighted sum of both losses of a token, and its derivative."""
 
     config: Distill
 
@@ -101,20 +102,27 @@ class _WithTeacher:
 
 
 def distillation(
-    hidden: jax.Array,
+    hidden: Float[Array, "B T D"],
     projection: Projection,
-    targets: jax.Array,
-    weights: jax.Array,
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
     teacher: Teacher,
     config: Distill = Distill(),
     *,
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(sum of ce x cross-entropy + kl x divergence, sum of weights, {"ce": sum, "kl": sum}).
+) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Returns the sum of ce x cross-entropy + kl x divergence, the sum of weights, and both sums.
 
-    As `lcjax.models.loss.cross_entropy`, whose arguments these are: logits are computed once for
-    both, a chunk of positions at a time. Teacher and student tell the same token at a place.
+    Logits are computed once for both losses, a chunk of positions at a time.
+
+    Args:
+      hidden, projection, targets, weights, chunk, mesh: as in `lcjax.models.loss.cross_entropy`.
+      teacher: distributions of the same targets.
+      config: weights and kind of the losses.
+
+    Raises:
+      InputError: `config.top` exceeds the stored probabilities.
     """
     check_top(config, teacher.ids.shape[-1])
     return weighted_loss(
@@ -124,7 +132,7 @@ def distillation(
 
 
 def check_top(config: Distill, stored: int, where: str = "the teacher") -> None:
-    """Refuses to learn from more probabilities than are stored."""
+    """Raises an InputError if `config.top` exceeds the number of stored probabilities."""
     if config.top > stored:
         raise InputError(
             f"train.distill.top={config.top} is more than the {stored} probabilities that {where}"
@@ -133,16 +141,16 @@ def check_top(config: Distill, stored: int, where: str = "the teacher") -> None:
 
 
 def largest_probabilities(
-    hidden: jax.Array,
+    hidden: Float[Array, "B T D"],
     projection: Projection,
     count: int,
     *,
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Teacher:
-    """The `count` largest probabilities of the next token at every place of hidden [B, T, D].
+    """Returns the `count` largest probabilities of the next token at every position.
 
-    float16, as they are stored; logits of a whole text never exist.
+    They are float16, as in files; logits of a whole text never exist.
     """
 
     def one(hidden, projection):

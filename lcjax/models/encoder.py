@@ -1,23 +1,46 @@
-"""An encoder out of the first layers of a decoder: it begins with what they know of a language.
+"""Masked language models, and encoders that start from the first layers of a decoder.
 
 A decoder becomes an encoder by letting its tokens see the later ones and by learning to fill in
 masked tokens (LLM2Vec, BehnamGhader et al. 2024, arXiv 2404.05961, sec. 2): far less training than
 from random weights. `lcjax.memory.cepe` reads contexts with the result.
 """
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from lcjax.attention import Bidirectional
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
+from lcjax.models.layers import Linear, Norm
 from lcjax.parallel.sharding import param_shardings
 
-_MORE = ("rope", "position")  # learned by some models, and known to every layer
+_SHARED = ("rope", "position")  # learned by some models, for all layers
+
+
+class MaskedHead(nn.Module):
+    """The head of a masked language model: norm(silu(dense(x))).
+
+    Logits are its products with the tied embedding, plus a bias, as in CEPE's encoder (arXiv
+    2402.16617, released code `LlamaForMLM`).
+    """
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+        self.dense = Linear((c.width,), (c.width,), c, bias=True)
+        self.norm = Norm(c)
+        dtype = jnp.dtype(c.param_dtype)
+        self.bias = self.param("bias", nn.initializers.zeros, (c.vocab_size,), dtype)
+
+    def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return self.norm(nn.silu(self.dense(hidden)))
 
 
 def encoder_config(config: ModelConfig, layers: int) -> ModelConfig:
-    """Of the first `layers` layers of a decoder, and one token more, [MASK]."""
+    """Returns the config of an encoder: the first layers of a decoder, and the token [MASK]."""
     if not 1 <= layers <= config.num_layers:
         raise InputError(
             f"model.encoder_layers={layers} must lie in 1 ... {config.num_layers}, the layers of"
@@ -43,16 +66,21 @@ def encoder_config(config: ModelConfig, layers: int) -> ModelConfig:
 def encoder_params(
     params: dict, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
 ) -> dict:
-    """Parameters for `encoder_config` from those of the decoder, whose layers are stacked.
+    """Returns initial parameters for `encoder_config` from those of a decoder.
 
-    [MASK] begins as the mean of all tokens. The norm at the end is the one through which the next
-    layer's attention would look, as cross-attention looks at what an encoder says. The dense layer
-    of the head begins as the identity.
+    [MASK] begins as the mean of all tokens, and the dense layer of the head as the identity. The
+    final norm is the attention norm of the decoder's next layer, since cross-attention reads the
+    result as that layer would.
+
+    Args:
+      params: parameters of the decoder, with stacked layers.
+      config: the config of the encoder.
+      mesh: shards the result.
     """
     count, dtype = config.num_layers, jnp.dtype(config.param_dtype)
 
-    def begin(given: dict) -> dict:
-        norms, table = given["layers"]["attention_norm"], given["embed"]["embedding"]
+    def init(decoder: dict) -> dict:
+        norms, table = decoder["layers"]["attention_norm"], decoder["embed"]["embedding"]
         inner = count < norms["scale"].shape[0]
         mean = table.mean(0, keepdims=True, dtype=jnp.float32).astype(table.dtype)
         dense = {
@@ -61,9 +89,11 @@ def encoder_params(
         }
         return {
             "embed": {"embedding": jnp.concatenate([table, mean])},
-            "layers": jax.tree.map(lambda x: x[:count], given["layers"]),
-            "final_norm": jax.tree.map(lambda x: x[count], norms) if inner else given["final_norm"],
-            **{name: given[name] for name in _MORE if name in given},
+            "layers": jax.tree.map(lambda x: x[:count], decoder["layers"]),
+            "final_norm": jax.tree.map(lambda x: x[count], norms)
+            if inner
+            else decoder["final_norm"],
+            **{name: decoder[name] for name in _SHARED if name in decoder},
             "mlm": {
                 "dense": dense,
                 "norm": {"scale": jnp.ones(config.width, dtype)},
@@ -71,7 +101,7 @@ def encoder_params(
             },
         }
 
-    kept = ("embed", "layers", "final_norm", *_MORE)
-    given = {name: params[name] for name in kept if name in params}
-    layout = None if mesh is None else param_shardings(mesh, jax.eval_shape(begin, given))
-    return jax.jit(begin, out_shardings=layout)(given)
+    names = ("embed", "layers", "final_norm", *_SHARED)
+    decoder = {name: params[name] for name in names if name in params}
+    shardings = None if mesh is None else param_shardings(mesh, jax.eval_shape(init, decoder))
+    return jax.jit(init, out_shardings=shardings)(decoder)

@@ -1,9 +1,10 @@
-"""Groups of successive layers that are alike, where not all of a model are: each is one scan.
+"""The layers of a decoder: their weights stacked for a scan, in groups, or one by one.
 
-Such a model keeps the weights of every layer by themselves, under the names that they have without
-a scan: checkpoints, rules about what is trained and generation know no groups. To be scanned, the
-weights of a group are stacked in the program that reads them. A step copies them once more for
-that, and its gradients; without, compilers take minutes for what they do in seconds.
+If not all layers of a model are alike, successive ones that are form a group, and each group is one
+scan. Such a model stores the weights of every layer separately, under the names that they have
+without a scan, so checkpoints, training rules and generation know nothing of groups. The program
+stacks the weights of a group, which costs one copy of them and of their gradients in a step.
+Without groups, compilers take minutes instead of seconds.
 """
 
 import dataclasses
@@ -15,23 +16,30 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
-from lcjax.models.layers import Context
+from lcjax.models.config import ModelConfig
+from lcjax.models.layers import Context, Offloaded
 from lcjax.models.memory import EncodedContext
-from lcjax.models.offloaded import Offloaded
 from lcjax.parallel.sharding import param_shardings
+from lcjax.tree import flatten, nest
 
 
 def single(count: int) -> list[range]:
-    """Every layer as a group of its own."""
+    """Returns a group for each layer."""
     return [range(index, index + 1) for index in range(count)]
 
 
 def alike(layers: Sequence[dict], reads: Sequence[bool]) -> list[range]:
-    """The groups of `layers`, trees of weights, from the first on.
+    """Returns the groups of successive layers that one scan can compute.
 
-    Those of a group read the memory or do not, and their weights have the same names, shapes and
-    dtypes. Offloaded weights are left apart: to be stacked they would be fetched.
+    The layers of a group all read the memory or all do not, and their weights have the same names,
+    shapes and dtypes. A layer with offloaded weights is a group by itself: stacking would fetch it.
+
+    Args:
+      layers: the weights of each layer.
+      reads: whether each layer reads the memory.
     """
 
     def kind(index: int) -> Any:
@@ -67,49 +75,108 @@ def scan(
     block: nn.Module,
     layers: Sequence[dict],
     memories: Sequence[EncodedContext | None],
-    x: jax.Array,
+    x: Float[Array, "B T D"],
     context: Context,
     mesh: jax.sharding.Mesh | None,
-) -> tuple[jax.Array, list]:
-    """Applies `block` with each of `layers` in turn to `x` [B, T, D].
+) -> tuple[Float[Array, "B T D"], list]:
+    """Applies a group of layers.
 
-    Returns the new `x`, and the keys and values that each layer collects.
+    Args:
+      block: the module of one layer.
+      layers: weights of each layer.
+      memories: the memory of each layer (`memories`).
+      x: hidden states.
+      context: the inputs that all layers share.
+      mesh: shards the stacked weights like those of each layer.
+
+    Returns:
+      The hidden states, and the key-value pairs of each layer that `context.collect` selects.
     """
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    if mesh is not None:  # as they lie one by one
+    if mesh is not None:
         params = jax.lax.with_sharding_constraint(params, param_shardings(mesh, params))
     memory, pairs = together(memories)
     context = context._replace(memory=memory)
 
-    def one(x, inputs):
-        weights, pair = inputs
-        return block.apply({"params": weights}, x, context, None, pair)
+    def apply_layer(x, inputs):
+        layer, pair = inputs
+        return block.apply({"params": layer}, x, context, None, pair)
 
-    x, collected = jax.lax.scan(one, x, (params, pairs))
-    return x, unstack(collected, len(layers))
+    x, key_values = jax.lax.scan(apply_layer, x, (params, pairs))
+    return x, unstack(key_values, len(layers))
 
 
 def collect_keys(
     block: nn.Module, stacked: dict, x: jax.Array, context: Context
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and values [L, B, S, K, H] of `context.collect`, with weights [L, ...].
+    """Returns the keys and values [L, B, S, K, H] that `context.collect` selects, of all layers.
 
-    Attention and MLP of the last layer, which nobody reads, are not computed.
+    The attention and the MLP of the last layer are not computed, since nothing reads them.
     """
 
-    def one(x, inputs):
-        weights, is_last = inputs
+    def apply_layer(x, inputs):
+        layer, is_last = inputs
 
-        def layer(x):
-            return block.apply({"params": weights}, x, context, None)
+        def apply(x):
+            return block.apply({"params": layer}, x, context, None)
 
-        return jax.lax.cond(is_last, lambda x: (x, layer(x)[1]), layer, x)
+        return jax.lax.cond(is_last, lambda x: (x, apply(x)[1]), apply, x)
 
     count = jax.tree.leaves(stacked)[0].shape[0]
-    _, collected = jax.lax.scan(one, x, (stacked, jnp.arange(count) == count - 1))
-    return collected
+    _, key_values = jax.lax.scan(apply_layer, x, (stacked, jnp.arange(count) == count - 1))
+    return key_values
 
 
 def unstack(stacked: Any, count: int) -> list:
     """Returns the trees of `count` layers of one whose arrays are [L, ...]."""
     return [jax.tree.map(operator.itemgetter(index), stacked) for index in range(count)]
+
+
+def unstack_layers(params: dict, config: ModelConfig) -> dict:
+    """Returns the parameters with one tree for each layer, `layers_0`, `layers_1`, ...
+
+    `params` has `layers`, arrays [L, ...], and is not changed: memory holds two copies of the
+    layers. Each part is sharded like its stack. `scan_layers=False` needs this form.
+    """
+    params = dict(params)
+    unstack_layers_in_place(params, config)
+    return params
+
+
+def unstack_layers_in_place(params: dict, config: ModelConfig) -> None:
+    """Changes `params` to the result of `unstack_layers`, one array after another.
+
+    Each stacked array is released as soon as its parts exist, so memory holds no more than the
+    model and one such array, provided that nothing else refers to the arrays.
+    """
+    stacks = flatten(params.pop("layers"))
+    layers: list[dict] = [{} for _ in range(config.num_layers)]
+    for path in list(stacks):
+        for layer, part in zip(layers, _unstack(stacks.pop(path)), strict=True):
+            layer[path] = part
+    params |= {f"layers_{index}": nest(layer) for index, layer in enumerate(layers)}
+
+
+def _unstack(stack: jax.Array) -> list[jax.Array]:
+    """The L arrays of a stack [L, ...], sharded like the stack."""
+    sharding = getattr(stack, "sharding", None)
+    is_named = isinstance(sharding, NamedSharding)
+    out = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if is_named else None
+    # Without waiting, the stacks of all arrays would be alive until the device has finished.
+    return jax.block_until_ready(jax.jit(list, out_shardings=out)(stack))
+
+
+def stack_layers(params: dict, config: ModelConfig) -> dict:
+    """Returns the parameters with `layers` [L, ...]: the inverse of `unstack_layers`."""
+    layers = [params[f"layers_{index}"] for index in range(config.num_layers)]
+    rest = {name: child for name, child in params.items() if not name.startswith("layers_")}
+    return rest | {"layers": jax.tree.map(_stack, *layers)}
+
+
+def _stack(*arrays: jax.Array) -> jax.Array:
+    """Stacks arrays to [L, ...], sharded like each of them."""
+    sharding = getattr(arrays[0], "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return jnp.stack(arrays)
+    out = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.jit(jnp.stack, out_shardings=out)(arrays)

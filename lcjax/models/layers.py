@@ -1,24 +1,29 @@
-"""The layers of a decoder. Modules hold parameters and wiring; the maths is in plain functions."""
+"""The layers of a decoder: attention, MLP, norms, projections, and their parameters."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import meta
+from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
-from lcjax.attention import Causal, attend
+from lcjax.attention import AttentionMetadata, Causal
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.loss import Projection
-from lcjax.models.matmul import matmul
 from lcjax.models.memory import EncodedContext
+from lcjax.parallel.offload import fetched, is_offloaded
 from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
-from lcjax.parallel.sharding import attention_layout
+from lcjax.parallel.sharding import attention_layout, spec_of, spread_over, tokens_spec
 from lcjax.rope import Rotation, rotate
-from pallas_kernels import Bias
+from pallas_kernels import Bias, Layout
 
 
 class CollectKeyValues(NamedTuple):
@@ -31,19 +36,45 @@ class CollectKeyValues(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What every layer needs beside the hidden states."""
+    """The inputs that all layers share."""
 
-    positions: jax.Array  # [B, T], where tokens stand for the rotation; may be fractional
+    positions: jax.Array  # [B, T] of the rotation; integers or fractions
     segments: jax.Array | None  # int32 [B, T], documents from 1, 0 is padding
     rotation: Rotation
-    index: jax.Array | None = None  # int32 [B, T], places in the own document; None: 0, 1, 2, ...
-    view: cache_lib.View | None = None  # where the new tokens stand in the cache
+    index: jax.Array | None = None  # int32 [B, T], order indices; None: 0, 1, 2, ...
+    view: cache_lib.View | None = None  # slots of the new tokens in the cache
     bias: Bias | None = None  # of the logits, by distance
-    order: jax.Array | None = None  # int32 [T], the place in the row of each token; None: in order
+    order: jax.Array | None = None  # int32 [T], index of each token in the row; None: text order
     memory: EncodedContext | None = None  # the context beside the text
     collect: CollectKeyValues | None = None  # tokens whose keys and values are returned
     # int32 [B, R]: the last R tokens are beacons, each after so many tokens of the text
     beacons: jax.Array | None = None
+
+    def attention_metadata(
+        self,
+        extra_partials: Sequence[tuple[jax.Array, jax.Array]] = (),
+        layout: Layout | None = None,
+    ) -> AttentionMetadata:
+        """The positions, documents and rotation of one attention layer.
+
+        Args:
+          extra_partials: partials over keys outside the text, as in `AttentionMetadata`.
+          layout: the mesh axes over which rows, heads and length are split.
+        """
+        metadata = AttentionMetadata(
+            self.positions,
+            self.positions,
+            rotation=self.rotation,
+            q_index=self.index,
+            k_index=self.index,
+            q_segments=self.segments,
+            k_segments=self.segments,
+            row_indices=(self.order, self.order),
+            bias=self.bias,
+            extra_partials=extra_partials,
+            layout=layout,
+        )
+        return metadata if self.view is None else self.view.update_metadata(metadata)
 
     def with_memory_layer(self, pair: tuple[jax.Array, jax.Array] | None) -> "Context":
         """Returns a copy with the keys and values of a memory that one layer reads, if given."""
@@ -57,10 +88,10 @@ class Linear(nn.Module):
     outputs: tuple[int, ...]  # sizes of the new axes
     config: ModelConfig
     bias: bool = False
-    mesh: jax.sharding.Mesh | None = None  # whose devices share the tokens of x [B, T, ...]
+    mesh: jax.sharding.Mesh | None = None  # its devices share the tokens of x [B, T, ...]
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         config, count = self.config, len(self.inputs)
         spread = nn.initializers.normal(math.prod(self.inputs) ** -0.5)
 
@@ -69,18 +100,18 @@ class Linear(nn.Module):
             return value.astype(config.compute_dtype())
 
         kernel = weight("kernel", spread, (*self.inputs, *self.outputs))
-        y = _matmul(x, kernel, count, self._reduction(x, kernel))
+        y = _project(x, kernel, count, self._reduction(x, kernel))
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.outputs)
         if config.lora is not None and self.name in config.lora.targets:
             rank = config.lora.rank
             a = weight("lora_a", spread, (*self.inputs, rank))
             b = weight("lora_b", nn.initializers.zeros, (rank, *self.outputs))
-            y = y + config.lora.scale * _matmul(_matmul(x, a, count), b, 1)
+            y = y + config.lora.scale * _project(_project(x, a, count), b, 1)
         return y
 
     def _reduction(self, x: jax.Array, kernel: jax.Array) -> ReduceScatter | None:
-        """For the gradient of the kernel as one flat matrix, of whose axes the outer ones count."""
+        """How devices sum the gradient of the kernel, as a flat matrix; None: as XLA does."""
         if self.is_initializing():
             return None
         path = "/".join((*self.path, "kernel"))
@@ -92,31 +123,31 @@ class Linear(nn.Module):
 
 
 class Head(nn.Module):
-    """The projection of hidden states to the vocabulary, where it is not the tied embedding."""
+    """The projection of hidden states to the vocabulary, if it is not the tied embedding."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, hidden: jax.Array) -> jax.Array:
+    def __call__(self) -> Projection:
         c = self.config
-        dtype, spread = jnp.dtype(c.param_dtype), nn.initializers.normal(0.02)
-        kernel = self.param("kernel", spread, (c.width, c.vocab_size), dtype)
+        dtype, normal = jnp.dtype(c.param_dtype), nn.initializers.normal(0.02)
+        kernel = self.param("kernel", normal, (c.width, c.vocab_size), dtype)
         zeros = nn.initializers.zeros
         bias = self.param("bias", zeros, (c.vocab_size,), dtype) if c.head_bias else None
-        return Projection(kernel.astype(c.compute_dtype()), bias)(hidden)
+        return Projection(kernel.astype(c.compute_dtype()), bias)
 
 
-def _matmul(
+def _project(
     x: jax.Array, kernel: jax.Array, contracted: int, reduce: ReduceScatter | None = None
 ) -> jax.Array:
-    """Sums the last axes of `x` against the first ones of `kernel`, as one flat product.
+    """Contracts the last axes of `x` with the first axes of `kernel`, as one flat product.
 
-    Several axes at once would let XLA choose an order in which it copies the kernel first.
+    With several axes XLA may choose an order in which it copies the kernel first.
     """
-    outer, kept = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
+    batch_shape, out_shape = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     size = math.prod(kernel.shape[:contracted])
-    y = matmul(x.reshape(*outer, size), kernel.reshape(size, -1), reduce)
-    return y.reshape(*outer, *kept)
+    y = matmul(x.reshape(*batch_shape, size), kernel.reshape(size, -1), reduce)
+    return y.reshape(*batch_shape, *out_shape)
 
 
 class Norm(nn.Module):
@@ -125,7 +156,7 @@ class Norm(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         config, wide = self.config, x.astype(jnp.float32)
         dtype = jnp.dtype(config.param_dtype)
         if config.norm == "layer":
@@ -139,7 +170,7 @@ class Norm(nn.Module):
 
 
 class Projections(nn.Module):
-    """Queries, keys and values of tokens, and what is made of what these attend to."""
+    """The projections of attention: queries, keys and values, and the output."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
@@ -153,13 +184,15 @@ class Projections(nn.Module):
         self.query, self.key, self.value = map(heads, (c.num_heads, *2 * [c.num_kv_heads]))
         self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]."""
+    def project(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Returns queries, keys and values of hidden states."""
         with jax.named_scope("qkv"):
             return self.query(x), self.key(x), self.value(x)
 
-    def combine(self, y: jax.Array) -> jax.Array:
-        """[B, T, D] of what queries attend to, [B, T, N, H]."""
+    def combine(self, y: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Returns the output projection of attention."""
         with jax.named_scope("out"):
             return self.out(y)
 
@@ -169,37 +202,22 @@ class Attention(Projections):
 
     def __call__(self, x: jax.Array, context: Context, layer: Any) -> tuple[jax.Array, Any]:
         c = self.config
-        # Parameters do not depend on the pattern, and some refuse the short rows they are made with
+        # Parameters do not depend on the pattern, and some patterns refuse the short rows of init.
         pattern = Causal() if self.is_initializing() else c.pattern
         mesh = None if self.is_initializing() else self.mesh
         q, k, v = self.project(x)
         with jax.named_scope("attend"):
-            prefix = self.prefix_partials(q, context)
+            partials = self.prefix_partials(q, context)
             if layer is None:
-                y = attend(
-                    q,
-                    k,
-                    v,
-                    pattern=pattern,
-                    rotation=context.rotation,
-                    q_positions=context.positions,
-                    k_positions=context.positions,
-                    q_index=context.index,
-                    k_index=context.index,
-                    row=(context.order, context.order),
-                    bias=context.bias,
-                    layout=attention_layout(mesh, c.context_parallel, x.shape[1]),
-                    q_segments=context.segments,
-                    k_segments=context.segments,
-                    extra_partials=prefix,
-                )
+                layout = attention_layout(mesh, c.context_parallel, x.shape[1])
+                y = pattern.attend(q, k, v, context.attention_metadata(partials, layout))
                 if context.collect is not None:
                     layer = collect_key_values(k, v, context)
             else:
+                metadata = context.attention_metadata(partials, attention_layout(mesh))
                 y, layer = cache_lib.attend_cached(
-                    q, k, v, layer, pattern=pattern.for_inference(), context=context,
-                    layout=attention_layout(mesh), more=prefix,
-                )  # fmt: skip
+                    q, k, v, layer, pattern.for_inference(), context.view, metadata
+                )
         return self.combine(y), layer
 
     def prefix_partials(self, q: jax.Array, context: Context) -> list[tuple[jax.Array, jax.Array]]:
@@ -219,13 +237,13 @@ def collect_key_values(k: jax.Array, v: jax.Array, context: Context) -> tuple[ja
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020) when gated, else two matrices with the activation between."""
+    """SwiGLU (Shazeer 2020) if gated, else two projections with the activation between."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         c = self.config
         activate = {"silu": nn.silu, "gelu_tanh": lambda h: nn.gelu(h, approximate=True)}[
             c.activation
@@ -236,3 +254,145 @@ class MLP(nn.Module):
 
         hidden = activate(widen("gate")) * widen("up") if c.gated_mlp else activate(widen("up"))
         return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, self.mesh, name="down")(hidden)
+
+
+def look_up(
+    table: Float[Array, "V D"],
+    tokens: Int[Array, "B T"],
+    dtype: jnp.dtype,
+    mesh: jax.sharding.Mesh | None,
+) -> Float[Array, "B T D"]:
+    """Returns the rows of an embedding whose columns may be sharded over many devices.
+
+    A device reads its columns for the tokens of all devices that share the table, and they exchange
+    tokens for columns. The traffic is the size of the result, forward and backward, and the
+    gradient is summed where it stays, in the table's precision. XLA alone would gather the table or
+    the hidden states of all rows, and sum whole gradients.
+
+    Args:
+      table: the embedding.
+      tokens: int32.
+      dtype: of the result.
+      mesh: the devices; None: one device.
+    """
+    if mesh is None:
+        return table[tokens].astype(dtype)
+    token_spec = tokens_spec(mesh, *tokens.shape)
+    columns = spread_over(PartitionSpec(spec_of("embed/embedding", table.shape, mesh)[1]))
+    if not columns or not set(columns) <= set(spread_over(token_spec)):
+        return table[tokens].astype(dtype)
+
+    def exchange(table, tokens):
+        rows = table[jax.lax.all_gather(tokens, columns)].astype(dtype)  # [devices, b, t, d]
+        return jax.lax.all_to_all(rows, columns, split_axis=0, concat_axis=3, tiled=True)[0]
+
+    return jax.shard_map(
+        exchange,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, columns), token_spec),
+        out_specs=token_spec,
+        axis_names=set(spread_over(token_spec)),
+        check_vma=False,
+    )(table, tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(
+    x: Float[Array, "... I"], kernel: Float[Array, "I O"], reduce: ReduceScatter | None = None
+) -> Float[Array, "... O"]:
+    """Multiplies x by the kernel, both of one dtype.
+
+    JAX's own rule computes the kernel's gradient as the transpose of dy^T x. A CPU then transposes
+    the large dy, together with all elementwise work before it and out of order: a fifth of a
+    training step. Here it is x^T dy, which needs no transposed result. 32-bit operands are
+    multiplied in 32 bits, also where an accelerator's default has fewer bits.
+
+    Args:
+      x: the inputs.
+      kernel: the weights.
+      reduce: how devices sum their gradients of the kernel; None leaves it to the compiler.
+    """
+    return _dot_general(x, kernel, x.ndim - 1, 0)
+
+
+def _matmul_forward(x, kernel, reduce):
+    return _dot_general(x, kernel, x.ndim - 1, 0), (x, kernel)
+
+
+def _matmul_backward(reduce, saved, dy):
+    x, kernel = saved
+    d_kernel = _kernel_gradient(x, dy) if reduce is None else reduce(_kernel_gradient, x, dy)
+    return _dot_general(dy, kernel, dy.ndim - 1, 1), d_kernel
+
+
+def _kernel_gradient(x, dy):
+    return _dot_general(x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), 0, 0)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _dot_general(x, y, axis_x: int, axis_y: int):
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, (((axis_x,), (axis_y,)), ((), ())), precision=precision)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Offloaded(meta.AxisMetadata):
+    """A weight in the host's memory, which is fetched when a module names it.
+
+    Flax unboxes a parameter where a module names it. A box of this kind fetches the weight then:
+    inside the scan over layers one layer's part of it, and again when a layer is rematerialised.
+
+    `gradient` has the shape of the weight and is never read: the loss is differentiated by it, and
+    its gradient stays on the device. The gradient of the weight itself would be sent to the host.
+    None: the weight is not trained.
+    """
+
+    weight: jax.Array
+    gradient: jax.Array | None = None
+
+    def unbox(self) -> jax.Array:
+        return fetched(self.weight) if self.gradient is None else _fetch(self.weight, self.gradient)
+
+    def replace_boxed(self, val: Any) -> Any:
+        return val
+
+    def add_axis(self, index: int, params: dict) -> "Offloaded":
+        return self
+
+    def remove_axis(self, index: int, params: dict) -> "Offloaded":
+        return self
+
+
+@jax.custom_vjp
+def _fetch(weight: jax.Array, gradient: jax.Array) -> jax.Array:
+    return fetched(weight)
+
+
+_fetch.defvjp(lambda weight, gradient: (fetched(weight), None), lambda _, slope: (None, slope))
+
+
+def differentiable(params: dict) -> dict:
+    """Returns the arrays to differentiate by: the parameters, and zeros for those on the host."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_offloaded(x) else x, params)
+
+
+def with_gradients(params: dict, by: dict) -> dict:
+    """Returns the parameters of a model whose gradients are those of `by` (`differentiable`)."""
+    return jax.tree.map(lambda x, d: Offloaded(x, d) if is_offloaded(x) else d, params, by)
+
+
+def boxed(params: dict) -> dict:
+    """Returns the parameters of a model, with those on the host in boxes."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Offloaded) or not is_offloaded(x) else Offloaded(x),
+        params,
+        is_leaf=lambda x: isinstance(x, Offloaded),
+    )
+
+
+def unboxed(tree: Any) -> Any:
+    """Returns a tree with its boxes replaced by their weights, which are fetched."""
+    return meta.unbox(tree)

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W x + (alpha / rank) B A x.
 
-The layers create `lora_a` and `lora_b` beside the `kernel` of every targeted projection; here are
-their settings, and what is done with a trained tree.
+`lcjax.models.layers.Linear` creates `lora_a` and `lora_b` beside the `kernel` of each targeted
+projection. This module has their config and merges trained adapters into kernels.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Which projections get an adapter, and how wide it is."""
+    """The projections that get an adapter, and its rank."""
 
     rank: int = 8
     alpha: float = 16.0  # the update is scaled by alpha / rank
@@ -46,10 +46,13 @@ def is_adapter(path: str) -> bool:
 
 
 def merge(params: dict, lora: LoRA, *, dtype: jax.typing.DTypeLike | None = None) -> dict:
-    """Adds every adapter to its kernel and drops the adapter: same outputs, no extra cost.
+    """Returns parameters with every adapter added to its kernel: same outputs, no extra cost.
 
-    The sum is taken in float32 and rounded once, to `dtype`; None is the wider type of kernel and
-    adapter, so that float32 adapters lose nothing on a bfloat16 base.
+    Args:
+      params: parameters with adapters.
+      lora: their config.
+      dtype: the sum is computed in float32 and rounded to this type; None: the wider type of kernel
+        and adapter, so float32 adapters keep their precision on a bfloat16 base.
     """
     if not isinstance(params, dict):
         return params
@@ -65,7 +68,7 @@ def merge(params: dict, lora: LoRA, *, dtype: jax.typing.DTypeLike | None = None
 
 def _merged_kernel(layer: dict, scale: float, dtype: jax.typing.DTypeLike | None) -> jax.Array:
     kernel, a, b = layer["kernel"], layer["lora_a"], layer["lora_b"]
-    # `a` is [in..., r] and `b` [r, out...]; stacked layers put one more axis before each.
+    # `a` is [in..., r] and `b` [r, out...]; stacked layers add an axis before each.
     stacked = a.ndim + b.ndim == kernel.ndim + 3
 
     def update(a, b):

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from lcjax.parallel.reduce_scatter import gradient_reduce_scatter
 from lcjax.parallel.sharding import spread_over, tokens_spec
@@ -27,14 +28,14 @@ _CHUNK_BYTES_DEFAULT = 2**30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """From hidden states to the vocabulary.
+    """The projection of hidden states to the vocabulary.
 
-    A tied kernel stays as the embedding lies in memory: turning it over would cost a copy of it,
-    and of its gradient, for every use.
+    A tied kernel keeps the layout of the embedding: a transpose would cost a copy of it, and of its
+    gradient, at every use.
     """
 
-    kernel: jax.Array  # [D, V], or [V, D] if tied
-    bias: jax.Array | None = None  # [V]
+    kernel: Float[Array, "D V"] | Float[Array, "V D"]  # [V, D] if tied
+    bias: Float[Array, " V"] | None = None
     tied: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
@@ -45,36 +46,36 @@ class Projection:
     def axes(self) -> str:
         return "VD" if self.tied else "DV"
 
-    def __call__(self, hidden: jax.Array) -> jax.Array:
-        """float32 logits [..., V] of hidden states [..., D]: never rounded to 16 bits."""
+    def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Returns float32 logits of hidden states, never rounded to 16 bits."""
         logits = _einsum(f"...D,{self.axes}->...V", hidden, self.kernel)
         return logits if self.bias is None else logits + self.bias.astype(jnp.float32)
 
 
-# (float32 logits [B, c, V], their log-sum-exp [B, c, 1], what is known of each token) -> (loss
-# [B, c] of every token, what it is made of by name, its derivative by the logits)
+# (float32 logits [B, c, V], their log-sum-exp [B, c, 1], inputs of each token) -> (loss [B, c] of
+# every token, its parts by name, its derivative by the logits)
 Criterion = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict, jax.Array]]
 
 
 def cross_entropy(
-    hidden: jax.Array,
+    hidden: Float[Array, "B T D"],
     projection: Projection,
-    targets: jax.Array,
-    weights: jax.Array,
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
     *,
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """(sum of weighted negative log-likelihoods, sum of weights), both float32 scalars.
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the weighted sum of negative log-likelihoods and the sum of weights, float32.
 
     Args:
-      hidden: [B, T, D], after the final norm.
+      hidden: after the final norm.
       projection: to the vocabulary of V tokens.
-      targets: int32 [B, T].
-      weights: float32 [B, T]; 0 where nothing is predicted.
-      chunk: positions of T projected at once; chosen from the rows of a device and V if None.
-      mesh: whose devices share rows and tokens: each goes through its own, and the kernel's
-        gradient crosses the machine once instead of once per chunk.
+      targets: int32.
+      weights: float32; 0 for tokens that are not predicted.
+      chunk: positions of T projected at once; None: from the rows of a device and V.
+      mesh: its devices share rows and tokens. Each processes its own, and the kernel's gradient is
+        communicated once instead of once per chunk.
     """
     options = {"chunk": chunk, "mesh": mesh}
     total, count, _ = weighted_loss(
@@ -84,19 +85,23 @@ def cross_entropy(
 
 
 def weighted_loss(
-    hidden: jax.Array,
+    hidden: Float[Array, "B T D"],
     projection: Projection,
     known: Any,
-    weights: jax.Array,
+    weights: Float[Array, "B T"],
     *,
     criterion: Criterion,
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(sum of weighted losses, sum of weights, weighted sums of the losses' parts), float32.
+) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Returns the weighted sum of losses, the sum of weights, and weighted sums of loss parts.
 
-    As `cross_entropy` with any function of a token's logits: `criterion` (hashable) is given what
-    is `known` of the tokens, a tree of arrays [B, T, ...]. The parts have no gradient.
+    It is `cross_entropy` with another function of a token's logits.
+
+    Args:
+      hidden, projection, weights, chunk, mesh: as in `cross_entropy`.
+      known: inputs of the criterion for each token, a tree of arrays [B, T, ...].
+      criterion: a hashable function; its parts have no gradient.
     """
     weights = weights.astype(jnp.float32)
     chunk = _chunk_size(hidden, projection, chunk, mesh)
@@ -105,14 +110,14 @@ def weighted_loss(
 
 
 def token_nll(
-    hidden: jax.Array,
+    hidden: Float[Array, "B T D"],
     projection: Projection,
-    targets: jax.Array,
+    targets: Int[Array, "B T"],
     *,
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
-) -> jax.Array:
-    """-log p(target) of every position, float32 [B, T]. For evaluation: no gradient is stored."""
+) -> Float[Array, "B T"]:
+    """Returns float32 -log p(target) of every position; for evaluation, without gradient."""
 
     def one(hidden, projection, targets):
         return negative_log_likelihood(*_logits(hidden, projection), targets)[0]
@@ -122,35 +127,37 @@ def token_nll(
 
 def over_chunks(
     function: Callable[..., Any],
-    hidden: jax.Array,
+    hidden: Float[Array, "B T D"],
     projection: Projection,
-    *more: jax.Array,
+    *arrays: jax.Array,
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Any:
-    """`function(hidden, projection, *more)`, a tree of [B, T, ...], a chunk of positions at a time.
+    """Applies a function of logits, without gradient, to one chunk of positions at a time.
 
-    For what needs logits and is not trained. Arrays are [B, T, ...]; `chunk` and `mesh` as in
-    `cross_entropy`.
+    Args:
+      function: maps (hidden, projection, *arrays) to a tree of arrays [B, T, ...].
+      hidden, projection, chunk, mesh: as in `cross_entropy`.
+      arrays: more inputs [B, T, ...].
     """
     chunk = _chunk_size(hidden, projection, chunk, mesh)
 
-    def run(hidden, projection, more):
+    def run(hidden, projection, arrays):
         def one(_, xs):
             return None, function(xs[0], projection, *xs[1])
 
-        chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, more))
+        chunks = jax.tree.map(lambda x: _chunked(x, chunk), (hidden, arrays))
         return jax.tree.map(
             lambda x: _joined(x, hidden.shape[1]), jax.lax.scan(one, None, chunks)[1]
         )
 
     tokens, everywhere = tokens_spec(mesh, *hidden.shape[:2]), PartitionSpec()
     by_device = _on_mesh(run, mesh, tokens, (tokens, everywhere, tokens), tokens)
-    return by_device(hidden, projection, more)
+    return by_device(hidden, projection, arrays)
 
 
 def _on_mesh(run, mesh, tokens: PartitionSpec, inputs, outputs):
-    """`run` on the tokens of each device; how the kernel is split is left to the compiler."""
+    """Maps `run` over the tokens of each device; XLA decides how the kernel is split."""
     axes = spread_over(tokens)
     if not axes:
         return run
@@ -166,7 +173,7 @@ def _chunk_size(hidden, projection, chunk: int | None, mesh) -> int:
         for size, over in zip(hidden.shape, spec)
     )
     if chunk is None:
-        # Of the mesh: a program may be compiled for devices that are not here.
+        # Of the mesh: a program may be compiled for devices that are not present.
         platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
         limit = _CHUNK_BYTES.get(platform, _CHUNK_BYTES_DEFAULT)
         chunk = max(1, limit // (4 * batch * projection.vocabulary))
@@ -189,7 +196,7 @@ def _joined(x: jax.Array, length: int) -> jax.Array:
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Summed in float32; 32-bit operands are never rounded first, as accelerators would do."""
+    """einsum with float32 sums; float32 operands are not rounded, as accelerators would do."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
 
@@ -229,7 +236,7 @@ def _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh):
 
 
 def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
-    """The loss and, chunk by chunk, the gradients for a cotangent of one."""
+    """The loss, and its gradients for a cotangent of 1, chunk by chunk."""
     tokens, everywhere = tokens_spec(mesh, *weights.shape), PartitionSpec()
     path = "embed/embedding" if projection.tied else "head/kernel"
     reduce = gradient_reduce_scatter(mesh, path, projection.kernel.shape, *weights.shape)
@@ -239,17 +246,18 @@ def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
     kernel = everywhere if reduce is None else reduce.kept
     bias = None if projection.bias is None else everywhere
     inputs = tokens, everywhere, tokens, tokens
-    found = everywhere, Projection(kernel, bias, projection.tied)
-    run = _on_mesh(run, mesh, tokens, inputs, (found, (tokens, tokens)))
+    sums = everywhere, Projection(kernel, bias, projection.tied)
+    run = _on_mesh(run, mesh, tokens, inputs, (sums, (tokens, tokens)))
     (sums, d_projection), by_token = run(hidden, projection, known, weights)
     d_projection = jax.tree.map(lambda d, x: d.astype(x.dtype), d_projection, projection)
     return sums, (d_projection, *by_token)
 
 
 def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axes=(), reduce=None):
-    """((loss, its parts) and the gradient for the projection, of all tokens), (d_hidden, loss).
+    """Sums over the tokens of one device, and arrays of its tokens.
 
-    On the tokens of one device; `reduce` says which part it keeps of the kernel's gradient.
+    The sums are (loss, parts) and the gradient of the projection, of which `reduce` keeps a part;
+    the arrays are d_hidden and the loss.
     """
 
     def one(sums, xs):
@@ -258,8 +266,8 @@ def _with_gradients(hidden, projection, known, weights, *, criterion, chunk, axe
         d_logits = weights[..., None] * slope
         low = d_logits.astype(hidden.dtype)
         d_hidden = _einsum(f"BTV,{projection.axes}->BTD", low, projection.kernel)
-        # Also of a tied kernel [D, V], turned over once at the end: [V, D] would turn over the
-        # chunk's large d_logits instead.
+        # [D, V] also for a tied kernel, with one transpose at the end: [V, D] would transpose the
+        # large d_logits of every chunk.
         d_kernel = _einsum("BTD,BTV->DV", hidden, low)
         d_bias = None if projection.bias is None else d_logits.sum((0, 1))
         losses = jax.tree.map(lambda x: (weights * x).sum(), (loss, parts))

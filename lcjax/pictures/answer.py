@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from lcjax.attention import Landmark, Pass, Pattern, Places
+from lcjax.attention import AttentionMetadata, Landmark, Pass, Pattern
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.models import Decoder
 from lcjax.pictures.weights import attention_weights
-from lcjax.rope import Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +57,17 @@ class _Watched(Pattern):
     def cache_window(self) -> tuple[int, int] | None:
         return self.inner.cache_window()
 
-    def passes(self, places: Places) -> list[Pass]:
-        return self.inner.passes(places)
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        return self.inner.passes(metadata)
 
-    def attend(self, q, k, v, rotation: Rotation, places: Places, **options) -> jax.Array:
+    def attend(self, q, k, v, metadata: AttentionMetadata) -> jax.Array:
         if self.noted.calls in self.layers:
             self.noted.found[self.noted.calls] = attention_weights(
-                q, k, pattern=self.inner, rotation=rotation, places=places, queries=self.queries
-            )
+                q, k, pattern=self.inner, rotation=metadata.rotation, metadata=metadata,
+                queries=self.queries,
+            )  # fmt: skip
         self.noted.calls += 1
-        return self.inner.attend(q, k, v, rotation, places, **options)
+        return self.inner.attend(q, k, v, metadata)
 
 
 def answer_attention(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.attention import Landmark, Pattern, Places
+from lcjax.attention import AttentionMetadata, Landmark, Pattern
 from lcjax.errors import InputError
 from lcjax.rope import Rotation
 from pallas_kernels import by_heads
@@ -24,7 +24,7 @@ def attention_weights(
     *,
     pattern: Pattern,
     rotation: Rotation,
-    places: Places | None = None,
+    metadata: AttentionMetadata | None = None,
     queries: int | None = None,
 ) -> jax.Array:
     """Weights float32 [B, queries, N, S] of unrotated q [B, T, N, H] over k [B, S, K, H].
@@ -34,39 +34,39 @@ def attention_weights(
       k: S keys.
       pattern: who sees whom, at which positions.
       rotation: of queries and keys.
-      places: where they stand, as `lcjax.attention.Pattern.attend` takes them; None: in order.
+      metadata: positions and documents, as in `Pattern.attend`; None: tokens in order.
       queries: only so many of the last ones; None: all.
     """
-    rows, count, heads, _ = q.shape
+    rows, count, _, _ = q.shape
     length, kv_heads = k.shape[1:3]
-    if places is None:
+    if metadata is None:
         at = jnp.broadcast_to(jnp.arange(length), (rows, length))
         order = jnp.arange(length - count, length)
-        places = Places(at[:, length - count :], at, q_index=order, heads=heads)
+        metadata = AttentionMetadata(at[:, length - count :], at, q_index=order)
+    metadata = metadata.replace(rotation=rotation, implementation="xla")
     queries = count if queries is None else queries
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     # Where the queries themselves choose what is seen, all of them have to ask.
     if type(pattern).attend is Pattern.attend:
-        q, places = q[:, count - queries :], _last(places, queries)
+        q, metadata = q[:, count - queries :], _last_queries(metadata, queries)
     parts = []
     for start in range(0, length, _KEYS):
         size = min(_KEYS, length - start)
         names = jnp.eye(length, size, -start, dtype=jnp.float32)
         values = jnp.broadcast_to(names[None, :, None], (rows, length, kv_heads, size))
-        out = pattern.attend(q, k, values, rotation, places, implementation="xla")
+        out = pattern.attend(q, k, values, metadata)
         parts.append(out[:, out.shape[1] - queries :])
     return jnp.concatenate(parts, axis=-1)
 
 
-def _last(places: Places, count: int) -> Places:
-    """The places of the last `count` queries."""
-    order = places.q_order
-    segments = places.q_segments
-    return places._replace(
-        q_positions=places.q_positions[:, -count:],
-        q_index=order[..., -count:],
+def _last_queries(metadata: AttentionMetadata, count: int) -> AttentionMetadata:
+    """The metadata of the last `count` queries."""
+    segments = metadata.q_segments
+    return metadata.replace(
+        q_positions=metadata.q_positions[:, -count:],
+        q_index=metadata.q_order[..., -count:],
         q_segments=None if segments is None else segments[:, -count:],
-        row=None,
+        row_indices=None,
     )
 
 
@@ -86,7 +86,7 @@ def mask_of(
     q, k = 0.1 * rng.standard_normal((2, 1, length, heads, 16)).astype(np.float32)
     rotation = Rotation(np.zeros(8, np.float32))  # no position weighs more than another
     at = np.arange(length)[None]
-    places = Places(at, at, heads=heads)
+    metadata = AttentionMetadata(at, at, num_heads=heads)
     weigh = jax.jit(functools.partial(attention_weights, pattern=pattern, rotation=rotation))
     chunk = length if (most := _most_at_once(pattern)) is None else most
     seen = np.zeros((heads, length, length), bool)
@@ -94,7 +94,7 @@ def mask_of(
         end = min(start + chunk, length)
         found = weigh(q[:, start:end], k[:, :end])[0]
         seen[:, start:end, :end] = np.asarray(found).transpose(1, 0, 2) > 0
-    moved = places._replace(k_positions=pattern.key_positions(at, places.k_order))
+    moved = metadata.replace(k_positions=pattern.key_positions(at, metadata.k_order))
     distance = np.full((heads, length, length), np.nan)
     order = np.arange(length)
     for step in pattern.passes(moved):

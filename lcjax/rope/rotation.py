@@ -36,6 +36,11 @@ class Rotation(NamedTuple):
         return Rotation(*(field[index] for field in self))
 
 
+def no_rotation() -> Rotation:
+    """Returns the rotation that rotates no channel."""
+    return Rotation(np.zeros(0, np.float32))
+
+
 def stack_rotations(rotations: Sequence[Rotation]) -> Rotation:
     """A rotation for each row: fields of shape [B, R//2], [B, 1, 1] and [B, 1, 1, 1]."""
     inv_freq, scale, query_scale = (

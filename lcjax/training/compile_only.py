@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from lcjax import config as config_lib
-from lcjax.cost import gpu_compiler, tpu_compiler
 from lcjax.cost.chips import Topology
+from lcjax.cost.compilers import devices
 from lcjax.cost.verdict import Verdict, verdict
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
-from lcjax.models.initial import abstract_params
+from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import AXES, batch_sharding, make_mesh, replicated
 from lcjax.training import batches, estimate, optim
 from lcjax.training.config import TrainConfig, trainable
@@ -69,8 +69,7 @@ def compile_step(
     config: TrainConfig, topology: Topology
 ) -> tuple[Verdict, ModelConfig, jax.sharding.Mesh]:
     """Compiles the step; returns the compiler's verdict, the model and the mesh."""
-    compiler = tpu_compiler if topology.tpu else gpu_compiler
-    mesh = make_mesh(config.mesh, compiler.devices(topology))
+    mesh = make_mesh(config.mesh, devices(topology))
     model = estimate.model_of(config)
     return verdict(lower(config, model, mesh), topology.chip), model, mesh
 

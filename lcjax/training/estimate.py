@@ -19,7 +19,7 @@ from lcjax.checkpoints.load import SMOLLM2
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
 from lcjax.models import PRESETS, ModelConfig, preset
-from lcjax.models.presets import HUB
+from lcjax.models.config import HUB
 from lcjax.parallel import sharding
 from lcjax.parallel.sharding import AXES, Mesh, mesh_sizes
 from lcjax.training import batches

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.distill import Distill, Teacher, distillation
+from lcjax.models.layers import boxed, unboxed
 from lcjax.models.loss import cross_entropy
 from lcjax.models.memory import EncodedContext
-from lcjax.models.offloaded import boxed, unboxed
 from lcjax.parallel.sharding import LENGTH
 from lcjax.rope import Rotation
 from lcjax.rope.positions import PlainPositions, Positions

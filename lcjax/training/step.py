@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from lcjax.models import ModelConfig
-from lcjax.models.offloaded import differentiable, with_gradients
+from lcjax.models.layers import differentiable, with_gradients
 from lcjax.parallel.offload import is_offloaded
 from lcjax.parallel.sharding import replicated
 from lcjax.training import optim

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import Causal, Pass, Pattern, Sliding, attend, order_indices
+from lcjax.attention import (
+    AttentionMetadata,
+    Causal,
+    InfLLM,
+    Pass,
+    Pattern,
+    Sliding,
+    order_indices,
+)
 from lcjax.errors import InputError
 from lcjax.rope.rotation import Rotation, rotate
 from pallas_kernels import causal, window
@@ -27,8 +35,8 @@ def positions(t=45):
 
 @jax.jit(static_argnames="pattern")
 def run(q, k, v, pattern):
-    places = dict(q_positions=positions(q.shape[1]), k_positions=positions(k.shape[1]))
-    return attend(q, k, v, pattern=pattern, rotation=ROTATION, **places)
+    metadata = AttentionMetadata(positions(q.shape[1]), positions(k.shape[1]), rotation=ROTATION)
+    return pattern.attend(q, k, v, metadata)
 
 
 def dense(q, k, v, seen):
@@ -70,11 +78,18 @@ def test_decoding_against_a_cache_equals_the_whole(pattern, keys_rotated):
     @jax.jit
     def step(offset):
         here = offset + jnp.arange(5)
-        return attend(
-            jax.lax.dynamic_slice_in_dim(q, offset, 5, 1), cache, v, pattern=pattern,
-            rotation=ROTATION, q_positions=jnp.broadcast_to(here, (2, 5)),
-            k_positions=positions(), q_index=here, keys_rotated=keys_rotated,
-        )  # fmt: skip
+        return pattern.attend(
+            jax.lax.dynamic_slice_in_dim(q, offset, 5, 1),
+            cache,
+            v,
+            AttentionMetadata(
+                jnp.broadcast_to(here, (2, 5)),
+                positions(),
+                rotation=ROTATION,
+                q_index=here,
+                keys_rotated=keys_rotated,
+            ),
+        )
 
     decoded = jnp.concatenate([step(start) for start in range(0, 45, 5)], 1)
     np.testing.assert_allclose(decoded, expected, rtol=2e-5, atol=2e-6)
@@ -118,10 +133,21 @@ def test_a_pattern_that_moves_keys_says_so_and_refuses_rotated_ones(
 ):
     q, k, v = arrays()
     with pytest.raises(error, match=message):
-        attend(
-            q, k, v, pattern=pattern, rotation=ROTATION, q_positions=positions(),
-            k_positions=positions(), keys_rotated=rotated,
-        )  # fmt: skip
+        pattern.attend(
+            q,
+            k,
+            v,
+            AttentionMetadata(positions(), positions(), rotation=ROTATION, keys_rotated=rotated),
+        )
+
+
+def test_a_pattern_that_chooses_keys_refuses_the_partials_of_other_keys():
+    q, k, v = arrays()
+    partial = q, jnp.zeros(q.shape[:3])
+    metadata = AttentionMetadata(positions(), positions(), extra_partials=[partial])
+    with pytest.raises(InputError, match="cannot share a softmax"):
+        InfLLM().attend(q, k, v, metadata)
+    assert Causal().attend(q, k, v, metadata).shape == q.shape
 
 
 def test_order_indices_restart_in_every_document():

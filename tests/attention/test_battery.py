@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import Pattern, attend, order_indices
+from lcjax.attention import AttentionMetadata, Pattern, order_indices
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.rope import Rotation
@@ -64,11 +64,22 @@ def run(q, k, v, pattern, implementation=None):
     index = order_indices(segments)
 
     def forward(q, k, v):
-        return attend(
-            q, k, v, pattern=pattern, rotation=ROTATION, q_positions=index, k_positions=index,
-            q_index=index, k_index=index, q_segments=segments, k_segments=segments,
-            row=(None, None), implementation=implementation,
-        )  # fmt: skip
+        return pattern.attend(
+            q,
+            k,
+            v,
+            AttentionMetadata(
+                index,
+                index,
+                rotation=ROTATION,
+                q_index=index,
+                k_index=index,
+                q_segments=segments,
+                k_segments=segments,
+                row_indices=(None, None),
+                implementation=implementation,
+            ),
+        )
 
     out, backward = jax.vjp(forward, q, k, v)
     return out, backward(COTANGENT)

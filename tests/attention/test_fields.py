@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from lcjax.attention import (
+    AttentionMetadata,
     Causal,
     DualChunk,
     LMInfinite,
     Pattern,
-    Places,
     ReRoPE,
     SelfExtend,
     ShiftedSparse,
@@ -55,7 +55,7 @@ def test_a_field_out_of_range_is_refused_in_one_line(pattern, fields, message):
 
 def _places(length, heads=4):
     positions = jnp.arange(length)[None]
-    return Places(positions, positions, heads=heads)
+    return AttentionMetadata(positions, positions, num_heads=heads)
 
 
 @pytest.mark.parametrize(

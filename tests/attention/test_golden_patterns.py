@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from lcjax.attention import (
+    AttentionMetadata,
     DualChunk,
     LMInfinite,
-    Places,
     ReRoPE,
     SelfExtend,
     ShiftedSparse,
     Streaming,
-    attend,
 )
 from lcjax.attention.base import partial_attention
 from lcjax.models import cache as cache_lib
@@ -44,10 +43,17 @@ def run(case, pattern, q, k, v):
     """The last q.shape[1] queries of a text of k.shape[1] tokens."""
     places = jnp.arange(k.shape[1])[None]
     first = k.shape[1] - q.shape[1]
-    return attend(
-        q, k, v, pattern=pattern, rotation=golden.rotation(case), q_positions=places[:, first:],
-        k_positions=places, q_index=places[0, first:] if first else None,
-    )  # fmt: skip
+    return pattern.attend(
+        q,
+        k,
+        v,
+        AttentionMetadata(
+            places[:, first:],
+            places,
+            rotation=golden.rotation(case),
+            q_index=places[0, first:] if first else None,
+        ),
+    )
 
 
 @pytest.mark.parametrize(("case", "pattern", "out"), CASES, ids=str)
@@ -80,12 +86,11 @@ def test_both_passes_of_self_extend_and_its_last_step_equal_the_reference(case):
     last = run(case, pattern, q[:, -1:], k, v)
     np.testing.assert_allclose(last, x["out_decode_last"], **golden.TOLERANCE)
     where = jnp.arange(k.shape[1])[None]
-    places = Places(where, where)
+    metadata = AttentionMetadata(where, where, rotation=golden.rotation(case))
 
     @jax.jit
     def parts(q, k, v):
-        steps = pattern.passes(places)
-        return [partial_attention(q, k, v, x, golden.rotation(case), places) for x in steps]
+        return [partial_attention(q, k, v, x, metadata) for x in pattern.passes(metadata)]
 
     for (out, lse), name in zip(parts(q, k, v), ("neighbor", "group"), strict=True):
         np.testing.assert_allclose(out, x[f"{name}_out"], **golden.TOLERANCE)
@@ -106,7 +111,7 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
         cache, view = cache_lib.extend(cache, None, positions)
         context = Context(positions, None, rotation, view=view)
         out, layer = cache_lib.attend_cached(
-            q, k, v, cache.layers[0], pattern=pattern, context=context
+            q, k, v, cache.layers[0], pattern, view, context.attention_metadata()
         )
         return cache_lib.replace_layers(cache, (layer,)), out
 

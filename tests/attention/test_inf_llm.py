@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lcjax import cost
-from lcjax.attention import InfLLM, Places, attend, order_indices
+from lcjax.attention import AttentionMetadata, InfLLM, order_indices
 from lcjax.attention.base import partial_attention
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
@@ -107,10 +107,21 @@ def run(pattern, q, k, v, segments=None):
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     index = jnp.arange(q.shape[1])[None].repeat(len(q), 0)
     index = index if segments is None else order_indices(segments)
-    return attend(
-        q, k, v, pattern=pattern, rotation=ROTATION, q_positions=index, k_positions=index,
-        q_index=index, k_index=index, q_segments=segments, k_segments=segments, row=(None, None),
-    )  # fmt: skip
+    return pattern.attend(
+        q,
+        k,
+        v,
+        AttentionMetadata(
+            index,
+            index,
+            rotation=ROTATION,
+            q_index=index,
+            k_index=index,
+            q_segments=segments,
+            k_segments=segments,
+            row_indices=(None, None),
+        ),
+    )
 
 
 def alone(pattern, *arrays):
@@ -158,11 +169,12 @@ def test_with_every_block_chosen_nothing_is_left_out(fields):
     q, k, v = (jnp.asarray(x)[None] for x in qkv())
     at = jnp.arange(T)[None]
     partials = [
-        partial_attention(q, k, v, step, ROTATION, Places(at, at))
-        for step in pattern.passes(Places(at, at))
+        partial_attention(q, k, v, step, AttentionMetadata(at, at, rotation=ROTATION))
+        for step in pattern.passes(AttentionMetadata(at, at))
     ]
     seen = [
-        np.tri(T, dtype=bool) & s.mask.element(at.T, at) for s in pattern.passes(Places(at, at))
+        np.tri(T, dtype=bool) & s.mask.element(at.T, at)
+        for s in pattern.passes(AttentionMetadata(at, at))
     ]
     np.testing.assert_array_equal(np.sum(seen, 0), np.tri(T))  # each key once
     np.testing.assert_allclose(run(pattern, q, k, v), merge(partials)[0], rtol=1e-5, atol=2e-6)
@@ -179,7 +191,7 @@ def test_what_is_listed_for_costs_is_as_much_as_is_read(chunk):
     first[0] = 1
     read = 1 / alone(pattern, np.zeros_like(q), k, first)[:, 0, 0]
     at = np.arange(T)
-    places = Places(at[None], at[None], at, at)
+    places = AttentionMetadata(at[None], at[None], q_index=at, k_index=at)
     listed = sum(s.mask.element(at[:, None], at[None]).sum(1) for s in pattern.passes(places))
     np.testing.assert_allclose(read, listed, rtol=1e-5)
     for step in pattern.passes(places):  # and of a block no less is said than of its elements
@@ -238,7 +250,9 @@ def in_calls(pattern, arrays, cuts, padding=0):
 
 @functools.partial(jax.jit, static_argnames="pattern")
 def _attend_cached(q, k, v, cache, pattern, context):
-    return cache_lib.attend_cached(q, k, v, cache.layers[0], pattern=pattern, context=context)
+    return cache_lib.attend_cached(
+        q, k, v, cache.layers[0], pattern, context.view, context.attention_metadata()
+    )
 
 
 # chunk, where calls are cut, padding before the text, one choice per head
@@ -324,9 +338,7 @@ def test_memory_grows_with_the_length_not_with_its_square():
         shapes = [jax.ShapeDtypeStruct((1, length, n, SIZE), jnp.float32) for n in (4, 2, 2)]
 
         def read(q, k, v):
-            return attend(
-                q, k, v, pattern=pattern, rotation=ROTATION, q_positions=at, k_positions=at
-            )
+            return pattern.attend(q, k, v, AttentionMetadata(at, at, rotation=ROTATION))
 
         memory = jax.jit(read).lower(*shapes).compile().memory_analysis()
         return memory.temp_size_in_bytes
@@ -357,10 +369,11 @@ def test_a_text_within_the_window_has_no_notes():
     assert BASE.cache_state_shapes(17, 8) == ((1, 17), (1, 8))
     q, k, v = (x[None] for x in qkv(12))
     at = jnp.arange(12)[None]
-    last = jax.jit(lambda *x: attend(
-        *x, pattern=BASE, rotation=ROTATION, q_positions=at[:, 9:], k_positions=at,
-        q_index=at[:, 9:], k_index=at,
-    ))(q[:, 9:], k, v)  # fmt: skip
+    last = jax.jit(
+        lambda *x: BASE.attend(
+            *x, AttentionMetadata(at[:, 9:], at, rotation=ROTATION, q_index=at[:, 9:], k_index=at)
+        )
+    )(q[:, 9:], k, v)
     np.testing.assert_allclose(last[0], alone(BASE, *qkv(12))[9:], rtol=1e-5, atol=2e-6)
 
 
@@ -386,8 +399,8 @@ def test_a_field_out_of_range_is_refused_in_one_line(fields, message):
 def test_keys_whose_queries_are_unknown_are_refused():
     q, k, v = (jnp.zeros((1, n, 2, 16)) for n in (3, 40, 40))
     at = jnp.arange(40)[None]
-    where = dict(pattern=BASE, rotation=ROTATION, q_positions=at[:, 37:], k_positions=at)
+    metadata = AttentionMetadata(at[:, 37:], at, rotation=ROTATION)
     with pytest.raises(InputError, match="3 queries of 40 keys do not tell .* use a cache"):
-        attend(q, k, v, **where)
+        BASE.attend(q, k, v, metadata)
     with pytest.raises(InputError, match="must keep unrotated keys"):
-        attend(k, k, v, **where | dict(q_positions=at), keys_rotated=True)
+        BASE.attend(k, k, v, metadata.replace(q_positions=at, keys_rotated=True))

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import attend
-from lcjax.attention.landmark.pattern import Landmark
-from lcjax.attention.landmark.retrieval import CachedBlocks
+from lcjax.attention import AttentionMetadata
+from lcjax.attention.landmark.pattern import CachedBlocks, Landmark
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
@@ -30,11 +29,20 @@ def run(q, k, v, pattern, rotation=ROTATION, segments=None):
     order = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
     if segments is not None:
         order = jnp.cumsum(segments, 1) - 1
-    return attend(
-        q, k, v, pattern=pattern, rotation=rotation, q_positions=order[:, first:],
-        k_positions=order, q_index=order[:, first:], k_index=order,
-        q_segments=None if there is None else there[:, first:], k_segments=there,
-    )  # fmt: skip
+    return pattern.attend(
+        q,
+        k,
+        v,
+        AttentionMetadata(
+            order[:, first:],
+            order,
+            rotation=rotation,
+            q_index=order[:, first:],
+            k_index=order,
+            q_segments=None if there is None else there[:, first:],
+            k_segments=there,
+        ),
+    )
 
 
 def test_training_equals_the_code_of_the_authors():
@@ -165,7 +173,8 @@ def test_a_cache_read_in_chunks_gives_every_chunk_its_past():
     @jax.jit
     def read(q, k, v, layer, positions, view):
         context = Context(positions, None, ROTATION, view=view)
-        return cache_lib.attend_cached(q, k, v, layer, pattern=pattern, context=context)
+        metadata = context.attention_metadata()
+        return cache_lib.attend_cached(q, k, v, layer, pattern, view, metadata)
 
     for start, stop in ((0, 20), (20, 33), (33, 34)):
         new = slice(start, stop)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import DualChunk, LMInfinite, SelfExtend, attend
+from lcjax.attention import AttentionMetadata, DualChunk, LMInfinite, SelfExtend
 from lcjax.rope import Default, Rotation
 from pallas_kernels import Alibi, alibi_slopes, gather
 
@@ -31,9 +31,7 @@ def run(q, k, v, pattern, rotation=ROTATION):
     """The last q.shape[1] queries of a text of k.shape[1] tokens."""
     at = jnp.arange(k.shape[1])[None]
     mine = at[:, k.shape[1] - q.shape[1] :]
-    return attend(
-        q, k, v, pattern=pattern, rotation=rotation, q_positions=mine, k_positions=at, q_index=mine
-    )
+    return pattern.attend(q, k, v, AttentionMetadata(mine, at, rotation=rotation, q_index=mine))
 
 
 def logits(q, k, distance):
@@ -81,9 +79,9 @@ def test_the_scale_of_queries_comes_beside_that_of_the_rotation_row_by_row():
     pattern = SelfExtend(window=8, group=3, scale_base=9)
     both = Rotation(jnp.stack([ROTATION.inv_freq] * 2), query_scale=scales)
     places = jnp.broadcast_to(jnp.arange(T), (2, T))
-    got = jax.jit(lambda *x: attend(
-        *x, pattern=pattern, rotation=both, q_positions=places, k_positions=places
-    ))(q, k, v)  # fmt: skip
+    got = jax.jit(lambda *x: pattern.attend(*x, AttentionMetadata(places, places, rotation=both)))(
+        q, k, v
+    )
     for row, scale in enumerate((1.0, 1.5)):
         alone = run(q[:1] * np.float32(scale), k[:1], v[:1], pattern)
         np.testing.assert_allclose(got[row], alone[0], **TOLERANCE)
@@ -197,10 +195,11 @@ def test_chosen_keys_of_a_model_with_alibi_have_the_bias_of_their_distance():
     q, k, v = arrays()
     bias = Alibi(jnp.asarray(alibi_slopes(HEADS), jnp.float32))
     at = jnp.arange(T)[None]
-    got = jax.jit(lambda *x: attend(
-        *x, pattern=CHOOSING, rotation=Rotation(jnp.zeros(0)), q_positions=at, k_positions=at,
-        bias=bias,
-    ))(q, k, v)[0]  # fmt: skip
+    got = jax.jit(
+        lambda *x: CHOOSING.attend(
+            *x, AttentionMetadata(at, at, rotation=Rotation(jnp.zeros(0)), bias=bias)
+        )
+    )(q, k, v)[0]
     x = np.einsum("tnh,snh->nts", q[0], np.repeat(k[0], 2, 1).astype(np.float64)) / 4
     slopes = np.asarray(bias.slopes, np.float64)[:, None, None]
     near = x - slopes * np.minimum(DISTANCE, 9)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import BigBird, Longformer, Places, Sliding, SparseTransformer
+from lcjax.attention import AttentionMetadata, BigBird, Longformer, Sliding, SparseTransformer
 from lcjax.errors import InputError
 from pallas_kernels import band, by_heads, keys_in, queries_in, stride
 
@@ -29,7 +29,7 @@ def dense(mask, length=T):
 def seen(pattern, heads=4, length=T):
     """bool [N, T, T] of a pattern, head by head."""
     at = jnp.arange(length)[None]
-    (step,) = pattern.passes(Places(at, at, heads=heads))
+    (step,) = pattern.passes(AttentionMetadata(at, at, num_heads=heads))
     parts = by_heads(step.mask, heads)
     return np.concatenate([np.repeat(dense(mask, length)[None], n, 0) for mask, n in parts])
 

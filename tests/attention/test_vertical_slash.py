@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import Causal, VerticalSlash, attend, order_indices
+from lcjax.attention import AttentionMetadata, Causal, VerticalSlash, order_indices
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
-from lcjax.models.position import no_rotation
+from lcjax.rope.rotation import no_rotation
 from lcjax.training.config import TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -32,13 +32,21 @@ def run(pattern, q, k, v, segments=None):
     at = jnp.arange(k.shape[1])[None].repeat(len(q), 0)
     first = k.shape[1] - q.shape[1]
     index = at if segments is None else order_indices(jnp.asarray(segments))
-    return np.asarray(attend(
-        *map(jnp.asarray, (q, k, v)), pattern=pattern, rotation=no_rotation(),
-        q_positions=index[:, first:], k_positions=index, q_index=index[:, first:], k_index=index,
-        q_segments=None if segments is None else jnp.asarray(segments)[:, first:],
-        k_segments=None if segments is None else jnp.asarray(segments),
-        row=(jnp.arange(first, k.shape[1]), None),
-    ))  # fmt: skip
+    return np.asarray(
+        pattern.attend(
+            *map(jnp.asarray, (q, k, v)),
+            AttentionMetadata(
+                index[:, first:],
+                index,
+                rotation=no_rotation(),
+                q_index=index[:, first:],
+                k_index=index,
+                q_segments=None if segments is None else jnp.asarray(segments)[:, first:],
+                k_segments=None if segments is None else jnp.asarray(segments),
+                row_indices=(jnp.arange(first, k.shape[1]), None),
+            ),
+        )
+    )
 
 
 def naive(q, k, v, vertical, slash):

@@ -8,7 +8,7 @@ from convert_support import tiny_config
 import lcjax.config
 from lcjax.checkpoints import ByteTokenizer, run_folder
 from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG, Base, load_run
-from lcjax.models.initial import abstract_params
+from lcjax.models.decoder import abstract_params
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.tree import flatten, nest
 

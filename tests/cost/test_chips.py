@@ -6,8 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax.cost.chips import CHIPS, Topology
-from lcjax.cost.collectives import Traffic, collectives
-from lcjax.cost.verdict import verdict
+from lcjax.cost.verdict import Traffic, collectives, verdict
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
 

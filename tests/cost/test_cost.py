@@ -10,7 +10,7 @@ from lcjax.errors import InputError
 from lcjax.memory.cepe import Cepe
 from lcjax.models import Decoder, ModelConfig, head, preset
 from lcjax.models import cache as cache_lib
-from lcjax.models.initial import random_params
+from lcjax.models.decoder import random_params
 from lcjax.models.lora import LoRA
 from lcjax.models.loss import cross_entropy
 from lcjax.parallel.sharding import Mesh, make_mesh

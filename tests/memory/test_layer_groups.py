@@ -12,8 +12,8 @@ from tiny_lm import text
 from lcjax.memory import Cepe, SharedLlmSection
 from lcjax.models import Decoder, layer_groups, preset
 from lcjax.models import cache as cache_lib
+from lcjax.models.layers import Offloaded
 from lcjax.models.lora import LoRA
-from lcjax.models.offloaded import Offloaded
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.tree import flatten, nest, split
 

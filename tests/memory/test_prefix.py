@@ -13,7 +13,7 @@ from window_oracle import Llama, with_beacons, with_summaries
 
 from lcjax.attention import Sliding
 from lcjax.checkpoints.build import ModelSection, build, resolve
-from lcjax.cost.compute import parameter_shapes
+from lcjax.cost.resources import parameter_shapes
 from lcjax.errors import InputError
 from lcjax.memory import AutoCompressorSection, Beacon, BeaconSection
 from lcjax.models import Decoder, preset, unstack_layers

@@ -14,9 +14,9 @@ from lcjax.models import (
     Decoder,
     ModelConfig,
     head,
+    layer_groups,
     preset,
     stack_layers,
-    stacking,
     unstack_layers,
     unstack_layers_in_place,
 )
@@ -162,14 +162,14 @@ def test_separating_layers_in_place_never_holds_a_second_copy(monkeypatch):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
     others = sum(leaf.nbytes for leaf in jax.live_arrays()) - size
-    alive, split = [], stacking._parts
+    alive, split = [], layer_groups._unstack
 
     def watched(leaf):
         parts = split(leaf)
         alive.append(sum(leaf.nbytes for leaf in jax.live_arrays()) - others)
         return parts
 
-    monkeypatch.setattr(stacking, "_parts", watched)
+    monkeypatch.setattr(layer_groups, "_unstack", watched)
     assert unstack_layers_in_place(params, config) is None
     assert size < max(alive) <= size + largest
     assert set(params) == set(want)

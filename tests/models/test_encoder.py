@@ -14,8 +14,8 @@ from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.memory import CepeSection
 from lcjax.models import Decoder, preset
+from lcjax.models.decoder import random_params
 from lcjax.models.encoder import encoder_config, encoder_params
-from lcjax.models.initial import random_params
 from lcjax.parallel.sharding import Mesh, make_mesh
 
 CONFIG = preset("tiny").replace(num_layers=3, mlp_width=96)

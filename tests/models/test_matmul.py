@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.models.matmul import matmul
+from lcjax.models.layers import matmul
 
 
 def _inputs(shape, outputs, dtype=jnp.float32):

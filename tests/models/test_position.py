@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from lcjax.attention import (
+    AttentionMetadata,
     DualChunk,
     LMInfinite,
-    Places,
     Sliding,
     Streaming,
-    attend,
 )
 from lcjax.checkpoints.build import ModelSection, resolve
 from lcjax.checkpoints.hf_config import config_to_hf
@@ -23,9 +22,10 @@ from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
-from lcjax.models.position import no_rotation, sinusoids
+from lcjax.models.decoder import sinusoids
 from lcjax.rope import Yarn
 from lcjax.rope.positions import E2Positions
+from lcjax.rope.rotation import no_rotation
 from lcjax.training.objective import language_model
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes
 
@@ -142,10 +142,10 @@ def qkv(length=40, heads=6):
 def run(pattern, bias):
     q, k, v = qkv()
     at = jnp.arange(40)[None]
-    out = attend(
-        *map(jnp.asarray, (q, k, v)), pattern=pattern, rotation=no_rotation(), q_positions=at,
-        k_positions=at, row=(None, None), bias=bias,
-    )  # fmt: skip
+    out = pattern.attend(
+        *map(jnp.asarray, (q, k, v)),
+        AttentionMetadata(at, at, rotation=no_rotation(), row_indices=(None, None), bias=bias),
+    )
     return out[0]
 
 
@@ -260,9 +260,9 @@ def test_a_bias_that_no_rule_moves_is_an_error_of_the_program():
     pattern, at = Streaming(), jnp.arange(4)[None]
     bias = RelativeBias(jnp.zeros((32, 6)))
     q, k, v = (jnp.asarray(x) for x in qkv(4))
-    places = Places(at, at, bias=bias)
+    metadata = AttentionMetadata(at, at, bias=bias)
     with pytest.raises(TypeError, match="no rule moves RelativeBias"):
-        pattern.attend(q, k, v, no_rotation(), places)
+        pattern.attend(q, k, v, metadata)
 
 
 def test_the_positions_that_a_checkpoint_was_trained_with_stay():

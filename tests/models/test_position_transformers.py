@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import Causal, attend
-from lcjax.models.position import BUCKETS, MAX_DISTANCE, no_rotation
+from lcjax.attention import AttentionMetadata, Causal
+from lcjax.models.decoder import BUCKETS, MAX_DISTANCE
+from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes
 
 torch = pytest.importorskip("torch")
@@ -20,10 +21,12 @@ def attended(projections, out, bias, scale=1.0):
     x = jnp.asarray(HIDDEN)
     q, k, v = ((x @ w.T).reshape(2, T, HEADS, SIZE) for w in projections)
     at = jnp.arange(T)[None].repeat(2, 0)
-    y = attend(
-        scale * q, k, v, pattern=Causal(), rotation=no_rotation(), q_positions=at, k_positions=at,
-        row=(None, None), bias=bias,
-    )  # fmt: skip
+    y = Causal().attend(
+        scale * q,
+        k,
+        v,
+        AttentionMetadata(at, at, rotation=no_rotation(), row_indices=(None, None), bias=bias),
+    )
     return y.reshape(2, T, WIDTH) @ out.T
 
 

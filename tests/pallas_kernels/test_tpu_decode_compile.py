@@ -21,7 +21,7 @@ from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
 from lcjax.generation.session import _read_token
 from lcjax.models import Decoder
 from lcjax.models.cache import create
-from lcjax.models.presets import PRESETS
+from lcjax.models.config import PRESETS
 from lcjax.rope import Rotation
 from pallas_kernels import (
     Alibi,

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from tiny_lm import ids, sharper
 
 from lcjax import LanguageModel, pictures
-from lcjax.attention import Landmark, Pattern, SelfExtend, ShiftedSparse, Sliding, attend
+from lcjax.attention import AttentionMetadata, Landmark, Pattern, SelfExtend, ShiftedSparse, Sliding
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
@@ -42,11 +42,11 @@ def test_weights_times_values_are_attention_under_every_pattern(name):
 
     @jax.jit
     def both(q, k, v):
-        places = {"q_positions": at, "k_positions": at, "implementation": "xla"}
+        metadata = AttentionMetadata(at, at, rotation=rotation, implementation="xla")
         return (
             pictures.attention_weights(q, k, **chosen),
             pictures.attention_weights(q, k, **chosen, queries=5),
-            attend(q, k, v, **chosen, **places),
+            pattern.attend(q, k, v, metadata),
         )
 
     weights, last, expected = map(np.asarray, both(q, k, v))

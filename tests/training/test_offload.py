@@ -12,13 +12,13 @@ from training_support import quick_compilation, tiny, write_corpus
 
 from lcjax import checkpoints, cost
 from lcjax import config as config_lib
-from lcjax.cost import tpu_compiler
 from lcjax.cost.chips import Topology
+from lcjax.cost.compilers import devices
 from lcjax.cost.verdict import verdict
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, preset
+from lcjax.models.layers import boxed, unboxed
 from lcjax.models.lora import LoRA
-from lcjax.models.offloaded import boxed, unboxed
 from lcjax.parallel.offload import host_shardings, is_offloaded, to_host
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
 from lcjax.rope.positions import PlainPositions
@@ -263,7 +263,7 @@ def test_a_run_saves_resumes_scores_and_exports_what_waits(tmp_path):
 )
 def test_the_tpu_compiler_keeps_one_layer_of_what_waits_on_the_device(optimised):
     topology = Topology.parse("v5e:2x2")
-    mesh = make_mesh(Mesh(), tpu_compiler.devices(topology))
+    mesh = make_mesh(Mesh(), devices(topology))
     model = ModelConfig(512, 1024, 2816, 16, 8, 8, 128, 512, dtype="bfloat16", remat="full")
     results = {}
     for offload in ("none", "parameters"):

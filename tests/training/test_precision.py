@@ -11,7 +11,7 @@ from lcjax.checkpoints import ByteTokenizer, save_hf
 from lcjax.checkpoints.run_folder import Base, load_run
 from lcjax.errors import InputError
 from lcjax.models import preset
-from lcjax.models.initial import random_params
+from lcjax.models.decoder import random_params
 from lcjax.models.lora import LoRA, is_adapter, merge
 from lcjax.parallel.sharding import Mesh
 from lcjax.training import loop, run

@@ -18,7 +18,7 @@ from evaluation_support import (
     token_loss,
 )
 
-from lcjax.attention import Causal, Places, Streaming
+from lcjax.attention import AttentionMetadata, Causal, Streaming
 from lcjax.errors import InputError
 from lcjax.evaluation import Perplexity
 from lcjax.evaluation.corpus import Corpus, Document
@@ -115,7 +115,9 @@ class Forgetful(BigramModel):
 
     def seen(self, length):
         at = jnp.arange(length)
-        masks = [step.mask for step in self.config.pattern.passes(Places(at[None], at[None]))]
+        masks = [
+            step.mask for step in self.config.pattern.passes(AttentionMetadata(at[None], at[None]))
+        ]
         shown = [np.broadcast_to(m.element(at[:, None], at[None]), (length,) * 2) for m in masks]
         return np.sum(shown, (0, 2))
 

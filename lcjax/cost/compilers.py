@@ -1,7 +1,8 @@
-"""The devices of GPUs that are not there: jax's CUDA plugin compiles for a description of one.
+"""Descriptions of devices that are not present, for compilers that run on any machine.
 
-The plugin (extra `cuda`) is all it takes, no GPU and no driver. Products are not measured against
-each other, as they are on a GPU, so a running program may take other kernels and their workspaces.
+libtpu (extra `aot`) compiles for TPUs. JAX's CUDA plugin (extra `cuda`) compiles for GPUs without a
+GPU or a driver. It cannot measure kernels against each other, as it does on a GPU, so a running
+program may choose other kernels and workspaces.
 """
 
 import importlib.util
@@ -13,13 +14,20 @@ from lcjax.cost.chips import Chip, Topology
 from lcjax.errors import InputError
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-_FLAGS = "--xla_gpu_autotune_level=0"  # there is no GPU to time anything on
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",  # no request to a cloud's metadata server
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no device is opened, so other processes do not matter
+}
+
+_GPU_FLAGS = "--xla_gpu_autotune_level=0"  # there is no GPU to time anything on
 
 # Of the tuning guides (docs.nvidia.com/cuda) and data sheets: multiprocessors, float32 units of
 # one, clock in GHz, shared memory of one (a block may have 1 KiB less), level 2 cache.
 _AMPERE = (8, 108, 64, 1.41, 164 * 2**10, 40 * 2**20)
 _HOPPER = (9, 132, 128, 1.98, 228 * 2**10, 50 * 2**20)
-_MODELS = {
+_GPUS = {
     "a100-40": (_AMPERE, "NVIDIA A100-SXM4-40GB"),
     "a100-80": (_AMPERE, "NVIDIA A100-SXM4-80GB"),
     "h100": (_HOPPER, "NVIDIA H100 80GB HBM3"),
@@ -28,31 +36,58 @@ _MODELS = {
 
 
 def devices(topology: Topology) -> list[jax.Device]:
-    """Descriptions of the devices, for meshes and for `lower(...).compile()`; they hold no data."""
+    """Returns devices for meshes and for `lower(...).compile()`; they hold no data.
+
+    Raises:
+      InputError: the compiler is not installed, or does not know the topology.
+    """
+    return _tpu_devices(topology) if topology.tpu else _gpu_devices(topology)
+
+
+def _tpu_devices(topology: Topology) -> list[jax.Device]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError(
+            f"--topology={topology}: the TPU compiler is not installed; pip install lcjax[aot]"
+        )
+    for name, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    # Without this option a v4 chip has two devices, which no program on a v4 sees.
+    options = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
+    try:
+        description = topologies.get_topology_desc(str(topology), "tpu", **options)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise InputError(f"--topology={topology}: libtpu does not know it ({why})") from error
+    return list(description.devices)
+
+
+def _gpu_devices(topology: Topology) -> list[jax.Device]:
     if not any(importlib.util.find_spec(name) for name in PLUGINS):
         raise InputError(
             f"--topology={topology}: jax's CUDA plugin is not installed; pip install lcjax[cuda]"
         )
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries and a driver
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_GPU_FLAGS}".strip()
     from jax.experimental import topologies
 
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform="cuda",
             topology_name=f"1x1x{topology.devices}",
             topology=f"1x1x{topology.devices}",
-            target_config=target(topology.chip),
+            target_config=_gpu_target(topology.chip),
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:
         why = str(error).strip().splitlines()[0]
         raise InputError(f"--topology={topology}: the CUDA plugin cannot ({why})") from error
-    return list(found.devices)
+    return list(description.devices)
 
 
-def target(chip: Chip) -> str:
+def _gpu_target(chip: Chip) -> str:
     """XLA's description of a GPU (`GpuTargetConfigProto` as text)."""
-    (major, cores, units, clock, shared, cache), name = _MODELS[chip.name]
+    (major, cores, units, clock, shared, cache), name = _GPUS[chip.name]
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024

@@ -1,0 +1,529 @@
+"""Parameters, FLOPs per token, cache bytes and memory per device, without running a model.
+
+FLOPs count multiplications and additions of matrix products only, two per multiply-add (Kaplan et
+al. 2020, arXiv 2001.08361, sec. 2.1; Chowdhery et al. 2022, PaLM, appendix B). What an
+implementation repeats (rematerialisation) or does in vain (masked blocks) is not counted, so
+FLOPs / (time * peak) is the *model* FLOPs utilisation.
+
+Weights, gradients, optimizer state and cache follow from shapes and from the table of shardings.
+The memory of the backward pass comes from JAX: the residuals of the model's gradient, traced for
+two short texts, grow by a fixed number of bytes per token. Buffers that a compiler adds or saves
+are not counted: on TPUs the estimate was 15 % below to 26 % above (adapters) libtpu's allocation.
+An allocator needs additional memory.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lcjax.attention import AttentionMetadata
+from lcjax.errors import InputError
+from lcjax.models import Decoder, ModelConfig, head
+from lcjax.models.loss import cross_entropy
+from lcjax.parallel.offload import LAYER, STACK, Offload, offloadable
+from lcjax.parallel.sharding import AXES, Mesh, path_of, spec_of
+from lcjax.tree import nest, split, union
+from pallas_kernels import by_heads
+
+_SAMPLED_QUERIES = 256
+_LOGITS = 2**30  # bytes of float32 logits that the loss makes at once on accelerators
+_SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Counts for one model at one length; FLOPs are per token, averaged over the sequence."""
+
+    parameters: int
+    trained_parameters: int
+    parameter_bytes: int
+    matmul_flops: float  # forward, through weight matrices, the head included
+    attention_flops: float  # forward, queries with keys and weights with values
+    weight_gradient_flops: float  # backward, for the trained weights only
+    idle_flops: float  # backward, of activations that precede all trained weights: not computed
+    kv_cache_bytes: int  # of one sequence of that length: visible keys, and the pattern's state
+
+    @property
+    def forward_flops(self) -> float:
+        return self.matmul_flops + self.attention_flops
+
+    @property
+    def training_flops(self) -> float:
+        """Forward, the gradients of activations, and those of the trained weights.
+
+        Attention has two products forward and four backward. With every weight trained this is
+        the familiar three times forward; with adapters on frozen weights it is nearer two.
+        """
+        activations = self.matmul_flops + 2 * self.attention_flops - self.idle_flops
+        return self.forward_flops + activations + self.weight_gradient_flops
+
+
+def estimate(
+    config: ModelConfig,
+    length: int,
+    *,
+    trained=lambda path: True,
+    context: tuple[int, int] | None = None,
+) -> Cost:
+    """The cost of `config` on sequences of `length` tokens.
+
+    Args:
+      config: the model.
+      length: tokens of a sequence.
+      trained: whether the parameter at a path (`layers/attention/query/kernel`, ...) is trained.
+      context: chunks, and tokens of each chunk, that a model with a memory encodes for a sequence;
+        None: it encodes and reads nothing.
+    """
+    shapes = parameter_shapes(config)
+    memory = _context_flops(config, length, context, trained)
+    matmul, weight_gradients = 0.0, 0.0
+    parameters = trained_parameters = nbytes = 0
+    for path, leaf in shapes.items():
+        size = math.prod(leaf.shape)
+        parameters += size
+        nbytes += size * leaf.dtype.itemsize
+        trained_parameters += size if trained(path) else 0
+        product = path.endswith(("/kernel", "/lora_a", "/lora_b")) or (
+            # Reading a row of the table is no product; a tied head is one.
+            path == "embed/embedding" and config.tie_embeddings
+        )
+        flops = 2 * size * _weight_uses(config, path, length, context) if product else 0
+        matmul += flops
+        weight_gradients += flops if trained(path) else 0
+    per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
+    window = config.pattern.for_inference().cache_window()
+    cached = length if window is None else min(length, sum(window))
+    cache_width = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+    return Cost(
+        parameters=parameters,
+        trained_parameters=trained_parameters,
+        parameter_bytes=nbytes,
+        matmul_flops=matmul,
+        attention_flops=config.num_layers * per_pair * visible_keys(config, length)
+        + memory.attention,
+        weight_gradient_flops=weight_gradients,
+        idle_flops=memory.idle,
+        kv_cache_bytes=config.num_layers
+        * (cache_width * cached + cache_state_bytes(config, cached)),
+    )
+
+
+def _weight_uses(
+    config: ModelConfig, path: str, length: int, context: tuple[int, int] | None
+) -> float:
+    """Returns how many tokens a weight multiplies for each token of the sequence."""
+    return 1.0 if config.memory is None else config.memory.weight_uses(path, length, context)
+
+
+class _ContextFlops(NamedTuple):
+    """FLOPs per token of the sequence that no weight accounts for."""
+
+    attention: float = 0.0  # within chunks, and from the decoder to all chunks
+    idle: float = 0.0  # of the backward pass, which does not compute them
+
+
+def _context_flops(
+    config: ModelConfig, length: int, context: tuple[int, int] | None, trained
+) -> _ContextFlops:
+    """The attention of a memory, and the part that its backward pass omits."""
+    if config.memory is None or context is None:
+        return _ContextFlops()
+    inside, outside = config.memory.attention_flops(config, length, context, visible_keys)
+    if config.memory.encoder_config is None:  # no encoder whose backward pass could be omitted
+        return _ContextFlops(inside + outside)
+    shapes = parameter_shapes(config)
+    searched = _search_flops(config, length, context, shapes)
+    attention = inside + outside + searched
+    if any(trained(path) for path in shapes if path.startswith("encoder/")):
+        return _ContextFlops(attention, 2 * searched)
+    before = sum(
+        2 * math.prod(leaf.shape) * _weight_uses(config, path, length, context)
+        for path, leaf in shapes.items()
+        if path.endswith("/kernel") and re.search(r"^encoder/|/memory/(key|value)/", path)
+    )
+    return _ContextFlops(attention, before + 2 * inside + 2 * searched)
+
+
+def _search_flops(
+    config: ModelConfig, length: int, context: tuple[int, int], shapes: Mapping
+) -> float:
+    """Choosing tree nodes: one layer over the halves of each level, and over the question."""
+    memory = config.memory
+    if not memory.query_dependent:
+        return 0.0
+    tokens = [context[1] >> level for level in range(memory.tree.depth - 1)]
+    layers = [leaf.shape for path, leaf in shapes.items() if path.startswith("encoder/layers/")]
+    each = 2 * sum(math.prod(shape[1:]) for shape in layers if len(shape) > 2)
+    pair = 4 * config.num_heads * config.head_dim
+    total = sum(context[0] * size * (each + pair * size / 4) for size in tokens)
+    return total / length + each + pair * visible_keys(config, length)
+
+
+def cache_state_bytes(config: ModelConfig, slots: int, *, heads: int | None = None) -> int:
+    """Bytes of the pattern's state in a layer's cache of `slots` keys, for one sequence.
+
+    The state is float32, of `heads` query heads (None: all).
+    """
+    shapes = config.pattern.for_inference().cache_state_shapes(slots, config.head_dim)
+    return 4 * (config.num_heads if heads is None else heads) * sum(a * b for a, b in shapes)
+
+
+@functools.lru_cache(maxsize=64)  # the start of a run needs them several times
+def parameter_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Returns the shape and dtype of every parameter by path."""
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    tree = jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens)["params"]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return MappingProxyType({path_of(keys): leaf for keys, leaf in leaves})
+
+
+@functools.lru_cache(maxsize=64)
+def visible_keys(config: ModelConfig, length: int) -> float:
+    """Returns the mean number of keys that a query sees under the config's pattern.
+
+    It is counted from the pattern's masks, for queries at even distances in the sequence.
+    """
+    count = min(length, _SAMPLED_QUERIES)
+    # Middles of equal pieces: exact for all masks whose row sums are linear in each piece.
+    queries = ((np.arange(count) + 0.5) * length / count - 0.5).round().astype(np.int64)
+    keys = np.arange(length, dtype=np.int64)
+    total = 0
+    with jax.ensure_compile_time_eval():
+        metadata = AttentionMetadata(
+            queries[None], keys[None], q_index=queries, k_index=keys, num_heads=config.num_heads
+        )
+        parts = [
+            part
+            for step in config.pattern.passes(metadata)
+            for part in by_heads(step.mask, config.num_heads)
+        ]
+        for mask, heads in parts:
+            for piece in np.array_split(queries, max(1, count * length // 2**22)):
+                seen = np.asarray(mask.element(piece[:, None], keys[None]))
+                total += heads * int(np.broadcast_to(seen, (len(piece), length)).sum())
+    return total / count / config.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes per device at the peak of memory."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0  # moments, and the running average of the weights
+    activations: int = 0  # residuals of the backward pass, and temporaries of a layer and the loss
+    cache: int = 0
+    context: int = 0  # encoded contexts of a memory
+    host: int = 0  # in the memory of the device's host, and not in the total
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts of the total, by name."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "host"]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        named = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in self.parts.items() if size)
+        host = f", {self.host / 1e9:.1f} GB on its host" if self.host else ""
+        return f"{self.total / 1e9:.1f} GB per device ({named}){host}"
+
+
+def training_memory(
+    config: ModelConfig,
+    length: int,
+    rows: int,
+    mesh: Mesh | jax.sharding.Mesh,
+    *,
+    trained: Callable[[str], bool] = lambda path: True,
+    average: bool = False,
+    context: tuple[int, int] | None = None,
+    offload: Offload = "none",
+) -> Memory:
+    """Returns the memory of a training step.
+
+    Gradients, both moments of Adam and the running average are float32 and sharded like their
+    parameter. Offloaded arrays are in the host's memory, and a device holds a part at a time.
+
+    Args:
+      config: the model.
+      length: tokens of a text.
+      rows: texts of one microbatch on all devices.
+      mesh: sizes of the mesh axes.
+      trained: whether the parameter at a path is trained.
+      average: whether a running average of the weights is kept.
+      context: chunks, and tokens of each chunk, that a model with a memory reads for every text.
+      offload: `train.offload`.
+    """
+    sizes = _mesh_sizes(mesh)
+    counts = _per_device(config, sizes)
+    trained_counts = {path: count for path, (count, _) in counts.items() if trained(path)}
+    weights = {path: size for path, (_, size) in counts.items()}
+    moments = {path: (12 if average else 8) * count for path, count in trained_counts.items()}
+    offloaded = [weights] * (offload == "parameters") + [moments] * (offload != "none")
+    return Memory(
+        weights=_resident_bytes(config, weights, offload == "parameters"),
+        gradients=4 * sum(trained_counts.values()),
+        optimizer=_resident_bytes(config, moments, offload != "none"),
+        host=sum(map(sum, (_offloadable_bytes(config, part).values() for part in offloaded))),
+        activations=_backward_bytes(config, sizes, _rows(rows, sizes), length, context, trained),
+    )
+
+
+def generation_memory(
+    config: ModelConfig,
+    length: int,
+    rows: int,
+    mesh: Mesh | jax.sharding.Mesh,
+    *,
+    chunk: int = 4096,
+    context: tuple[int, int] | None = None,
+) -> Memory:
+    """Returns the memory of generation.
+
+    With `chunk` equal to `length` it is an upper bound for scoring texts of that length, which
+    needs no cache.
+
+    Args:
+      config: the model.
+      length: slots of the cache of a row.
+      rows: rows on all devices.
+      mesh: sizes of the mesh axes.
+      chunk: tokens of a prompt that are read at once.
+      context: chunks, and tokens of each chunk, that a model with a memory has read for every row.
+    """
+    sizes = _mesh_sizes(mesh)
+    local_rows = _rows(rows, sizes)
+    heads = _divided(config.num_kv_heads, sizes["tensor"])
+    slots = 2 * config.num_layers * local_rows * heads * config.head_dim * length
+    local = _local_config(config, sizes)
+    # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
+    channels = max(2 * local.mlp_width, 2 * (local.num_heads + local.num_kv_heads) * local.head_dim)
+    tokens = local_rows * min(chunk, length)
+    size = config.compute_dtype().itemsize
+    state = cache_state_bytes(config, length, heads=_divided(config.num_heads, sizes["tensor"]))
+    return Memory(
+        weights=_total_bytes(_per_device(config, sizes)),
+        activations=size * tokens * (channels + 3 * config.width)
+        + 4 * local_rows * config.vocab_size,
+        cache=size * slots + config.num_layers * local_rows * state,
+        context=0 if context is None else local_rows * _encoded_bytes(config, *context),
+    )
+
+
+def _encoded_bytes(config: ModelConfig, chunks: int, size: int) -> int:
+    """Bytes of the encoded chunks of `size` tokens, and of one layer's keys and values."""
+    config = config.replace(memory=config.memory.without_query())
+    model, params = Decoder(config), nest(parameter_shapes(config))
+
+    def encode(params):
+        chunk = jnp.ones((1, 1, size), jnp.int32)
+        return model.apply({"params": params}, chunk, chunk > 0, method="encode")
+
+    encoded = jax.eval_shape(encode, params)
+    size_of_chunk = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(encoded))
+    if encoded.layers is None:  # keys and values of a layer
+        key_width = 2 * config.num_kv_heads * config.head_dim
+        size_of_chunk += key_width * size * config.compute_dtype().itemsize
+    return chunks * size_of_chunk
+
+
+def _mesh_sizes(mesh: Mesh | jax.sharding.Mesh) -> Mapping[str, int]:
+    if not isinstance(mesh, Mesh):
+        return mesh.shape
+    sizes = dataclasses.asdict(mesh)
+    if any(sizes[axis] < 1 for axis in AXES):
+        raise InputError(f"mesh={sizes}: write how many devices lie along each axis, not -1")
+    return sizes
+
+
+def _rows(rows: int, sizes: Mapping[str, int]) -> int:
+    """Rows on one device; a batch is padded to a multiple of the devices."""
+    return -(-rows // (sizes["data"] * sizes["fsdp"]))
+
+
+def _divided(count: int, devices: int) -> int:
+    return count // devices if count % devices == 0 else count
+
+
+@dataclasses.dataclass(frozen=True)
+class _MeshShape:
+    """The shape of a mesh without devices, for `spec_of`."""
+
+    shape: Mapping[str, int]
+
+
+def _per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """(numbers, bytes) of each parameter on one device, by path."""
+    counts = {}
+    for path, leaf in parameter_shapes(config).items():
+        spec = spec_of(path, leaf.shape, _MeshShape(sizes))
+        axes = (axis if isinstance(axis, tuple) else (axis,) for axis in spec if axis)
+        count = math.prod(leaf.shape) // math.prod(sizes[name] for axis in axes for name in axis)
+        counts[path] = count, count * leaf.dtype.itemsize
+    return counts
+
+
+def _total_bytes(counts: Mapping[str, tuple[int, int]]) -> int:
+    return sum(size for _, size in counts.values())
+
+
+def _offloadable_bytes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The entries of `sizes`, by path, of parameters that can be offloaded."""
+    shapes = parameter_shapes(config)
+    return {path: x for path, x in sizes.items() if offloadable(path, len(shapes[path].shape))}
+
+
+def _resident_bytes(config: ModelConfig, sizes: Mapping[str, int], offload: bool) -> int:
+    """The bytes on a device at a time, of `sizes` by path.
+
+    With `offload` they are all arrays outside of layers, one layer, and the next layer, which is
+    fetched while the first one is computed.
+    """
+    if not offload:
+        return sum(sizes.values())
+    shapes, offloaded = parameter_shapes(config), _offloadable_bytes(config, sizes)
+    outside, layers = sum(sizes.values()) - sum(offloaded.values()), collections.Counter()
+    for path, size in offloaded.items():
+        if stack := STACK.match(path):
+            layers[stack[0]] += size // shapes[path].shape[0]
+        elif layer := LAYER.match(path):
+            layers[layer[0]] += size
+        else:
+            outside += size
+    return outside + 2 * max(layers.values(), default=0)
+
+
+def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
+    """The part of each layer that one device of the tensor axis computes."""
+    tensor, memory = sizes["tensor"], config.memory
+    if memory is not None and memory.encoder_config is not None:
+        memory = dataclasses.replace(memory, states=_local_config(memory.encoder_config, sizes))
+    heads, shared = _divided(config.num_heads, tensor), _divided(config.num_kv_heads, tensor)
+    if heads % shared:  # more devices than key heads: each computes all of those
+        heads, shared = config.num_heads, config.num_kv_heads
+    width = _divided(config.mlp_width, tensor)
+    return config.replace(num_heads=heads, num_kv_heads=shared, mlp_width=width, memory=memory)
+
+
+def _backward_bytes(
+    config: ModelConfig,
+    sizes: Mapping[str, int],
+    rows: int,
+    length: int,
+    context: tuple[int, int] | None,
+    trained: Callable[[str], bool],
+) -> int:
+    """Bytes of the backward pass.
+
+    They are the residuals of all layers, those of one rematerialised layer, the weights that are
+    gathered for it over fsdp and context, and two chunks of logits.
+    """
+    local, numbers = _local_config(config, sizes), np.array([rows * length, 0])
+    chunk = None
+    if config.memory is not None and context is not None:
+        chunk, numbers[1] = context[1], rows * math.prod(context)
+    per_token = _residual_bytes(local, chunk, trained)
+    if config.remat != "none":
+        bare = local.replace(remat="none")
+        two, one = (_residual_bytes(bare, chunk, trained, layers=count) for count in (2, 1))
+        per_token = per_token + two - one
+    tokens = -(-numbers // sizes["context"])
+    gathered = 0
+    if sizes["fsdp"] * sizes["context"] > 1:
+        whole = _per_device(config, {**sizes, "fsdp": 1, "context": 1})
+        weights = sum(count for path, (count, _) in whole.items() if path.startswith("layers"))
+        gathered = config.compute_dtype().itemsize * weights // config.num_layers
+    vocabulary = _divided(config.vocab_size, sizes["tensor"])
+    logits = 2 * min(_LOGITS, 4 * int(tokens[0]) * vocabulary)
+    return math.ceil(tokens @ per_token) + gathered + logits
+
+
+def _residual_bytes(
+    config: ModelConfig,
+    chunk: int | None,
+    trained: Callable[[str], bool],
+    *,
+    layers: int | None = None,
+) -> np.ndarray:
+    """Bytes of the residuals for each token of a text, and for each token of its context.
+
+    Args:
+      config: the model.
+      chunk: tokens of a context chunk; None: no context.
+      trained: whether the parameter at a path is trained.
+      layers: counts a model of so many layers, which all read the context; None: `config`.
+    """
+    count = config.num_layers if layers is None else layers
+    plain = config.replace(num_layers=count, scan_layers=True, memory=None)
+    if chunk is None:
+        return _all_residual_bytes(plain, None, trained)
+    reading = count if layers is not None else sum(config.memory.reader_layers(count))
+    memory = config.memory.without_query().with_num_readers(reading)
+    reader = plain.replace(num_layers=reading, memory=memory)
+    total = _all_residual_bytes(reader, chunk, trained)
+    if reading < count:
+        fewer = plain.replace(num_layers=reading)
+        total = total + _all_residual_bytes(plain, None, trained)
+        total = total - _all_residual_bytes(fewer, None, trained)
+    return total
+
+
+def _all_residual_bytes(
+    config: ModelConfig, chunk: int | None, trained: Callable[[str], bool]
+) -> np.ndarray:
+    """`_residual_bytes` of all layers of `config`.
+
+    A scanned parameter counts as trained if it is trained in any layer.
+    """
+
+    def any_trained(path: str) -> bool:
+        if trained(path) or not path.startswith("layers/"):
+            return trained(path)
+        rest = path.removeprefix("layers/")
+        return any(trained(f"layers_{index}/{rest}") for index in range(config.num_layers))
+
+    return _residuals(config, chunk, frozenset(filter(any_trained, parameter_shapes(config))))
+
+
+@functools.lru_cache(maxsize=64)  # it takes seconds, and configs repeat
+def _residuals(config: ModelConfig, chunk: int | None, trained: frozenset[str]) -> np.ndarray:
+    """`_all_residual_bytes` for the paths that are trained, by tracing two short texts."""
+    model = Decoder(config)
+    learned, frozen = split(nest(parameter_shapes(config)), trained.__contains__)
+
+    def residuals(length, chunks):
+        def backward(learned, frozen, tokens):
+            def loss(learned):
+                params, memory = union(learned, frozen), None
+                if chunk is not None:
+                    context = jnp.ones((1, chunks, chunk), jnp.int32)
+                    parts = context, context > 0
+                    memory = model.apply({"params": params}, *parts, method="encode")
+                hidden, _ = model.apply({"params": params}, tokens, memory=memory)
+                weights = jnp.ones(tokens.shape)
+                return cross_entropy(hidden, head(params, config), tokens, weights)[0]
+
+            return jax.vjp(loss, learned)[1]
+
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        leaves = jax.tree.leaves(jax.eval_shape(backward, learned, frozen, tokens))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    first = residuals(_SHORT, 1)
+    each = (residuals(_LONG, 1) - first) / (_LONG - _SHORT)
+    slopes = np.array([each, 0 if chunk is None else (residuals(_SHORT, 2) - first) / chunk])
+    slopes.flags.writeable = False
+    return slopes
