@@ -6,18 +6,19 @@ print(lm.chat("What is a dog?"))
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
 import jax
 import numpy as np
 
-from lcjax.attention import Landmark, Pattern
+from lcjax import cost
+from lcjax.attention import Pattern
+from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import Tokenizer
 from lcjax.checkpoints.build import ModelSection, Settings, build, resolve_rope
 from lcjax.errors import InputError, whole_number
-from lcjax.generation import generate as generation
+from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
     ContextRow,
     Contexts,
@@ -28,23 +29,25 @@ from lcjax.generation.contexts import (
     search,
     split_into_chunks,
 )
-from lcjax.generation.generate import Piece
+from lcjax.generation.generate import Piece, Request
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
+from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import (
     Continuation,
-    check_continuations,
+    Text,
+    landmark_nll,
     score_continuations,
-    score_continuations_as_texts,
-    text_nll,
+    score_texts,
 )
-from lcjax.generation.session import Prefix, check_token_rows
+from lcjax.generation.session import Prefix, can_share_prefix, check_token_rows
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
+from lcjax.models.loss import token_nll
 from lcjax.models.memory import Encoded, Memory, check_memory
 from lcjax.parallel.sharding import Mesh, make_mesh, padding_rows
 from lcjax.rope import Default, Rope, Rotation, stack_rotations
 
 
-class LanguageModel:
+class LanguageModel(Scorer):
     """Weights, tokenizer and method together; `with_method` swaps the method, not the weights.
 
     Layers are kept apart (`scan_layers=False`): a scanned layer copies its weights, and its part of
@@ -107,6 +110,30 @@ class LanguageModel:
     def follows_length(self) -> bool:
         """Whether `rotation` changes with the length of a request."""
         return self.config.rope.depends_on_length or self.config.pattern.depends_on_length
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts may go on from a prefix that was read alone.
+
+        What a token sees must depend on its position alone, not on what is read with it (Landmark,
+        InfLLM, vertical_slash); and a pattern whose cache has few keys has little to share.
+        """
+        return can_share_prefix(self.config.pattern)
+
+    def with_shared_prefixes(self, prompts: Sequence[Sequence[int]]) -> Scorer:
+        if not prompts or not self.shares_prefixes:
+            return self
+        return shared_prefix.PrefixReader(self, prompts)
+
+    def for_length(self, length: int) -> "LanguageModel":
+        return self if self.length is not None else self.with_method(length=length)
+
+    def inference_memory(
+        self, rows: int, length: int, context: tuple[int, int] | None = None
+    ) -> cost.Memory:
+        mesh = self.mesh or Mesh(fsdp=1)
+        options = {"chunk": length, "context": context}
+        return cost.generation_memory(self.config, length, rows, mesh, **options)
 
     def with_method(
         self,
@@ -296,8 +323,19 @@ class LanguageModel:
             raise InputError(f"first={first} must lie between 1 and the length {width} - 1")
         starts = [row[: max(min(first, length), 1)] for row, length in zip(tokens, lengths)]
         memory = self._memory(context, starts)
-        nll = text_nll(self.model, self.params, tokens, lengths, self.rotations, first, memory)
-        return np.pad(nll, [(0, 0), (first, 0)])
+        if (landmarks := Landmarks.read_by(self.config.pattern)) is not None:
+            nll = landmark_nll(self, landmarks, tokens, lengths, first, memory)
+            return np.pad(nll, [(0, 0), (first, 0)])
+        texts = [
+            Text(row[:length], first - 1, row[first:length])
+            for row, length in zip(tokens, lengths, strict=True)
+        ]
+        rotation = self.rotations(np.maximum(lengths, 1))
+        scores = score_texts(self, token_nll, texts, rotation, memory)
+        nll = np.zeros(tokens.shape, np.float32)
+        for row, row_nll in zip(nll, scores, strict=True):
+            row[first : first + len(row_nll)] = row_nll
+        return nll
 
     def continuations(
         self,
@@ -314,17 +352,10 @@ class LanguageModel:
         self.config.pattern.check_scores()
         if prefix is not None:
             prefix.check(self.config.pattern, prompts, context=context, exact=False)
-        if isinstance(self.config.pattern, Landmark):
-            check_continuations(prompts, continuations, self.config.vocab_size)
-            nll, stream = (functools.partial(f, context=context) for f in (self.nll, self.stream))
-            return score_continuations_as_texts(
-                nll, stream, prompts, continuations, follows_length=self.follows_length
-            )
+        if Landmarks.read_by(self.config.pattern) is not None:
+            return super().continuations(prompts, continuations, context=context)
         memory = self._memory(context, prompts)
-        return score_continuations(
-            self.model, self.params, prompts, continuations, rotations=self.rotations,
-            memory=memory, prefix=prefix,
-        )  # fmt: skip
+        return score_continuations(self, prompts, continuations, memory=memory, prefix=prefix)
 
     def generate(
         self,
@@ -350,7 +381,7 @@ class LanguageModel:
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )
-        return join_pieces(pieces, len(prompts))
+        return join_pieces(list(pieces), len(prompts))
 
     def stream(
         self,
@@ -379,11 +410,9 @@ class LanguageModel:
         exact = exact and self.follows_length
         if prefix is not None:
             prefix.check(self.config.pattern, ids, context=context, exact=exact)
-        return generation.stream(
-            self.model, self.params, self.tokenizer, ids, sampling, rotations=self.rotations,
-            exact=exact, prefill_chunk=prefill_chunk, memory=self._memory(context, ids),
-            mixture=mixture, prefix=prefix,
-        )  # fmt: skip
+        return Request(
+            self, ids, sampling, exact, prefill_chunk, self._memory(context, ids), mixture, prefix
+        ).pieces()
 
     def chat(
         self,

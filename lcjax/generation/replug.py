@@ -9,11 +9,12 @@ more than one passage and the text: any decoder can read any number of them.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
+from lcjax.checkpoints import Tokenizer
 from lcjax.errors import InputError, whole_number
 from lcjax.generation.contexts import ContextRow, passages
 from lcjax.generation.generate import Piece
@@ -25,18 +26,15 @@ from lcjax.generation.sampling import (
     join_pieces,
     log_weights,
 )
-from lcjax.generation.scoring import (
-    Continuation,
-    check_continuations,
-    score_continuations_as_texts,
-)
+from lcjax.generation.scorer import Scorer
 from lcjax.generation.session import check_token_rows
+from lcjax.models import ModelConfig
 
 Scores = Sequence[Sequence[float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Replug:
+class Replug(Scorer):
     """A language model that reads passages by turns.
 
     `context` holds the passages of each text (texts or token ids), [] where there are none: such a
@@ -51,6 +49,22 @@ class Replug:
     def __post_init__(self):
         log_weights(np.zeros(1), self.temperature)
         whole_number("batch", self.batch, 1)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.lm.tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.lm.config
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        return self.lm.mesh
+
+    @property
+    def follows_length(self) -> bool:
+        return self.lm.follows_length
 
     def nll(
         self,
@@ -84,22 +98,6 @@ class Replug:
         scored = np.arange(length)
         scored = (scored >= first) & (scored < lengths[:, None])
         return np.where(scored, mixed, 0).astype(np.float32)
-
-    def continuations(
-        self,
-        prompts: Sequence[Sequence[int]],
-        continuations: Sequence[Sequence[Sequence[int]]],
-        *,
-        context: Sequence[ContextRow],
-        scores: Scores | None = None,
-    ) -> list[list[Continuation]]:
-        """Scores the continuations of each prompt by the mixture; as `LanguageModel`'s."""
-        more = {"context": context, "scores": scores}
-        nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
-        check_continuations(prompts, continuations, self.lm.config.vocab_size)
-        return score_continuations_as_texts(
-            nll, stream, prompts, continuations, follows_length=self.lm.follows_length
-        )
 
     def generate(
         self,

@@ -5,8 +5,8 @@ rounded up to a few sizes, because each size compiles a program.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,12 @@ from lcjax.models.cache import Cache
 from lcjax.models.layers import CollectKeyValues
 from lcjax.models.loss import Projection, over_chunks
 from lcjax.models.memory import Encoded
+from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows
 from lcjax.rope import Rotation
+
+if TYPE_CHECKING:
+    from lcjax.generation.language_model import LanguageModel
 
 # Most tokens of a row of packed texts, unless one text is longer: the table of visible blocks of a
 # packed row is computed by the program, and grows with the square of the row.
@@ -129,11 +133,10 @@ def prefill_chunk_size(chunk: int | None) -> int:
     return int(chunk)
 
 
-def chunk_spans(length: int, chunk: int) -> list[tuple[int, int]]:
-    """Start and end of each chunk of a prompt; the odd chunk is first, where attention is cheap."""
+def padded_chunks(length: int, chunk: int) -> list[int]:
+    """Splits `length` into chunks; the odd chunk is first, where attention is cheap."""
     odd = length % chunk
-    edges = ([0, odd] if odd else [0]) + list(range(odd + chunk, length + 1, chunk))
-    return list(zip(edges, edges[1:], strict=False))
+    return [odd] * bool(odd) + [chunk] * (length // chunk)
 
 
 def unpadded_chunks(length: int, chunk: int) -> list[int]:
@@ -174,41 +177,28 @@ class Session:
 
     def read(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | jax.Array,
         segments: np.ndarray | None,
         positions: np.ndarray,
         ends: np.ndarray | None = None,
+        *,
+        sizes: Sequence[int] = (),
     ) -> jax.Array:
-        """Reads `tokens` int32 [B, T] and returns float32 logits [B, V] of the next token.
+        """Reads `tokens` and returns float32 logits [B, V] of the next token.
 
         Args:
-          tokens: the next tokens of every row.
-          segments: int32 [B, T], 0 where there is padding; None: no padding.
+          tokens: int32 [B, T], the next tokens of every row; or [B], one token of every row. With
+            `segments` [B, 2] a landmark follows that token.
+          segments: int32 [B, T], 0 for padding; None: no padding.
           positions: [B, T].
           ends: int [B], the token of each row whose logits are returned, counted from the end (1 is
             the last); None: the last.
+          sizes: tokens of the chunks that are read one after another; empty: all at once.
         """
-        logits, self.cache = _read(
-            self.model, self.params, self.cache, tokens, segments, positions, self.rotation, ends,
-            self.memory,
-        )  # fmt: skip
-        return logits
-
-    def read_token(
-        self,
-        token: jax.Array,
-        segments: np.ndarray | None,
-        positions: np.ndarray,
-        ends: np.ndarray | None = None,
-    ) -> jax.Array:
-        """Reads one token int32 [B] of every row and returns the logits [B, V] of the next one.
-
-        With `segments` [B, 2] a landmark follows the token; other arguments as of `read`.
-        """
-        logits, self.cache = _read_token(
-            self.model, self.params, self.cache, token, segments, positions, self.rotation, ends,
-            self.memory,
-        )  # fmt: skip
+        for chunk in _split(sizes, tokens, segments, positions):
+            logits, self.cache = _read(
+                self.model, self.params, self.cache, *chunk, self.rotation, ends, self.memory
+            )
         return logits
 
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
@@ -216,13 +206,9 @@ class Session:
 
         Padding in the middle of a text would stay in the cache. Returns logits [B, V].
         """
-        num_rows, end = len(self.cache.tokens), 0
-        for size in unpadded_chunks(len(ids), chunk):
-            begin, end = end, end + size
-            places = start + np.arange(begin, end)
-            tokens, places = (np.tile(x, (num_rows, 1)) for x in (ids[begin:end], places))
-            logits = self.read(tokens, None, places)
-        return logits
+        positions = start + np.arange(len(ids))
+        tokens, positions = (np.tile(x, (len(self.cache.tokens), 1)) for x in (ids, positions))
+        return self.read(tokens, None, positions, sizes=unpadded_chunks(len(ids), chunk))
 
     def score(
         self,
@@ -231,8 +217,9 @@ class Session:
         segments: np.ndarray,
         positions: np.ndarray,
         *,
+        chunk: int,
         in_place: bool = True,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Reads `tokens` int32 [B, T] and scores the `targets` int32 [B, T] after each of them.
 
         With `in_place=False` the buffers of the cache stay valid: other texts may go on from it.
@@ -240,27 +227,40 @@ class Session:
         Returns:
           -log p of the targets, float32 [B, T], and whether each is the most probable token, bool.
         """
-        scores, self.cache = (_score_in_place if in_place else _score)(
-            self.model, self.params, self.cache, tokens, targets, segments, positions,
-            self.rotation, self.memory,
-        )  # fmt: skip
-        return scores
+        step, parts = _score_in_place if in_place else _score, []
+        sizes = [min(chunk, tokens.shape[1] - start) for start in range(0, tokens.shape[1], chunk)]
+        for columns in _split(sizes, tokens, targets, segments, positions):
+            scores, self.cache = step(
+                self.model, self.params, self.cache, *columns, self.rotation, self.memory
+            )
+            parts.append(scores)
+        nll, matches = (
+            np.concatenate([distributed.gather(x) for x in arrays], 1) for arrays in zip(*parts)
+        )
+        return nll, matches
+
+
+def _split(sizes: Sequence[int], *arrays: Any) -> Iterator[list[Any]]:
+    """Yields the columns of `arrays` [B, T] for each of `sizes`; all at once without sizes."""
+    if not sizes:
+        yield list(arrays)
+    for start, size in zip(np.cumsum([0, *sizes]).tolist(), sizes, strict=False):
+        yield [None if x is None else x[:, start : start + size] for x in arrays]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read(model, params, cache, tokens, segments, positions, rotation, ends, memory):
+    if tokens.ndim == 1:
+        tokens = tokens[:, None]
+        if segments is not None:
+            landmark = jnp.full_like(tokens, model.config.pattern.token)
+            tokens = jnp.concatenate([tokens, landmark], 1)
     hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
-    return _next_logits(model, params, hidden, ends), cache
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read_token(model, params, cache, token, segments, positions, rotation, ends, memory):
-    tokens = token[:, None]
-    if segments is not None:
-        landmark = jnp.full_like(tokens, model.config.pattern.token)
-        tokens = jnp.concatenate([tokens, landmark], 1)
-    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
-    return _next_logits(model, params, hidden, ends), cache
+    last = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
+    logits = model.apply({"params": params}, last, method="logits")
+    if (landmarks := Landmarks.read_by(model.config.pattern)) is not None:
+        logits = logits.at[:, landmarks.token].set(-jnp.inf)  # landmarks are never predicted
+    return keep_rows(logits, model.mesh), cache
 
 
 def _read_and_score(model, params, cache, tokens, targets, segments, positions, rotation, memory):
@@ -285,15 +285,6 @@ def _extend(model, params, cache, tokens, segments, positions, rotation, memory)
         memory=memory,
     )
     return hidden, cache_lib.keep_layout(cache, model.mesh)
-
-
-def _next_logits(model, params, hidden, ends):
-    """Logits [B, V] of hidden states [B, T, D] at `ends` [B]; landmarks are never predicted."""
-    last = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
-    logits = model.apply({"params": params}, last, method="logits")
-    if (landmarks := Landmarks.read_by(model.config.pattern)) is not None:
-        logits = logits.at[:, landmarks.token].set(-jnp.inf)
-    return keep_rows(logits, model.mesh)
 
 
 def nll_and_match(
@@ -368,12 +359,11 @@ def prefix_tokens_reused(lengths: Sequence[int], tokens: int, chunk: int) -> np.
 
 
 def read_prompts(
-    model: Decoder,
-    params: dict,
+    lm: "LanguageModel",
     prompts: Sequence[Sequence[int]],
     rotation: Rotation,
     *,
-    room: int,
+    num_new: int,
     chunk: int,
     rotated: bool | None = None,
     landmarks: Landmarks | None = None,
@@ -383,9 +373,10 @@ def read_prompts(
     """Reads prompts into a new cache.
 
     Args:
+      lm: the model.
       prompts: token ids, one list for each row, rows that fill up the mesh included.
       rotation: shared by all rows, or stacked.
-      room: tokens that the cache has space for after the prompts.
+      num_new: tokens that the cache has space for after the prompts.
       chunk: tokens that are read at once.
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
       landmarks: of a model that reads landmarks; the prompts contain them.
@@ -397,23 +388,22 @@ def read_prompts(
     """
     tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
     width = tokens.shape[1]
-    slots, mesh, first = cache_lib.whole_blocks(width + room), model.mesh, 0
+    slots, first = cache_lib.whole_blocks(width + num_new), 0
     if prefix is not None:
-        first = width - prompt_bucket(max(map(len, prompts)) - prefix.tokens, chunk)
-    if first > 0:
-        cache = cache_lib.branch(prefix.cache, np.int32(first), padding, slots, mesh)
+        first = max(width - prompt_bucket(max(map(len, prompts)) - prefix.tokens, chunk), 0)
+    if first:
+        cache = cache_lib.branch(prefix.cache, np.int32(first), padding, slots, lm.mesh)
     else:
-        first, options = 0, {"chunk": chunk, "rotated": rotated, "mesh": mesh}
-        cache = cache_lib.create(model.config, len(prompts), slots, **options)
-    session = Session(model, params, cache, rotation, memory)
+        options = {"chunk": chunk, "rotated": rotated, "mesh": lm.mesh}
+        cache = cache_lib.create(lm.model.config, len(prompts), slots, **options)
+    session = Session(lm.model, lm.params, cache, rotation, memory)
     positions = np.maximum(np.arange(width)[None] - padding[:, None], 0)
+    lengths = [len(prompt) for prompt in prompts]
     is_plain = not first and landmarks is None and memory is None and width <= chunk
-    if is_plain and can_pack(model, cache, [len(prompt) for prompt in prompts], width, rotation):
+    if is_plain and can_pack(lm.model, cache, lengths, width, rotation):
         return read_packed(session, prompts, segments, positions), session
-    for start, stop in chunk_spans(width - first, chunk):
-        columns = slice(first + start, first + stop)
-        logits = session.read(tokens[:, columns], segments[:, columns], positions[:, columns], ends)
-    return logits, session
+    columns = (x[:, first:] for x in (tokens, segments, positions))
+    return session.read(*columns, ends, sizes=padded_chunks(width - first, chunk)), session
 
 
 def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):

@@ -91,7 +91,7 @@ def test_examples_before_several_questions_are_read_once_and_answers_stay(lm, al
     found = respond(reader, ASKED, 2)
     # All but the end is read once; rows read that again, in programs for 128 and 96 tokens.
     scored, written = (len(question(n, size)) for n, size in ((2, 20), (5, 30))), len(question(4))
-    assert reader.saved == sum(scored) - 2 * 128 + 2 * (written - 96) - 1024
+    assert reader.saved_tokens == sum(scored) - 2 * 128 + 2 * (written - 96) - 1024
     assert reader._cache is None, "nobody goes on from it"
     wanted = alone(respond, lm, ASKED, 2)
     for one, other in zip(found, wanted, strict=True):
