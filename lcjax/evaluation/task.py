@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,7 +108,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     def scorer(self, model, batch: int) -> Callable[[Sequence[Unit]], list[Record]]:
         """Returns `score` for one model; tasks override it to share results between batches."""
-        return lambda units: self.score(model, units, batch)
+        return functools.partial(self.score, model, batch=batch)
 
     @abc.abstractmethod
     def summarise(self, records: Sequence[Record]) -> Record:

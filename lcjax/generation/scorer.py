@@ -143,6 +143,9 @@ class Scorer(abc.ABC):
         """
         return self
 
+    def check_scored(self, length: int, first: int, size: int) -> None:  # noqa: B027 (optional)
+        """Raises an InputError if tokens `first : size` of a window of `length` have no score."""
+
     def with_foreign_context(
         self, tokens: np.ndarray, others: Iterable[np.ndarray], seed: Sequence[int]
     ) -> np.ndarray:

@@ -17,7 +17,6 @@ from lcjax.evaluation.lm_eval.requests import (
     prompts_of,
     respond,
 )
-from lcjax.generation import shared_prefix
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
@@ -55,7 +54,7 @@ def alone(monkeypatch):
 
     def call(function, *arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(shared_prefix, "shareable", lambda lm: False)
+            patch.setattr(LanguageModel, "shares_prefixes", False)
             return function(*arguments)
 
     return call
