@@ -227,12 +227,13 @@ class Session:
         Returns:
           -log p of the targets, float32 [B, T], and whether each is the most probable token, bool.
         """
-        step, parts = _score_in_place if in_place else _score, []
+        step, parts = _read if in_place else _score, []
         sizes = [min(chunk, tokens.shape[1] - start) for start in range(0, tokens.shape[1], chunk)]
-        for columns in _split(sizes, tokens, targets, segments, positions):
+        for *columns, next_tokens in _split(sizes, tokens, segments, positions, targets):
             scores, self.cache = step(
-                self.model, self.params, self.cache, *columns, self.rotation, self.memory
-            )
+                self.model, self.params, self.cache, *columns, self.rotation, None, self.memory,
+                next_tokens,
+            )  # fmt: skip
             parts.append(scores)
         nll, matches = (
             np.concatenate([distributed.gather(x) for x in arrays], 1) for arrays in zip(*parts)
@@ -248,43 +249,36 @@ def _split(sizes: Sequence[int], *arrays: Any) -> Iterator[list[Any]]:
         yield [None if x is None else x[:, start : start + size] for x in arrays]
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read(model, params, cache, tokens, segments, positions, rotation, ends, memory):
+def _step(
+    model, params, cache, tokens, segments, positions, rotation, ends, memory, targets=None
+):  # fmt: skip
+    """Adds `tokens` to the cache, and returns logits [B, V], or the scores of `targets` [B, T]."""
+    mesh, landmarks = model.mesh, Landmarks.read_by(model.config.pattern)
     if tokens.ndim == 1:
         tokens = tokens[:, None]
         if segments is not None:
-            landmark = jnp.full_like(tokens, model.config.pattern.token)
-            tokens = jnp.concatenate([tokens, landmark], 1)
-    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
-    last = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
-    logits = model.apply({"params": params}, last, method="logits")
-    if (landmarks := Landmarks.read_by(model.config.pattern)) is not None:
-        logits = logits.at[:, landmarks.token].set(-jnp.inf)  # landmarks are never predicted
-    return keep_rows(logits, model.mesh), cache
-
-
-def _read_and_score(model, params, cache, tokens, targets, segments, positions, rotation, memory):
-    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
-    targets = keep_rows(targets, model.mesh)
-    return nll_and_match(hidden, head(params, model.config), targets), cache
-
-
-_score = jax.jit(_read_and_score, static_argnums=0)
-_score_in_place = jax.jit(_read_and_score, static_argnums=0, donate_argnums=2)
-
-
-def _extend(model, params, cache, tokens, segments, positions, rotation, memory):
-    """Hidden states [B, T, D] of `tokens` [B, T], and the cache with them added."""
+            tokens = jnp.concatenate([tokens, jnp.full_like(tokens, landmarks.token)], 1)
     hidden, cache = model.apply(
         {"params": params},
-        keep_rows(tokens, model.mesh),
-        positions=keep_rows(positions, model.mesh),
+        keep_rows(tokens, mesh),
+        positions=keep_rows(positions, mesh),
         segments=segments,
         rotation=rotation,
         cache=cache,
         memory=memory,
     )
-    return hidden, cache_lib.keep_layout(cache, model.mesh)
+    cache = cache_lib.keep_layout(cache, mesh)
+    if targets is not None:
+        return nll_and_match(hidden, head(params, model.config), keep_rows(targets, mesh)), cache
+    last = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
+    logits = model.apply({"params": params}, last, method="logits")
+    if landmarks is not None:
+        logits = logits.at[:, landmarks.token].set(-jnp.inf)  # landmarks are never predicted
+    return keep_rows(logits, mesh), cache
+
+
+_read = jax.jit(_step, static_argnums=0, donate_argnums=2)
+_score = jax.jit(_step, static_argnums=0)
 
 
 def nll_and_match(
