@@ -61,7 +61,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     trained = study.with_trained(config)
     load_model = load or functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     if load is None:
-        trained_paths = study.made_by(trainings)
+        trained_paths = study.by_path(trainings)
         for method, section in zip(config.methods, sections(trained), strict=True):
             if section.path not in trained_paths:
                 check_source(section)
@@ -87,8 +87,10 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         return None
     order = [method.name for method in config.methods]
     notes = study.table(trainings) if trainings else ""
-    made = {**report.made_here(), "models": runner.models}
-    result = report.write(store.folder, settings, records, order=order, notes=notes, made=made)
+    environment = {**report.made_here(), "models": runner.models}
+    result = report.write(
+        store.folder, settings, records, order=order, notes=notes, made=environment
+    )
     print(f"\n{result.text}\nWritten:")
     print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
     return result
@@ -137,27 +139,20 @@ def check(config: EvalConfig) -> Limits:
 
 
 def _check_splits(config: EvalConfig, limits: Limits, methods: Sequence[Method]) -> None:
-    """Checks every task for methods that read a part of each window beside the decoder."""
-    for index, task in enumerate(config.tasks):
-        for method in methods:
-            _check_split(method, task, f"tasks.{index}", limits)
-
-
-def _check_split(method: Method, task: Task, key: str, limits: Limits) -> None:
-    """Raises InputError if a task scores tokens that the decoder does not read."""
-    split = method.context or method.replug or ContextSplit()
-    protocol = getattr(task, "protocol", "last_k")
-    if split.source == "foreign" and task.generates:
-        raise InputError(
-            f"{key}: {task.label} asks with prompts, and the method {method.name} reads chunks of"
-            " other documents (source=foreign), which texts have; leave one of them out"
-        )
-    if PROTOCOLS[protocol].ends or (split.decoder or 0) >= limits.lengths[-1]:
-        return
-    raise InputError(
-        f"{key}.protocol={protocol} scores tokens that the method {method.name} reads beside its"
-        " decoder's; use last_k"
-    )
+    """Raises InputError if a task scores tokens that the decoder of a method does not read."""
+    for (index, task), method in itertools.product(enumerate(config.tasks), methods):
+        key, protocol = f"tasks.{index}", getattr(task, "protocol", "last_k")
+        split = method.context or method.replug or ContextSplit()
+        if split.source == "foreign" and task.generates:
+            raise InputError(
+                f"{key}: {task.label} has prompts, and the method {method.name} reads chunks of"
+                " other documents (source=foreign), which texts have; leave one of them out"
+            )
+        if not PROTOCOLS[protocol].ends and (split.decoder or 0) < limits.lengths[-1]:
+            raise InputError(
+                f"{key}.protocol={protocol} scores tokens that the method {method.name} reads"
+                " beside its decoder's; use last_k"
+            )
 
 
 def _labels(config: EvalConfig) -> list[str]:

@@ -168,6 +168,6 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return 0, "choose shorter lengths"
 
 
-def filled(items: Sequence[Any], batch: int) -> list[Any]:
+def pad_batch(items: Sequence[Any], batch: int) -> list[Any]:
     """Pads `items` to `batch` with its first item, so that all batches have one compiled shape."""
     return [*items, *items[:1] * (batch - len(items))]

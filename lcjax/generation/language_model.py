@@ -227,17 +227,15 @@ class LanguageModel(Scorer):
         bos = [self.tokenizer.bos_id] if memory.is_prefix and self.tokenizer.add_bos else []
         has_bos = [False] * num_rows if after is None else after.precede(num_rows)
         texts = [
-            passages(row, encode_text, vocab_size, () if is_begun else bos)
-            for row, is_begun in zip(contexts, has_bos, strict=True)
+            passages(row, encode_text, vocab_size, () if has_context else bos)
+            for row, has_context in zip(contexts, has_bos, strict=True)
         ]
         chunks = [[part for text in row for part in split_into_chunks(text, size)] for row in texts]
         if query is not None:
             query = self._embed_queries(query, num_rows) if memory.query_dependent else None
-        return encode(
-            self.model, self.params, chunks,
-            batch_tokens=batch_tokens, projected=projected, after=after, query=query,
-            rotation=self.rotation(size) if memory.is_prefix else None, rope=self._prefix_rope,
-        )  # fmt: skip
+        rotation = self.rotation(size) if memory.is_prefix else None
+        options = {"batch_tokens": batch_tokens, "projected": projected, "rotation": rotation}
+        return encode(self, chunks, after=after, query=query, **options)
 
     def search_contexts(
         self,
@@ -251,12 +249,12 @@ class LanguageModel(Scorer):
         Only nodes that were not encoded before are encoded. A memory whose encoding does not depend
         on a question returns `contexts` as they are. One row of contexts serves many questions.
         """
-        contexts.check(self.params, self.config.memory, self._prefix_rope)
+        contexts.check(self)
         if not contexts.source:
             return contexts
         contexts = contexts.repeated(len(query))
         embedded = self._embed_queries(query, len(contexts.tokens))
-        return search(self.model, self.params, contexts, embedded, batch_tokens=batch_tokens)
+        return search(self, contexts, embedded, batch_tokens=batch_tokens)
 
     def _embed_queries(self, texts: Sequence[str | Sequence[int]], num_rows: int) -> jax.Array:
         """Embeddings float32 [B, D] of questions."""
@@ -265,10 +263,10 @@ class LanguageModel(Scorer):
                 f"query={texts!r:.40} must be a list with one entry for each of the {num_rows} rows"
             )
         ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
-        return embed_queries(self.model, self.params, ids, self.rotations)
+        return embed_queries(self, ids)
 
     @property
-    def _prefix_rope(self) -> Rope | None:
+    def prefix_rope(self) -> Rope | None:
         """The position method of windows before a text; None without a memory that reads them."""
         memory = self.config.memory
         return self.config.rope if memory is not None and memory.is_prefix else None
@@ -286,7 +284,7 @@ class LanguageModel(Scorer):
         """The encoded context of `texts`, rows that fill up the mesh included."""
         if (context := self._encode_if_needed(context)) is None:
             return None
-        context.check(self.params, self.config.memory, self._prefix_rope)
+        context.check(self)
         if context.needs_query:
             context = self.search_contexts(context, texts)
         return context.rows(len(texts), padding_rows(self.mesh, len(texts)))
@@ -404,8 +402,8 @@ class LanguageModel(Scorer):
         context, num_rows = self._encode_if_needed(context), len(prompts)
         has_context = [False] * num_rows if context is None else context.precede(num_rows)
         ids = [
-            self.encode(prompt, begins=not is_begun) if isinstance(prompt, str) else prompt
-            for prompt, is_begun in zip(prompts, has_context, strict=True)
+            self.encode(prompt, begins=not follows) if isinstance(prompt, str) else prompt
+            for prompt, follows in zip(prompts, has_context, strict=True)
         ]
         exact = exact and self.follows_length
         if prefix is not None:

@@ -81,19 +81,19 @@ class Replug(Scorer):
         length.
         """
         tokens, lengths = check_token_rows(tokens, lengths, self.lm.config.vocab_size)
-        rows, length = tokens.shape
-        documents, weights = self._weighted(context, scores, rows)
+        num_rows, length = tokens.shape
+        documents, weights = self._weighted(context, scores, num_rows)
         log_p = np.full((*weights.shape, length), -np.inf)
-        for some in self._batches(documents, lengths):
-            texts = [np.concatenate([documents[b][i], tokens[b, : lengths[b]]]) for b, i in some]
+        for pairs in self._batches(documents, lengths):
+            texts = [np.concatenate([documents[b][i], tokens[b, : lengths[b]]]) for b, i in pairs]
             ends = np.array([len(text) for text in texts])
-            filled = np.zeros((len(some), ends.max()), np.int32)
-            for row, text in enumerate(texts):
-                filled[row, : len(text)] = text
-            begins = np.array([len(documents[b][i]) for b, i in some])
-            nll = self.lm.nll(filled, first=int(begins.min()) + first, lengths=ends)
-            for (b, i), row, begin in zip(some, nll, begins, strict=True):
-                log_p[b, i, : lengths[b]] = -row[begin : begin + lengths[b]]
+            rows = np.zeros((len(pairs), ends.max()), np.int32)
+            for row, text in zip(rows, texts, strict=True):
+                row[: len(text)] = text
+            starts = np.array([len(documents[b][i]) for b, i in pairs])
+            nll = self.lm.nll(rows, first=int(starts.min()) + first, lengths=ends)
+            for (b, i), row, start in zip(pairs, nll, starts, strict=True):
+                log_p[b, i, : lengths[b]] = -row[start : start + lengths[b]]
         mixed = -np.logaddexp.reduce(weights[..., None] + log_p, axis=1)
         scored = np.arange(length)
         scored = (scored >= first) & (scored < lengths[:, None])

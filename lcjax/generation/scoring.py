@@ -145,8 +145,8 @@ def _choose_rows(
     if config.position == "learned":
         width = min(width, max(config.max_length, longest))
     elif config.pattern.is_position_based and not one_per_row:
-        starts, filled = _pack(lengths, num_packed)
-        packed_width = bucketed(filled)
+        starts, packed_length = _pack(lengths, num_packed)
+        packed_width = bucketed(packed_length)
         if session_lib.packing_saves(num_packed * packed_width, num_rows * width):
             return starts, (num_packed, packed_width), True
     return [(row, 0) for row in range(len(lengths))], (num_rows, width), False
@@ -158,12 +158,12 @@ def _pack(lengths: Sequence[int], num_rows: int) -> tuple[list[tuple[int, int]],
     The longest text first, each into the row that has least: the result is at most a third longer
     than the best (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
     """
-    starts, filled = [(0, 0)] * len(lengths), [0] * num_rows
+    starts, row_lengths = [(0, 0)] * len(lengths), [0] * num_rows
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        row = filled.index(min(filled))
-        starts[number] = row, filled[row]
-        filled[row] += lengths[number]
-    return starts, max(filled)
+        row = row_lengths.index(min(row_lengths))
+        starts[number] = row, row_lengths[row]
+        row_lengths[row] += lengths[number]
+    return starts, max(row_lengths)
 
 
 def landmark_nll(

@@ -272,7 +272,7 @@ def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config, score):
                 "methods": (Method("a", context=ContextSplit(source="foreign")),),
                 "tasks": (Passkey(),),
             },
-            "passkey asks with prompts, and the method a reads chunks of other documents",
+            "passkey has prompts, and the method a reads chunks of other documents",
         ),
         (lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=48)),)}, "at most 47"),
         (lambda: {"methods": (Method("a", context=ContextSplit(chunk=65)),)}, "chunk=65"),

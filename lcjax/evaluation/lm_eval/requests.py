@@ -16,7 +16,7 @@ import numpy as np
 from lcjax.checkpoints.tokenizer import Message, Tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import prefix_token
-from lcjax.evaluation.task import filled
+from lcjax.evaluation.task import pad_batch
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.scorer import Scorer
 
@@ -266,7 +266,7 @@ def _choices(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
     for index, request in indexed:
         by_prompt.setdefault(request.prompt, []).append((index, request))
     for rows in model.batches(list(by_prompt), batch, lambda prompt: prompt):
-        prompts = filled(rows, batch)
+        prompts = pad_batch(rows, batch)
         options = [[request.continuation for _, request in by_prompt[prompt]] for prompt in prompts]
         scores = _with_movable(model, prompts).continuations(prompts, options)
         for prompt, row in zip(rows, scores):
@@ -282,7 +282,7 @@ def _rolling(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
     windows.sort(key=lambda pair: -pair[1].size)
     for start in range(0, len(windows), batch):
         pairs = windows[start : start + batch]
-        rows = [window for _, window in filled(pairs, batch)]
+        rows = [window for _, window in pad_batch(pairs, batch)]
         tokens = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
         for row, window in enumerate(rows):
             tokens[row, : window.size] = window.prompt + window.continuation
@@ -303,7 +303,7 @@ def _generations(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
         by_sampling.setdefault(request.sampling, []).append((index, request))
     for sampling, requests in by_sampling.items():
         for pairs in model.batches(requests, batch, _prompt):
-            prompts = [request.prompt for _, request in filled(pairs, batch)]
+            prompts = [request.prompt for _, request in pad_batch(pairs, batch)]
             seeded = _with_seeds(sampling, prompts)
             texts = _with_movable(model, prompts).generate(prompts, seeded)
             yield from ((index, text) for (index, _), text in zip(pairs, texts))

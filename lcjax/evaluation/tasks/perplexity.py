@@ -11,7 +11,7 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import BOS_RULES, Corpus, prefix_token, start_token
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.statistics import bootstrap
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, pad_batch
 from lcjax.evaluation.tasks.windows import PROTOCOLS, Options, Protocol, choose, join, lay
 
 SELECT = ("spread", "first", "random")
@@ -172,7 +172,7 @@ class Perplexity(Task):
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         length, first = units[0].shape
-        rows = [unit.tokens for unit in filled(units, batch)]
+        rows = [unit.tokens for unit in pad_batch(units, batch)]
         sizes = np.array([len(row) for row in rows], np.int32)
         tokens = np.zeros((batch, length), np.int32)
         for row, own in enumerate(rows):
