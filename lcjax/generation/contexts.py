@@ -254,11 +254,21 @@ def encode(
     return _with_encoded(whole, encoded)
 
 
-def embed_queries(lm: "LanguageModel", texts: Sequence[Sequence[int]]) -> jax.Array:
+def embed_queries(
+    lm: "LanguageModel", texts: Sequence[str | Sequence[int]], num_rows: int
+) -> jax.Array:
     """Embeds questions for `search`: the first layer's states of their last tokens, float32 [B, D].
 
-    `texts` are the token ids of the questions.
+    Args:
+      lm: the model.
+      texts: a question for each row, as text or token ids.
+      num_rows: rows of the contexts.
     """
+    if isinstance(texts, str) or len(texts) != num_rows:
+        raise InputError(
+            f"query={texts!r:.40} must be a list with one entry for each of the {num_rows} rows"
+        )
+    texts = [lm.encode(text) if isinstance(text, str) else text for text in texts]
     for number, ids in enumerate(texts):
         check_token_ids(f"query[{number}]", ids, lm.config.vocab_size)
     lengths = [len(text) for text in texts]

@@ -232,7 +232,7 @@ class LanguageModel(Scorer):
         ]
         chunks = [[part for text in row for part in split_into_chunks(text, size)] for row in texts]
         if query is not None:
-            query = self._embed_queries(query, num_rows) if memory.query_dependent else None
+            query = embed_queries(self, query, num_rows) if memory.query_dependent else None
         rotation = self.rotation(size) if memory.is_prefix else None
         options = {"batch_tokens": batch_tokens, "projected": projected, "rotation": rotation}
         return encode(self, chunks, after=after, query=query, **options)
@@ -253,17 +253,8 @@ class LanguageModel(Scorer):
         if not contexts.source:
             return contexts
         contexts = contexts.repeated(len(query))
-        embedded = self._embed_queries(query, len(contexts.tokens))
+        embedded = embed_queries(self, query, len(contexts.tokens))
         return search(self, contexts, embedded, batch_tokens=batch_tokens)
-
-    def _embed_queries(self, texts: Sequence[str | Sequence[int]], num_rows: int) -> jax.Array:
-        """Embeddings float32 [B, D] of questions."""
-        if isinstance(texts, str) or len(texts) != num_rows:
-            raise InputError(
-                f"query={texts!r:.40} must be a list with one entry for each of the {num_rows} rows"
-            )
-        ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
-        return embed_queries(self, ids)
 
     @property
     def prefix_rope(self) -> Rope | None:

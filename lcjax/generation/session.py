@@ -4,6 +4,7 @@ Generation, scoring, conversations and shared prefixes all read text through `Se
 rounded up to a few sizes, because each size compiles a program.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -154,26 +155,21 @@ def unpadded_chunks(length: int, chunk: int) -> list[int]:
 # Reading
 
 
+@dataclasses.dataclass
 class Session:
     """Rows of text that a model reads chunk by chunk, and the KV cache of what it has read.
 
     Attributes:
       cache: every call that reads replaces it and gives up the buffers of the one before.
+      rotation: shared by all rows, or stacked.
+      memory: the encoded context of the rows, rows that fill up the mesh included.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        params: dict,
-        cache: Cache,
-        rotation: Rotation,
-        memory: Encoded | None = None,
-    ):
-        """`rotation` is shared by all rows or stacked; `memory` is the encoded context of the rows,
-        rows that fill up the mesh included.
-        """
-        self.model, self.params, self.cache = model, params, cache
-        self.rotation, self.memory = rotation, memory
+    model: Decoder
+    params: dict
+    cache: Cache
+    rotation: Rotation
+    memory: Encoded | None = None
 
     def read(
         self,
@@ -413,16 +409,6 @@ def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):
     return tokens, segments, padding, None
 
 
-class _PackedPrompts(NamedTuple):
-    """B prompts in one row of W places, and where they go in a cache of B rows, all int32."""
-
-    tokens: np.ndarray  # [1, W]
-    segments: np.ndarray  # [1, W], prompts numbered from 1, 0 after them
-    positions: np.ndarray  # [1, W], in each prompt
-    ends: np.ndarray  # [B], places of the last tokens
-    source: np.ndarray  # [1, B * T], the place whose keys and values go to each of T slots
-
-
 def can_pack(
     model: Decoder, cache: Cache, lengths: Sequence[int], width: int, rotation: Rotation
 ) -> bool:
@@ -458,30 +444,35 @@ def read_packed(
     lengths, slots = np.array([len(prompt) for prompt in prompts]), segments.shape[1]
     ends, total = np.cumsum(lengths), int(lengths.sum())
     starts = ends - lengths
-    fields = (
-        np.concatenate(prompts),
-        np.repeat(np.arange(1, len(lengths) + 1), lengths),
-        np.arange(total) - np.repeat(starts, lengths),
-    )
-    fields = [np.pad(x, (0, bucketed(total) - total))[None] for x in fields]
-    # Slots before a prompt may hold anything: segments mask them.
-    source = np.maximum(ends[:, None] - slots + np.arange(slots), starts[:, None]).reshape(1, -1)
-    packed = _PackedPrompts(*(x.astype(np.int32) for x in (*fields, ends - 1, source)))
+    rows = {
+        "tokens": np.concatenate(prompts),
+        "segments": np.repeat(np.arange(1, len(lengths) + 1), lengths),
+        "positions": np.arange(total) - np.repeat(starts, lengths),
+    }
+    packed = {
+        name: np.pad(x, (0, bucketed(total) - total))[None].astype(np.int32)
+        for name, x in rows.items()
+    }
+    # The place whose keys and values go to each slot. Slots before a prompt may hold anything:
+    # segments mask them.
+    source = np.maximum(ends[:, None] - slots + np.arange(slots), starts[:, None])
+    packed["source"] = source.reshape(1, -1).astype(np.int32)
     logits, session.cache = _read_packed(
-        session.model, session.params, session.cache, packed, segments, positions,
-        session.rotation,
+        session.model, session.params, session.cache, packed, (ends - 1).astype(np.int32), segments,
+        positions, session.rotation,
     )  # fmt: skip
     return logits
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read_packed(model, params, cache, packed: _PackedPrompts, segments, positions, rotation):
+def _read_packed(model, params, cache, packed, ends, segments, positions, rotation):
     pattern, key_positions = model.config.pattern, None
     if cache.rotated:
         key_positions = pattern.key_positions(positions, positions).reshape(1, -1)
     hidden, layers = model.apply(
-        {"params": params}, packed.tokens, positions=packed.positions, segments=packed.segments,
-        rotation=rotation, keep=CollectKeyValues(packed.source, key_positions),
+        {"params": params}, packed["tokens"], positions=packed["positions"],
+        segments=packed["segments"], rotation=rotation,
+        keep=CollectKeyValues(packed["source"], key_positions),
     )  # fmt: skip
 
     def write(slots, new):
@@ -492,7 +483,7 @@ def _read_packed(model, params, cache, packed: _PackedPrompts, segments, positio
 
     cache, _ = cache_lib.extend(cache, segments, positions)
     cache = cache_lib.replace_layers(cache, jax.tree.map(write, cache.layers, layers))
-    logits = model.apply({"params": params}, hidden[0, packed.ends], method="logits")
+    logits = model.apply({"params": params}, hidden[0, ends], method="logits")
     return logits, cache
 
 

@@ -123,7 +123,7 @@ class Suite:
 
 @pytest.mark.slow
 def test_a_run_reads_examples_once_and_its_records_say_so(lm, alone, tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "installed", lambda: None)
+    monkeypatch.setattr(harness, "check_installed", lambda: None)
     monkeypatch.setattr(harness, "Suite", Suite)
     task = LmEval(tasks=("pick", "write"))
     config = EvalConfig(tasks=(task,), lengths=(LENGTH,), batch_size=2)
