@@ -126,8 +126,8 @@ def tokenizer_of(section: ModelSection, load: Callable[[str], Any]) -> Any:
 
 def split_of(method: Method, model) -> Split | None:
     """How `method` splits windows, or None if the decoder reads all of a window."""
-    memory = getattr(model.config, "memory", None)
-    return method.context or method.replug or (None if memory is None else ContextSplit())
+    has_memory = model.config.memory is not None
+    return method.context or method.replug or (ContextSplit() if has_memory else None)
 
 
 def subject_of(model, method: Method, length: int):

@@ -123,11 +123,11 @@ def _lm_eval_results(run: Results, method: str) -> dict[str, Any]:
             "model": "lcjax",
             "model_args": f"path={model.path or model.preset},method={method}",
             "batch_size": run.config.batch_size,
-            "device": run.made.get("device"),
+            "device": run.environment.get("device"),
             "random_seed": run.config.seed,
         },
-        "lcjax": {"hash": run.hash, "versions": run.made.get("versions")},
-        "git_hash": run.made.get("commit"),
+        "lcjax": {"hash": run.hash, "versions": run.environment.get("versions")},
+        "git_hash": run.environment.get("commit"),
     }
 
 

@@ -13,7 +13,7 @@ from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, fit
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
-from lcjax.evaluation.task import Limits, Record, Task, Unit, filled
+from lcjax.evaluation.task import Limits, Record, Task, Unit, pad_batch
 from lcjax.generation.sampling import GeneratedText, Sampling
 
 OWN_WORDING = "lcjax-1"  # version of this library's own prompts, in records
@@ -122,7 +122,7 @@ class GenerationTask(PromptTask):
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         _, new, stop = units[0].shape
-        prompts: list[Prompt] = filled([unit.payload for unit in units], batch)
+        prompts: list[Prompt] = pad_batch([unit.payload for unit in units], batch)
         answers = generate(model, prompts, Sampling(max_new_tokens=new, stop=stop))
         return [
             self._record(answer, unit, model.tokenizer)

@@ -31,9 +31,8 @@ from lcjax.evaluation.records import (
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
 
-TRAINED_IN = (
-    "trained_in"  # key of a marker: the folder of the trained models, relative to the run folder
-)
+# Key of a marker: the folder of the trained models, relative to the run folder.
+TRAINED_IN = "trained_in"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Results:
     config: EvalConfig
     settings: dict[str, Any]  # of the run and its trainings
     tasks: dict[Task, list[Record]]  # records by task, without tasks that have none
-    made: dict[str, Any]  # versions, commit, device and models, from summary.json
+    environment: dict[str, Any]  # versions, commit, device and models, from summary.json
     notes: str  # Markdown about trainings
-    trained_in: Path  # the run folder with the models of the study
+    models_folder: Path  # the run folder with the models of the study
     weights: dict[str, str]  # identity of each method's checkpoint, if recorded
 
     @property
@@ -61,7 +60,7 @@ class Results:
     @property
     def models(self) -> dict[str, ModelSection]:
         """The model section of each method, also after the run folder was moved."""
-        section = dataclasses.replace(self.config.run, folder=str(self.trained_in))
+        section = dataclasses.replace(self.config.run, folder=str(self.models_folder))
         config = study.with_trained(dataclasses.replace(self.config, run=section))
         return dict(zip(self.order, sections(config), strict=True))
 
@@ -102,14 +101,14 @@ def read(folder: str | Path) -> Results:
         raise InputError(f"{folder} holds no records; let python eval.py run first")
     notes = folder / NOTES
     text = notes.read_text(encoding="utf-8") if notes.exists() else ""
-    trained_in = Path(os.path.normpath(folder / marker.get(TRAINED_IN, "")))
+    models_folder = Path(os.path.normpath(folder / marker.get(TRAINED_IN, "")))
     return Results(
-        folder, config, marker["config"], tasks, _made(folder), text, trained_in,
+        folder, config, marker["config"], tasks, _environment(folder), text, models_folder,
         marker.get(WEIGHTS, {}),
     )  # fmt: skip
 
 
-def _made(folder: Path) -> dict[str, Any]:
+def _environment(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     if not path.exists():
         return {"versions": {}, "device": None}
@@ -128,7 +127,12 @@ def _records(path: Path) -> list[Record]:
 def rebuild(run: Results) -> report.Report:
     """Writes tables, figures, summary and page of a run again, from its records alone."""
     return report.write(
-        run.folder, run.settings, run.tasks, order=run.order, notes=run.notes, environment=run.made
+        run.folder,
+        run.settings,
+        run.tasks,
+        order=run.order,
+        notes=run.notes,
+        environment=run.environment,
     )
 
 
@@ -161,26 +165,23 @@ def score(
         raise InputError(f"--out={out} holds records already; name another folder")
     config = config_lib.parse(EvalConfig, [f"--config={run.folder / CONFIG}", *overrides])
     _check_same_prompts(run.config, config)
-    tokenizers = _Tokenizers(run, tokenizer)
+    tokenizer_for = _tokenizers(run, tokenizer)
     tasks = {
-        new: [new.rescored(record, tokenizers.of(record)) for record in run.tasks[old]]
+        new: [new.rescored(record, tokenizer_for(record)) for record in run.tasks[old]]
         for old, new in zip(run.config.tasks, config.tasks, strict=True)
         if old in run.tasks
     }
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(out)))
-    settings = {**draccus.encode(config), **_trainings(run)}
+    settings = draccus.encode(config)
+    if "trainings" in run.settings:  # the config only names them by file
+        settings["trainings"] = run.settings["trainings"]
     for task, records in tasks.items():
         write_whole(records_file(out, task.label), to_lines(records))
-    marker = {TRAINED_IN: os.path.relpath(run.trained_in, out), WEIGHTS: run.weights}
+    marker = {TRAINED_IN: os.path.relpath(run.models_folder, out), WEIGHTS: run.weights}
     describe(out, config, settings, **marker)
     return report.write(
-        out, settings, tasks, order=run.order, notes=run.notes, environment=run.made
+        out, settings, tasks, order=run.order, notes=run.notes, environment=run.environment
     )
-
-
-def _trainings(run: Results) -> dict[str, Any]:
-    """The settings of trainings, which the config only names by file."""
-    return {key: run.settings[key] for key in ("trainings",) if key in run.settings}
 
 
 def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:
@@ -210,18 +211,17 @@ def _changed_fields(old: Any, new: Any) -> list[str]:
     return [name for name in names if getattr(old, name) != getattr(new, name, None)]
 
 
-class _Tokenizers:
-    """The tokenizers of the methods of a run, loaded on first use."""
+def _tokenizers(run: Results, load: Callable[[str], Any]) -> Callable[[Record], Any]:
+    """Returns a function that gives the tokenizer of a record; None for one without an answer."""
+    model_sections, loaded = run.models, {}
 
-    def __init__(self, run: Results, load: Callable[[str], Any]):
-        self._sections, self._load, self._cache = run.models, load, {}
-
-    def of(self, record: Record) -> Any:
-        """The tokenizer for a record; None for records without an answer."""
+    def tokenizer(record: Record) -> Any:
         if "answer" not in record:
             return None
-        section = self._sections[record["method"]]
+        section = model_sections[record["method"]]
         key = section.tokenizer, section.path, section.preset
-        if key not in self._cache:
-            self._cache[key] = tokenizer_of(section, self._load)
-        return self._cache[key]
+        if key not in loaded:
+            loaded[key] = tokenizer_of(section, load)
+        return loaded[key]
+
+    return tokenizer

@@ -13,7 +13,6 @@ from typing import Any
 import draccus
 from tqdm import tqdm
 
-from lcjax import cost
 from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.data import documents
 from lcjax.errors import InputError, whole_numbers
@@ -30,13 +29,13 @@ from lcjax.evaluation.config import (
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
-from lcjax.evaluation.split import ContextSplit, SplitModel
+from lcjax.evaluation.split import ContextSplit
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
-from lcjax.generation.shared_prefix import PrefixReader, batches, reader_of, shareable
+from lcjax.generation.scorer import Scorer
 from lcjax.parallel import distributed
-from lcjax.parallel.sharding import Mesh, make_mesh, padding_rows, rows_over
+from lcjax.parallel.sharding import make_mesh, padding_rows, rows_over
 
 Loader = Callable[[ModelSection], Any]
 Plan = dict[tuple[str, int], list[Unit]]  # by task and length
@@ -62,7 +61,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     trained = study.with_trained(config)
     load_model = load or functools.partial(LanguageModel.load, mesh=make_mesh(config.mesh))
     if load is None:
-        trained_paths = study.made_by(trainings)
+        trained_paths = study.by_path(trainings)
         for method, section in zip(config.methods, sections(trained), strict=True):
             if section.path not in trained_paths:
                 check_source(section)
@@ -140,31 +139,35 @@ def check(config: EvalConfig) -> Limits:
 
 
 def _check_splits(config: EvalConfig, limits: Limits, methods: Sequence[Method]) -> None:
-    """Checks every task for methods that read a part of each window beside the decoder."""
-    for index, task in enumerate(config.tasks):
-        for method in methods:
-            _check_split(method, task, f"tasks.{index}", limits)
-
-
-def _check_split(method: Method, task: Task, key: str, limits: Limits) -> None:
-    """Raises InputError if a task scores tokens that the decoder does not read."""
-    split = method.context or method.replug or ContextSplit()
-    protocol = getattr(task, "protocol", "last_k")
-    if split.source == "foreign" and task.generates:
-        raise InputError(
-            f"{key}: {task.label} asks with prompts, and the method {method.name} reads chunks of"
-            " other documents (source=foreign), which texts have; leave one of them out"
-        )
-    if PROTOCOLS[protocol].ends or (split.decoder or 0) >= limits.lengths[-1]:
-        return
-    raise InputError(
-        f"{key}.protocol={protocol} scores tokens that the method {method.name} reads beside its"
-        " decoder's; use last_k"
-    )
+    """Raises InputError if a task scores tokens that the decoder of a method does not read."""
+    for (index, task), method in itertools.product(enumerate(config.tasks), methods):
+        key, protocol = f"tasks.{index}", getattr(task, "protocol", "last_k")
+        split = method.context or method.replug or ContextSplit()
+        if split.source == "foreign" and task.generates:
+            raise InputError(
+                f"{key}: {task.label} has prompts, and the method {method.name} reads chunks of"
+                " other documents (source=foreign), which texts have; leave one of them out"
+            )
+        if not PROTOCOLS[protocol].ends and (split.decoder or 0) < limits.lengths[-1]:
+            raise InputError(
+                f"{key}.protocol={protocol} scores tokens that the method {method.name} reads"
+                " beside its decoder's; use last_k"
+            )
 
 
 def _labels(config: EvalConfig) -> list[str]:
     return [task.label for task in config.tasks]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cell:
+    """A task at one length, as a method scores it."""
+
+    task: Task
+    model: Scorer  # with the settings of the method
+    facts: Record  # fields of all records
+    missing: Sequence[Unit]  # units without a record
+    units: Sequence[Unit]  # all of them
 
 
 class _Runner:
@@ -181,45 +184,52 @@ class _Runner:
         """All records of the run, by task; those of a batch are written before the next batch."""
         if any(task.needs_data for task in self._config.tasks):
             next(self._texts())  # fails before a large model is loaded if the corpus has no text
-        methods = self._config.methods
         model_sections = sections(self._config)
+        pairs = list(zip(self._config.methods, model_sections, strict=True))
         # The progress bar counts tokens, as the lengths of windows differ a hundredfold.
         quiet = not distributed.first()
         with tqdm(unit="tok", unit_scale=True, dynamic_ncols=True, disable=quiet) as bar:
-            remaining = list(methods)
+            remaining = list(self._config.methods)
             for index, section in enumerate(model_sections):
                 if section in model_sections[:index]:
                     continue
-                pairs = zip(methods, model_sections, strict=True)
                 group = [method for method, other in pairs if other == section]
-                self._run_checkpoint(section, group, remaining, bar)
+                model = self._open(section, group, remaining, bar)
                 remaining = [method for method in remaining if method not in group]
+                for cell in (cell for method in group for cell in self._cells(method, model)):
+                    name, length = cell.facts["method"], cell.facts["length"]
+                    bar.set_description(f"{name} {length:,} {cell.task.label}")
+                    for records in self._score(cell):
+                        self._store.append(cell.task.label, records)
+                        self._records[cell.task] += records
+                        bar.update(sum(record["size"] for record in records))
+                    del cell
+                del model  # before the next checkpoint is loaded
+                gc.collect()
         return self._records
 
-    def _run_checkpoint(
+    def _open(
         self,
         section: ModelSection,
         methods: Sequence[Method],
         remaining: Sequence[Method],
         bar: tqdm,
-    ) -> None:
-        """Loads a checkpoint, scores all its methods, and frees it.
+    ) -> LanguageModel:
+        """Loads a checkpoint and checks all its methods.
 
         `remaining` are these methods and those of later checkpoints.
         """
         model = self._load(section)
-        if isinstance(model, LanguageModel) and distributed.first():
-            bar.write(self._memory_line(section, methods, model), file=sys.stderr)
+        line = self._memory_line(section, methods, model)
+        if line is not None and distributed.first():
+            bar.write(line, file=sys.stderr)
         # Later checkpoints may have other tokenizers and windows; the bar assumes the same ones.
         bar.total = bar.n + self._num_tokens(remaining, self._plan(model.tokenizer, bar))
         for method in methods:
             self.models[method.name] = described(model, method)
             self._check_model(method, model)
         self._store.begin()  # after the checks, as it may delete an old run
-        for method in methods:
-            self._run_method(method, model, bar)
-        del model
-        gc.collect()
+        return model
 
     def _num_tokens(self, methods: Sequence[Method], plan: Plan) -> int:
         """Tokens of all units without a record."""
@@ -232,7 +242,7 @@ class _Runner:
 
     def _memory_line(
         self, section: ModelSection, methods: Sequence[Method], model: LanguageModel
-    ) -> str:
+    ) -> str | None:
         """The memory that the largest batch needs per device, and the number of filler rows."""
         batch, length = self._config.batch_size, self._limits.lengths[-1]
         splits = [split_of(method, model) for method in methods]
@@ -242,14 +252,14 @@ class _Runner:
         shapes = [(rows if generates else 1, tokens) for rows, tokens in shapes]
         rows, longest = max(shapes, key=math.prod)
         contexts = [c for c in (s and s.context(model, length) for s in splits) if c]
-        memory = cost.generation_memory(
-            model.config, longest, batch * rows, model.mesh or Mesh(fsdp=1), chunk=longest,
-            context=max(contexts, key=math.prod, default=None),
-        )  # fmt: skip
+        context = max(contexts, key=math.prod, default=None)
+        memory = model.inference_memory(batch * rows, longest, context)
+        if memory is None:
+            return None
         # Choices need the cache of the prompt and a copy that each choice extends.
         caches = 2 if any(task.chooses for task in self._config.tasks) else int(generates)
         filler = padding_rows(model.mesh, batch)
-        if caches and any(s is None and shareable(model) for s in splits):
+        if caches and model.shares_prefixes and None in splits:
             # The shared prefix of prompts is one row on every device.
             caches += rows_over(model.mesh, batch + filler) / (batch + filler)
         memory = dataclasses.replace(memory, cache=int(caches * memory.cache))
@@ -313,27 +323,23 @@ class _Runner:
                     subject = subject or subject_of(model, method, length)
                     task.check_model(subject, units)
 
-    def _run_method(self, method: Method, model, bar: tqdm) -> None:
+    def _cells(self, method: Method, model: LanguageModel) -> Iterator[_Cell]:
+        """The cells of a method that lack records; the longest first, as memory may run out."""
         plan = self._plan(model.tokenizer)
-        # The longest first, as it may run out of memory.
         for length in reversed(self._limits.lengths):
             facts = {"method": method.name, "length": length, "trained": model.config.max_length}
             facts["tokenizer"] = model.tokenizer.fingerprint
             subject = None
             for task in self._config.tasks:
-                missing = self._units_without_record(task, method.name, plan[task.label, length])
+                units = plan[task.label, length]
+                missing = self._units_without_record(task, method.name, units)
                 if not missing:
-                    continue  # the cell is complete
+                    continue
                 if subject is None:
                     subject = subject_of(model, method, length)
-                    if isinstance(subject, SplitModel):
+                    if subject.decoder is not None:
                         facts["decoder"] = subject.decoder
-                bar.set_description(f"{method.name} {length:,} {task.label}")
-                units = plan[task.label, length]
-                for records in self._score(task, subject, missing, facts, units):
-                    self._store.append(task.label, records)
-                    self._records[task] += records
-                    bar.update(sum(record["size"] for record in records))
+                yield _Cell(task, subject, facts, missing, units)
 
     def _units_without_record(self, task: Task, method: str, units: Sequence[Unit]) -> list[Unit]:
         """Keeps the records of the other units; raises InputError if their tokens changed."""
@@ -353,21 +359,18 @@ class _Runner:
             self._records[task].append(record)
         return missing
 
-    def _score(
-        self, task: Task, model, units: Sequence[Unit], facts: Record, all_units: Sequence[Unit]
-    ) -> Iterator[list[Record]]:
+    def _score(self, cell: _Cell) -> Iterator[list[Record]]:
         """Yields the records of each batch; units of one shape share a compiled function.
 
-        Splits with source=foreign take context from `all_units` of the task and length. A shared
-        prefix of prompts is read once and counts once.
+        A shared prefix of prompts is read once and counts once.
         """
+        task, seed = cell.task, self._limits.seed
         floor, size = measure.reset_peak(), self._config.batch_size
-        model = reader_of(model, [ids for unit in units for ids in task.prompts(unit)])
+        prompts = [ids for unit in cell.missing for ids in task.prompts(unit)]
+        model = cell.model.with_shared_prefixes(prompts)
         scorer, saved = task.scorer(model, size), 0
-        for chunk in _batches(task, model, units, size):
-            inputs = chunk
-            if isinstance(model, SplitModel):
-                inputs = [model.fed(unit, all_units, self._limits.seed) for unit in chunk]
+        for chunk in _batches(task, model, cell.missing, size):
+            inputs = [_with_foreign_context(model, unit, cell.units, seed) for unit in chunk]
             with measure.Stopwatch() as watch:
                 scores = scorer(inputs)
             cost = {
@@ -378,18 +381,16 @@ class _Runner:
             }
             records = [
                 {
-                    **facts, "window": u.index, "digest": u.digest, **u.facts,
+                    **cell.facts, "window": u.index, "digest": u.digest, **u.facts,
                     "read": _num_read(model, u), **score, **cost,
                 }
                 for u, score in zip(chunk, scores, strict=True)
             ]  # fmt: skip
-            if isinstance(model, PrefixReader):
-                shared, saved = round((model.saved - saved) / len(chunk)), model.saved
-                records = [{**record, "read": record["read"] - shared} for record in records]
-            yield records
+            shared, saved = round((model.saved_tokens - saved) / len(chunk)), model.saved_tokens
+            yield [{**record, "read": record["read"] - shared} for record in records]
 
 
-def _batches(task: Task, model, units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
+def _batches(task: Task, model: Scorer, units: Sequence[Unit], size: int) -> Iterator[list[Unit]]:
     """Batches of units of one shape, the longest first.
 
     Prompts with a common prefix share a batch if `model` can reuse the prefix.
@@ -398,13 +399,20 @@ def _batches(task: Task, model, units: Sequence[Unit], size: int) -> Iterator[li
     for unit in units:
         shapes.setdefault(unit.shape, []).append(unit)
     for group in sorted(shapes.values(), key=lambda group: -max(u.facts["size"] for u in group)):
-        yield from batches(model, group, size, lambda unit: next(iter(task.prompts(unit)), ()))
+        yield from model.batches(group, size, lambda unit: next(iter(task.prompts(unit)), ()))
 
 
-def _num_read(model, unit: Unit) -> int:
+def _with_foreign_context(model: Scorer, unit: Unit, units: Sequence[Unit], seed: int) -> Unit:
+    """The unit to score; for source=foreign it has context of other documents of `units`."""
+    document = unit.facts.get("document")
+    others = (other.tokens for other in units if other.facts.get("document") != document)
+    tokens = model.with_foreign_context(unit.tokens, others, [seed, unit.index])
+    return dataclasses.replace(unit, tokens=tokens)
+
+
+def _num_read(model: Scorer, unit: Unit) -> int:
     """Tokens of a unit that the model reads or generates."""
-    if not isinstance(model, SplitModel):
-        return unit.facts["size"]
+    size = unit.facts["size"]
     if isinstance(unit.payload, Prompt):
-        return unit.facts["size"] - model.unread(unit.facts["size"], unit.payload.movable)
-    return unit.facts["size"] - model.unread(len(unit.tokens))
+        return size - model.num_unread(size, unit.payload.movable)
+    return size - model.num_unread(len(unit.tokens))

@@ -8,23 +8,34 @@ In CEPE's Table 1 (arXiv 2402.16617) the decoder reads the last 2,048 of 4,096 t
 """
 
 import abc
+import copy
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.prompt import Prompt
-from lcjax.evaluation.task import Unit
 from lcjax.generation.contexts import context_chunk_size
 from lcjax.generation.contexts import split_into_chunks as chunks_of
+from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
+from lcjax.generation.sampling import GeneratedText, Sampling
+from lcjax.generation.scorer import Ids, Scorer, Spans
 from lcjax.generation.scoring import Continuation
-from lcjax.memory import Beacon, Cepe, Policy, SharedLlm
+from lcjax.memory import Policy
 from lcjax.models.memory import Memory, check_memory
 
 SOURCES = ("own", "foreign")
+# The memory that has each setting of `ContextSplit`, and the field that it changes.
+_MEMORY_SETTINGS = {
+    "trained_context": ("Cepe", "trained_context"),
+    "policy": ("SharedLlm", "policy"),
+    "ratios": ("SharedLlm", "tree"),
+    "ratio": ("Beacon", "ratio"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +74,16 @@ class Split(abc.ABC):
         return 1, self.tokens(model, length)
 
     @abc.abstractmethod
-    def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
-        """As `LanguageModel.nll`, with the `passages` of each row."""
+    def scorer(self, model: LanguageModel, rows: int) -> Scorer:
+        """The scorer whose methods take `context`, for batches of `rows`."""
 
     @abc.abstractmethod
-    def generate(self, model, parts: list["Part"], sampling, passages: list, chunk: int):
-        """As `LanguageModel.generate`, with the `passages` of each part."""
+    def encode(self, model: LanguageModel, passages: list, chunk: int):
+        """The argument `context` of that scorer for the `passages` of each row."""
 
     @abc.abstractmethod
-    def continuations(self, model, parts: list["Part"], options, passages: list, chunk: int):
-        """As `LanguageModel.continuations`, with the `passages` of each part."""
+    def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
+        """The prompts and the passages of each row, where the prompts are split into `parts`."""
 
     def passages(self, context: np.ndarray, chunk: int) -> list[np.ndarray]:
         """Splits the context into chunks; the first one may be shorter."""
@@ -113,19 +124,17 @@ class ContextSplit(Split):
         """The memory of the model with these settings."""
         memory = model.config.memory
         check_memory(memory)
-        settings = (("trained_context", Cepe), ("policy", SharedLlm), ("ratios", SharedLlm))
-        settings += (("ratio", Beacon),)
-        for name, kind in settings:
+        for name, (kind, field) in _MEMORY_SETTINGS.items():
             if (value := getattr(self, name)) is None:
                 continue
-            if not isinstance(memory, kind):
+            if not hasattr(memory, field):
                 raise InputError(
-                    f"context.{name}={value} is a setting of {kind.__name__}, and this model has"
+                    f"context.{name}={value} is a setting of {kind}, and this model has"
                     f" {type(memory).__name__}; leave it out"
                 )
-            if name == "ratios":
-                name, value = "tree", dataclasses.replace(memory.tree, ratios=value)
-            memory = dataclasses.replace(memory, **{name: value})
+            if field == "tree":
+                value = dataclasses.replace(memory.tree, ratios=value)
+            memory = dataclasses.replace(memory, **{field: value})
         return memory
 
     def size(self, model) -> int:
@@ -145,18 +154,13 @@ class ContextSplit(Split):
             default = min(default, memory.chunk)
         return min(default if self.decoder is None else self.decoder, length)
 
-    def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
-        return model.nll(tokens, context=self._encoded(model, passages, chunk), **options)
+    def scorer(self, model: LanguageModel, rows: int) -> Scorer:
+        return model
 
-    def generate(self, model, parts: list["Part"], sampling, passages: list, chunk: int):
-        prompts, passages = self._read(model, parts, passages)
-        return model.generate(prompts, sampling, context=self._encoded(model, passages, chunk))
+    def encode(self, model: LanguageModel, passages: list, chunk: int):
+        return model.encode_contexts(passages, chunk=chunk)
 
-    def continuations(self, model, parts: list["Part"], options, passages: list, chunk: int):
-        prompts, passages = self._read(model, parts, passages)
-        return model.continuations(prompts, options, context=self._encoded(model, passages, chunk))
-
-    def _read(self, model, parts: list["Part"], passages: list) -> tuple[list, list]:
+    def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
         """Prompts and contexts; for memories of earlier windows BOS moves to the first chunk."""
         prompts, context = [[*part.head, *part.rest] for part in parts], list(passages)
         for row, (part, chunks) in enumerate(zip(parts, passages, strict=True)):
@@ -165,9 +169,6 @@ class ContextSplit(Split):
                 prompts[row] = prompts[row][1:]
                 context[row] = [np.concatenate([part.head[:1], chunks[0]]), *chunks[1:]]
         return prompts, context
-
-    def _encoded(self, model, passages: list, chunk: int):
-        return model.encode_contexts(passages, chunk=chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,19 +207,13 @@ class ReplugSplit(Split):
     def context(self, model, length: int) -> None:
         """None, as no memory is stored."""
 
-    def nll(self, model, tokens: np.ndarray, passages: list, chunk: int, **options) -> np.ndarray:
-        return Replug(model, batch=len(tokens)).nll(tokens, context=passages, **options)
+    def scorer(self, model: LanguageModel, rows: int) -> Scorer:
+        return Replug(model, batch=rows)
 
-    def generate(self, model, parts: list["Part"], sampling, passages: list, chunk: int):
-        prompts, context = self._read(parts, passages)
-        return Replug(model).generate(prompts, sampling, context=context)
+    def encode(self, model: LanguageModel, passages: list, chunk: int):
+        return passages
 
-    def continuations(self, model, parts: list["Part"], options, passages: list, chunk: int):
-        prompts, context = self._read(parts, passages)
-        replug = Replug(model, batch=len(prompts))
-        return replug.continuations(prompts, options, context=context)
-
-    def _read(self, parts: list["Part"], passages: list) -> tuple[list, list]:
+    def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
         """Prompts and contexts; the head of a prompt (BOS, instruction) precedes each passage."""
         context = [
             [np.concatenate([part.head, passage]) for passage in row]
@@ -240,23 +235,34 @@ class Part:
     context: list[np.ndarray]  # the moved spans; each begins a chunk
 
 
-class SplitModel:
+class SplitModel(Scorer):
     """A model whose decoder reads the last `decoder` tokens; the tokens before are context."""
 
     def __init__(self, model, split: Split, decoder: int, chunk: int):
         self.tokenizer, self.config = model.tokenizer, model.config
         self.decoder, self._model, self._split, self._chunk = decoder, model, split, chunk
+        self._movable: Sequence[Spans] | None = None
 
-    def nll(self, tokens: np.ndarray, first: int, lengths: np.ndarray) -> np.ndarray:
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        return self._model.mesh
+
+    def nll(self, tokens: np.ndarray, *, first: int, lengths: np.ndarray) -> np.ndarray:
         """As `LanguageModel.nll`, for the tokens of the decoder."""
         start = tokens.shape[1] - self.decoder
         self.check_scored(tokens.shape[1], first, np.min(lengths))
-        text, nll = tokens[:, start:], np.zeros(tokens.shape, np.float32)
-        nll[:, start:] = self._split.nll(
-            self._model, text, [self._passages(row[:start]) for row in tokens], self._chunk,
-            first=first - start, lengths=np.asarray(lengths) - start,
+        scorer, context = self._scorer([self._passages(row[:start]) for row in tokens])
+        nll = np.zeros(tokens.shape, np.float32)
+        nll[:, start:] = scorer.nll(
+            tokens[:, start:], context=context, first=first - start,
+            lengths=np.asarray(lengths) - start,
         )  # fmt: skip
         return nll
+
+    def _scorer(self, passages: list) -> tuple[Scorer, Any]:
+        """The scorer of the text, and its argument `context` for the `passages` of each row."""
+        context = self._split.encode(self._model, passages, self._chunk)
+        return self._split.scorer(self._model, len(passages)), context
 
     def check_scored(self, length: int, first: int, size: int) -> None:
         """Raises InputError if the decoder does not read tokens `first : size` of a window."""
@@ -267,41 +273,42 @@ class SplitModel:
                 f" reads from {start} on; use protocol=last_k, with last below {self.decoder}"
             )
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling,
-        movable: Sequence[Sequence[tuple[int, int]]] | None = None,
-    ) -> list[str]:
-        """As `LanguageModel.generate`; new tokens count towards the decoder's.
+    def with_movable(self, spans: Sequence[Spans]) -> "SplitModel":
+        """This model for prompts of which only `spans` may move to the context.
 
-        `movable` are the spans (start, stop) of each prompt that may move to the context, the
-        earliest first. None is all but the last token.
+        By default all tokens but the last one of a prompt may.
         """
-        parts, passages = self._parts(prompts, movable, sampling.max_new_tokens)
-        return self._split.generate(self._model, parts, sampling, passages, self._chunk)
+        other = copy.copy(self)
+        other._movable = spans
+        return other
+
+    def generate(self, prompts: Sequence[Ids], sampling: Sampling) -> list[GeneratedText]:
+        """As `LanguageModel.generate`; new tokens count towards the decoder's."""
+        prompts, passages = self._prompts(prompts, sampling.max_new_tokens)
+        scorer, context = self._scorer(passages)
+        return scorer.generate(prompts, sampling, context=context)
 
     def continuations(
-        self,
-        prompts: Sequence[Sequence[int]],
-        continuations: Sequence[Sequence[Sequence[int]]],
-        movable: Sequence[Sequence[tuple[int, int]]] | None = None,
+        self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]]
     ) -> list[list[Continuation]]:
         """As `LanguageModel.continuations`; continuations count towards the decoder's tokens."""
         longest = max(len(ids) for row in continuations for ids in row)
-        parts, passages = self._parts(prompts, movable, longest)
-        return self._split.continuations(self._model, parts, continuations, passages, self._chunk)
+        prompts, passages = self._prompts(prompts, longest)
+        scorer, context = self._scorer(passages)
+        return scorer.continuations(prompts, continuations, context=context)
 
-    def _parts(self, prompts, movable, new: int) -> tuple[list["Part"], list[list[np.ndarray]]]:
-        """Splits prompts with `new` tokens after them; returns the parts and the chunks of each."""
+    def _prompts(self, prompts: Sequence[Ids], new: int) -> tuple[list, list]:
+        """The decoder's prompts, with `new` tokens after them, and the passages of each."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
-        spans = [[(0, len(row) - 1)] for row in rows] if movable is None else movable
+        spans = self._movable
+        if spans is None:
+            spans = [[(0, len(row) - 1)] for row in rows]
         parts = [self._part(*pair, new) for pair in zip(rows, spans, strict=True)]
         passages = [
             self._split.last([chunk for text in part.context for chunk in self._passages(text)])
             for part in parts
         ]
-        return parts, passages
+        return self._split.read(self._model, parts, passages)
 
     def _part(self, row: np.ndarray, spans: Sequence[tuple[int, int]], new: int) -> Part:
         moved = self._moved(len(row) + new, spans)
@@ -328,8 +335,7 @@ class SplitModel:
             over -= moved[-1][1] - start
         return [span for span in moved if span[1] > span[0]]
 
-    def unread(self, size: int, movable: Sequence[tuple[int, int]] | None = None) -> int:
-        """Tokens of a window of `size` that are neither the decoder's nor in a chunk."""
+    def num_unread(self, size: int, movable: Spans | None = None) -> int:
         if self._split.chunks is None:
             return 0
         spans = [(0, size)] if movable is None else movable
@@ -340,37 +346,39 @@ class SplitModel:
     def _passages(self, context: np.ndarray) -> list[np.ndarray]:
         return self._split.passages(context, self._chunk)
 
-    def fed(self, unit: Unit, units: Sequence[Unit], seed: int) -> Unit:
-        """The unit to score: `unit`, or for source=foreign with chunks of other documents."""
-        start = len(unit.tokens) - self.decoder
+    def with_foreign_context(
+        self, tokens: np.ndarray, others: Iterable[np.ndarray], seed: Sequence[int]
+    ) -> np.ndarray:
+        """Returns `tokens`; for source=foreign with chunks of `others` as context."""
+        start = len(tokens) - self.decoder
         if self._split.source == "own" or start <= 0:
-            return unit
-        others = [u for u in units if u.facts.get("document") != unit.facts.get("document")]
-        others = [u for u in others if len(u.tokens) >= start]
+            return tokens
+        others = [other for other in others if len(other) >= start]
         if not others:
             raise InputError(
                 f"{self._split.key}.source=foreign takes chunks of other documents, and all windows"
                 " are of one; give more text, or raise max_windows"
             )
-        tokens, rng = unit.tokens.copy(), np.random.default_rng([seed, unit.index])
+        tokens, rng = tokens.copy(), np.random.default_rng(seed)
         for stop in range(start, 0, -self._chunk):
-            part = slice(max(stop - self._chunk, 0), stop)
-            tokens[part] = others[rng.integers(len(others))].tokens[part]
-        return dataclasses.replace(unit, tokens=tokens)
+            columns = slice(max(stop - self._chunk, 0), stop)
+            tokens[columns] = others[rng.integers(len(others))][columns]
+        return tokens
 
 
-def generate(model, prompts: Sequence[Prompt], sampling) -> list[str]:
+def generate(model: Scorer, prompts: Sequence[Prompt], sampling: Sampling) -> list[GeneratedText]:
     """Generates answers; a `SplitModel` reads documents of the prompts as context."""
-    rows = [prompt.ids.tolist() for prompt in prompts]
-    return model.generate(rows, sampling, *_movable(model, prompts))
+    return _with_movable(model, prompts).generate(_rows(prompts), sampling)
 
 
-def continuations(model, prompts: Sequence[Prompt], options) -> list[list[Continuation]]:
+def continuations(model: Scorer, prompts: Sequence[Prompt], options) -> list[list[Continuation]]:
     """Scores options (token ids) after each prompt, which is read as in `generate`."""
-    rows = [prompt.ids.tolist() for prompt in prompts]
-    return model.continuations(rows, options, *_movable(model, prompts))
+    return _with_movable(model, prompts).continuations(_rows(prompts), options)
 
 
-def _movable(model, prompts: Sequence[Prompt]) -> list:
-    """The argument `movable` of a `SplitModel`; no argument for other models."""
-    return [[prompt.movable for prompt in prompts]] if isinstance(model, SplitModel) else []
+def _with_movable(model: Scorer, prompts: Sequence[Prompt]) -> Scorer:
+    return model.with_movable([prompt.movable for prompt in prompts])
+
+
+def _rows(prompts: Sequence[Prompt]) -> list[list[int]]:
+    return [prompt.ids.tolist() for prompt in prompts]

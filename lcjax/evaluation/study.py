@@ -144,21 +144,17 @@ def with_trained(config: EvalConfig) -> EvalConfig:
     return dataclasses.replace(config, model=model, methods=methods, study=None)
 
 
-def made_by(trainings: Trainings) -> set[str]:
-    """Paths of the trained models: their run folders, and the exported models in them."""
-    folders = [Path(training.run.folder) for training in trainings.values()]
-    return {str(path) for folder in folders for path in (folder, folder / "model")}
+def by_path(trainings: Trainings) -> dict[str, TrainConfig]:
+    """The trainings by path of the model: their run folders, and the exported models in them."""
+    folders = [(Path(training.run.folder), training) for training in trainings.values()]
+    return {str(path): t for folder, t in folders for path in (folder, folder / "model")}
 
 
 def has_memory(section: ModelSection, trainings: Trainings) -> bool:
     """Whether the model of a section, also one that is not trained yet, has a memory."""
-    by_path = {
-        str(path): training
-        for training in trainings.values()
-        for path in (Path(training.run.folder), Path(training.run.folder, "model"))
-    }
-    while section.memory is None and section.path in by_path:
-        section = by_path.pop(section.path).model
+    remaining = by_path(trainings)
+    while section.memory is None and section.path in remaining:
+        section = remaining.pop(section.path).model
     if section.memory is not None or section.path is None:
         return section.memory is not None
     try:
@@ -169,7 +165,7 @@ def has_memory(section: ModelSection, trainings: Trainings) -> bool:
 
 def check_paths(config: EvalConfig, trainings: Trainings) -> None:
     """Raises InputError if the folder of a training holds something else."""
-    if trainings and "" not in trainings and config.model.path not in made_by(trainings):
+    if trainings and "" not in trainings and config.model.path not in by_path(trainings):
         check_source(config.model)
     for training in _with_existing(config, trainings).values():
         folder_lib.check(training)

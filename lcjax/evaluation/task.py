@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,7 +108,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     def scorer(self, model, batch: int) -> Callable[[Sequence[Unit]], list[Record]]:
         """Returns `score` for one model; tasks override it to share results between batches."""
-        return lambda units: self.score(model, units, batch)
+        return functools.partial(self.score, model, batch=batch)
 
     @abc.abstractmethod
     def summarise(self, records: Sequence[Record]) -> Record:
@@ -167,6 +168,6 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return 0, "choose shorter lengths"
 
 
-def filled(items: Sequence[Any], batch: int) -> list[Any]:
+def pad_batch(items: Sequence[Any], batch: int) -> list[Any]:
     """Pads `items` to `batch` with its first item, so that all batches have one compiled shape."""
     return [*items, *items[:1] * (batch - len(items))]

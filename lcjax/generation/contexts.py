@@ -17,7 +17,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ from lcjax.models.memory import EncodedContext, Memory, token_axis
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, keep_tokens, padding_rows
 from lcjax.rope import Rope, Rotation
+
+if TYPE_CHECKING:
+    from lcjax.generation.language_model import LanguageModel
 
 _MIN_WIDTH = 32  # tokens of the narrowest batch of chunks that is compiled
 
@@ -81,15 +84,10 @@ class Contexts:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.encoded))
 
-    def check(self, weights: dict, memory: Memory | None, rope: Rope | None) -> None:
-        """Raises an InputError for a model that would have encoded the contexts differently.
-
-        Args:
-          weights: the parameters of the model that reads the contexts.
-          memory: its memory.
-          rope: its position method, if contexts stand before the text.
-        """
-        if weights is not self.weights:
+    def check(self, lm: "LanguageModel") -> None:
+        """Raises an InputError if `lm` would have encoded the contexts differently."""
+        memory, rope = lm.config.memory, lm.prefix_rope
+        if lm.params is not self.weights:
             raise InputError(
                 "context was encoded by another model; use encode_contexts of the one that reads it"
             )
@@ -170,11 +168,11 @@ def passages(
     row: ContextRow,
     encode: Callable[[str], Sequence[int]],
     vocab_size: int,
-    begin: Sequence[int] = (),
+    bos: Sequence[int] = (),
 ) -> list[np.ndarray]:
     """Encodes the passages of a row: a list of int32 [n].
 
-    `begin` (BOS) goes before the first passage if that is a text; token ids stay as they are.
+    `bos` goes before the first passage if that is a text; token ids stay as they are.
     """
     if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and np.isscalar(row[0])):
         row = [row]  # one document
@@ -182,7 +180,7 @@ def passages(
     ids = [check_token_ids(name, encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
     first = next((i for i, passage in enumerate(ids) if len(passage)), None)
     if first is not None and isinstance(row[first], str):
-        ids[first] = np.concatenate([np.array(begin, np.int32), ids[first]])
+        ids[first] = np.concatenate([np.array(bos, np.int32), ids[first]])
     return ids
 
 
@@ -202,8 +200,7 @@ def split_into_chunks(ids: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def encode(
-    model: Decoder,
-    params: dict,
+    lm: "LanguageModel",
     rows: Sequence[Sequence[np.ndarray]],
     *,
     batch_tokens: int | None = None,
@@ -211,13 +208,11 @@ def encode(
     after: Contexts | None = None,
     query: jax.Array | None = None,
     rotation: Rotation | None = None,
-    rope: Rope | None = None,
 ) -> Contexts:
     """Encodes rows of chunks, or adds them to the contexts `after`.
 
     Args:
-      model: a decoder with a memory.
-      params: its parameters.
+      lm: a model with a memory.
       rows: for each row its chunks, int32 [up to P] each (`split_into_chunks`).
       batch_tokens: tokens that are encoded at once; None: a size that suits the platform.
       projected: keep the keys and values of every reader layer instead of the encoder's states:
@@ -226,21 +221,20 @@ def encode(
       query: float32 [B, D] of `embed_queries`, where the encoding depends on a question; `after` is
         searched with it too. None: the query of `after`, or none yet.
       rotation: of the text, for memories that stand before it.
-      rope: the position method that `rotation` is of.
     """
     if after is None:
         none = (0,) * len(rows)
-        after = Contexts(None, none, none, params)
-    memory = model.config.memory
-    after.check(params, memory, rope)
-    after = dataclasses.replace(after, rope=rope, memory=memory)
+        after = Contexts(None, none, none, lm.params)
+    memory = lm.config.memory
+    after.check(lm)
+    after = dataclasses.replace(after, rope=lm.prefix_rope, memory=memory)
     if len(rows) != len(after.tokens):
         raise InputError(
             f"after: contexts of {len(after.tokens)} rows can be extended by as many, and"
             f" {len(rows)} are given; write [] for a row that gets nothing"
         )
     if memory.query_dependent and query is not None and after.query is not None:
-        after = search(model, params, after, query, batch_tokens=batch_tokens)
+        after = search(lm, after, query, batch_tokens=batch_tokens)
     added, whole = _add_chunks(memory, rows, after)
     if memory.query_dependent:
         query = after.query if query is None else query
@@ -249,46 +243,47 @@ def encode(
         source, added = (
             ((), (*after.source, *added)) if after.needs_query else (after.source, added)
         )
-        added = _choose_paths(model, params, added, query, batch_tokens)
+        added = _choose_paths(lm, added, query, batch_tokens)
         whole = dataclasses.replace(whole, source=(*source, *added), query=query)
     if not added:
         return whole
     if after.encoded is not None:
         projected = after.encoded.layers is not None
     options = {"batch_tokens": batch_tokens, "projected": projected, "rotation": rotation}
-    encoded = _encode_into(model, params, after.encoded, added, whole.shape, **options)
-    return _with_encoded(model, whole, encoded)
+    encoded = _encode_into(lm, after.encoded, added, whole.shape, **options)
+    return _with_encoded(whole, encoded)
 
 
 def embed_queries(
-    model: Decoder,
-    params: dict,
-    texts: Sequence[Sequence[int]],
-    rotations: Callable[[np.ndarray], Rotation],
+    lm: "LanguageModel", texts: Sequence[str | Sequence[int]], num_rows: int
 ) -> jax.Array:
     """Embeds questions for `search`: the first layer's states of their last tokens, float32 [B, D].
 
     Args:
-      model: a decoder.
-      params: its parameters.
-      texts: token ids of the questions.
-      rotations: the rotation of a batch of texts of these lengths, shared or stacked.
+      lm: the model.
+      texts: a question for each row, as text or token ids.
+      num_rows: rows of the contexts.
     """
+    if isinstance(texts, str) or len(texts) != num_rows:
+        raise InputError(
+            f"query={texts!r:.40} must be a list with one entry for each of the {num_rows} rows"
+        )
+    texts = [lm.encode(text) if isinstance(text, str) else text for text in texts]
     for number, ids in enumerate(texts):
-        check_token_ids(f"query[{number}]", ids, model.config.vocab_size)
+        check_token_ids(f"query[{number}]", ids, lm.config.vocab_size)
     lengths = [len(text) for text in texts]
     if not all(lengths):
         raise InputError(
             f"query[{lengths.index(0)}] is empty: a context is searched for the last token of a"
             " question; give some text, or a memory with the policy right"
         )
-    rows = len(texts) + padding_rows(model.mesh, len(texts))
+    rows = len(texts) + padding_rows(lm.mesh, len(texts))
     tokens, ends = np.zeros((rows, bucketed(max(lengths))), np.int32), np.zeros(rows, np.int32)
     for row, text in zip(tokens, texts, strict=False):
         row[: len(text)] = text
     ends[: len(texts)] = np.array(lengths) - 1
-    rotation = rotations(np.pad(lengths, (0, rows - len(texts)), "wrap"))
-    return _embed(model, params, tokens, ends, rotation)[: len(texts)]
+    rotation = lm.rotations(np.pad(lengths, (0, rows - len(texts)), "wrap"))
+    return _embed(lm.model, lm.params, tokens, ends, rotation)[: len(texts)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -299,8 +294,7 @@ def _embed(model: Decoder, params: dict, tokens, ends, rotation: Rotation) -> ja
 
 
 def search(
-    model: Decoder,
-    params: dict,
+    lm: "LanguageModel",
     contexts: Contexts,
     query: jax.Array,
     *,
@@ -312,9 +306,9 @@ def search(
     some level keeps the states of the nodes above it; the rest of it is encoded again (all of a
     chunk whose length is no multiple of its leaves, since its halves have unequal lengths).
     """
-    chunks = _choose_paths(model, params, contexts.source, query, batch_tokens)
+    chunks = _choose_paths(lm, contexts.source, query, batch_tokens)
     whole = dataclasses.replace(contexts, source=tuple(chunks), query=query)
-    encoded, tree = contexts.encoded, model.config.memory.tree
+    encoded, tree = contexts.encoded, lm.config.memory.tree
     changed: dict[int, list[Chunk]] = {}  # by the first level that changed
     for old, new in zip(contexts.source, chunks, strict=True):
         level = 1 if encoded is None else _first_change(old, new, tree.depth)
@@ -322,15 +316,15 @@ def search(
             changed.setdefault(level, []).append(_below_level(new, level, tree))
     for level, rest in sorted(changed.items()):
         encoded = _encode_into(
-            *(model, params, encoded, rest, whole.shape),
+            *(lm, encoded, rest, whole.shape),
             batch_tokens=batch_tokens,
             tree=tree.below(level) if level > 1 else None,
             in_place=encoded is not contexts.encoded,
         )
-    return _with_encoded(model, whole, encoded)
+    return _with_encoded(whole, encoded)
 
 
-def _with_encoded(model: Decoder, contexts: Contexts, encoded: EncodedContext) -> Contexts:
+def _with_encoded(contexts: Contexts, encoded: EncodedContext) -> Contexts:
     """`contexts` with these states, and the number of chunks of each row."""
     encoded = dataclasses.replace(encoded, num_chunks=jnp.array(contexts.chunks, jnp.int32))
     return dataclasses.replace(contexts, encoded=encoded)
@@ -375,30 +369,22 @@ def _add_chunks(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Con
 
 
 def _choose_paths(
-    model: Decoder,
-    params: dict,
-    chunks: Sequence[Chunk],
-    query: jax.Array,
-    batch_tokens: int | None,
+    lm: "LanguageModel", chunks: Sequence[Chunk], query: jax.Array, batch_tokens: int | None
 ) -> list[Chunk]:
     """`chunks` with the paths that fit the `query` [B, D] of their rows."""
     paths: list[np.ndarray | None] = [None] * len(chunks)
+    batches = list(_batches(chunks, _tokens_at_once(batch_tokens), lm.mesh))
     results = [  # all are dispatched before the first is waited for
-        (
-            batch.indices,
-            _choose(model, params, batch.tokens, batch.mask, query, batch.rows, batch.tags),
-        )
-        for batch in _batches(chunks, _tokens_at_once(batch_tokens), model.mesh)
+        _choose(lm.model, lm.params, b.tokens, b.mask, query, b.rows, b.tags) for b in batches
     ]
-    for indices, batch_paths in results:
-        for index, path in zip(indices, distributed.gather(batch_paths), strict=False):
+    for batch, batch_paths in zip(batches, results, strict=True):
+        for index, path in zip(batch.indices, distributed.gather(batch_paths), strict=False):
             paths[index] = path
     return [dataclasses.replace(c, path=p) for c, p in zip(chunks, paths, strict=True)]
 
 
 def _encode_into(
-    model: Decoder,
-    params: dict,
+    lm: "LanguageModel",
     encoded: EncodedContext | None,
     chunks: Sequence[Chunk],
     shape: tuple[int, int],
@@ -420,8 +406,8 @@ def _encode_into(
     """
     num_rows, num_slots = shape
     encoded = encoded and dataclasses.replace(encoded, num_chunks=None)
-    memory, at_once = model.config.memory, _tokens_at_once(batch_tokens)
-    for batch in _ordered_batches(memory, chunks, at_once, model.mesh):
+    memory, at_once = lm.config.memory, _tokens_at_once(batch_tokens)
+    for batch in _ordered_batches(memory, chunks, at_once, lm.mesh):
         options = memory.select_inputs(
             after=functools.partial(_take_rows, encoded, batch.rows),
             rotation=rotation,
@@ -429,12 +415,12 @@ def _encode_into(
             tags=lambda batch=batch: batch.tags[:, None],
             path=None if batch.path is None else batch.path[:, None],
         )
-        new = _encode(model, params, batch.tokens, batch.mask, projected, tree, options)
+        new = _encode(lm.model, lm.params, batch.tokens, batch.mask, projected, tree, options)
         new = dataclasses.replace(new, num_chunks=None)
         if not in_place:
             num_slots = max(num_slots, _num_slots(encoded))
-            encoded, in_place = _resize(model.mesh, encoded, new, num_rows, num_slots), True
-        encoded = _write(model.mesh, encoded, new, batch.rows, batch.starts, batch.num_slots)
+            encoded, in_place = _resize(lm.mesh, encoded, new, num_rows, num_slots), True
+        encoded = _write(lm.mesh, encoded, new, batch.rows, batch.starts, batch.num_slots)
     return encoded
 
 

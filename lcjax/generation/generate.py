@@ -1,12 +1,12 @@
 """Text generation: prompts are read in chunks, then one token at a time is picked and read.
 
-Two compiled functions do the work (`Session.read` and `Session.read_token`). The next step is
-always dispatched before the tokens of the last one are looked at, so the accelerator does not wait
-for Python.
+The next step is always dispatched before the tokens of the last one are looked at, so the
+accelerator does not wait for Python.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,10 +23,11 @@ from lcjax.generation.session import (
     prefill_chunk_size,
     read_prompts,
 )
-from lcjax.models import Decoder
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
-from lcjax.rope import Rotation
+
+if TYPE_CHECKING:
+    from lcjax.generation.language_model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,102 +43,98 @@ class Piece:
     finish: str | None = None
 
 
-def stream(
-    model: Decoder,
-    params: dict,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling = Sampling(),
-    *,
-    rotations: Callable[[np.ndarray], Rotation],
-    exact: bool = False,
-    prefill_chunk: int | None = None,
-    memory: EncodedContext | None = None,
-    mixture: Mixture | None = None,
-    prefix: Prefix | None = None,
-) -> Iterator[Piece]:
-    """Yields pieces of text for every prompt until all have finished.
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Prompts, and how their text is generated.
 
-    The arguments are checked at once; prompts are read when the first piece is asked for.
-
-    Args:
-      model: a decoder. One with landmarks reads them among the tokens, at most `pattern.chunk`
-        tokens at a time, and never picks one.
-      params: its parameters.
-      tokenizer: decodes the tokens.
+    Attributes:
+      lm: the model. One with landmarks reads them among the tokens, at most `pattern.chunk` tokens
+        at a time, and never picks one.
       prompts: token ids.
       sampling: how tokens are picked and when to stop.
-      rotations: the rotation of a batch of requests of these lengths, shared or stacked. The length
-        of a row is fixed: its prompt plus `max_new_tokens`, so that a step never disagrees with the
-        keys in the cache.
-      exact: the rotation follows the length of the text instead. The cache keeps unrotated keys,
-        and every step rotates all of them again. (What deeper layers computed from earlier tokens
-        is not computed again, as in every cache.)
-      prefill_chunk: tokens of long prompts that are read at once, which bounds the memory.
+      exact: the rotation follows the length of the text. The cache keeps unrotated keys, and every
+        step rotates all of them again. (What deeper layers computed from earlier tokens is not
+        computed again, as in every cache.) Otherwise the length of a row is fixed: its prompt plus
+        `max_new_tokens`, so that a step never disagrees with the keys in the cache.
+      prefill_chunk: tokens of long prompts that are read at once, which bounds the memory; None: a
+        size that suits the platform.
       memory: the encoded context of the prompts, rows that fill up the mesh included.
       mixture: several prompts are one text: their probabilities are mixed, and all read the token
         that is picked.
       prefix: what all prompts begin with, read before. Not with `memory`.
     """
-    prompts = _check_prompts(prompts, model.config.vocab_size)
-    # The last token that is picked is not read.
-    model.config.check_length(max(map(len, prompts)) + sampling.max_new_tokens - 1)
-    mixture = mixture or Mixture(len(prompts))
-    sampling.check_texts(mixture.texts)
-    chunk = prefill_chunk_size(prefill_chunk)
-    if Landmarks.read_by(model.config.pattern) is not None:
-        if exact:
-            raise InputError(
-                "exact=True: rotations that follow the length have no published form with"
-                " landmarks; leave it out"
-            )
-        chunk = _chunk_of_blocks(chunk, model.config.pattern)
-    return _generate(
-        model, params, tokenizer, prompts, sampling, rotations, exact, chunk, memory, mixture,
-        prefix,
-    )  # fmt: skip
 
+    lm: "LanguageModel"
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    exact: bool = False
+    prefill_chunk: int | None = None
+    memory: EncodedContext | None = None
+    mixture: Mixture | None = None
+    prefix: Prefix | None = None
 
-def _generate(
-    model, params, tokenizer, prompts, sampling, rotations, exact, chunk, memory, mixture, prefix
-):
-    """`stream` of checked arguments."""
-    prompts = fill_rows(model, prompts)
-    num_tokens, max_new = np.array([len(prompt) for prompt in prompts]), sampling.max_new_tokens
-    landmarks = Landmarks.read_by(model.config.pattern)
-    num_landmarks = 0  # among the new tokens of a row
-    if landmarks is not None:
-        prompts = [in_prompt(prompt, landmarks) for prompt in prompts]
-        num_landmarks = max_new // landmarks.every + 1
-    lengths = np.array([len(prompt) for prompt in prompts])
-    rotation = rotations(lengths if exact else lengths + max_new + num_landmarks)
-    logits, session = read_prompts(
-        model, params, prompts, rotation, chunk=chunk,
-        # A block that one row fills takes a slot of all rows.
-        room=max_new + len(prompts) * num_landmarks,
-        rotated=False if exact else None,
-        landmarks=landmarks, memory=memory, prefix=prefix,
-    )  # fmt: skip
-    eos = jnp.array(tokenizer.eos_ids, jnp.int32)
-    rows = [RowText(index, tokenizer, sampling) for index in range(mixture.texts)]
-    logits = mixture.logits(logits)
-    key = sampling.key(len(logits))
-    next_token = pick(logits, key, 0, eos, sampling)
-    for step in range(max_new):
-        token = next_token
-        if step + 1 < max_new:
-            if exact:
-                session.rotation = rotations(lengths + step + 1)
-            places = _places(num_tokens + step, landmarks)
-            logits = session.read_token(mixture.read_by(token, len(prompts)), *places)
-            next_token = pick(mixture.logits(logits), key, step + 1, eos, sampling)
-        for row, picked in zip(rows, distributed.gather(token)[: len(rows)], strict=True):
-            if row.finish is None:
-                piece = row.add(int(picked))
-                if piece is not None:
-                    yield piece
-        if all(row.finish for row in rows):
-            return
+    def pieces(self) -> Iterator[Piece]:
+        """Yields pieces of text for every prompt until all have finished.
+
+        The arguments are checked at once; prompts are read when the first piece is asked for.
+
+        Raises:
+          InputError: an argument is invalid, or a prompt is too long.
+        """
+        config = self.lm.model.config
+        prompts = _check_prompts(self.prompts, config.vocab_size)
+        # The last token that is picked is not read.
+        config.check_length(max(map(len, prompts)) + self.sampling.max_new_tokens - 1)
+        mixture = self.mixture or Mixture(len(prompts))
+        self.sampling.check_texts(mixture.texts)
+        chunk = prefill_chunk_size(self.prefill_chunk)
+        landmarks = Landmarks.read_by(config.pattern)
+        if landmarks is not None:
+            if self.exact:
+                raise InputError(
+                    "exact=True: rotations that follow the length have no published form with"
+                    " landmarks; leave it out"
+                )
+            chunk = _chunk_of_blocks(chunk, config.pattern)
+        return self._pieces(fill_rows(self.lm.model, prompts), mixture, chunk, landmarks)
+
+    def _pieces(self, prompts, mixture: Mixture, chunk: int, landmarks: Landmarks | None):
+        """`pieces` of `prompts` that fill the mesh."""
+        lm, sampling, max_new = self.lm, self.sampling, self.sampling.max_new_tokens
+        num_tokens = np.array([len(prompt) for prompt in prompts])
+        num_landmarks = 0  # among the new tokens of a row
+        if landmarks is not None:
+            prompts = [in_prompt(prompt, landmarks) for prompt in prompts]
+            num_landmarks = max_new // landmarks.every + 1
+        lengths = np.array([len(prompt) for prompt in prompts])
+        rotation = lm.rotations(lengths if self.exact else lengths + max_new + num_landmarks)
+        logits, session = read_prompts(
+            lm, prompts, rotation, chunk=chunk,
+            # A block that one row fills takes a slot of all rows.
+            num_new=max_new + len(prompts) * num_landmarks,
+            rotated=False if self.exact else None,
+            landmarks=landmarks, memory=self.memory, prefix=self.prefix,
+        )  # fmt: skip
+        eos = jnp.array(lm.tokenizer.eos_ids, jnp.int32)
+        rows = [RowText(index, lm.tokenizer, sampling) for index in range(mixture.texts)]
+        logits = mixture.logits(logits)
+        key = sampling.key(len(logits))
+        next_token = pick(logits, key, 0, eos, sampling)
+        for step in range(max_new):
+            token = next_token
+            if step + 1 < max_new:
+                if self.exact:
+                    session.rotation = lm.rotations(lengths + step + 1)
+                places = _places(num_tokens + step, landmarks)
+                logits = session.read(mixture.read_by(token, len(prompts)), *places)
+                next_token = pick(mixture.logits(logits), key, step + 1, eos, sampling)
+            for row, picked in zip(rows, distributed.gather(token)[: len(rows)], strict=True):
+                if row.finish is None:
+                    piece = row.add(int(picked))
+                    if piece is not None:
+                        yield piece
+            if all(row.finish for row in rows):
+                return
 
 
 def _check_prompts(prompts, vocab_size: int) -> list[list[int]]:

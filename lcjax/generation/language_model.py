@@ -6,18 +6,19 @@ print(lm.chat("What is a dog?"))
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
 import jax
 import numpy as np
 
-from lcjax.attention import Landmark, Pattern
+from lcjax import cost
+from lcjax.attention import Pattern
+from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import Tokenizer
 from lcjax.checkpoints.build import ModelSection, Settings, build, resolve_rope
 from lcjax.errors import InputError, whole_number
-from lcjax.generation import generate as generation
+from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
     ContextRow,
     Contexts,
@@ -28,23 +29,25 @@ from lcjax.generation.contexts import (
     search,
     split_into_chunks,
 )
-from lcjax.generation.generate import Piece
+from lcjax.generation.generate import Piece, Request
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
+from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import (
     Continuation,
-    check_continuations,
+    Text,
+    landmark_nll,
     score_continuations,
-    score_continuations_as_texts,
-    text_nll,
+    score_texts,
 )
-from lcjax.generation.session import Prefix, check_token_rows
+from lcjax.generation.session import Prefix, can_share_prefix, check_token_rows
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
+from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
 from lcjax.parallel.sharding import Mesh, make_mesh, padding_rows
 from lcjax.rope import Default, Rope, Rotation, stack_rotations
 
 
-class LanguageModel:
+class LanguageModel(Scorer):
     """Weights, tokenizer and method together; `with_method` swaps the method, not the weights.
 
     Layers are kept apart (`scan_layers=False`): a scanned layer copies its weights, and its part of
@@ -107,6 +110,30 @@ class LanguageModel:
     def follows_length(self) -> bool:
         """Whether `rotation` changes with the length of a request."""
         return self.config.rope.depends_on_length or self.config.pattern.depends_on_length
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts may go on from a prefix that was read alone.
+
+        What a token sees must depend on its position alone, not on what is read with it (Landmark,
+        InfLLM, vertical_slash); and a pattern whose cache has few keys has little to share.
+        """
+        return can_share_prefix(self.config.pattern)
+
+    def with_shared_prefixes(self, prompts: Sequence[Sequence[int]]) -> Scorer:
+        if not prompts or not self.shares_prefixes:
+            return self
+        return shared_prefix.PrefixReader(self, prompts)
+
+    def for_length(self, length: int) -> "LanguageModel":
+        return self if self.length is not None else self.with_method(length=length)
+
+    def inference_memory(
+        self, rows: int, length: int, context: tuple[int, int] | None = None
+    ) -> cost.Memory:
+        mesh = self.mesh or Mesh(fsdp=1)
+        options = {"chunk": length, "context": context}
+        return cost.generation_memory(self.config, length, rows, mesh, **options)
 
     def with_method(
         self,
@@ -200,17 +227,15 @@ class LanguageModel:
         bos = [self.tokenizer.bos_id] if memory.is_prefix and self.tokenizer.add_bos else []
         has_bos = [False] * num_rows if after is None else after.precede(num_rows)
         texts = [
-            passages(row, encode_text, vocab_size, () if is_begun else bos)
-            for row, is_begun in zip(contexts, has_bos, strict=True)
+            passages(row, encode_text, vocab_size, () if has_context else bos)
+            for row, has_context in zip(contexts, has_bos, strict=True)
         ]
         chunks = [[part for text in row for part in split_into_chunks(text, size)] for row in texts]
         if query is not None:
-            query = self._embed_queries(query, num_rows) if memory.query_dependent else None
-        return encode(
-            self.model, self.params, chunks,
-            batch_tokens=batch_tokens, projected=projected, after=after, query=query,
-            rotation=self.rotation(size) if self._prefix_rope else None, rope=self._prefix_rope,
-        )  # fmt: skip
+            query = embed_queries(self, query, num_rows) if memory.query_dependent else None
+        rotation = self.rotation(size) if memory.is_prefix else None
+        options = {"batch_tokens": batch_tokens, "projected": projected, "rotation": rotation}
+        return encode(self, chunks, after=after, query=query, **options)
 
     def search_contexts(
         self,
@@ -224,24 +249,15 @@ class LanguageModel:
         Only nodes that were not encoded before are encoded. A memory whose encoding does not depend
         on a question returns `contexts` as they are. One row of contexts serves many questions.
         """
-        contexts.check(self.params, self.config.memory, self._prefix_rope)
+        contexts.check(self)
         if not contexts.source:
             return contexts
         contexts = contexts.repeated(len(query))
-        embedded = self._embed_queries(query, len(contexts.tokens))
-        return search(self.model, self.params, contexts, embedded, batch_tokens=batch_tokens)
-
-    def _embed_queries(self, texts: Sequence[str | Sequence[int]], num_rows: int) -> jax.Array:
-        """Embeddings float32 [B, D] of questions."""
-        if isinstance(texts, str) or len(texts) != num_rows:
-            raise InputError(
-                f"query={texts!r:.40} must be a list with one entry for each of the {num_rows} rows"
-            )
-        ids = [self.encode(text) if isinstance(text, str) else text for text in texts]
-        return embed_queries(self.model, self.params, ids, self.rotations)
+        embedded = embed_queries(self, query, len(contexts.tokens))
+        return search(self, contexts, embedded, batch_tokens=batch_tokens)
 
     @property
-    def _prefix_rope(self) -> Rope | None:
+    def prefix_rope(self) -> Rope | None:
         """The position method of windows before a text; None without a memory that reads them."""
         memory = self.config.memory
         return self.config.rope if memory is not None and memory.is_prefix else None
@@ -259,7 +275,7 @@ class LanguageModel:
         """The encoded context of `texts`, rows that fill up the mesh included."""
         if (context := self._encode_if_needed(context)) is None:
             return None
-        context.check(self.params, self.config.memory, self._prefix_rope)
+        context.check(self)
         if context.needs_query:
             context = self.search_contexts(context, texts)
         return context.rows(len(texts), padding_rows(self.mesh, len(texts)))
@@ -296,8 +312,19 @@ class LanguageModel:
             raise InputError(f"first={first} must lie between 1 and the length {width} - 1")
         starts = [row[: max(min(first, length), 1)] for row, length in zip(tokens, lengths)]
         memory = self._memory(context, starts)
-        nll = text_nll(self.model, self.params, tokens, lengths, self.rotations, first, memory)
-        return np.pad(nll, [(0, 0), (first, 0)])
+        if (landmarks := Landmarks.read_by(self.config.pattern)) is not None:
+            nll = landmark_nll(self, landmarks, tokens, lengths, first, memory)
+            return np.pad(nll, [(0, 0), (first, 0)])
+        texts = [
+            Text(row[:length], first - 1, row[first:length])
+            for row, length in zip(tokens, lengths, strict=True)
+        ]
+        rotation = self.rotations(np.maximum(lengths, 1))
+        scores = score_texts(self, token_nll, texts, rotation, memory)
+        nll = np.zeros(tokens.shape, np.float32)
+        for row, row_nll in zip(nll, scores, strict=True):
+            row[first : first + len(row_nll)] = row_nll
+        return nll
 
     def continuations(
         self,
@@ -314,17 +341,10 @@ class LanguageModel:
         self.config.pattern.check_scores()
         if prefix is not None:
             prefix.check(self.config.pattern, prompts, context=context, exact=False)
-        if isinstance(self.config.pattern, Landmark):
-            check_continuations(prompts, continuations, self.config.vocab_size)
-            nll, stream = (functools.partial(f, context=context) for f in (self.nll, self.stream))
-            return score_continuations_as_texts(
-                nll, stream, prompts, continuations, follows_length=self.follows_length
-            )
+        if Landmarks.read_by(self.config.pattern) is not None:
+            return super().continuations(prompts, continuations, context=context)
         memory = self._memory(context, prompts)
-        return score_continuations(
-            self.model, self.params, prompts, continuations, rotations=self.rotations,
-            memory=memory, prefix=prefix,
-        )  # fmt: skip
+        return score_continuations(self, prompts, continuations, memory=memory, prefix=prefix)
 
     def generate(
         self,
@@ -350,7 +370,7 @@ class LanguageModel:
         pieces = self.stream(
             prompts, sampling, context=context, exact=exact, prefill_chunk=prefill_chunk
         )
-        return join_pieces(pieces, len(prompts))
+        return join_pieces(list(pieces), len(prompts))
 
     def stream(
         self,
@@ -373,17 +393,15 @@ class LanguageModel:
         context, num_rows = self._encode_if_needed(context), len(prompts)
         has_context = [False] * num_rows if context is None else context.precede(num_rows)
         ids = [
-            self.encode(prompt, begins=not is_begun) if isinstance(prompt, str) else prompt
-            for prompt, is_begun in zip(prompts, has_context, strict=True)
+            self.encode(prompt, begins=not follows) if isinstance(prompt, str) else prompt
+            for prompt, follows in zip(prompts, has_context, strict=True)
         ]
         exact = exact and self.follows_length
         if prefix is not None:
             prefix.check(self.config.pattern, ids, context=context, exact=exact)
-        return generation.stream(
-            self.model, self.params, self.tokenizer, ids, sampling, rotations=self.rotations,
-            exact=exact, prefill_chunk=prefill_chunk, memory=self._memory(context, ids),
-            mixture=mixture, prefix=prefix,
-        )  # fmt: skip
+        return Request(
+            self, ids, sampling, exact, prefill_chunk, self._memory(context, ids), mixture, prefix
+        ).pieces()
 
     def chat(
         self,

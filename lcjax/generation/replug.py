@@ -9,11 +9,12 @@ more than one passage and the text: any decoder can read any number of them.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
+from lcjax.checkpoints import Tokenizer
 from lcjax.errors import InputError, whole_number
 from lcjax.generation.contexts import ContextRow, passages
 from lcjax.generation.generate import Piece
@@ -25,18 +26,15 @@ from lcjax.generation.sampling import (
     join_pieces,
     log_weights,
 )
-from lcjax.generation.scoring import (
-    Continuation,
-    check_continuations,
-    score_continuations_as_texts,
-)
+from lcjax.generation.scorer import Scorer
 from lcjax.generation.session import check_token_rows
+from lcjax.models import ModelConfig
 
 Scores = Sequence[Sequence[float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Replug:
+class Replug(Scorer):
     """A language model that reads passages by turns.
 
     `context` holds the passages of each text (texts or token ids), [] where there are none: such a
@@ -51,6 +49,22 @@ class Replug:
     def __post_init__(self):
         log_weights(np.zeros(1), self.temperature)
         whole_number("batch", self.batch, 1)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.lm.tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.lm.config
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        return self.lm.mesh
+
+    @property
+    def follows_length(self) -> bool:
+        return self.lm.follows_length
 
     def nll(
         self,
@@ -67,39 +81,23 @@ class Replug:
         length.
         """
         tokens, lengths = check_token_rows(tokens, lengths, self.lm.config.vocab_size)
-        rows, length = tokens.shape
-        documents, weights = self._weighted(context, scores, rows)
+        num_rows, length = tokens.shape
+        documents, weights = self._weighted(context, scores, num_rows)
         log_p = np.full((*weights.shape, length), -np.inf)
-        for some in self._batches(documents, lengths):
-            texts = [np.concatenate([documents[b][i], tokens[b, : lengths[b]]]) for b, i in some]
+        for pairs in self._batches(documents, lengths):
+            texts = [np.concatenate([documents[b][i], tokens[b, : lengths[b]]]) for b, i in pairs]
             ends = np.array([len(text) for text in texts])
-            filled = np.zeros((len(some), ends.max()), np.int32)
-            for row, text in enumerate(texts):
-                filled[row, : len(text)] = text
-            begins = np.array([len(documents[b][i]) for b, i in some])
-            nll = self.lm.nll(filled, first=int(begins.min()) + first, lengths=ends)
-            for (b, i), row, begin in zip(some, nll, begins, strict=True):
-                log_p[b, i, : lengths[b]] = -row[begin : begin + lengths[b]]
+            rows = np.zeros((len(pairs), ends.max()), np.int32)
+            for row, text in zip(rows, texts, strict=True):
+                row[: len(text)] = text
+            starts = np.array([len(documents[b][i]) for b, i in pairs])
+            nll = self.lm.nll(rows, first=int(starts.min()) + first, lengths=ends)
+            for (b, i), row, start in zip(pairs, nll, starts, strict=True):
+                log_p[b, i, : lengths[b]] = -row[start : start + lengths[b]]
         mixed = -np.logaddexp.reduce(weights[..., None] + log_p, axis=1)
         scored = np.arange(length)
         scored = (scored >= first) & (scored < lengths[:, None])
         return np.where(scored, mixed, 0).astype(np.float32)
-
-    def continuations(
-        self,
-        prompts: Sequence[Sequence[int]],
-        continuations: Sequence[Sequence[Sequence[int]]],
-        *,
-        context: Sequence[ContextRow],
-        scores: Scores | None = None,
-    ) -> list[list[Continuation]]:
-        """Scores the continuations of each prompt by the mixture; as `LanguageModel`'s."""
-        more = {"context": context, "scores": scores}
-        nll, stream = (functools.partial(f, **more) for f in (self.nll, self.stream))
-        check_continuations(prompts, continuations, self.lm.config.vocab_size)
-        return score_continuations_as_texts(
-            nll, stream, prompts, continuations, follows_length=self.lm.follows_length
-        )
 
     def generate(
         self,

@@ -10,10 +10,11 @@ the prompt's KV cache, so the prompt is read once. A prompt with only one contin
 it as one text. Single tokens need nothing but the prompt's own logits.
 """
 
+import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,6 @@ import numpy as np
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.errors import InputError
 from lcjax.generation import session as session_lib
-from lcjax.generation.generate import Piece
-from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import (
     Prefix,
     Session,
@@ -37,16 +36,17 @@ from lcjax.generation.session import (
 )
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
-from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows
 from lcjax.rope import Rotation
 
-Ids = Sequence[int]
-Rotations = Callable[[np.ndarray], Rotation]  # of a batch of texts of these lengths
+if TYPE_CHECKING:
+    from lcjax.generation.language_model import LanguageModel
 
-_MIN_ROOM = 32  # slots for continuations: prompts of one size are then read by one program
+Ids = Sequence[int]
+
+_MIN_NEW = 32  # slots for continuations: prompts of one size are then read by one program
 _CONTINUATION_SIZES = [0, *(8 * 4**n for n in range(12))]  # tokens that are read, compiled sizes
 
 
@@ -72,49 +72,10 @@ class TextRows(NamedTuple):
     positions: np.ndarray | None  # [R, W], in each text; None: the places in the row
 
 
-def text_nll(
-    model: Decoder,
-    params: dict,
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    rotations: Rotations,
-    first: int,
-    memory: EncodedContext | None = None,
-) -> np.ndarray:
-    """Computes -log p(tokens[t] | tokens[:t]) for first <= t < lengths, float32 [B, T - first].
-
-    Other entries are 0. A model with landmarks reads them among the tokens (`_landmark_nll`).
-
-    Args:
-      model: the decoder.
-      params: its parameters.
-      tokens: int32 [B, T], padded on the right.
-      lengths: int [B], tokens of each row.
-      rotations: the rotation of a batch of texts of these lengths, shared or stacked.
-      first: the first position that is scored, at least 1.
-      memory: the encoded context of the rows, rows that fill up the mesh included.
-    """
-    if (landmarks := Landmarks.read_by(model.config.pattern)) is not None:
-        arguments = (tokens, lengths, rotations, first, memory)
-        return _landmark_nll(model, params, landmarks, *arguments)
-    texts = [
-        Text(row[:length], first - 1, row[first:length])
-        for row, length in zip(tokens, lengths, strict=True)
-    ]
-    rotation = rotations(np.maximum(lengths, 1))
-    scores = score_texts(model, params, token_nll, texts, rotation=rotation, memory=memory)
-    nll = np.zeros((len(tokens), tokens.shape[1] - first), np.float32)
-    for row, row_nll in zip(nll, scores, strict=True):
-        row[: len(row_nll)] = row_nll
-    return nll
-
-
 def score_texts(
-    model: Decoder,
-    params: dict,
+    lm: "LanguageModel",
     score: Callable[..., Any],
     texts: Sequence[Text],
-    *,
     rotation: Rotation,
     memory: EncodedContext | None = None,
 ) -> list[Any]:
@@ -123,8 +84,7 @@ def score_texts(
     Texts and targets of about these lengths share one compiled program.
 
     Args:
-      model: the decoder.
-      params: its parameters.
+      lm: the model.
       score: `score(hidden, projection, targets)` gives a tree of [R, m] for hidden states
         [R, m, D] and targets int32 [R, m].
       texts: in any lengths.
@@ -132,10 +92,10 @@ def score_texts(
       memory: the encoded context of the texts, rows that fill up the mesh included.
     """
     is_stacked = rotation.inv_freq.ndim > 1
-    rows, spans = _lay_out(model, texts, one_per_row=memory is not None or is_stacked)
+    rows, spans = _lay_out(lm.model, texts, one_per_row=memory is not None or is_stacked)
     if is_stacked:
         rotation = rotation.rows(np.arange(len(rows.tokens)) % len(texts))
-    scores = _score_rows(model, score, params, rows, rotation, memory)
+    scores = _score_rows(lm.model, score, lm.params, rows, rotation, memory)
     scores = jax.tree.map(distributed.gather, scores)
     return [jax.tree.map(operator.itemgetter(span), scores) for span in spans]
 
@@ -185,8 +145,8 @@ def _choose_rows(
     if config.position == "learned":
         width = min(width, max(config.max_length, longest))
     elif config.pattern.is_position_based and not one_per_row:
-        starts, filled = _pack(lengths, num_packed)
-        packed_width = bucketed(filled)
+        starts, packed_length = _pack(lengths, num_packed)
+        packed_width = bucketed(packed_length)
         if session_lib.packing_saves(num_packed * packed_width, num_rows * width):
             return starts, (num_packed, packed_width), True
     return [(row, 0) for row in range(len(lengths))], (num_rows, width), False
@@ -198,23 +158,30 @@ def _pack(lengths: Sequence[int], num_rows: int) -> tuple[list[tuple[int, int]],
     The longest text first, each into the row that has least: the result is at most a third longer
     than the best (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
     """
-    starts, filled = [(0, 0)] * len(lengths), [0] * num_rows
+    starts, row_lengths = [(0, 0)] * len(lengths), [0] * num_rows
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        row = filled.index(min(filled))
-        starts[number] = row, filled[row]
-        filled[row] += lengths[number]
-    return starts, max(filled)
+        row = row_lengths.index(min(row_lengths))
+        starts[number] = row, row_lengths[row]
+        row_lengths[row] += lengths[number]
+    return starts, max(row_lengths)
 
 
-def _landmark_nll(model, params, landmarks, tokens, lengths, rotations, first, memory):
-    """`text_nll` of a model that reads landmarks.
+def landmark_nll(
+    lm: "LanguageModel",
+    landmarks: Landmarks,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    first: int,
+    memory: EncodedContext | None,
+) -> np.ndarray:
+    """Returns -log p of tokens [B, T] from `first` on, for a model that reads landmarks.
 
     The tokens are read with a landmark after every full block, `pattern.chunk` at a time; earlier
     blocks are retrieved from the cache. Each token is predicted where the model learned to: from
-    the landmark before it if landmarks are predicted, else from the last ordinary token.
-    `rotations` is given lengths that count landmarks.
+    the landmark before it if landmarks are predicted, else from the last ordinary token. Rotations
+    are made for lengths that count landmarks. Arguments as of `LanguageModel.nll`.
     """
-    pattern = model.config.pattern
+    model, pattern = lm.model, lm.model.config.pattern
     is_scored = np.arange(first, tokens.shape[1]) < lengths[:, None]
     tokens, lengths = (np.array(fill_rows(model, x)) for x in (tokens, lengths))
     num_rows, num_tokens = tokens.shape
@@ -233,13 +200,9 @@ def _landmark_nll(model, params, landmarks, tokens, lengths, rotations, first, m
     positions = np.broadcast_to(np.arange(padded, dtype=np.int32), text.shape)
     slots = cache_lib.whole_blocks(padded)
     cache = cache_lib.create(model.config, num_rows, slots, chunk=chunk, mesh=model.mesh)
-    session = Session(model, params, cache, rotations(np.maximum(num_read, 1)), memory)
-    nll = []
-    for start in range(0, padded, chunk):
-        columns = (x[:, start : start + chunk] for x in (text, targets, segments, positions))
-        nll.append(session.score(*columns)[0])
-    scores = np.concatenate([distributed.gather(x) for x in nll], 1)[:, source]
-    return np.where(is_scored, scores[: len(is_scored)], 0)
+    session = Session(model, lm.params, cache, lm.rotations(np.maximum(num_read, 1)), memory)
+    nll, _ = session.score(text, targets, segments, positions, chunk=chunk)
+    return np.where(is_scored, nll[: len(is_scored), source], 0)
 
 
 # Continuations of prompts
@@ -272,84 +235,61 @@ def check_continuations(
 
 
 def score_continuations(
-    model: Decoder,
-    params: dict,
+    lm: "LanguageModel",
     prompts: Sequence[Ids],
     continuations: Sequence[Sequence[Ids]],
     *,
-    rotations: Rotations,
     memory: EncodedContext | None = None,
     prefix: Prefix | None = None,
 ) -> list[list[Continuation]]:
     """Scores the continuations of each prompt, with the prompt read once or as one text.
 
     Args:
-      model: the decoder; it reads no landmarks (`score_continuations_as_texts`).
-      params: its parameters.
+      lm: the model; it reads no landmarks. The rotation of a prompt is that of its longest text.
       prompts: token ids.
       continuations: token ids, a list of continuations for each prompt.
-      rotations: the rotation of a batch of texts of these lengths. The length of a prompt counts
-        the longest of its continuations.
       memory: the encoded context of the prompts, rows that fill up the mesh included.
       prefix: what all prompts begin with, read before.
     """
-    check_continuations(prompts, continuations, model.config.vocab_size)
+    config = lm.model.config
+    check_continuations(prompts, continuations, config.vocab_size)
     lengths = np.array(
         [len(prompt) + max(map(len, row)) for prompt, row in zip(prompts, continuations)]
     )
     longest = int(lengths.max()) - 1  # the last token is predicted, not read
-    model.config.check_length(longest)
-    texts = {"prompts": prompts, "continuations": continuations, "memory": memory}
+    config.check_length(longest)
     is_single = prefix is None and all(len(row) == 1 for row in continuations)
-    if is_single and model.config.pattern.is_position_based and longest <= prefill_chunk_size(None):
-        return score_at_once(model, params, **texts, rotation=rotations(lengths))
-    rotation = rotations(np.array(fill_rows(model, lengths)))
-    return score_by_cache(model, params, **texts, rotation=rotation, prefix=prefix)
+    if is_single and config.pattern.is_position_based and longest <= prefill_chunk_size(None):
+        return score_at_once(lm, prompts, continuations, lm.rotations(lengths), memory)
+    rotation = lm.rotations(np.array(fill_rows(lm.model, lengths)))
+    return score_by_cache(lm, prompts, continuations, rotation, memory, prefix)
 
 
-def score_at_once(
-    model: Decoder,
-    params: dict,
-    prompts: Sequence[Ids],
-    continuations: Sequence[Sequence[Ids]],
-    *,
-    rotation: Rotation,
-    memory: EncodedContext | None = None,
-) -> list[list[Continuation]]:
+def score_at_once(lm, prompts, continuations, rotation: Rotation, memory):
     """Scores one continuation for each prompt, which is read with it as one text.
 
     For patterns under which no token depends on what follows it.
     """
     pairs = [(prompt, row[0]) for prompt, row in zip(prompts, continuations, strict=True)]
     texts = [Text([*prompt, *ids[:-1]], len(prompt) - 1, ids) for prompt, ids in pairs]
-    scores = score_texts(model, params, nll_and_match, texts, rotation=rotation, memory=memory)
+    scores = score_texts(lm, nll_and_match, texts, rotation, memory)
     return [[Continuation(nll, bool(match.all()))] for nll, match in scores]
 
 
-def score_by_cache(
-    model: Decoder,
-    params: dict,
-    prompts: Sequence[Ids],
-    continuations: Sequence[Sequence[Ids]],
-    *,
-    rotation: Rotation,
-    memory: EncodedContext | None = None,
-    prefix: Prefix | None = None,
-) -> list[list[Continuation]]:
+def score_by_cache(lm, prompts, continuations, rotation: Rotation, memory, prefix):
     """Scores continuations after the KV cache of their prompts.
 
-    A few sizes of prompts and of continuations are compiled. Arguments as of
-    `score_continuations`, with the `rotation` of all rows.
+    A few sizes of prompts and of continuations are compiled. `rotation` is that of all rows.
     """
-    num_prompts, prompts = len(prompts), fill_rows(model, prompts)
-    rounds = _rounds(fill_rows(model, continuations))
-    room, chunk = max(ids.shape[1] for ids, _ in rounds) - 1, prefill_chunk_size(None)
+    num_prompts, prompts = len(prompts), fill_rows(lm.model, prompts)
+    batches = rounds(fill_rows(lm.model, continuations))
+    num_new = max(_MIN_NEW, *(ids.shape[1] - 1 for ids, _ in batches))
+    chunk = prefill_chunk_size(None)
     logits, session = read_prompts(
-        model, params, prompts, rotation, room=max(room, _MIN_ROOM), chunk=chunk, memory=memory,
-        prefix=prefix,
-    )  # fmt: skip
+        lm, prompts, rotation, num_new=num_new, chunk=chunk, memory=memory, prefix=prefix
+    )
     lengths = np.array([len(prompt) for prompt in prompts])
-    scores = [_score_round(session, logits, lengths, ids, sizes, chunk) for ids, sizes in rounds]
+    scores = [_score_round(session, logits, lengths, ids, sizes, chunk) for ids, sizes in batches]
     return [
         [
             Continuation(nll[row, : len(ids)], bool(match[row, : len(ids)].all()))
@@ -359,7 +299,7 @@ def score_by_cache(
     ]
 
 
-def _rounds(continuations: Sequence[Sequence[Ids]]) -> list[tuple[np.ndarray, np.ndarray]]:
+def rounds(continuations: Sequence[Sequence[Ids]]) -> list[tuple[np.ndarray, np.ndarray]]:
     """The first continuation of every prompt, then the second, ...: ids int32 [B, m], sizes [B].
 
     A prompt with fewer continuations repeats its first one; those scores are not used.
@@ -379,63 +319,20 @@ def _rounds(continuations: Sequence[Sequence[Ids]]) -> list[tuple[np.ndarray, np
 
 def _score_round(
     session: Session, logits: jax.Array, lengths, ids, sizes, chunk: int
-) -> list[np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """-log p and whether it is the most probable, [B, m] each, of one continuation per prompt.
 
     `logits` [B, V] follow the prompts that `session` has read.
     """
-    branch = Session(session.model, session.params, session.cache, session.rotation, session.memory)
-    parts = [tuple(x[:, None] for x in _score_first(logits, ids[:, 0]))]
-    for start in range(0, ids.shape[1] - 1, chunk):
-        tokens, targets = (x[:, start : start + chunk] for x in (ids[:, :-1], ids[:, 1:]))
-        places = start + np.arange(tokens.shape[1])[None]
-        segments = (places < sizes[:, None] - 1).astype(np.int32)
-        positions = lengths[:, None] + places
-        parts.append(branch.score(tokens, targets, segments, positions, in_place=False))
-    return [
-        np.concatenate([distributed.gather(x) for x in arrays], 1)
-        for arrays in zip(*parts, strict=True)
-    ]
+    first = [distributed.gather(x)[:, None] for x in _score_first(logits, ids[:, 0])]
+    if ids.shape[1] == 1:
+        return tuple(first)
+    branch = copy.copy(session)
+    places = np.arange(ids.shape[1] - 1)[None]
+    segments = (places < sizes[:, None] - 1).astype(np.int32)
+    positions = lengths[:, None] + places
+    rest = branch.score(ids[:, :-1], ids[:, 1:], segments, positions, chunk=chunk, in_place=False)
+    return tuple(np.concatenate(pair, 1) for pair in zip(first, rest, strict=True))
 
 
 _score_first = jax.jit(nll_and_match_of_logits)
-
-
-def score_continuations_as_texts(
-    nll: Callable[..., np.ndarray],
-    stream: Callable[[Sequence[Ids], Sampling], Iterable[Piece]],
-    prompts: Sequence[Ids],
-    continuations: Sequence[Sequence[Ids]],
-    *,
-    follows_length: bool,
-) -> list[list[Continuation]]:
-    """Scores continuations with a function of whole texts: each is read with its prompt.
-
-    Args:
-      nll: is called with tokens, first and lengths, as `LanguageModel.nll`.
-      stream: generates the greedy text that continuations are compared with.
-      prompts: token ids.
-      continuations: token ids, a list of continuations for each prompt.
-      follows_length: whether rotations depend on the length. Then the greedy text of a prompt is
-        generated for its own longest continuation, not for that of the batch.
-    """
-    greedy: list[list[int]] = [[] for _ in prompts]
-    longest = [max(map(len, row)) for row in continuations]
-    for max_new_tokens in sorted(set(longest)) if follows_length else [max(longest)]:
-        for piece in stream(prompts, Sampling(max_new_tokens=max_new_tokens)):
-            if longest[piece.row] == max_new_tokens or not follows_length:
-                greedy[piece.row] += piece.ids
-    scores: list[list[Continuation]] = [[] for _ in prompts]
-    starts = [len(prompt) for prompt in prompts]
-    for ids, sizes in _rounds(continuations):
-        ends = starts + sizes
-        tokens = np.zeros((len(prompts), ends.max()), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : ends[row]] = [*prompt, *ids[row, : sizes[row]]]
-        losses = np.asarray(nll(tokens, first=min(starts), lengths=ends))
-        for row, row_continuations in enumerate(continuations):
-            if len(scores[row]) < len(row_continuations):
-                size = sizes[row]
-                is_greedy = greedy[row][:size] == ids[row, :size].tolist()
-                scores[row].append(Continuation(losses[row, starts[row] : ends[row]], is_greedy))
-    return scores

@@ -4,9 +4,10 @@ Generation, scoring, conversations and shared prefixes all read text through `Se
 rounded up to a few sizes, because each size compiles a program.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,12 @@ from lcjax.models.cache import Cache
 from lcjax.models.layers import CollectKeyValues
 from lcjax.models.loss import Projection, over_chunks
 from lcjax.models.memory import EncodedContext
+from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows
 from lcjax.rope import Rotation
+
+if TYPE_CHECKING:
+    from lcjax.generation.language_model import LanguageModel
 
 # Most tokens of a row of packed texts, unless one text is longer: the table of visible blocks of a
 # packed row is computed by the program, and grows with the square of the row.
@@ -129,11 +134,10 @@ def prefill_chunk_size(chunk: int | None) -> int:
     return int(chunk)
 
 
-def chunk_spans(length: int, chunk: int) -> list[tuple[int, int]]:
-    """Start and end of each chunk of a prompt; the odd chunk is first, where attention is cheap."""
+def padded_chunks(length: int, chunk: int) -> list[int]:
+    """Splits `length` into chunks; the odd chunk is first, where attention is cheap."""
     odd = length % chunk
-    edges = ([0, odd] if odd else [0]) + list(range(odd + chunk, length + 1, chunk))
-    return list(zip(edges, edges[1:], strict=False))
+    return [odd] * bool(odd) + [chunk] * (length // chunk)
 
 
 def unpadded_chunks(length: int, chunk: int) -> list[int]:
@@ -151,64 +155,46 @@ def unpadded_chunks(length: int, chunk: int) -> list[int]:
 # Reading
 
 
+@dataclasses.dataclass
 class Session:
     """Rows of text that a model reads chunk by chunk, and the KV cache of what it has read.
 
     Attributes:
       cache: every call that reads replaces it and gives up the buffers of the one before.
+      rotation: shared by all rows, or stacked.
+      memory: the encoded context of the rows, rows that fill up the mesh included.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        params: dict,
-        cache: Cache,
-        rotation: Rotation,
-        memory: EncodedContext | None = None,
-    ):
-        """`rotation` is shared by all rows or stacked; `memory` is the encoded context of the rows,
-        rows that fill up the mesh included.
-        """
-        self.model, self.params, self.cache = model, params, cache
-        self.rotation, self.memory = rotation, memory
+    model: Decoder
+    params: dict
+    cache: Cache
+    rotation: Rotation
+    memory: EncodedContext | None = None
 
     def read(
         self,
-        tokens: np.ndarray,
+        tokens: np.ndarray | jax.Array,
         segments: np.ndarray | None,
         positions: np.ndarray,
         ends: np.ndarray | None = None,
+        *,
+        sizes: Sequence[int] = (),
     ) -> jax.Array:
-        """Reads `tokens` int32 [B, T] and returns float32 logits [B, V] of the next token.
+        """Reads `tokens` and returns float32 logits [B, V] of the next token.
 
         Args:
-          tokens: the next tokens of every row.
-          segments: int32 [B, T], 0 where there is padding; None: no padding.
+          tokens: int32 [B, T], the next tokens of every row; or [B], one token of every row. With
+            `segments` [B, 2] a landmark follows that token.
+          segments: int32 [B, T], 0 for padding; None: no padding.
           positions: [B, T].
           ends: int [B], the token of each row whose logits are returned, counted from the end (1 is
             the last); None: the last.
+          sizes: tokens of the chunks that are read one after another; empty: all at once.
         """
-        logits, self.cache = _read(
-            self.model, self.params, self.cache, tokens, segments, positions, self.rotation, ends,
-            self.memory,
-        )  # fmt: skip
-        return logits
-
-    def read_token(
-        self,
-        token: jax.Array,
-        segments: np.ndarray | None,
-        positions: np.ndarray,
-        ends: np.ndarray | None = None,
-    ) -> jax.Array:
-        """Reads one token int32 [B] of every row and returns the logits [B, V] of the next one.
-
-        With `segments` [B, 2] a landmark follows the token; other arguments as of `read`.
-        """
-        logits, self.cache = _read_token(
-            self.model, self.params, self.cache, token, segments, positions, self.rotation, ends,
-            self.memory,
-        )  # fmt: skip
+        for chunk in _split(sizes, tokens, segments, positions):
+            logits, self.cache = _read(
+                self.model, self.params, self.cache, *chunk, self.rotation, ends, self.memory
+            )
         return logits
 
     def read_ids(self, ids: np.ndarray, start: int, chunk: int) -> jax.Array:
@@ -216,13 +202,9 @@ class Session:
 
         Padding in the middle of a text would stay in the cache. Returns logits [B, V].
         """
-        num_rows, end = len(self.cache.tokens), 0
-        for size in unpadded_chunks(len(ids), chunk):
-            begin, end = end, end + size
-            places = start + np.arange(begin, end)
-            tokens, places = (np.tile(x, (num_rows, 1)) for x in (ids[begin:end], places))
-            logits = self.read(tokens, None, places)
-        return logits
+        positions = start + np.arange(len(ids))
+        tokens, positions = (np.tile(x, (len(self.cache.tokens), 1)) for x in (ids, positions))
+        return self.read(tokens, None, positions, sizes=unpadded_chunks(len(ids), chunk))
 
     def score(
         self,
@@ -231,8 +213,9 @@ class Session:
         segments: np.ndarray,
         positions: np.ndarray,
         *,
+        chunk: int,
         in_place: bool = True,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Reads `tokens` int32 [B, T] and scores the `targets` int32 [B, T] after each of them.
 
         With `in_place=False` the buffers of the cache stay valid: other texts may go on from it.
@@ -240,60 +223,58 @@ class Session:
         Returns:
           -log p of the targets, float32 [B, T], and whether each is the most probable token, bool.
         """
-        scores, self.cache = (_score_in_place if in_place else _score)(
-            self.model, self.params, self.cache, tokens, targets, segments, positions,
-            self.rotation, self.memory,
-        )  # fmt: skip
-        return scores
+        step, parts = _read if in_place else _score, []
+        sizes = [min(chunk, tokens.shape[1] - start) for start in range(0, tokens.shape[1], chunk)]
+        for *columns, next_tokens in _split(sizes, tokens, segments, positions, targets):
+            scores, self.cache = step(
+                self.model, self.params, self.cache, *columns, self.rotation, None, self.memory,
+                next_tokens,
+            )  # fmt: skip
+            parts.append(scores)
+        nll, matches = (
+            np.concatenate([distributed.gather(x) for x in arrays], 1) for arrays in zip(*parts)
+        )
+        return nll, matches
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read(model, params, cache, tokens, segments, positions, rotation, ends, memory):
-    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
-    return _next_logits(model, params, hidden, ends), cache
+def _split(sizes: Sequence[int], *arrays: Any) -> Iterator[list[Any]]:
+    """Yields the columns of `arrays` [B, T] for each of `sizes`; all at once without sizes."""
+    if not sizes:
+        yield list(arrays)
+    for start, size in zip(np.cumsum([0, *sizes]).tolist(), sizes, strict=False):
+        yield [None if x is None else x[:, start : start + size] for x in arrays]
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read_token(model, params, cache, token, segments, positions, rotation, ends, memory):
-    tokens = token[:, None]
-    if segments is not None:
-        landmark = jnp.full_like(tokens, model.config.pattern.token)
-        tokens = jnp.concatenate([tokens, landmark], 1)
-    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
-    return _next_logits(model, params, hidden, ends), cache
-
-
-def _read_and_score(model, params, cache, tokens, targets, segments, positions, rotation, memory):
-    hidden, cache = _extend(model, params, cache, tokens, segments, positions, rotation, memory)
-    targets = keep_rows(targets, model.mesh)
-    return nll_and_match(hidden, head(params, model.config), targets), cache
-
-
-_score = jax.jit(_read_and_score, static_argnums=0)
-_score_in_place = jax.jit(_read_and_score, static_argnums=0, donate_argnums=2)
-
-
-def _extend(model, params, cache, tokens, segments, positions, rotation, memory):
-    """Hidden states [B, T, D] of `tokens` [B, T], and the cache with them added."""
+def _step(
+    model, params, cache, tokens, segments, positions, rotation, ends, memory, targets=None
+):  # fmt: skip
+    """Adds `tokens` to the cache, and returns logits [B, V], or the scores of `targets` [B, T]."""
+    mesh, landmarks = model.mesh, Landmarks.read_by(model.config.pattern)
+    if tokens.ndim == 1:
+        tokens = tokens[:, None]
+        if segments is not None:
+            tokens = jnp.concatenate([tokens, jnp.full_like(tokens, landmarks.token)], 1)
     hidden, cache = model.apply(
         {"params": params},
-        keep_rows(tokens, model.mesh),
-        positions=keep_rows(positions, model.mesh),
+        keep_rows(tokens, mesh),
+        positions=keep_rows(positions, mesh),
         segments=segments,
         rotation=rotation,
         cache=cache,
         memory=memory,
     )
-    return hidden, cache_lib.keep_layout(cache, model.mesh)
-
-
-def _next_logits(model, params, hidden, ends):
-    """Logits [B, V] of hidden states [B, T, D] at `ends` [B]; landmarks are never predicted."""
+    cache = cache_lib.keep_layout(cache, mesh)
+    if targets is not None:
+        return nll_and_match(hidden, head(params, model.config), keep_rows(targets, mesh)), cache
     last = hidden[:, -1] if ends is None else hidden[jnp.arange(len(ends)), -ends]
     logits = model.apply({"params": params}, last, method="logits")
-    if (landmarks := Landmarks.read_by(model.config.pattern)) is not None:
-        logits = logits.at[:, landmarks.token].set(-jnp.inf)
-    return keep_rows(logits, model.mesh)
+    if landmarks is not None:
+        logits = logits.at[:, landmarks.token].set(-jnp.inf)  # landmarks are never predicted
+    return keep_rows(logits, mesh), cache
+
+
+_read = jax.jit(_step, static_argnums=0, donate_argnums=2)
+_score = jax.jit(_step, static_argnums=0)
 
 
 def nll_and_match(
@@ -368,12 +349,11 @@ def prefix_tokens_reused(lengths: Sequence[int], tokens: int, chunk: int) -> np.
 
 
 def read_prompts(
-    model: Decoder,
-    params: dict,
+    lm: "LanguageModel",
     prompts: Sequence[Sequence[int]],
     rotation: Rotation,
     *,
-    room: int,
+    num_new: int,
     chunk: int,
     rotated: bool | None = None,
     landmarks: Landmarks | None = None,
@@ -383,9 +363,10 @@ def read_prompts(
     """Reads prompts into a new cache.
 
     Args:
+      lm: the model.
       prompts: token ids, one list for each row, rows that fill up the mesh included.
       rotation: shared by all rows, or stacked.
-      room: tokens that the cache has space for after the prompts.
+      num_new: tokens that the cache has space for after the prompts.
       chunk: tokens that are read at once.
       rotated: whether the cache keeps rotated keys; None: as the pattern requires.
       landmarks: of a model that reads landmarks; the prompts contain them.
@@ -397,23 +378,22 @@ def read_prompts(
     """
     tokens, segments, padding, ends = _lay_out(prompts, chunk, landmarks)
     width = tokens.shape[1]
-    slots, mesh, first = cache_lib.whole_blocks(width + room), model.mesh, 0
+    slots, first = cache_lib.whole_blocks(width + num_new), 0
     if prefix is not None:
-        first = width - prompt_bucket(max(map(len, prompts)) - prefix.tokens, chunk)
-    if first > 0:
-        cache = cache_lib.branch(prefix.cache, np.int32(first), padding, slots, mesh)
+        first = max(width - prompt_bucket(max(map(len, prompts)) - prefix.tokens, chunk), 0)
+    if first:
+        cache = cache_lib.branch(prefix.cache, np.int32(first), padding, slots, lm.mesh)
     else:
-        first, options = 0, {"chunk": chunk, "rotated": rotated, "mesh": mesh}
-        cache = cache_lib.create(model.config, len(prompts), slots, **options)
-    session = Session(model, params, cache, rotation, memory)
+        options = {"chunk": chunk, "rotated": rotated, "mesh": lm.mesh}
+        cache = cache_lib.create(lm.model.config, len(prompts), slots, **options)
+    session = Session(lm.model, lm.params, cache, rotation, memory)
     positions = np.maximum(np.arange(width)[None] - padding[:, None], 0)
+    lengths = [len(prompt) for prompt in prompts]
     is_plain = not first and landmarks is None and memory is None and width <= chunk
-    if is_plain and can_pack(model, cache, [len(prompt) for prompt in prompts], width, rotation):
+    if is_plain and can_pack(lm.model, cache, lengths, width, rotation):
         return read_packed(session, prompts, segments, positions), session
-    for start, stop in chunk_spans(width - first, chunk):
-        columns = slice(first + start, first + stop)
-        logits = session.read(tokens[:, columns], segments[:, columns], positions[:, columns], ends)
-    return logits, session
+    columns = (x[:, first:] for x in (tokens, segments, positions))
+    return session.read(*columns, ends, sizes=padded_chunks(width - first, chunk)), session
 
 
 def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):
@@ -427,16 +407,6 @@ def _lay_out(prompts, chunk: int, landmarks: Landmarks | None):
         tokens[row, padding[row] :] = prompt
     segments = (np.arange(longest)[None] >= padding[:, None]).astype(np.int32)
     return tokens, segments, padding, None
-
-
-class _PackedPrompts(NamedTuple):
-    """B prompts in one row of W places, and where they go in a cache of B rows, all int32."""
-
-    tokens: np.ndarray  # [1, W]
-    segments: np.ndarray  # [1, W], prompts numbered from 1, 0 after them
-    positions: np.ndarray  # [1, W], in each prompt
-    ends: np.ndarray  # [B], places of the last tokens
-    source: np.ndarray  # [1, B * T], the place whose keys and values go to each of T slots
 
 
 def can_pack(
@@ -474,30 +444,35 @@ def read_packed(
     lengths, slots = np.array([len(prompt) for prompt in prompts]), segments.shape[1]
     ends, total = np.cumsum(lengths), int(lengths.sum())
     starts = ends - lengths
-    fields = (
-        np.concatenate(prompts),
-        np.repeat(np.arange(1, len(lengths) + 1), lengths),
-        np.arange(total) - np.repeat(starts, lengths),
-    )
-    fields = [np.pad(x, (0, bucketed(total) - total))[None] for x in fields]
-    # Slots before a prompt may hold anything: segments mask them.
-    source = np.maximum(ends[:, None] - slots + np.arange(slots), starts[:, None]).reshape(1, -1)
-    packed = _PackedPrompts(*(x.astype(np.int32) for x in (*fields, ends - 1, source)))
+    rows = {
+        "tokens": np.concatenate(prompts),
+        "segments": np.repeat(np.arange(1, len(lengths) + 1), lengths),
+        "positions": np.arange(total) - np.repeat(starts, lengths),
+    }
+    packed = {
+        name: np.pad(x, (0, bucketed(total) - total))[None].astype(np.int32)
+        for name, x in rows.items()
+    }
+    # The place whose keys and values go to each slot. Slots before a prompt may hold anything:
+    # segments mask them.
+    source = np.maximum(ends[:, None] - slots + np.arange(slots), starts[:, None])
+    packed["source"] = source.reshape(1, -1).astype(np.int32)
     logits, session.cache = _read_packed(
-        session.model, session.params, session.cache, packed, segments, positions,
-        session.rotation,
+        session.model, session.params, session.cache, packed, (ends - 1).astype(np.int32), segments,
+        positions, session.rotation,
     )  # fmt: skip
     return logits
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read_packed(model, params, cache, packed: _PackedPrompts, segments, positions, rotation):
+def _read_packed(model, params, cache, packed, ends, segments, positions, rotation):
     pattern, key_positions = model.config.pattern, None
     if cache.rotated:
         key_positions = pattern.key_positions(positions, positions).reshape(1, -1)
     hidden, layers = model.apply(
-        {"params": params}, packed.tokens, positions=packed.positions, segments=packed.segments,
-        rotation=rotation, collect=CollectKeyValues(packed.source, key_positions),
+        {"params": params}, packed["tokens"], positions=packed["positions"],
+        segments=packed["segments"], rotation=rotation,
+        collect=CollectKeyValues(packed["source"], key_positions),
     )  # fmt: skip
 
     def write(slots, new):
@@ -508,7 +483,7 @@ def _read_packed(model, params, cache, packed: _PackedPrompts, segments, positio
 
     cache, _ = cache_lib.extend(cache, segments, positions)
     cache = cache_lib.replace_layers(cache, jax.tree.map(write, cache.layers, layers))
-    logits = model.apply({"params": params}, hidden[0, packed.ends], method="logits")
+    logits = model.apply({"params": params}, hidden[0, ends], method="logits")
     return logits, cache
 
 

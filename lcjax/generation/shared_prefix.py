@@ -15,41 +15,27 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lcjax.errors import whole_number
-from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
+from lcjax.generation.scorer import Ids, Scorer
 from lcjax.generation.scoring import Continuation
-from lcjax.generation.session import (
-    Prefix,
-    Session,
-    can_share_prefix,
-    prefill_chunk_size,
-    prefix_tokens_reused,
-)
+from lcjax.generation.session import Prefix, Session, prefill_chunk_size, prefix_tokens_reused
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import padding_rows, rows_over
 
-Ids = Sequence[int] | np.ndarray
+if TYPE_CHECKING:
+    from lcjax.generation.language_model import LanguageModel
 
 # Tokens of the shortest prefix that is shared, and the step of its length: few programs are
 # compiled, and none for short prompts.
 LEAST = 1024
 _MIN_SHARE = 8  # a prefix is at least this part (1 / 8) of a prompt
-
-
-def shareable(lm: LanguageModel) -> bool:
-    """Whether prompts of `lm` may go on from a prefix that was read alone.
-
-    What a token sees must depend on its position alone, not on what is read with it (Landmark,
-    InfLLM, vertical_slash); and a pattern whose cache has few keys has little to share.
-    """
-    return can_share_prefix(lm.config.pattern)
 
 
 def alike(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int]]:
@@ -90,25 +76,25 @@ def _worth(tokens: int, length: int, least: int) -> bool:
     return tokens >= least and tokens * _MIN_SHARE >= length
 
 
-class PrefixReader:
+class PrefixReader(Scorer):
     """A language model that reads the common beginning of prompts once for many batches.
 
     `generate` and `continuations` are those of the model, for prompts as token ids. Prompts whose
-    rotations differ are read in full, and so is everything where `shareable` is False.
+    rotations differ are read in full, and so are those of a model without `shares_prefixes`.
 
     Attributes:
-      saved: tokens of prompts that were not read because the prefix was, less those of the prefix
-        (equal prompts of a batch count once). Below 0 while a prefix has not paid off yet.
+      saved_tokens: tokens of prompts that were not read because the prefix was, less those of the
+        prefix (equal prompts of a batch count once). Below 0 while a prefix has not paid off yet.
     """
 
-    def __init__(self, lm: LanguageModel, prompts: Sequence[Ids] = (), *, least: int = LEAST):
+    def __init__(self, lm: "LanguageModel", prompts: Sequence[Ids] = (), *, least: int = LEAST):
         """Prepares to read `prompts`, each once, best in the order of `alike`.
 
         Only prefixes of at least `least` tokens (1 or more) are shared.
         """
         whole_number("least", least, 1)
-        self.lm, self.tokenizer, self.config = lm, lm.tokenizer, lm.config
-        self.saved = 0
+        self.lm, self.tokenizer, self.config, self.mesh = lm, lm.tokenizer, lm.config, lm.mesh
+        self.saved_tokens = 0
         self._remaining = sorted((np.asarray(ids, np.int32) for ids in prompts), key=_key)
         self._least, self._knows_prompts = least, bool(self._remaining)
         neighbours = itertools.pairwise(self._remaining)
@@ -116,6 +102,9 @@ class PrefixReader:
         self._cache: cache_lib.Cache | None = None  # of the prefix
         self._ids = np.zeros(0, np.int32)  # of the prefix
         self._length = 0  # of the requests for which its keys are rotated
+
+    def nll(self, tokens: np.ndarray, **options: Any) -> np.ndarray:
+        return self.lm.nll(tokens, **options)
 
     def generate(
         self, prompts: Sequence[Ids], sampling: Sampling = Sampling()
@@ -136,6 +125,13 @@ class PrefixReader:
         self._release_if_unused()
         return scores
 
+    def batches(
+        self, items: Sequence[Any], size: int, prompt: Callable[[Any], Ids]
+    ) -> Iterator[list[Any]]:
+        """Yields lists of at most `size` items, together those whose prompts begin alike."""
+        for rows in alike([prompt(item) for item in items]):
+            yield from super().batches([items[row] for row in rows], size, prompt)
+
     def _prefix(self, prompts: Sequence[Ids], num_new: Sequence[int]) -> Prefix | None:
         """The prefix of `prompts`, before `num_new` tokens; None where it does not pay off."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
@@ -143,7 +139,7 @@ class PrefixReader:
         if not all(map(len, rows)) or not rows:
             return None  # the model refuses them
         lengths = {max(len(row) + n, self.lm.length or 0) for row, n in zip(rows, num_new)}
-        if not shareable(self.lm) or (self.lm.follows_length and len(lengths) > 1):
+        if not self.lm.shares_prefixes or (self.lm.follows_length and len(lengths) > 1):
             return None
         if self.lm.follows_length and lengths != {self._length}:
             self._ids = self._ids[:0]
@@ -159,7 +155,7 @@ class PrefixReader:
             self._length = max(lengths)
             self._read_prefix(rows[0][:size], reused)
         distinct = {row.tobytes(): int(n) for row, n in zip(rows, num_saved)}
-        self.saved += sum(distinct.values()) - added
+        self.saved_tokens += sum(distinct.values()) - added
         return Prefix(self._cache, rows[0][:size])
 
     def _remove_from_remaining(self, rows: Sequence[np.ndarray]) -> None:
@@ -203,28 +199,6 @@ class PrefixReader:
         session = Session(lm.model, lm.params, cache, lm.rotation(self._length))
         session.read_ids(ids[reused:], reused, prefill_chunk_size(None))
         self._cache, self._ids = session.cache, ids
-
-
-def reader_of(model, prompts: Sequence[Ids]):
-    """Returns a `PrefixReader` of `model` for `prompts` if it is `shareable`, else `model`."""
-    if prompts and isinstance(model, LanguageModel) and shareable(model):
-        return PrefixReader(model, prompts)
-    return model
-
-
-def batches(
-    model, items: Sequence[Any], size: int, prompt: Callable[[Any], Ids]
-) -> Iterator[list[Any]]:
-    """Yields lists of at most `size` `items`, in their order.
-
-    For a `PrefixReader`, items whose `prompt(item)` begin alike are together (`alike`).
-    """
-    lists = [range(len(items))]
-    if isinstance(model, PrefixReader):
-        lists = alike([prompt(item) for item in items])
-    for rows in lists:
-        for start in range(0, len(rows), size):
-            yield [items[row] for row in rows[start : start + size]]
 
 
 @functools.partial(jax.jit, donate_argnums=0)

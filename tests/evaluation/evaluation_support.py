@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from lcjax.attention import Causal
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
 from lcjax.evaluation.corpus import Corpus
 from lcjax.generation.sampling import GeneratedText
+from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import Continuation
 from lcjax.rope import Linear
 
@@ -76,7 +78,7 @@ def losses_behind(prompt, tokens, bonus: float = 2.0) -> list[float]:
     return [token_loss(ids[:n], ids[n], bonus) for n in range(len(prompt), len(ids))]
 
 
-class BigramModel:
+class BigramModel(Scorer):
     """LanguageModel's protocol over `token_loss`; counts calls and can die or break on the way.
 
     Padding gets a huge loss, so that a runner that counts it cannot go unnoticed.
@@ -84,7 +86,9 @@ class BigramModel:
 
     def __init__(self, tokenizer=None, *, bonus=2.0, trained=32, log=None, fail_after=None):
         self.tokenizer = tokenizer or ByteTokenizer()
-        self.config = types.SimpleNamespace(max_length=trained)
+        self.config = types.SimpleNamespace(
+            max_length=trained, memory=None, pattern=Causal(), position="rope"
+        )
         self.bonus, self.length = bonus, None
         self.log = [] if log is None else log
         self.fail_after, self.broken = fail_after, None

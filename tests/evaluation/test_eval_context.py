@@ -100,7 +100,7 @@ def test_only_the_last_chunks_before_the_text_are_read(count, sizes):
     assert [len(chunk) for chunk in context[0]] == sizes
     wanted = tokens[0, 36 - sum(sizes) : 36]
     np.testing.assert_array_equal(np.concatenate([[], *context[0]]), wanted)
-    assert split.unread(50) == 36 - sum(sizes)
+    assert split.num_unread(50) == 36 - sum(sizes)
 
 
 def test_a_decoder_that_reads_the_whole_window_has_no_context():
@@ -129,20 +129,22 @@ def unit(index, document):
 def test_foreign_chunks_are_those_of_other_documents_and_the_text_stays():
     units = [unit(i, i // 2) for i in range(8)]
     split = ContextSplit(decoder=32, chunk=8, source="foreign").of(Noting(), 64)
+    foreign = importlib.import_module("lcjax.evaluation.run")._with_foreign_context
     seen = set()
     for own in units:
-        fed = split.fed(own, units, seed=0)
-        np.testing.assert_array_equal(fed.tokens[32:], own.tokens[32:])
-        documents = fed.tokens[:32] // 1000
+        tokens = foreign(split, own, units, 0).tokens
+        np.testing.assert_array_equal(tokens[32:], own.tokens[32:])
+        documents = tokens[:32] // 1000
         assert own.facts["document"] not in documents
-        np.testing.assert_array_equal(fed.tokens[:32] % 1000, np.arange(32))
+        np.testing.assert_array_equal(tokens[:32] % 1000, np.arange(32))
         assert all(len(set(documents[i : i + 8])) == 1 for i in range(0, 32, 8))
-        np.testing.assert_array_equal(split.fed(own, units, seed=0).tokens, fed.tokens)
+        np.testing.assert_array_equal(foreign(split, own, units, 0).tokens, tokens)
         seen |= set(documents.tolist())
     assert seen == {0, 1, 2, 3}
-    assert ContextSplit(decoder=32).of(Noting(), 64).fed(units[0], units, seed=0) is units[0]
+    own_context = ContextSplit(decoder=32).of(Noting(), 64)
+    assert foreign(own_context, units[0], units, 0).tokens is units[0].tokens
     with pytest.raises(InputError, match="all windows are of one"):
-        split.fed(units[0], units[:2], seed=0)
+        foreign(split, units[0], units[:2], 0)
 
 
 @pytest.fixture
@@ -270,7 +272,7 @@ def test_a_key_in_the_context_is_asked_for_by_every_way_to_read(config, score):
                 "methods": (Method("a", context=ContextSplit(source="foreign")),),
                 "tasks": (Passkey(),),
             },
-            "passkey asks with prompts, and the method a reads chunks of other documents",
+            "passkey has prompts, and the method a reads chunks of other documents",
         ),
         (lambda: {"methods": (Method("a", replug=ReplugSplit(chunk=48)),)}, "at most 47"),
         (lambda: {"methods": (Method("a", context=ContextSplit(chunk=65)),)}, "chunk=65"),
@@ -313,10 +315,10 @@ def test_a_memory_is_seen_before_it_is_trained():
     assert not study.has_memory(ModelSection(preset="tiny"), found)
 
 
-def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choices(monkeypatch):
+def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choices():
     module, asked = importlib.import_module("lcjax.evaluation.run"), []
 
-    def needed(config, length, rows, mesh, **_):
+    def needed(rows, length, context):
         asked.append((rows, length))
         return Memory(weights=0, cache=10**9)
 
@@ -325,9 +327,11 @@ def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choi
         runner._config, runner._limits = EvalConfig(tasks=(task,), batch_size=2), Limits((128,))
         return runner._memory_line(ModelSection(preset="tiny"), [method], model)
 
-    monkeypatch.setattr(module.cost, "generation_memory", needed)
     method = Method("replug", replug=ReplugSplit(decoder=32, chunk=16))
-    model = types.SimpleNamespace(config=types.SimpleNamespace(max_length=128), mesh=None)
+    config = types.SimpleNamespace(max_length=128, memory=None)
+    model = types.SimpleNamespace(
+        config=config, mesh=None, shares_prefixes=False, inference_memory=needed
+    )
     assert "(cache 1.0), batch_size=2 of 48 tokens, 6 rows each" in said(Passkey())
     assert "(cache 2.0)" in said(Icl())
     assert "cache" not in said(Perplexity())

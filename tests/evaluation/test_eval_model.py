@@ -11,7 +11,6 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, Niah, Passkey, Perplexity, RunSection, run
-from lcjax.generation import shared_prefix
 from lcjax.generation.language_model import LanguageModel
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Linear
@@ -129,7 +128,7 @@ def test_what_prompts_begin_with_is_read_once_and_records_do_not_show_it(
         return sorted(map(json.loads, lines), key=lambda record: record["window"])
 
     shared = records("shared")
-    monkeypatch.setattr(shared_prefix, "shareable", lambda lm: False)
+    monkeypatch.setattr(LanguageModel, "shares_prefixes", False)
     plain = records("plain")
     sizes = [record["size"] for record in plain]
     assert [record["read"] for record in plain] == sizes and len(sizes) == 6

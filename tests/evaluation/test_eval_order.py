@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluation_support import fake, records, texts
+from evaluation_support import BigramModel, fake, records, texts
 from tqdm import tqdm
 
 from lcjax.errors import InputError
@@ -53,7 +53,7 @@ def test_of_units_of_several_shapes_the_longest_are_asked_first():
         Unit(index, (size,), np.zeros(size, np.int32), {"size": size})
         for index, size in enumerate((4, 9, 4, 9, 6))
     ]
-    asked = run_module._batches(Passkey(), None, units, 2)
+    asked = run_module._batches(Passkey(), BigramModel(), units, 2)
     assert [[unit.index for unit in some] for some in asked] == [[1, 3], [4], [0, 2]]
 
 

@@ -192,7 +192,7 @@ def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept
     assert ids[0] == 0 and len(ids) + 6 == decoder
     assert read(ids) == "Be brief.Read." + "b" * 7 + "c" * 5 + "\nWho?\nAnswer:"
     assert [read(chunk) for chunk in context] == chunks
-    assert split.unread(len(prompt.ids) + 6, prompt.movable) == unread
+    assert split.num_unread(len(prompt.ids) + 6, prompt.movable) == unread
 
 
 def test_a_decoder_without_room_for_instruction_and_question_is_refused():
@@ -213,7 +213,7 @@ def test_replug_reads_every_passage_behind_the_instruction(monkeypatch):
         return [""] * len(prompts)
 
     fake = types.SimpleNamespace(generate=write)
-    monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda model: fake)
+    monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda model, batch: fake)
     prompt = Layout(TOKENIZER).prompt(segments("a" * 12, "b" * 4))
     short = Layout(TOKENIZER).prompt(segments("b"))
     decoder = len(prompt.ids) + 2 - 14

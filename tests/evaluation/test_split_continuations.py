@@ -32,15 +32,16 @@ def assert_same(found, wanted):
 def test_of_a_prompt_too_long_for_the_decoder_the_beginning_is_read_beside_it(lm):
     split = ContextSplit(decoder=32, chunk=16)
     # 32 tokens less four new ones are left: BOS stays, and so does what is not movable.
-    found = split.of(lm, 128).continuations(PROMPTS, OPTIONS, [[(1, 59)], [(1, 19)]])
+    split = split.of(lm, 128).with_movable([[(1, 59)], [(1, 19)]])
+    found = split.continuations(PROMPTS, OPTIONS)
     beside, read = PROMPTS[0][1:33], [PROMPTS[0][:1] + PROMPTS[0][33:], PROMPTS[1]]
     context = lm.encode_contexts([[beside[:16], beside[16:]], []], chunk=16)
     assert_same(found, lm.with_method(length=32).continuations(read, OPTIONS, context=context))
 
 
 def test_replug_reads_the_same_prompt_once_behind_every_chunk(lm):
-    split = ReplugSplit(decoder=32, chunk=16).of(lm, 128)
-    found = split.continuations(PROMPTS, OPTIONS, [[(1, 59)], [(1, 19)]])
+    split = ReplugSplit(decoder=32, chunk=16).of(lm, 128).with_movable([[(1, 59)], [(1, 19)]])
+    found = split.continuations(PROMPTS, OPTIONS)
     bos, rest, beside = PROMPTS[0][:1], PROMPTS[0][33:], PROMPTS[0][1:33]
     replug = Replug(lm.with_method(length=48))
     context = [[bos + beside[:16], bos + beside[16:]], []]

@@ -129,9 +129,9 @@ def test_the_longest_row_is_what_a_table_of_positions_must_hold():
         config = types.SimpleNamespace(
             check_length=lambda n: (asked.append(n), 1 / 0), vocab_size=9
         )
-        model = types.SimpleNamespace(config=config, mesh=None)
+        lm = types.SimpleNamespace(model=types.SimpleNamespace(config=config, mesh=None))
         with pytest.raises(ZeroDivisionError):
-            module.score_continuations(model, {}, prompts, options, rotations=None)
+            module.score_continuations(lm, prompts, options)
         return asked
 
     # The last token is only predicted.

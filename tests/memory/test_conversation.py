@@ -80,11 +80,11 @@ def test_a_context_that_comes_later_counts_from_the_next_turn_on(lm, monkeypatch
     assert talk.tokens[17:] == picked(lm, talk.tokens[:17], [PASSAGES[:1]])
     encoded, encode = [], contexts_lib.encode
 
-    def noted(model, params, rows, **options):
+    def noted(lm, rows, **options):
         encoded.extend(len(chunk) for row in rows for chunk in row)
-        return encode(model, params, rows, **options)
+        return encode(lm, rows, **options)
 
-    monkeypatch.setattr("lcjax.generation.language_model.encode_chunks", noted)
+    monkeypatch.setattr("lcjax.generation.language_model.encode", noted)
     talk.add_context(PASSAGES[1:])
     assert encoded == [len(PASSAGES[1])], "the old chunks are not encoded again"
     talk.read([70])

@@ -182,8 +182,9 @@ def test_a_split_prompt_has_its_bos_before_the_documents_that_go_beside(lm, monk
     for name in ("generate", "continuations"):
         monkeypatch.setattr(LanguageModel, name, lambda self, rows, *_, context: read.append(rows))
     spans, moved = [[(5, 25)], [(5, 7)]], 31 + 4 - 20
-    subject.generate([prompt, prompt[:9]], GREEDY, spans)
-    subject.continuations([prompt, prompt[:9]], [[ids(7, 4)]] * 2, spans)
+    subject = subject.with_movable(spans)
+    subject.generate([prompt, prompt[:9]], GREEDY)
+    subject.continuations([prompt, prompt[:9]], [[ids(7, 4)]] * 2)
     text = [*ids(1, 4), *ids(2, 20)[moved:], *ids(3, 6)]
     for passages, texts in (read[:2], read[2:]):
         assert [[part.tolist() for part in row] for row in passages] == [

@@ -14,9 +14,9 @@ __all__ = ["HarnessModel", "LmEval"]
 def __getattr__(name: str) -> Any:
     if name != "HarnessModel":
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    from lcjax.evaluation.lm_eval.harness import installed
+    from lcjax.evaluation.lm_eval.harness import check_installed
 
-    installed()  # the base class is the harness's
+    check_installed()  # the base class is the harness's
     from lcjax.evaluation.lm_eval.adapter import HarnessModel
 
     return HarnessModel

@@ -14,11 +14,12 @@ from tqdm import tqdm
 
 from lcjax.errors import InputError
 from lcjax.evaluation.lm_eval.requests import Answer, Encoder, Request, conversation, respond
+from lcjax.generation.scorer import Scorer
 from lcjax.parallel import distributed
 
 
 class HarnessModel(TemplateLM):
-    """A `LanguageModel` or a `SplitModel` (from `ContextSplit.of`) as a model of the harness.
+    """A `Scorer`, such as a `LanguageModel`, as a model of the harness.
 
     With several processes, all of them run the same program, and the mesh of the model shards every
     batch.
@@ -26,7 +27,7 @@ class HarnessModel(TemplateLM):
 
     def __init__(
         self,
-        model,
+        model: Scorer,
         *,
         max_length: int | None = None,
         batch_size: int = 1,
@@ -36,7 +37,7 @@ class HarnessModel(TemplateLM):
         """Wraps a model.
 
         Args:
-          model: A `LanguageModel` with any method, or a `SplitModel`.
+          model: A `Scorer`, such as a `LanguageModel` with any method or a `SplitModel`.
           max_length: Maximum tokens of a request; None for the trained length.
           batch_size: Rows of every call of the model.
           max_gen_toks: New tokens of tasks that do not set a number.
@@ -44,12 +45,11 @@ class HarnessModel(TemplateLM):
         """
         super().__init__()
         config = model.config
-        learned = getattr(config, "position", None) == "learned"
+        learned = config.position == "learned"
         self._length = config.max_length - learned if max_length is None else max_length
-        self._model, self._batch, self._new = model, batch_size, max_gen_toks
+        self._model = model.for_length(self._length)  # of the rotation, if it depends on the length
+        self._batch, self._new = batch_size, max_gen_toks
         self._encoder = Encoder(model.tokenizer, self._length, max_gen_toks, seed)
-        if getattr(model, "length", 0) is None:  # dynamic RoPE is set for the longest request
-            self._model = model.with_method(length=self._length)
 
     @property
     def eot_token_id(self) -> int:

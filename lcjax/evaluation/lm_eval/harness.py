@@ -37,7 +37,7 @@ class Document:
     facts: dict[str, Any]
 
 
-def installed() -> None:
+def check_installed() -> None:
     """Raises InputError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(f"tasks: type=lm_eval needs lm-evaluation-harness; {HINT}")
@@ -71,7 +71,7 @@ class Suite:
         Raises:
           InputError: lm-eval, a task or a metric does not exist, or a task cannot run here.
         """
-        installed()
+        check_installed()
         from lm_eval.tasks import TaskManager
 
         if include_path is not None and not Path(include_path).is_dir():
@@ -246,7 +246,7 @@ def _plain(value: Any) -> Any:
 
 def aggregate(rule: str, values: Sequence[Any]) -> float:
     """Applies one of the harness's named aggregations, as in `metric_list` of its YAML files."""
-    installed()
+    check_installed()
     from lm_eval.api.registry import get_aggregation
 
     return float(get_aggregation(rule)(list(values)))
@@ -273,7 +273,7 @@ _RULES: dict[str, Callable[[Sequence[Any]], float]] = {
 }
 
 
-def of_datasets(
+def dataset_numbers(
     records: Sequence[Record], task_aggregation: TaskAggregation
 ) -> dict[str, dict[str, float]]:
     """Returns the numbers of every task of the harness, by `metric,filter`."""
@@ -298,15 +298,15 @@ def of_datasets(
     }
 
 
-def of_tasks(
+def task_numbers(
     records: Sequence[Record], task_aggregation: TaskAggregation
 ) -> dict[str, dict[str, float]]:
-    """`of_datasets` by row of the table; a group has the mean over its tasks by its own weights."""
+    """`dataset_numbers` by row of the table; a group has the weighted mean over its tasks."""
     parents = {record["dataset"]: record["task"] for record in records}
     counts = {name: sum(r["dataset"] == name for r in records) for name in parents}
     by_size = {record["task"]: record["by_size"] for record in records}
     means: dict[str, dict[str, float]] = {}
-    datasets = of_datasets(records, task_aggregation)
+    datasets = dataset_numbers(records, task_aggregation)
     for task in dict.fromkeys(parents.values()):
         members = [name for name in datasets if parents[name] == task]
         for key in dict.fromkeys(key for name in members for key in datasets[name]):

@@ -16,10 +16,9 @@ import numpy as np
 from lcjax.checkpoints.tokenizer import Message, Tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import prefix_token
-from lcjax.evaluation.split import SplitModel
-from lcjax.evaluation.task import filled
+from lcjax.evaluation.task import pad_batch
 from lcjax.generation.sampling import Sampling
-from lcjax.generation.shared_prefix import PrefixReader, batches, reader_of
+from lcjax.generation.scorer import Scorer
 
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -200,16 +199,14 @@ def conversation(
 def check(model, requests: Sequence[Request]) -> None:
     """Raises InputError if `model` cannot answer one of `requests`."""
     texts = [request for request in requests if isinstance(request, Rolling)]
-    split = isinstance(model, SplitModel)
-    if texts and split:
+    if texts and model.decoder is not None:
         raise InputError(
             "tasks: one asks for the likelihood of whole texts, which this method reads in part"
             " beside its decoder; leave it out, or use type=perplexity with protocol=last_k"
         )
-    pattern = getattr(model.config, "pattern", None)
-    if pattern is not None and not all(isinstance(r, GenerateUntil) for r in requests):
-        pattern.check_scores()
-    if split or getattr(model.config, "position", None) != "learned":
+    if not all(isinstance(r, GenerateUntil) for r in requests):
+        model.config.pattern.check_scores()
+    if model.decoder is not None or model.config.position != "learned":
         return
     sizes = [request.size - 1 for request in requests if not isinstance(request, Rolling)]
     model.config.check_length(max(sizes, default=0))
@@ -231,8 +228,7 @@ def respond(
     """Returns the answer of `model` to each request.
 
     Args:
-      model: A `LanguageModel`, `SplitModel`, or a `PrefixReader` over all prompts of the run; for
-        other models a `PrefixReader` is made where the model supports one.
+      model: A `Scorer`, such as a `PrefixReader` over all prompts of the run.
       requests: Requests of any kinds.
       batch: Rows of every call of the model; a smaller batch repeats its first row.
       on_answer: Called with the index and the answer of each request as soon as it is known.
@@ -241,7 +237,7 @@ def respond(
       InputError: `model` cannot answer one of `requests`; no request has run then.
     """
     check(model, requests)
-    model = reader_of(model, prompts_of(requests))
+    model = model.with_shared_prefixes(prompts_of(requests))
     answers: list[Answer | None] = [None] * len(requests)
     for index, answer in _answers(model, requests, batch):
         answers[index] = answer
@@ -269,24 +265,24 @@ def _choices(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
     by_prompt: dict[tuple[int, ...], list[tuple[int, Choice]]] = {}
     for index, request in indexed:
         by_prompt.setdefault(request.prompt, []).append((index, request))
-    for rows in batches(model, list(by_prompt), batch, lambda prompt: prompt):
-        prompts = filled(rows, batch)
+    for rows in model.batches(list(by_prompt), batch, lambda prompt: prompt):
+        prompts = pad_batch(rows, batch)
         options = [[request.continuation for _, request in by_prompt[prompt]] for prompt in prompts]
-        scores = model.continuations(prompts, options, *_movable(model, prompts))
+        scores = _with_movable(model, prompts).continuations(prompts, options)
         for prompt, row in zip(rows, scores):
             for (index, _), score in zip(by_prompt[prompt], row, strict=True):
                 yield index, (-float(np.sum(score.nll, dtype=np.float64)), bool(score.greedy))
 
 
 def _rolling(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
-    model = model.lm if isinstance(model, PrefixReader) else model  # texts have no prompts
     sums = {index: 0.0 for index, _ in indexed}
     num_windows = {index: len(request.windows) for index, request in indexed}
     windows = [(index, window) for index, request in indexed for window in request.windows]
     yield from ((index, 0.0) for index, count in num_windows.items() if not count)  # empty texts
     windows.sort(key=lambda pair: -pair[1].size)
-    for pairs in batches(model, windows, batch, _prompt):
-        rows = [window for _, window in filled(pairs, batch)]
+    for start in range(0, len(windows), batch):
+        pairs = windows[start : start + batch]
+        rows = [window for _, window in pad_batch(pairs, batch)]
         tokens = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
         for row, window in enumerate(rows):
             tokens[row, : window.size] = window.prompt + window.continuation
@@ -306,10 +302,10 @@ def _generations(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
     for index, request in indexed:
         by_sampling.setdefault(request.sampling, []).append((index, request))
     for sampling, requests in by_sampling.items():
-        for pairs in batches(model, requests, batch, _prompt):
-            prompts = [request.prompt for _, request in filled(pairs, batch)]
+        for pairs in model.batches(requests, batch, _prompt):
+            prompts = [request.prompt for _, request in pad_batch(pairs, batch)]
             seeded = _with_seeds(sampling, prompts)
-            texts = model.generate(prompts, seeded, *_movable(model, prompts))
+            texts = _with_movable(model, prompts).generate(prompts, seeded)
             yield from ((index, text) for (index, _), text in zip(pairs, texts))
 
 
@@ -325,10 +321,10 @@ def _prompt(pair: tuple[int, Choice | GenerateUntil]) -> tuple[int, ...]:
     return pair[1].prompt
 
 
-def _movable(model, prompts: Sequence[Sequence[int]]) -> tuple:
-    """The spans that a `SplitModel` may read beside its decoder: all but BOS and the last token."""
-    if not isinstance(model, SplitModel):
-        return ()
+def _with_movable(model: Scorer, prompts: Sequence[Sequence[int]]) -> Scorer:
+    """`model`, which may read all of a prompt but BOS and the last token as context."""
     bos = model.tokenizer.bos_id
     starts = [int(bos is not None and prompt[0] == bos) for prompt in prompts]
-    return ([[(start, len(prompt) - 1)] for start, prompt in zip(starts, prompts)],)
+    return model.with_movable(
+        [[(start, len(prompt) - 1)] for start, prompt in zip(starts, prompts)]
+    )

@@ -95,7 +95,7 @@ class LmEval(Task):
         one_of(f"{key}.template", self.template, TEMPLATES)
         whole_numbers(key, self, 0, "num_fewshot")
         whole_numbers(key, self, 1, "max_examples", "max_new_tokens")
-        harness.installed()
+        harness.check_installed()
 
         def load() -> None:
             self._suite(limits.seed)
@@ -212,7 +212,7 @@ class LmEval(Task):
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """The mean, and every number of every task and group as `task:metric`."""
-        by_task = harness.of_tasks(records, self._task_aggregation)
+        by_task = harness.task_numbers(records, self._task_aggregation)
         values = [value for _, value, counts in self._numbers(records, by_task) if counts]
         numbers = {
             f"{task}:{key.removesuffix(',none')}": value
@@ -277,7 +277,7 @@ class LmEval(Task):
             if cell["length"] == longest:
                 key = cell["method"], longest
                 group = [r for r in records if (r["method"], r["length"]) == key]
-                by_task = harness.of_tasks(group, self._task_aggregation)
+                by_task = harness.task_numbers(group, self._task_aggregation)
                 numbers = self._numbers(group, by_task)
                 values = {name: round(value, 4) for name, value, _ in numbers}
                 rows[cell["method"]] = {"length": longest, **values}

@@ -27,7 +27,7 @@ from lcjax.evaluation.corpus import Corpus, prefix_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.split import continuations
-from lcjax.evaluation.task import Limits, Record, Task, Unit, filled
+from lcjax.evaluation.task import Limits, Record, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark, by_name
 
@@ -166,7 +166,7 @@ class Icl(FileBenchmark):
             return option_losses(model, [Prompt(np.array([bos], np.int32), ())], [options])[0]
 
         def score(units: Sequence[Unit]) -> list[Record]:
-            rows = filled(units, batch)
+            rows = pad_batch(units, batch)
             options = [encode(tuple(unit.facts["options"])) for unit in rows]
             losses = option_losses(model, [unit.payload for unit in rows], options)
             return [

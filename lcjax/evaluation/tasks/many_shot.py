@@ -20,7 +20,7 @@ from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files, longbench
 from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, by_name
 from lcjax.evaluation.tasks.icl import option_ids, option_losses
@@ -159,7 +159,7 @@ class ManyShot(TextCutBenchmark):
         records = super().score(model, units, batch)
         if not self.options:
             return records
-        rows = filled(units, batch)
+        rows = pad_batch(units, batch)
         options = [option_ids(model.tokenizer, unit.facts["all_classes"]) for unit in rows]
         losses = option_losses(model, [unit.payload for unit in rows], options)
         return [

@@ -34,9 +34,8 @@ import numpy as np
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import BOS_RULES, Corpus, Document, prefix_token, start_token
 from lcjax.evaluation.report import plots
-from lcjax.evaluation.split import SplitModel
 from lcjax.evaluation.statistics import bootstrap
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, filled
+from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, pad_batch
 
 _SELECT = ("spread", "first", "random")
 _LONG = 131_072  # from here on `last_k_n100` takes fewer windows
@@ -321,16 +320,14 @@ class Perplexity(Task):
         return start_token(tokenizer, self.bos)
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
-        pattern = getattr(model.config, "pattern", None)
-        if self.protocol == "stream_sink" and (pattern is None or pattern.cache_window() is None):
+        if self.protocol == "stream_sink" and model.config.pattern.cache_window() is None:
             raise InputError(
                 f"tasks: {self.label} reads texts by a cache that forgets (stream_sink), and one of"
                 " the methods keeps every key; give it a pattern, such as {type: streaming, sinks:"
                 " 4, recent: 2044}, or use protocol=prefix_yarn"
             )
-        if isinstance(model, SplitModel):
-            for unit in units:
-                model.check_scored(*unit.shape, unit.facts["size"])
+        for unit in units:
+            model.check_scored(*unit.shape, unit.facts["size"])
 
     def reach(self, corpus: Corpus) -> tuple[int, str]:
         sizes = sorted(map(len, corpus.documents(1)))
@@ -347,7 +344,7 @@ class Perplexity(Task):
 
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         length, first = units[0].shape
-        rows = [unit.tokens for unit in filled(units, batch)]
+        rows = [unit.tokens for unit in pad_batch(units, batch)]
         sizes = np.array([len(row) for row in rows], np.int32)
         tokens = np.zeros((batch, length), np.int32)
         for index, row in enumerate(rows):

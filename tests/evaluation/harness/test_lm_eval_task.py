@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from evaluation_support import BigramModel, only_the_run, token_loss
 
-from lcjax.attention import VerticalSlash
+from lcjax.attention import Causal, VerticalSlash
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, LmEval, Method, RunSection, lm_eval, run
 from lcjax.evaluation import cli as command
@@ -94,7 +94,7 @@ class Suite:
 
 @pytest.fixture
 def task(monkeypatch):
-    monkeypatch.setattr(harness, "installed", lambda: None)
+    monkeypatch.setattr(harness, "check_installed", lambda: None)
     monkeypatch.setattr(harness, "Suite", Suite)
     return LmEval(tasks=("both", "texts", "write"))
 
@@ -215,7 +215,7 @@ def suite(monkeypatch):
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(harness, "installed", lambda: None)
+    monkeypatch.setattr(harness, "check_installed", lambda: None)
     monkeypatch.setattr(harness.Suite, "_load", staticmethod(lambda _, name: loaded[name]))
     return harness.Suite
 
@@ -231,7 +231,8 @@ def test_what_a_model_cannot_answer_is_refused_before_it_is_asked_anything(
     task, tmp_path, config, message
 ):
     model = Model(trained=LENGTH)
-    settings = {"check_length": lambda length: None, "max_length": LENGTH, **config}
+    settings = {"check_length": lambda length: None, "max_length": LENGTH}
+    settings |= {"memory": None, "pattern": Causal(), "position": "rope", **config}
     model.config = types.SimpleNamespace(**settings)
     model.with_method = lambda **changes: model
     with pytest.raises(InputError, match=message):
@@ -278,7 +279,7 @@ def test_a_group_is_the_mean_over_its_tasks_by_size_or_alike():
     ]
     for by_size, value in ((True, 0.75), (False, 0.5)):
         sized = [record | {"by_size": by_size} for record in records]
-        scores = harness.of_tasks(sized, task_aggregation=None)
+        scores = harness.task_numbers(sized, task_aggregation=None)
         assert scores == {"g": {"acc,none": value}}
 
 
@@ -287,7 +288,7 @@ def test_a_loss_that_is_no_number_makes_none_of_the_task(rule):
     values = [-1.0, None] if rule in ("perplexity", "mean") else [[-1.0, 3], [None, 4]]
     record = {"dataset": "a", "aggregation": {"m": rule}}
     records = [record | {"scores": {"m,none": value}} for value in values]
-    assert np.isnan(harness.of_datasets(records, task_aggregation=None)["a"]["m,none"])
+    assert np.isnan(harness.dataset_numbers(records, task_aggregation=None)["a"]["m,none"])
 
 
 def test_answers_come_back_in_order_whatever_is_asked():
@@ -343,6 +344,6 @@ def test_names_on_the_command_line_are_those_of_the_first_task(monkeypatch, tmp_
 def test_without_the_harness_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs lm-evaluation-harness; pip install"):
-        harness.installed()
+        harness.check_installed()
     with pytest.raises(InputError, match="pip install"):
         getattr(lm_eval, "HarnessModel")  # noqa: B009

@@ -17,7 +17,6 @@ from lcjax.evaluation.lm_eval.requests import (
     prompts_of,
     respond,
 )
-from lcjax.generation import shared_prefix
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
@@ -55,7 +54,7 @@ def alone(monkeypatch):
 
     def call(function, *arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(shared_prefix, "shareable", lambda lm: False)
+            patch.setattr(LanguageModel, "shares_prefixes", False)
             return function(*arguments)
 
     return call
@@ -91,7 +90,7 @@ def test_examples_before_several_questions_are_read_once_and_answers_stay(lm, al
     found = respond(reader, ASKED, 2)
     # All but the end is read once; rows read that again, in programs for 128 and 96 tokens.
     scored, written = (len(question(n, size)) for n, size in ((2, 20), (5, 30))), len(question(4))
-    assert reader.saved == sum(scored) - 2 * 128 + 2 * (written - 96) - 1024
+    assert reader.saved_tokens == sum(scored) - 2 * 128 + 2 * (written - 96) - 1024
     assert reader._cache is None, "nobody goes on from it"
     wanted = alone(respond, lm, ASKED, 2)
     for one, other in zip(found, wanted, strict=True):
@@ -124,7 +123,7 @@ class Suite:
 
 @pytest.mark.slow
 def test_a_run_reads_examples_once_and_its_records_say_so(lm, alone, tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "installed", lambda: None)
+    monkeypatch.setattr(harness, "check_installed", lambda: None)
     monkeypatch.setattr(harness, "Suite", Suite)
     task = LmEval(tasks=("pick", "write"))
     config = EvalConfig(tasks=(task,), lengths=(LENGTH,), batch_size=2)

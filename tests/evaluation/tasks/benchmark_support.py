@@ -6,21 +6,24 @@ from evaluation_support import ByteTokenizer
 
 from lcjax.evaluation.corpus import Corpus
 from lcjax.evaluation.task import Limits
+from lcjax.generation.scorer import Scorer
 
 TOKENIZER = ByteTokenizer()
 # RULER's tasks that hide needles in essays.
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 
 
-class Scripted:
+class Scripted(Scorer):
     """Answers what it is told to, and notes what it was asked."""
 
     def __init__(self, answer):
         self.tokenizer, self.answer, self.seen = TOKENIZER, answer, []
-        self.config = types.SimpleNamespace(max_length=4096)
+        self.config = types.SimpleNamespace(max_length=4096, memory=None)
 
     def with_method(self, **_):
         return self
+
+    nll = None  # not called
 
     def generate(self, prompts, sampling):
         texts = [self.tokenizer.decode(prompt) for prompt in prompts]

@@ -1,0 +1,166 @@
+"""The interface of everything that scores and generates text.
+
+`LanguageModel`, `Replug`, `PrefixReader` and the models of `lcjax.evaluation.split` are scorers. A
+new one defines `nll` and `generate`; the other methods have defaults. Evaluation calls nothing else
+of a model, so a new scorer needs no change there.
+"""
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lcjax.checkpoints import Tokenizer
+from lcjax.cost import Memory as MemoryEstimate
+from lcjax.generation.sampling import GeneratedText, Sampling
+from lcjax.generation.scoring import Continuation, check_continuations, rounds
+from lcjax.models import ModelConfig
+
+Ids = Sequence[int] | np.ndarray
+Spans = Sequence[tuple[int, int]]  # (start, stop) of parts of a prompt
+
+
+class Scorer(abc.ABC):
+    """A model that scores and generates text.
+
+    Attributes:
+      tokenizer: encodes and decodes text.
+      config: that of the decoder.
+      mesh: the devices that share a batch; None: one device.
+      decoder: the tokens at the end of a window that the decoder reads; None: all. The tokens
+        before are read as context, and cannot be scored.
+      follows_length: whether the rotation of a text depends on its length.
+      shares_prefixes: whether `with_shared_prefixes` returns a model that reads a prefix once.
+      saved_tokens: tokens of prompts that were not read so far, because a prefix of them was.
+    """
+
+    tokenizer: Tokenizer
+    config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None
+    decoder: int | None = None
+    follows_length: bool = False
+    shares_prefixes: bool = False
+    saved_tokens: int = 0
+
+    @abc.abstractmethod
+    def nll(
+        self,
+        tokens: np.ndarray,
+        *,
+        first: int = 1,
+        lengths: np.ndarray | None = None,
+        **options: Any,
+    ) -> np.ndarray:
+        """Returns -log p(tokens[t] | tokens[:t]), float32 [B, T].
+
+        Args:
+          tokens: int [B, T], padded on the right.
+          first: the first scored position, at least 1.
+          lengths: int [B], number of tokens of each row; None: T.
+          **options: those of the subclass.
+
+        Returns:
+          0 for t < first and for t >= lengths.
+        """
+
+    @abc.abstractmethod
+    def generate(
+        self, prompts: Sequence[Ids], sampling: Sampling = Sampling(), **options: Any
+    ) -> list[GeneratedText]:
+        """Returns the generated text of each prompt."""
+
+    def continuations(
+        self, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], **options: Any
+    ) -> list[list[Continuation]]:
+        """Scores the continuations of each prompt (token ids).
+
+        The default scores each continuation as the end of a text, and compares it with the greedily
+        generated text. If the rotation depends on the length, the greedy text of a prompt is
+        generated for its own longest continuation, not for that of the batch.
+        """
+        check_continuations(prompts, continuations, self.config.vocab_size)
+        longest = [max(map(len, row)) for row in continuations]
+        greedy: list[tuple[int, ...]] = [()] * len(prompts)
+        for num_new in sorted(set(longest)) if self.follows_length else [max(longest)]:
+            texts = self.generate(prompts, Sampling(max_new_tokens=num_new), **options)
+            for row, text in enumerate(texts):
+                if longest[row] == num_new or not self.follows_length:
+                    greedy[row] = text.ids
+        scores: list[list[Continuation]] = [[] for _ in prompts]
+        starts = [len(prompt) for prompt in prompts]
+        for ids, sizes in rounds(continuations):
+            ends = starts + sizes
+            tokens = np.zeros((len(prompts), ends.max()), np.int32)
+            for row, prompt in enumerate(prompts):
+                tokens[row, : ends[row]] = [*prompt, *ids[row, : sizes[row]]]
+            nll = np.asarray(self.nll(tokens, first=min(starts), lengths=ends, **options))
+            for row, row_continuations in enumerate(continuations):
+                if len(scores[row]) < len(row_continuations):
+                    size = sizes[row]
+                    is_greedy = greedy[row][:size] == tuple(ids[row, :size].tolist())
+                    row_nll = nll[row, starts[row] : ends[row]]
+                    scores[row].append(Continuation(row_nll, is_greedy))
+        return scores
+
+    def for_length(self, length: int) -> "Scorer":
+        """Returns this model set up for requests of `length` tokens, unless it has a length."""
+        return self
+
+    def inference_memory(
+        self, rows: int, length: int, context: tuple[int, int] | None = None
+    ) -> MemoryEstimate | None:
+        """Returns an estimate of the memory that a batch needs on each device; None: unknown.
+
+        Args:
+          rows: rows of the batch.
+          length: tokens of a row.
+          context: (chunks, tokens of a chunk) of the context of a row.
+        """
+        return None
+
+    # Prompts with a common prefix
+
+    def with_shared_prefixes(self, prompts: Sequence[Ids]) -> "Scorer":
+        """Returns a model that reads the common prefixes of `prompts` once if that is possible."""
+        return self
+
+    def batches(
+        self, items: Sequence[Any], size: int, prompt: Callable[[Any], Ids]
+    ) -> Iterator[list[Any]]:
+        """Yields lists of at most `size` `items`; `prompt(item)` is the prompt of an item."""
+        for start in range(0, len(items), size):
+            yield list(items[start : start + size])
+
+    # Windows whose first tokens are context
+
+    def with_movable(self, spans: Sequence[Spans]) -> "Scorer":
+        """Returns this model for prompts whose `spans` may be read as context.
+
+        `spans` are (start, stop) of each prompt, the earliest first. Models that read all of a
+        prompt with the decoder ignore them.
+        """
+        return self
+
+    def check_scored(self, length: int, first: int, size: int) -> None:  # noqa: B027 (optional)
+        """Raises an InputError if tokens `first : size` of a window of `length` have no score."""
+
+    def with_foreign_context(
+        self, tokens: np.ndarray, others: Iterable[np.ndarray], seed: Sequence[int]
+    ) -> np.ndarray:
+        """Returns `tokens` int32 [T] of a window, with the context of `others` where asked for.
+
+        Args:
+          tokens: those of the window.
+          others: tokens of windows of other documents.
+          seed: of the choice.
+        """
+        return tokens
+
+    def num_unread(self, size: int, movable: Spans | None = None) -> int:
+        """Returns the tokens of a window of `size` that neither decoder nor context contain.
+
+        `movable` are the spans that may be read as context; None: any token.
+        """
+        return 0
