@@ -8,7 +8,7 @@ hyen/LLaMA-MLM-Large (LlamaForMLM); names and fields are those of the released c
 from typing import Any
 
 from lcjax.attention import Bidirectional, Causal
-from lcjax.checkpoints import landmark
+from lcjax.checkpoints import hf_config
 from lcjax.errors import InputError
 from lcjax.memory import Cepe
 from lcjax.models.config import ModelConfig
@@ -17,12 +17,12 @@ DECODER, ENCODER = "LlamaForCausalContextLM", "LlamaForMLM"
 
 
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """As `lcjax.checkpoints.landmark.config_from_hf`, which reads all other checkpoints."""
+    """As `lcjax.checkpoints.hf_config.config_from_hf`, which reads all other checkpoints."""
     if ENCODER in (hf.get("architectures") or ()):
         return _encoder_from_hf(hf, where)
     if not hf.get("do_cross_attention"):
-        return landmark.config_from_hf(hf, where)
-    config = landmark.config_from_hf(hf, where)
+        return hf_config.config_from_hf(hf, where)
+    config = hf_config.config_from_hf(hf, where)
     inner = hf.get("encoder_config")
     if not isinstance(inner, dict):
         raise InputError(f"{where}: encoder_config={inner!r} must be the config of the encoder")
@@ -43,18 +43,18 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
 
 def _encoder_from_hf(hf: dict[str, Any], where: str) -> ModelConfig:
     plain = hf | {"model_type": hf.get("model_type") or "llama", "tie_word_embeddings": True}
-    config = landmark.config_from_hf(plain, where)
+    config = hf_config.config_from_hf(plain, where)
     return config.replace(pattern=Bidirectional(), mlm_head=True)
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
-    """As `lcjax.checkpoints.landmark.config_to_hf`; what the released code reads beside it."""
+    """As `lcjax.checkpoints.hf_config.config_to_hf`; what the released code reads beside it."""
     if config.mlm_head:
         return _encoder_to_hf(config, dtype) | {"architectures": [ENCODER]}
     if config.memory is None:
-        return landmark.config_to_hf(config, dtype=dtype)
+        return hf_config.config_to_hf(config, dtype=dtype)
     encoder = config.memory.states
-    return landmark.config_to_hf(config.replace(memory=None), dtype=dtype) | {
+    return hf_config.config_to_hf(config.replace(memory=None), dtype=dtype) | {
         "architectures": [DECODER],
         "is_decoder": True,
         "do_cross_attention": True,
@@ -75,4 +75,4 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
 
 def _encoder_to_hf(config: ModelConfig, dtype: str | None) -> dict[str, Any]:
     plain = config.replace(pattern=Causal(), mlm_head=False)
-    return landmark.config_to_hf(plain, dtype=dtype) | {"is_decoder": False, "pad_token_id": 0}
+    return hf_config.config_to_hf(plain, dtype=dtype) | {"is_decoder": False, "pad_token_id": 0}

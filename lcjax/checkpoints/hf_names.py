@@ -20,6 +20,13 @@ import numpy as np
 from lcjax.memory import AutoCompressor, Beacon
 from lcjax.models.config import ModelConfig
 
+# The modules of a layer have these names in every family but Phi.
+PHI_MODULES = {
+    "self_attn.o_proj": "self_attn.dense",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+    "model.norm": "model.final_layernorm",
+}
 _LLAMA = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
     ("model.layers.{}.input_layernorm.weight", "D", "layers/attention_norm/scale", "D", ""),

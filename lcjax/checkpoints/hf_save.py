@@ -22,13 +22,13 @@ import numpy as np
 
 import lcjax.models.lora
 from lcjax.checkpoints import hf_names
-from lcjax.checkpoints.atomic import FolderFormat, check_destination, finished_or_absent
 from lcjax.checkpoints.leading import config_to_hf
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.checkpoints.shared_llm import misread_by_released
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary, write_json
 from lcjax.checkpoints.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
+from lcjax.files import FolderFormat, atomic_folder, check_destination
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
 from lcjax.parallel.offload import fetched, is_offloaded
@@ -84,7 +84,7 @@ def save_hf(
     _warn_of_plain_rope(config, folder)
     _warn_of_other_trees(config, folder)
     _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
-    with finished_or_absent(folder, HF_FOLDER, overwrite) as partial:
+    with atomic_folder(folder, HF_FOLDER, overwrite) as partial:
         write_json(partial / "config.json", hf)
         if tokenizer is not None:
             write_json(partial / "generation_config.json", token_ids(tokenizer))

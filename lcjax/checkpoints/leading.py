@@ -8,7 +8,7 @@ Llama alone leaves both out and gets the decoder without a memory.
 import dataclasses
 from typing import Any
 
-from lcjax.checkpoints import landmark, shared_llm
+from lcjax.checkpoints import hf_config, shared_llm
 from lcjax.errors import InputError
 from lcjax.memory import AutoCompressor, Beacon
 from lcjax.models.config import ModelConfig
@@ -30,7 +30,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
             f"{where}: {_OWN}={note!r} is not as this version writes it; it knows the types"
             f" {', '.join(_KINDS)}"
         ) from None
-    return landmark.config_from_hf(hf, where).replace(memory=memory)
+    return hf_config.config_from_hf(hf, where).replace(memory=memory)
 
 
 def _refuse_released(hf: dict[str, Any], where: str) -> None:
@@ -52,4 +52,4 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
         return shared_llm.config_to_hf(config, dtype=dtype)
     note = {"type": memory.get_choice_name(type(memory))} | dataclasses.asdict(memory)
     note = {key: list(x) if isinstance(x, tuple) else x for key, x in note.items()}
-    return landmark.config_to_hf(config.replace(memory=None), dtype=dtype) | {_OWN: note}
+    return hf_config.config_to_hf(config.replace(memory=None), dtype=dtype) | {_OWN: note}

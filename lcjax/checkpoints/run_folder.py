@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from lcjax import config as config_lib
 from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.tokenizer import Tokenizer
-from lcjax.config.files import write_whole
 from lcjax.errors import InputError
+from lcjax.files import write_whole
 from lcjax.memory.config import from_note
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
@@ -60,6 +60,11 @@ class Base:
         write_whole(folder / BASE, text + "\n")  # other processes may be reading the note
 
 
+def run_config(folder: Path) -> ModelConfig:
+    """Returns the config of the model that a run trains, with its adapters."""
+    return config_lib.parse(ModelConfig, ["--config", str(folder / MODEL_CONFIG)])
+
+
 def load_run(
     folder: str | Path,
     step: int | None = None,
@@ -77,7 +82,7 @@ def load_run(
 
     folder = Path(folder)
     base = Base.read(folder)
-    config = config_lib.parse(ModelConfig, ["--config", str(folder / MODEL_CONFIG)])
+    config = run_config(folder)
     mesh = mesh if mesh is not None else make_mesh(Mesh(fsdp=1), jax.local_devices()[:1])
     trained, rest = split(abstract_params(config, mesh), set(base.trained).__contains__)
     kind = "ema" if base.average else "params"

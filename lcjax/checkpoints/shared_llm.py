@@ -6,7 +6,7 @@ number of layers below 0, from the first one up. What it has no field for is not
 
 from typing import Any
 
-from lcjax.checkpoints import cepe, landmark
+from lcjax.checkpoints import cepe, hf_config
 from lcjax.errors import InputError
 from lcjax.memory import QueryAware, Right, SharedLlm, Tree
 from lcjax.memory.config import lower_config
@@ -22,7 +22,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     """As `lcjax.checkpoints.cepe.config_from_hf`, which reads all other checkpoints."""
     if _DEPTH not in hf:
         return cepe.config_from_hf(hf, where)
-    config, count = landmark.config_from_hf(hf, where), hf.get("num_cross_attn_layers")
+    config, count = hf_config.config_from_hf(hf, where), hf.get("num_cross_attn_layers")
     if type(count) is not int or not 1 <= abs(count) <= config.num_layers:
         raise InputError(
             f"{where}: num_cross_attn_layers={count!r} must be the layers that read the context, up"
@@ -30,7 +30,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         )
     states = lower_config(config, abs(count))
     if isinstance(inner := hf.get("encoder_config"), dict):
-        rope = landmark.config_from_hf({"model_type": "llama"} | inner, where).rope
+        rope = hf_config.config_from_hf({"model_type": "llama"} | inner, where).rope
         states = states.replace(rope=rope)
     memory = SharedLlm(states, **(_noted(hf[_OWN]) if _OWN in hf else _released(hf, where)))
     return config.replace(memory=memory)
@@ -99,7 +99,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
         return cepe.config_to_hf(config, dtype=dtype)
     sign = 1 if memory.placement == "top" else -1
     counts = _counts(memory)
-    return landmark.config_to_hf(config.replace(memory=None), dtype=dtype) | {
+    return hf_config.config_to_hf(config.replace(memory=None), dtype=dtype) | {
         "architectures": [cepe.DECODER],
         "is_decoder": True,
         "do_cross_attention": True,
@@ -109,7 +109,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
         "do_retrieval": memory.policy.query_dependent,
         "add_noise": False,  # it fails with true
         "encoder_hidden_size": memory.states.width,
-        "encoder_config": landmark.config_to_hf(memory.states, dtype=dtype),
+        "encoder_config": hf_config.config_to_hf(memory.states, dtype=dtype),
         "train_encoder": False,
         _OWN: {
             "chunk": memory.chunk,

@@ -127,13 +127,8 @@ def bin_files(folder: Path) -> list[Path]:
     return files
 
 
-def refuse(folder: Path) -> InputError:
-    """Why pickles are not opened by default, and what to do."""
-    return pickles(str(folder), [file.name for file in bin_files(folder)])
-
-
-def pickles(where: str, names: list[str]) -> InputError:
-    """The same for a place whose files are known by name only."""
+def pickle_error(where: str, names: list[str]) -> InputError:
+    """Says why pickles are not opened by default, and what to do."""
     return InputError(
         f"{where}: its weights are pickles ({', '.join(names[:3])}), which can run any code when "
         "opened; convert them where you trust them (transformers: AutoModelForCausalLM"

@@ -5,7 +5,7 @@ device's shard of each leaf is read on its own: only the bytes that this process
 the host never has more than one shard of one leaf beside the model itself.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -97,47 +97,43 @@ def _check_equal(source: Source, name: str, alias: str) -> None:
 
 def check(source: Source, config: ModelConfig) -> None:
     """Lists every missing, unexpected and mis-shaped tensor in one error."""
-    wanted = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
-    missing = [name for name in wanted if name not in source.tensors]
-    extra = [n for n in source.tensors if n not in wanted and not _ignorable(n, config)]
-    shaped = [
-        f"{name} is {list(source.tensors[name].shape)}, not {list(shape)}"
-        for name, shape in wanted.items()
-        if name in source.tensors and source.tensors[name].shape != shape
-    ]
-    odd = [
-        f"{name} is {source.tensors[name].dtype}"
-        for name in wanted
-        if name in source.tensors and source.tensors[name].dtype not in DTYPES
-    ]
-    faults = [
-        f"{kind}: {listed(items)}"
-        for kind, items in (
-            ("missing", missing),
-            ("wrong shape", shaped),
-            ("not float32, float16 or bfloat16", odd),
-            ("unexpected", extra),
-        )
-        if items
-    ]
-    if faults:
+    expected = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
+    present = {name: source.tensors[name] for name in expected if name in source.tensors}
+    faults = {
+        "missing": [name for name in expected if name not in present],
+        "wrong shape": [
+            f"{name} is {list(info.shape)}, not {list(expected[name])}"
+            for name, info in present.items()
+            if info.shape != expected[name]
+        ],
+        "not float32, float16 or bfloat16": [
+            f"{name} is {info.dtype}" for name, info in present.items() if info.dtype not in DTYPES
+        ],
+        "unexpected": [
+            name for name in source.tensors if name not in expected and not _ignorable(name, config)
+        ],
+    }
+    if text := describe_faults(faults):
         raise InputError(
-            f"{source.path}: tensors do not fit the model its config describes; "
-            f"{'; '.join(faults)}; check that config and weights belong together"
+            f"{source.path}: tensors do not fit the model its config describes; {text}; check that"
+            " config and weights belong together"
         )
+
+
+def describe_faults(faults: dict[str, list[str]], limit: int = 10) -> str:
+    """Lists the first items of every kind of fault for an error; empty if there are none."""
+    return "; ".join(
+        f"{kind}: {', '.join(items[:limit])}"
+        + (f" and {len(items) - limit} more" if len(items) > limit else "")
+        for kind, items in faults.items()
+        if items
+    )
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
     """Tables that the config determines, and the second copy of tied embeddings."""
     tables = ("rotary_emb.inv_freq", "rope_freqs.weight", "attn.bias", "attn.masked_bias")
     return name.endswith(tables) or (name == "lm_head.weight" and config.tie_embeddings)
-
-
-def listed(items: Iterable[str], limit: int = 10) -> str:
-    """The first items of a list for an error message, and how many more there are."""
-    items = list(items)
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
 
 
 def read_params(

@@ -4,10 +4,12 @@
 is a choice type: `model.rope.type=yarn` in the file, `--model.rope.type=linear` over it.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,16 +17,28 @@ from pathlib import Path
 import draccus
 import yaml
 
-from lcjax.config.decode import Text, section
-from lcjax.config.files import write_whole
+from lcjax.config.decode import Text, read_yaml, section
 from lcjax.config.help import help_text
-from lcjax.config.read import near, read_yaml
-from lcjax.config.run import RunFolder, keep_traceback
-from lcjax.errors import InputError
+from lcjax.errors import InputError, near
+from lcjax.files import write_whole
 
-__all__ = ["RunFolder", "dump", "main", "parse"]
+__all__ = ["ERROR", "RunFolder", "dump", "main", "parse"]
 
+ERROR = "error.txt"  # the traceback of a failure that was none of the settings
 T = typing.TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Where the results go, and what happens when some are there."""
+
+    folder: str
+    # What happens to a run in folder; overwrite removes the files of that run and no others.
+    existing: typing.Literal["resume", "overwrite", "refuse"] = "resume"
+
+    def __post_init__(self):
+        if not self.folder.strip():
+            raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/first")
 
 
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
@@ -120,7 +134,7 @@ def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = 
     except InputError as error:
         return _failed(error, 2)
     except OSError as error:
-        return _failed(error, 1, keep_traceback(config))
+        return _failed(error, 1, _keep_traceback(config))
     except KeyboardInterrupt as stop:
         # The training loop puts what it has saved, and how to go on, into the exception.
         print("interrupted:", " ".join(str(stop).split()) or "nothing to save", file=sys.stderr)
@@ -131,3 +145,18 @@ def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = 
 def _failed(error: Exception, code: int, where: str = "") -> int:
     print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
     return code
+
+
+def _keep_traceback(config: object) -> str:
+    """Writes the traceback of the error at hand to `<run>/error.txt`, and says so.
+
+    To the terminal where the script has no run folder, or none yet, or its disk is full.
+    """
+    folder = getattr(getattr(config, "run", None), "folder", None)
+    if folder is not None and Path(folder).is_dir():
+        file = Path(folder, ERROR)
+        with contextlib.suppress(OSError):
+            file.write_text(traceback.format_exc(), encoding="utf-8")
+            return f" (where it happened: {file})"
+    traceback.print_exc(file=sys.stderr)
+    return ""

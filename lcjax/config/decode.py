@@ -1,4 +1,4 @@
-"""Decodes nested dicts into dataclasses; every error names key, value and the way out.
+"""Reads YAML configs and decodes them into dataclasses; errors name key, value and the way out.
 
 draccus decodes the single values and holds the registries of choices (`type: yarn`). The walk over
 sections is done here: draccus would not say what a wrong key or choice should have been, nor in
@@ -8,14 +8,70 @@ which section a dataclass refused its values.
 import dataclasses
 import math
 import typing
+from pathlib import Path
 
 import draccus
 import yaml
+from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 from draccus.utils import DraccusException
 
 from lcjax.config.help import as_yaml, is_choice, split_union, type_text
-from lcjax.config.read import near
-from lcjax.errors import InputError
+from lcjax.errors import InputError, near
+
+_MAX_FILES = 16  # that an error lists
+
+
+def _refuse_twins(name: str, pairs: list[tuple[yaml.Node, yaml.Node]], sections_only: bool) -> None:
+    seen = set()
+    for key, value in pairs:
+        if key.value in seen and (not sections_only or isinstance(value, yaml.MappingNode)):
+            raise InputError(
+                f"{name}: `{key.value}` stands twice (here or through `<<:`); one would replace "
+                f"the other whole; merge inside: `{key.value}: {{<<: !include ..., key: value}}`"
+            )
+        seen.add(key.value)
+
+
+class _Loader(SafeLoaderWithInclusion):
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        own = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+        _refuse_twins(self.stream.name, own, sections_only=False)
+        return node
+
+    def flatten_mapping(self, node):
+        # `<<:` may give defaults for single values, but merges no deeper than one level: a base
+        # that sets `train.steps` under a child that sets `train.lr` would lose its steps unseen.
+        super().flatten_mapping(node)
+        _refuse_twins(self.stream.name, node.value, sections_only=True)
+
+
+def read_yaml(path: Path) -> dict:
+    """The file as nested dicts and lists, included files in place (paths relative to each file)."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            raw = yaml.load(stream, _Loader)
+    except FileNotFoundError as error:
+        missing = Path(error.filename)
+        where = "" if missing == path else f" (included from {path})"
+        beside = [file.name for file in missing.parent.glob("*.yaml")]
+        guess = near(missing.name, beside, ".yaml")
+        raise InputError(f"{missing}{where} does not exist; {guess}") from None
+    except IsADirectoryError as error:
+        folder = Path(error.filename)
+        where = "" if folder == path else f" (included from {path})"
+        files = sorted(file.name for file in folder.glob("*.yaml"))
+        more = ", ..." if len(files) > _MAX_FILES else ""
+        held = f"it has {', '.join(files[:_MAX_FILES])}{more}" if files else "it has no .yaml"
+        raise InputError(f"{folder}{where} is a folder; give a file: {held}") from None
+    except RecursionError:
+        raise InputError(f"{path} includes itself; take one `!include` out") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        why = " ".join(str(error).split())
+        raise InputError(f"{path} cannot be read as YAML: {why}") from None
+    if not isinstance(raw or {}, dict):
+        raise InputError(f"{path} must hold `key: value` lines, not one {type(raw).__name__}")
+    return raw or {}
 
 
 class Text(str):

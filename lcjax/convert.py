@@ -7,11 +7,11 @@ from typing import NoReturn
 
 from tqdm.auto import tqdm
 
-from lcjax.checkpoints.atomic import check_destination
 from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
 from lcjax.checkpoints.load import load
 from lcjax.checkpoints.weights import DTYPES
 from lcjax.errors import InputError
+from lcjax.files import check_destination
 
 
 def main(arguments: list[str] | None = None) -> int:
