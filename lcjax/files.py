@@ -116,20 +116,23 @@ class FolderFormat:
 
     def _is_known(self, path: tuple[str, ...], is_file: bool) -> bool:
         """Whether a file is of this format; links, sockets and so on only below a `**`."""
-        patterns = self.files if is_file else [p for p in self.files if p.endswith("/**")]
-        return any(_matches(path, tuple(pattern.split("/"))) for pattern in patterns)
+        patterns = [pattern for pattern in self._patterns if is_file or pattern[-1] == "**"]
+        return any(_matches(path, pattern) for pattern in patterns)
 
     def _is_parent(self, path: tuple[str, ...]) -> bool:
         """Whether a folder may hold files of this format."""
-        patterns = [tuple(pattern.split("/")) for pattern in self.files]
         return any(
             _matches(path, pattern[: len(path)])
-            for pattern in patterns
+            for pattern in self._patterns
             if len(path) < len(pattern) or pattern[-1] == "**"
         )
 
+    @property
+    def _patterns(self) -> list[tuple[str, ...]]:
+        return [tuple(pattern.split("/")) for pattern in self.files]
+
     def has_config(self, folder: Path) -> bool:
-        """Whether the config is there and as this library writes it."""
+        """Whether the config exists as this library writes it."""
         file = folder / self.config
         if file.is_symlink() or not file.is_file():
             return False

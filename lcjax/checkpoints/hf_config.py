@@ -16,6 +16,25 @@ _DEFAULT_WINDOW = 4_096  # likewise of mistral and qwen2; `sliding_window: null`
 _MAX_LENGTH = "lcjax_max_length"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _DTYPES = ("float32", "float16", "bfloat16")
+# Sizes by their keys, and what the config of a family holds without a key for it.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "width",
+    "intermediate_size": "mlp_width",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+_PHI = {
+    "norm": "layer",
+    "activation": "gelu_tanh",
+    "block": "parallel",
+    "gated_mlp": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "head_bias": True,
+}
+_SEQUENTIAL = {"norm": "rms", "activation": "silu", "gated_mlp": True, "head_bias": False}
 
 
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -48,22 +67,21 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         return value
 
     heads = get("num_attention_heads")
-    # transformers reads `head_dim: null` as absent.
-    head_dim = hf.get("head_dim") or get("hidden_size") // heads
-    fraction = _rotary_fraction(hf, 0.5 if kind == "phi" else 1.0)
+    fraction = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if fraction is None:
+        fraction = hf.get("partial_rotary_factor")
+    if fraction is None:
+        fraction = 0.5 if kind == "phi" else 1.0
     if kind != "phi" and fraction != 1:  # transformers ignores the key, or fails over it
         raise InputError(
             f"{where}: partial_rotary_factor={fraction} is not supported for model_type={kind!r}, "
             "whose heads are rotated whole; remove it if the weights were trained so"
         )
     return ModelConfig(
-        vocab_size=get("vocab_size"),
-        width=get("hidden_size"),
-        mlp_width=get("intermediate_size"),
-        num_layers=get("num_hidden_layers"),
-        num_heads=heads,
+        **{field: get(key) for key, field in _SIZES.items()},
+        # transformers reads null as absent.
         num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
+        head_dim=hf.get("head_dim") or get("hidden_size") // heads,
         max_length=hf.get(_MAX_LENGTH) or get("max_position_embeddings"),
         rotary_fraction=fraction,
         tie_embeddings=bool(hf.get("tie_word_embeddings")),
@@ -72,12 +90,6 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         param_dtype=stated_dtype(hf) or "float32",
         **(_phi_fields(hf, where) if kind == "phi" else _llama_fields(hf, kind, where)),
     )
-
-
-def _rotary_fraction(hf: dict[str, Any], default: float) -> float:
-    new = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
-    old = hf.get("partial_rotary_factor")
-    return new if new is not None else default if old is None else old
 
 
 def stated_dtype(hf: dict[str, Any]) -> str | None:
@@ -110,17 +122,7 @@ def _phi_fields(hf: dict[str, Any], where: str) -> dict[str, Any]:
     _require(hf, where, "hidden_act", "gelu_new", _GELU_TANH)
     _require(hf, where, "qk_layernorm", False, (False,))
     _require(hf, where, "tie_word_embeddings", False, (False,))
-    return {
-        "norm": "layer",
-        "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
-        "activation": "gelu_tanh",
-        "block": "parallel",
-        "gated_mlp": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
-        "head_bias": True,
-    }
+    return _PHI | {"norm_epsilon": hf.get("layer_norm_eps", 1e-5)}
 
 
 def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
@@ -217,11 +219,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
     hf = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **{key: getattr(config, field) for key, field in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.max_length,
         "tie_word_embeddings": config.tie_embeddings,
@@ -272,27 +270,20 @@ def _family_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
 
 def _check_exportable(config: ModelConfig, kind: str) -> None:
     """transformers has no class for some combinations that the decoder can compute."""
-    phi = kind == "phi"
-    required = {
-        "norm": "layer" if phi else "rms",
-        "activation": "gelu_tanh" if phi else "silu",
-        "gated_mlp": not phi,
-        "head_bias": phi,
-        "position": "rope",
-    }
-    if phi:
-        required |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": False}
+    if kind == "phi":
+        required = _PHI | {"tie_embeddings": False}
     elif kind == "llama":
-        required |= {"out_bias": config.qkv_bias, "rotary_fraction": 1.0}
+        required = _SEQUENTIAL | {"out_bias": config.qkv_bias, "rotary_fraction": 1.0}
     else:
-        required |= {"mlp_bias": False, "out_bias": False, "rotary_fraction": 1.0}
+        required = _SEQUENTIAL | {"mlp_bias": False, "out_bias": False, "rotary_fraction": 1.0}
+    required |= {"position": "rope"}
     wrong = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
     exact = isinstance(config.pattern, Causal) or (
         isinstance(config.pattern, Sliding) and kind in ("mistral", "qwen2")
     )
     if not exact:
         wrong.append(f"pattern={config.pattern}")
-    if phi and config.head_dim * config.num_heads != config.width:
+    if kind == "phi" and config.head_dim * config.num_heads != config.width:
         wrong.append(f"head_dim={config.head_dim}")
     if wrong:
         raise InputError(

