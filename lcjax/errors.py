@@ -1,8 +1,12 @@
 """The one error that scripts turn into a single line and exit code 2; checks that raise it."""
 
+import difflib
 import math
 import numbers
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+
+_CLOSE = 0.65  # of difflib: `trian` is close to `train`, `nope` is not to `longrope_7b`
+_MAX_NAMES = 16  # known names that an error lists; of more it lists only similar ones
 
 INT32_MAX = 2**31 - 1  # counts, lengths and steps are int32 on devices
 
@@ -69,3 +73,22 @@ def one_of(key: str, value: object, known: Collection) -> None:
     """Refuses what is not among the `known` values, and names these."""
     if value not in known:
         raise InputError(f"{key}={value!r} is none of {', '.join(known)}")
+
+
+def near(word: object, known: Iterable[str], ending: str = "") -> str:
+    """Returns the end of an error about a name: `did you mean factor? known: beta_fast, factor`.
+
+    Args:
+      word: the unknown name.
+      known: all names.
+      ending: a suffix of all names, which similarity leaves out.
+    """
+    known = sorted(known)
+    names = {name.removesuffix(ending): name for name in known}
+    close = difflib.get_close_matches(str(word).removesuffix(ending), names, n=4, cutoff=_CLOSE)
+    if close and len(known) > _MAX_NAMES:
+        first, *rest = (names[name] for name in close)
+        others = f"or {', '.join(rest)}; " if rest else ""
+        return f"did you mean {first}? {others}{len(known)} are known"
+    guess = f"did you mean {names[close[0]]}? " if close else ""
+    return f"{guess}known: {', '.join(known) or 'none'}"

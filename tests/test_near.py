@@ -1,6 +1,6 @@
 """What an error says of names near to a wrong one."""
 
-from lcjax.config.read import near
+from lcjax.errors import near
 
 
 def test_of_many_names_only_those_near_to_a_wrong_one_are_said():

@@ -1,9 +1,9 @@
 """Checkpoints in and out, without torch: Hugging Face folders, GGUF files, tokenizers."""
 
 from lcjax.checkpoints.hf_save import config_to_hf, save_hf
-from lcjax.checkpoints.load import config_from_hf, load, load_config, load_tokenizer, resolve
-from lcjax.checkpoints.tokenizer import TextStream, Tokenizer, check_vocabulary
-from lcjax.checkpoints.tokenizer_bytes import ByteTokenizer
+from lcjax.checkpoints.hub import resolve
+from lcjax.checkpoints.load import config_from_hf, load, load_config, load_tokenizer
+from lcjax.checkpoints.tokenizer import ByteTokenizer, TextStream, Tokenizer, check_vocabulary
 
 __all__ = [
     "ByteTokenizer",

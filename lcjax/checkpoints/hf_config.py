@@ -1,60 +1,57 @@
 """Hugging Face `config.json` <-> `ModelConfig`, for the families that the decoder covers."""
 
-from collections.abc import Callable
 from typing import Any
 
-from lcjax.attention import Causal, Pattern, Sliding
+from lcjax.attention import Causal, Landmark, Pattern, Sliding
 from lcjax.checkpoints.hf_names import is_phi
 from lcjax.errors import InputError, whole_number
 from lcjax.models.config import ModelConfig
 from lcjax.rope import from_hf
 
+_LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
+_TOP_K = 5  # blocks that both codes retrieve when they evaluate; no config names it
 SUPPORTED = ("llama", "mistral", "qwen2", "phi")
 _THETA = 10_000.0  # what transformers takes for all four when the config has no rope_theta
 _DEFAULT_WINDOW = 4_096  # likewise of mistral and qwen2; `sliding_window: null` means none
 _MAX_LENGTH = "lcjax_max_length"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _DTYPES = ("float32", "float16", "bfloat16")
+# Sizes by their keys, and what the config of a family holds without a key for it.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "width",
+    "intermediate_size": "mlp_width",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+_PHI = {
+    "norm": "layer",
+    "activation": "gelu_tanh",
+    "block": "parallel",
+    "gated_mlp": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "head_bias": True,
+}
+_SEQUENTIAL = {"norm": "rms", "activation": "silu", "gated_mlp": True, "head_bias": False}
 
 
 def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Reads a transformers config, old (`rope_scaling`) or new (`rope_parameters`)."""
+    """Returns the config that a transformers config describes.
+
+    Positions may be given the old way (`rope_scaling`) or the new one (`rope_parameters`). Models
+    of Landmark attention have more keys than the Llama that they extend.
+    """
+    if hf.get("model_type") == _LANDMARK:
+        config = config_from_hf(hf | {"model_type": "llama"}, where)
+        return config.replace(pattern=_landmark_from_hf(hf, config.vocab_size, where))
     kind = hf.get("model_type")
     if kind not in SUPPORTED:
         raise InputError(
             f"{where}: model_type={kind!r} is not supported; supported: {', '.join(SUPPORTED)} "
             "(SmolLM2, Llama-2 and Llama-3 are llama, Phi-2 is phi)"
         )
-    _refuse_quantised(hf, where)
-    get = _getter(hf, where)
-    heads = get("num_attention_heads")
-    # transformers reads `head_dim: null` as absent.
-    head_dim = hf.get("head_dim") or get("hidden_size") // heads
-    fraction = _rotary_fraction(hf, 0.5 if kind == "phi" else 1.0)
-    if kind != "phi" and fraction != 1:  # transformers ignores the key, or fails over it
-        raise InputError(
-            f"{where}: partial_rotary_factor={fraction} is not supported for model_type={kind!r}, "
-            "whose heads are rotated whole; remove it if the weights were trained so"
-        )
-    return ModelConfig(
-        vocab_size=get("vocab_size"),
-        width=get("hidden_size"),
-        mlp_width=get("intermediate_size"),
-        num_layers=get("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        max_length=hf.get(_MAX_LENGTH) or get("max_position_embeddings"),
-        rotary_fraction=fraction,
-        tie_embeddings=bool(hf.get("tie_word_embeddings")),
-        rope=from_hf(hf).resolve(theta=_THETA, length=get("max_position_embeddings")),
-        pattern=_pattern(hf, kind, where),
-        param_dtype=stated_dtype(hf) or "float32",
-        **(_phi_fields if kind == "phi" else _llama_fields)(hf, kind, where),
-    )
-
-
-def _refuse_quantised(hf: dict[str, Any], where: str) -> None:
     if settings := hf.get("quantization_config"):
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise InputError(
@@ -62,8 +59,6 @@ def _refuse_quantised(hf: dict[str, Any], where: str) -> None:
             "unquantised checkpoint, or a GGUF file of this model"
         )
 
-
-def _getter(hf: dict[str, Any], where: str) -> Callable[[str], int]:
     def get(key: str) -> int:
         value = hf.get(key)
         if value is None:
@@ -71,29 +66,45 @@ def _getter(hf: dict[str, Any], where: str) -> Callable[[str], int]:
         whole_number(f"{where}: {key}", value, 1)
         return value
 
-    return get
-
-
-def _rotary_fraction(hf: dict[str, Any], default: float) -> float:
-    new = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
-    old = hf.get("partial_rotary_factor")
-    return new if new is not None else default if old is None else old
+    heads = get("num_attention_heads")
+    fraction = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if fraction is None:
+        fraction = hf.get("partial_rotary_factor")
+    if fraction is None:
+        fraction = 0.5 if kind == "phi" else 1.0
+    if kind != "phi" and fraction != 1:  # transformers ignores the key, or fails over it
+        raise InputError(
+            f"{where}: partial_rotary_factor={fraction} is not supported for model_type={kind!r}, "
+            "whose heads are rotated whole; remove it if the weights were trained so"
+        )
+    return ModelConfig(
+        **{field: get(key) for key, field in _SIZES.items()},
+        # transformers reads null as absent.
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or get("hidden_size") // heads,
+        max_length=hf.get(_MAX_LENGTH) or get("max_position_embeddings"),
+        rotary_fraction=fraction,
+        tie_embeddings=bool(hf.get("tie_word_embeddings")),
+        rope=from_hf(hf).resolve(theta=_THETA, length=get("max_position_embeddings")),
+        pattern=_pattern(hf, kind, where),
+        param_dtype=stated_dtype(hf) or "float32",
+        **(_phi_fields(hf, where) if kind == "phi" else _llama_fields(hf, kind, where)),
+    )
 
 
 def stated_dtype(hf: dict[str, Any]) -> str | None:
-    """The dtype of the weights that a config names, if it is one of those that are read."""
+    """Returns the dtype of the weights that a config names, if it can be read."""
     name = str(hf.get("dtype") or hf.get("torch_dtype")).removeprefix("torch.")
     return name if name in _DTYPES else None
 
 
-def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tuple) -> Any:
+def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tuple) -> None:
     value = hf.get(key, default)
     if value not in allowed:
         raise InputError(
             f"{where}: {key}={value!r} is not supported for model_type={hf['model_type']!r}; "
             f"supported: {', '.join(map(str, allowed))}"
         )
-    return value
 
 
 def _llama_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
@@ -107,21 +118,11 @@ def _llama_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     }
 
 
-def _phi_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+def _phi_fields(hf: dict[str, Any], where: str) -> dict[str, Any]:
     _require(hf, where, "hidden_act", "gelu_new", _GELU_TANH)
     _require(hf, where, "qk_layernorm", False, (False,))
     _require(hf, where, "tie_word_embeddings", False, (False,))
-    return {
-        "norm": "layer",
-        "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
-        "activation": "gelu_tanh",
-        "block": "parallel",
-        "gated_mlp": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
-        "head_bias": True,
-    }
+    return _PHI | {"norm_epsilon": hf.get("layer_norm_eps", 1e-5)}
 
 
 def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
@@ -146,8 +147,50 @@ def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
     return Sliding(window=window) if kinds == {"sliding_attention"} else Causal()
 
 
+def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landmark:
+    """Returns the pattern of a `config.json`; absent keys default as in the released config class.
+
+    Raises:
+      InputError: if `mem_id` is absent: no token is the landmark by default.
+    """
+    token = hf.get("mem_id")
+    if type(token) is not int or not 0 <= token < vocab_size:
+        raise InputError(
+            f"{where}: mem_id={token!r} must be the id of the landmark token, below "
+            f"vocab_size={vocab_size}; the released models have 32001"
+        )
+    every, length = hf.get("mem_freq", 50), hf.get("train_context_length", 512)
+    for key, value in (("mem_freq", every), ("train_context_length", length)):
+        whole_number(f"{where}: {key}", value, 1)
+    if length // (every + 1) < 3:
+        raise InputError(
+            f"{where}: train_context_length={length} must hold 3 blocks of mem_freq + 1 = "
+            f"{every + 1} tokens, one of them retrieved"
+        )
+    return Landmark(
+        block=every + 1,
+        top_k=min(_TOP_K, length // (every + 1) - 2),
+        train_length=length,
+        token=token,
+        loss="predict" if hf.get("include_landmark_in_loss", True) else "skip",
+    )
+
+
+def _landmark_to_hf(pattern: Landmark) -> dict[str, Any]:
+    """Returns the keys of `config.json` that the released code reads beside those of Llama."""
+    if pattern.token is None:
+        raise InputError("model.pattern.token is not set: a checkpoint names its landmark token")
+    return {
+        "model_type": _LANDMARK,
+        "mem_id": pattern.token,
+        "mem_freq": pattern.block - 1,
+        "train_context_length": pattern.train_length,
+        "include_landmark_in_loss": pattern.loss == "predict",
+    }
+
+
 def model_type_of(config: ModelConfig) -> str:
-    """The family whose transformers class computes what `config` describes."""
+    """Returns the family whose transformers class computes what `config` describes."""
     if is_phi(config):
         return "phi"
     if config.qkv_bias and not config.out_bias:
@@ -156,21 +199,27 @@ def model_type_of(config: ModelConfig) -> str:
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
-    """The `config.json` with which transformers computes the same logits.
+    """Returns the `config.json` with which transformers computes the same logits.
 
-    Up to `config.rope.hf_limit` tokens when the position method has one.
+    They are the same up to `config.rope.hf_limit` tokens when the RoPE method has one. Of Landmark
+    attention it is the `config.json` of the released code.
     """
+    if isinstance(config.pattern, Landmark):
+        added = _landmark_to_hf(config.pattern)
+        plain = config_to_hf(config.replace(pattern=Causal()), dtype=dtype)
+        if plain["model_type"] != "llama":
+            raise InputError(
+                f"there is no Landmark checkpoint of model_type={plain['model_type']!r}, only of "
+                "llama; keep the run folder instead"
+            )
+        return plain | added
     config = config.replace(pattern=config.pattern.for_inference())
     kind = model_type_of(config)
     _check_exportable(config, kind)
     hf = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **{key: getattr(config, field) for key, field in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.max_length,
         "tie_word_embeddings": config.tie_embeddings,
@@ -193,7 +242,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
     hf |= _family_fields(config, kind)
     hf |= config.rope.to_hf(config.rotary_dim)
     if hf["max_position_embeddings"] != config.max_length:
-        # A dynamic rope keeps a number of its own there: transformers has no other place for it.
+        # A dynamic rope stores its own length there: transformers has no other key for it.
         hf[_MAX_LENGTH] = config.max_length
     if kind == "phi" and isinstance(hf.get("rope_parameters"), dict):
         # transformers 5 reads the factor from here, transformers 4 from the top level.
@@ -221,27 +270,20 @@ def _family_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
 
 def _check_exportable(config: ModelConfig, kind: str) -> None:
     """transformers has no class for some combinations that the decoder can compute."""
-    phi = kind == "phi"
-    wanted = {
-        "norm": "layer" if phi else "rms",
-        "activation": "gelu_tanh" if phi else "silu",
-        "gated_mlp": not phi,
-        "head_bias": phi,
-        "position": "rope",
-    }
-    if phi:
-        wanted |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tie_embeddings": False}
+    if kind == "phi":
+        required = _PHI | {"tie_embeddings": False}
     elif kind == "llama":
-        wanted |= {"out_bias": config.qkv_bias, "rotary_fraction": 1.0}
+        required = _SEQUENTIAL | {"out_bias": config.qkv_bias, "rotary_fraction": 1.0}
     else:
-        wanted |= {"mlp_bias": False, "out_bias": False, "rotary_fraction": 1.0}
-    wrong = [f"{k}={getattr(config, k)!r}" for k, v in wanted.items() if getattr(config, k) != v]
+        required = _SEQUENTIAL | {"mlp_bias": False, "out_bias": False, "rotary_fraction": 1.0}
+    required |= {"position": "rope"}
+    wrong = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
     exact = isinstance(config.pattern, Causal) or (
         isinstance(config.pattern, Sliding) and kind in ("mistral", "qwen2")
     )
     if not exact:
         wrong.append(f"pattern={config.pattern}")
-    if phi and config.head_dim * config.num_heads != config.width:
+    if kind == "phi" and config.head_dim * config.num_heads != config.width:
         wrong.append(f"head_dim={config.head_dim}")
     if wrong:
         raise InputError(

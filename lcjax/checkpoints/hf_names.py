@@ -20,61 +20,40 @@ import numpy as np
 from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory, TensorRow
 
-_LLAMA = (
+# Weights and biases of the decoder. The last column is the condition on the config: one of its
+# fields, or a flag of `_rows`. All but the first and the last ones occur once per layer.
+_ATTENTION, _MLP = "layers/attention", "layers/mlp"
+_DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
-    ("model.layers.{}.input_layernorm.weight", "D", "layers/attention_norm/scale", "D", ""),
-    ("model.layers.{}.self_attn.q_proj.weight", "NH,D", "layers/attention/query/kernel", "DNH", ""),
-    ("model.layers.{}.self_attn.k_proj.weight", "KH,D", "layers/attention/key/kernel", "DKH", ""),
-    ("model.layers.{}.self_attn.v_proj.weight", "KH,D", "layers/attention/value/kernel", "DKH", ""),
-    ("model.layers.{}.self_attn.o_proj.weight", "D,NH", "layers/attention/out/kernel", "NHD", ""),
-    (
-        "model.layers.{}.self_attn.q_proj.bias",
-        "NH",
-        "layers/attention/query/bias",
-        "NH",
-        "qkv_bias",
-    ),
-    ("model.layers.{}.self_attn.k_proj.bias", "KH", "layers/attention/key/bias", "KH", "qkv_bias"),
-    (
-        "model.layers.{}.self_attn.v_proj.bias",
-        "KH",
-        "layers/attention/value/bias",
-        "KH",
-        "qkv_bias",
-    ),
-    ("model.layers.{}.self_attn.o_proj.bias", "D", "layers/attention/out/bias", "D", "out_bias"),
-    ("model.layers.{}.post_attention_layernorm.weight", "D", "layers/mlp_norm/scale", "D", ""),
-    ("model.layers.{}.mlp.gate_proj.weight", "F,D", "layers/mlp/gate/kernel", "DF", ""),
-    ("model.layers.{}.mlp.up_proj.weight", "F,D", "layers/mlp/up/kernel", "DF", ""),
-    ("model.layers.{}.mlp.down_proj.weight", "D,F", "layers/mlp/down/kernel", "FD", ""),
-    ("model.layers.{}.mlp.gate_proj.bias", "F", "layers/mlp/gate/bias", "F", "mlp_bias"),
-    ("model.layers.{}.mlp.up_proj.bias", "F", "layers/mlp/up/bias", "F", "mlp_bias"),
-    ("model.layers.{}.mlp.down_proj.bias", "D", "layers/mlp/down/bias", "D", "mlp_bias"),
+    ("input_layernorm.weight", "D", f"{_ATTENTION}_norm/scale", "D", ""),
+    ("input_layernorm.bias", "D", f"{_ATTENTION}_norm/bias", "D", "phi"),
+    ("self_attn.q_proj.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", ""),
+    ("self_attn.k_proj.weight", "KH,D", f"{_ATTENTION}/key/kernel", "DKH", ""),
+    ("self_attn.v_proj.weight", "KH,D", f"{_ATTENTION}/value/kernel", "DKH", ""),
+    ("self_attn.o_proj.weight", "D,NH", f"{_ATTENTION}/out/kernel", "NHD", ""),
+    ("self_attn.q_proj.bias", "NH", f"{_ATTENTION}/query/bias", "NH", "qkv_bias"),
+    ("self_attn.k_proj.bias", "KH", f"{_ATTENTION}/key/bias", "KH", "qkv_bias"),
+    ("self_attn.v_proj.bias", "KH", f"{_ATTENTION}/value/bias", "KH", "qkv_bias"),
+    ("self_attn.o_proj.bias", "D", f"{_ATTENTION}/out/bias", "D", "out_bias"),
+    ("post_attention_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "not phi"),
+    ("mlp.gate_proj.weight", "F,D", f"{_MLP}/gate/kernel", "DF", "gated_mlp"),
+    ("mlp.up_proj.weight", "F,D", f"{_MLP}/up/kernel", "DF", ""),
+    ("mlp.down_proj.weight", "D,F", f"{_MLP}/down/kernel", "FD", ""),
+    ("mlp.gate_proj.bias", "F", f"{_MLP}/gate/bias", "F", "gate_bias"),
+    ("mlp.up_proj.bias", "F", f"{_MLP}/up/bias", "F", "mlp_bias"),
+    ("mlp.down_proj.bias", "D", f"{_MLP}/down/bias", "D", "mlp_bias"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
+    ("model.norm.bias", "D", "final_norm/bias", "D", "phi"),
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
+    ("lm_head.bias", "V", "head/bias", "V", "head_bias"),
 )
-
-_PHI = (
-    ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
-    ("model.layers.{}.input_layernorm.weight", "D", "layers/attention_norm/scale", "D", ""),
-    ("model.layers.{}.input_layernorm.bias", "D", "layers/attention_norm/bias", "D", ""),
-    ("model.layers.{}.self_attn.q_proj.weight", "NH,D", "layers/attention/query/kernel", "DNH", ""),
-    ("model.layers.{}.self_attn.k_proj.weight", "KH,D", "layers/attention/key/kernel", "DKH", ""),
-    ("model.layers.{}.self_attn.v_proj.weight", "KH,D", "layers/attention/value/kernel", "DKH", ""),
-    ("model.layers.{}.self_attn.dense.weight", "D,NH", "layers/attention/out/kernel", "NHD", ""),
-    ("model.layers.{}.self_attn.q_proj.bias", "NH", "layers/attention/query/bias", "NH", ""),
-    ("model.layers.{}.self_attn.k_proj.bias", "KH", "layers/attention/key/bias", "KH", ""),
-    ("model.layers.{}.self_attn.v_proj.bias", "KH", "layers/attention/value/bias", "KH", ""),
-    ("model.layers.{}.self_attn.dense.bias", "D", "layers/attention/out/bias", "D", ""),
-    ("model.layers.{}.mlp.fc1.weight", "F,D", "layers/mlp/up/kernel", "DF", ""),
-    ("model.layers.{}.mlp.fc1.bias", "F", "layers/mlp/up/bias", "F", ""),
-    ("model.layers.{}.mlp.fc2.weight", "D,F", "layers/mlp/down/kernel", "FD", ""),
-    ("model.layers.{}.mlp.fc2.bias", "D", "layers/mlp/down/bias", "D", ""),
-    ("model.final_layernorm.weight", "D", "final_norm/scale", "D", ""),
-    ("model.final_layernorm.bias", "D", "final_norm/bias", "D", ""),
-    ("lm_head.weight", "V,D", "head/kernel", "DV", ""),
-    ("lm_head.bias", "V", "head/bias", "V", ""),
-)
+# Modules that have another name in the Phi family.
+PHI_MODULES = {
+    "self_attn.o_proj": "self_attn.dense",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+    "model.norm": "model.final_layernorm",
+}
 
 # The learned arrays of published CLEX checkpoints; transformers ignores them.
 _CLEX = (
@@ -108,10 +87,18 @@ class Entry:
     aliases: tuple[tuple[str, ...], ...]  # for each of `names`, other names of the same tensor
 
     @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Shape of one layer of the leaf, or of a leaf that is not stacked."""
+        return tuple(self.view[axis] for axis in self.order)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the leaf."""
-        layer = tuple(self.view[axis] for axis in self.order)
-        return (len(self.names), *layer) if self.stacked else layer
+        return (len(self.names), *self.layer_shape) if self.stacked else self.layer_shape
+
+    def dtype(self, param_dtype: str) -> str:
+        """Learned frequencies stay in float32: half precision rotates far positions wrongly."""
+        return "float32" if self.path.startswith("rope/") else param_dtype
 
     def to_tensor(self, layer: np.ndarray) -> np.ndarray:
         """One layer of the leaf -> the stored tensor."""
@@ -176,12 +163,22 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _rows(config: ModelConfig) -> Iterator[TensorRow]:
-    flags = {"": True, "untied": not config.tie_embeddings}
-    flags |= {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "mlp_bias")}
-    rows = _PHI if is_phi(config) else _LLAMA
-    rows += _CLEX if config.rope.learned else ()
-    rows += _MASKED if config.mlm_head else ()
-    return (row[:4] for row in rows if flags[row[4]])
+    """The rows of the tables whose condition holds, with whole names."""
+    phi = is_phi(config)
+    flags = {"": True, "phi": phi, "not phi": not phi, "untied": not config.tie_embeddings}
+    flags["gate_bias"] = config.gated_mlp and config.mlp_bias
+    for name, axes, path, ours, condition in (
+        *_DECODER,
+        *(_CLEX if config.rope.learned else ()),
+        *(_MASKED if config.mlm_head else ()),
+    ):
+        if not (flags[condition] if condition in flags else getattr(config, condition)):
+            continue
+        module, _, leaf = name.rpartition(".")
+        if phi:
+            name = f"{PHI_MODULES.get(module, module)}.{leaf}"
+        in_layers = path.startswith("layers/")
+        yield (f"model.layers.{{}}.{name}" if in_layers else name), axes, path, ours
 
 
 def _entry(row: TensorRow, sizes: dict[str, int], num_layers: int) -> Entry:

@@ -1,12 +1,11 @@
 """Writes a folder that transformers opens with the same logits.
 
-CLEX and an E2-LLM scale that follows the length have no form in transformers: it reads them
-as plain rope, and a warning says so when they are written. So it does of SharedLLM's trees that
-the released code has no field for.
+CLEX and an E2-LLM scale that follows the length have no form in transformers, which reads them as
+plain rope; a warning says so when they are written. There is another one for SharedLLM's trees for
+which the released code has no key.
 
-Everything goes into a hidden folder beside the destination, which is renamed when it is complete: a
-killed process or a full disk never leaves half a model that looks whole. Tensors pass through the
-host one at a time.
+The folder is complete or absent (`lcjax.files.atomic_folder`). Tensors pass through the host one at
+a time.
 """
 
 import collections
@@ -23,12 +22,12 @@ import numpy as np
 
 import lcjax.models.lora
 from lcjax.checkpoints import hf_names
-from lcjax.checkpoints.atomic import FolderFormat, check_destination, finished_or_absent
-from lcjax.checkpoints.landmark import config_to_hf as write_config
+from lcjax.checkpoints.hf_config import config_to_hf as write_config
 from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary, write_json
 from lcjax.checkpoints.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
+from lcjax.files import FolderFormat, atomic_folder, check_destination
 from lcjax.memory.cepe import encoder_to_hf
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
@@ -74,11 +73,18 @@ def save_hf(
     overwrite: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> Path:
-    """Writes config, weights (`dtype`, by default the config's `param_dtype`) and tokenizer.
+    """Writes config, weights and tokenizer; returns the folder.
 
-    LoRA adapters are merged. `params` may be stacked or one branch per layer. `progress` is told
-    the bytes of each tensor. With `overwrite` a folder that this function wrote is replaced; one
-    with any other file is refused.
+    Args:
+      folder: is created.
+      params: stacked or one branch per layer; LoRA adapters are merged.
+      config: of the model.
+      tokenizer: to save; None: none.
+      dtype: of the weights; None: the config's `param_dtype`.
+      max_shard_bytes: size above which the weights are split into several files.
+      overwrite: whether to replace a folder that this function wrote; one with any other file is
+        refused.
+      progress: is called with the bytes of each tensor.
     """
     folder = Path(folder)
     dtype = dtype or config.param_dtype
@@ -89,7 +95,7 @@ def save_hf(
         check_vocabulary(tokenizer, config.vocab_size, str(folder))
         hf |= token_ids(tokenizer)
     table = _in_layer_order(config)
-    tensors = {name: TensorInfo(e.tensor_shape, _stored(e, dtype)) for name, e, _ in table}
+    tensors = {name: TensorInfo(e.tensor_shape, e.dtype(dtype)) for name, e, _ in table}
     arrays = _arrays(params, config, table, tensors, progress)
     if not distributed.first():  # gathers its shards for the process that writes
         collections.deque(arrays, maxlen=0)
@@ -98,7 +104,7 @@ def save_hf(
     _warn_of_plain_rope(config, folder)
     _warn_of_other_trees(config, folder)
     _check_space(folder, sum(map(nbytes, tensors.values())) + _MARGIN)
-    with finished_or_absent(folder, HF_FOLDER, overwrite) as partial:
+    with atomic_folder(folder, HF_FOLDER, overwrite) as partial:
         write_json(partial / "config.json", hf)
         if tokenizer is not None:
             write_json(partial / "generation_config.json", token_ids(tokenizer))
@@ -151,7 +157,7 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int | None]]:
-    """(tensor, entry, layer), all of layer 0 before layer 1: a loader reads files front to back."""
+    """(tensor, entry, layer), layer by layer, so that loaders read files from front to back."""
     table = hf_names.entries(config)
     ordered = []
     for stacked, group in itertools.groupby(table, lambda entry: entry.stacked):
@@ -164,10 +170,6 @@ def _in_layer_order(config: ModelConfig) -> list[tuple[str, hf_names.Entry, int 
             for name in (e.names[layer or 0], *e.aliases[layer or 0])
         ]
     return ordered
-
-
-def _stored(entry: hf_names.Entry, dtype: str) -> str:
-    return "float32" if entry.path.startswith("rope/") else dtype
 
 
 def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
@@ -186,14 +188,14 @@ def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
     return {f"model-{i + 1:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups)}
 
 
-def _check_space(folder: Path, wanted: int) -> None:
+def _check_space(folder: Path, num_bytes: int) -> None:
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
-    if free < wanted:
+    if free < num_bytes:
         raise InputError(
-            f"{folder}: the model takes {wanted / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB"
-            " free; make room, choose another disk, or save in bfloat16"
+            f"{folder}: the model takes {num_bytes / 1e9:.2f} GB, but the disk has"
+            f" {free / 1e9:.2f} GB free; make room, choose another disk, or save in bfloat16"
         )
 
 
@@ -221,29 +223,29 @@ def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int |
     parent, _, last = path.rpartition("/")
     try:
         siblings = lookup(params, parent)
-        found = {k: v for k, v in siblings.items() if k == last or k.startswith("lora_")}
+        module = {k: v for k, v in siblings.items() if k == last or k.startswith("lora_")}
         if layer is not None and stacked:
-            found = {k: _row(v, layer) for k, v in found.items()}
-        found = fetched(found)
-        leaf = found[last]
+            module = {k: _row(v, layer) for k, v in module.items()}
+        module = fetched(module)
+        leaf = module[last]
     except KeyError as error:
         raise InputError(
             f"params lack {path}, which the config asks for; save the config of this model"
         ) from error
-    if leaf.shape != entry.shape[int(entry.stacked) :]:
+    if leaf.shape != entry.layer_shape:
         raise InputError(
-            f"params.{path} is {list(leaf.shape)} but the config says "
-            f"{list(entry.shape[int(entry.stacked) :])}; save the config of this model"
+            f"params.{path} is {list(leaf.shape)} but the config says {list(entry.layer_shape)};"
+            " save the config of this model"
         )
-    if last == "kernel" and "lora_a" in found:
+    if last == "kernel" and "lora_a" in module:
         if config.lora is None:
             raise InputError(f"params have an adapter at {parent} but model.lora is not set")
-        return lcjax.models.lora.merge(found, config.lora)[last]
+        return lcjax.models.lora.merge(module, config.lora)[last]
     return leaf
 
 
 def _row(stack: jax.Array, layer: int) -> jax.Array:
-    """One layer of a stack on the device; no other layer leaves the host if it waits there."""
+    """One layer of a stack; of an offloaded stack, only this layer is copied to the device."""
     return _fetched_row(stack, layer) if is_offloaded(stack) else stack[layer]
 
 

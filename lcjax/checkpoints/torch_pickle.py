@@ -1,12 +1,11 @@
-"""`pytorch_model.bin` without torch and without running a stranger's code.
+"""Reads `pytorch_model.bin` without torch and without running a stranger's code.
 
-A torch checkpoint is a zip of raw storages and a pickle that says how tensors lie in them. A pickle
-can name any function to call; this reader knows four names, which only describe tensors, and
-refuses the file when it meets any other.
+A torch checkpoint is a zip of raw storages and a pickle that describes the tensors in them. A
+pickle can name any function to call; this reader knows a few names, which only describe tensors,
+and refuses files with any other name.
 """
 
 import collections
-import json
 import math
 import pickle
 import struct
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from lcjax.checkpoints.weights import TensorInfo
+from lcjax.checkpoints.weights import TensorInfo, shard_files
 from lcjax.errors import InputError
 
 INDEX = "pytorch_model.bin.index.json"
@@ -54,9 +53,9 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-# The stand-ins are immutable objects: a pickle may also set attributes of what it is given.
+# The replacements of torch's functions are immutable: a pickle may also set attributes of objects.
 class _RebuildTensor:
-    """Stands for torch._utils._rebuild_tensor_v2."""
+    """Replaces torch._utils._rebuild_tensor_v2."""
 
     __slots__ = ()
 
@@ -67,7 +66,7 @@ class _RebuildTensor:
 
 
 class _RebuildParameter:
-    """Stands for torch._utils._rebuild_parameter."""
+    """Replaces torch._utils._rebuild_parameter."""
 
     __slots__ = ()
 
@@ -111,29 +110,11 @@ class TorchFolder:
 
 def bin_files(folder: Path) -> list[Path]:
     """The pickled weights of a folder; empty when there are none."""
-    index, single = folder / INDEX, folder / SINGLE
-    if single.is_file():  # before an index that may lie beside it, as in transformers
-        return [single]
-    if not index.is_file():
-        return sorted(folder.glob("pytorch_model*.bin"))
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        names = sorted({Path(name).name for name in found})
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise InputError(f"{index}: not an index of shards ({error}); download it again") from error
-    files = [folder / name for name in names]
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise InputError(f"{folder}: shards are missing: {', '.join(missing[:10])}; download them")
-    return files
+    return shard_files(folder, SINGLE, INDEX, sorted(folder.glob("pytorch_model*.bin")))
 
 
-def refuse(folder: Path) -> InputError:
-    """Why pickles are not opened by default, and what to do."""
-    return pickles(str(folder), [file.name for file in bin_files(folder)])
-
-
-def pickles(where: str, names: list[str]) -> InputError:
-    """The same for a place whose files are known by name only."""
+def pickle_error(where: str, names: list[str]) -> InputError:
+    """Says why pickles are not opened by default, and what to do."""
     return InputError(
         f"{where}: its weights are pickles ({', '.join(names[:3])}), which can run any code when "
         "opened; convert them where you trust them (transformers: AutoModelForCausalLM"
@@ -179,14 +160,14 @@ def _view(
     last = tensor.offset + sum(
         (n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True)
     )
-    sound = (
+    is_inside = (
         member is not None
         and member.compress_type == zipfile.ZIP_STORED
         and member.file_size >= storage.size * storage.dtype.itemsize
         and min((tensor.offset, *tensor.shape, *tensor.stride), default=0) >= 0
         and (math.prod(tensor.shape) == 0 or last < storage.size)
     )
-    if not sound:
+    if not is_inside:
         raise InputError(f"{file}: {name} does not lie inside its storage; download it again")
     start = _data_start(data, member.header_offset)
     size = storage.size * storage.dtype.itemsize

@@ -1,11 +1,14 @@
 """From stored tensors to the parameter tree, shard by shard.
 
-A source is a file (or several) of named tensors that can hand out rows of its leading axis. Each
+A source is a file (or several) of named tensors of which rows of the leading axis can be read. Each
 device's shard of each leaf is read on its own: only the bytes that this process holds are read, and
 the host never has more than one shard of one leaf beside the model itself.
 """
 
-from collections.abc import Callable, Iterable
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,6 +20,7 @@ from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.models.layer_groups import unstack_layers
 from lcjax.parallel.offload import host_shardings
+from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import lookup, nest, union
 
 DTYPES = {
@@ -24,11 +28,12 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+_NUMBERED = re.compile(r"-\d+-of-(\d+)$")
 _ROWS = 4_096  # rows of two tensors that are compared at a time
 
 
 class TensorInfo(NamedTuple):
-    """What a file's index says about one tensor."""
+    """Shape and dtype of a stored tensor, from the index of its file."""
 
     shape: tuple[int, ...]
     dtype: str  # "float32", "float16" or "bfloat16": what `rows` returns; else not readable
@@ -43,6 +48,46 @@ class Source(Protocol):
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows `start:stop` of the leading axis."""
         ...
+
+
+def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> list[Path]:
+    """Returns the files of a checkpoint in a folder, in the order in which transformers looks.
+
+    Args:
+      folder: of the checkpoint.
+      single: name of the file of an unsharded checkpoint.
+      index: name of the JSON file that lists the shards.
+      loose: files to read where neither exists; `model-00001-of-00003` tells how many there are.
+
+    Raises:
+      InputError: if the index is damaged or a shard is missing.
+    """
+    if (folder / single).is_file():
+        return [folder / single]
+    if not (folder / index).is_file():
+        totals = [int(m[1]) for file in loose if (m := _NUMBERED.search(file.stem))]
+        if totals and len(loose) < max(totals):
+            raise InputError(
+                f"{folder}: {max(totals) - len(loose)} of {max(totals)} shards are missing beside "
+                f"{loose[0].name}, and so is {index}; download them"
+            )
+        return loose
+    try:
+        values = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
+        outside = sorted({name for name in values if Path(name).name != name})
+        names = sorted(set(values))
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"{folder / index}: not an index of shards ({error}); download it again"
+        ) from error
+    if outside:
+        raise InputError(f"{folder / index}: names files outside its folder: {', '.join(outside)}")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise InputError(
+            f"{folder}: {len(missing)} of {len(names)} shards are missing: "
+            f"{', '.join(missing[:10])}; download them"
+        )
+    return [folder / name for name in names]
 
 
 class _Renamed:
@@ -97,47 +142,43 @@ def _check_equal(source: Source, name: str, alias: str) -> None:
 
 def check(source: Source, config: ModelConfig) -> None:
     """Lists every missing, unexpected and mis-shaped tensor in one error."""
-    wanted = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
-    missing = [name for name in wanted if name not in source.tensors]
-    extra = [n for n in source.tensors if n not in wanted and not _ignorable(n, config)]
-    shaped = [
-        f"{name} is {list(source.tensors[name].shape)}, not {list(shape)}"
-        for name, shape in wanted.items()
-        if name in source.tensors and source.tensors[name].shape != shape
-    ]
-    odd = [
-        f"{name} is {source.tensors[name].dtype}"
-        for name in wanted
-        if name in source.tensors and source.tensors[name].dtype not in DTYPES
-    ]
-    faults = [
-        f"{kind}: {listed(items)}"
-        for kind, items in (
-            ("missing", missing),
-            ("wrong shape", shaped),
-            ("not float32, float16 or bfloat16", odd),
-            ("unexpected", extra),
-        )
-        if items
-    ]
-    if faults:
+    expected = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
+    present = {name: source.tensors[name] for name in expected if name in source.tensors}
+    faults = {
+        "missing": [name for name in expected if name not in present],
+        "wrong shape": [
+            f"{name} is {list(info.shape)}, not {list(expected[name])}"
+            for name, info in present.items()
+            if info.shape != expected[name]
+        ],
+        "not float32, float16 or bfloat16": [
+            f"{name} is {info.dtype}" for name, info in present.items() if info.dtype not in DTYPES
+        ],
+        "unexpected": [
+            name for name in source.tensors if name not in expected and not _ignorable(name, config)
+        ],
+    }
+    if text := describe_faults(faults):
         raise InputError(
-            f"{source.path}: tensors do not fit the model its config describes; "
-            f"{'; '.join(faults)}; check that config and weights belong together"
+            f"{source.path}: tensors do not fit the model its config describes; {text}; check that"
+            " config and weights belong together"
         )
+
+
+def describe_faults(faults: dict[str, list[str]], limit: int = 10) -> str:
+    """Lists the first items of every kind of fault for an error; empty if there are none."""
+    return "; ".join(
+        f"{kind}: {', '.join(items[:limit])}"
+        + (f" and {len(items) - limit} more" if len(items) > limit else "")
+        for kind, items in faults.items()
+        if items
+    )
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
     """Tables that the config determines, and the second copy of tied embeddings."""
     tables = ("rotary_emb.inv_freq", "rope_freqs.weight", "attn.bias", "attn.masked_bias")
     return name.endswith(tables) or (name == "lm_head.weight" and config.tie_embeddings)
-
-
-def listed(items: Iterable[str], limit: int = 10) -> str:
-    """The first items of a list for an error message, and how many more there are."""
-    items = list(items)
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
 
 
 def read_params(
@@ -148,16 +189,28 @@ def read_params(
     host: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> dict:
-    """The parameter tree in `config.param_dtype`, on `mesh` as the sharding table says.
+    """Returns the parameter tree in `config.param_dtype`, one branch for all layers.
 
-    With `host` they go to the memory of the mesh's hosts (`lcjax.parallel.offload.host_shardings`).
-    Without a mesh everything goes to the default device. `progress` is told the bytes of each leaf.
+    Args:
+      source: the stored tensors.
+      config: of the model.
+      mesh: where the parameters go, as the sharding table says; None: the default device.
+      host: whether they go to the memory of the mesh's hosts (`parallel.offload.host_shardings`).
+      progress: is called with the bytes of each leaf.
+
+    Raises:
+      InputError: if the tensors do not fit the config.
     """
     source = resolve_aliases(source, config)
     check(source, config)
     table = hf_names.entries(config)
-    shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, _dtype(e, config)) for e in table})
-    shardings = _shardings(mesh, shapes)
+    dtypes = {entry.path: DTYPES[entry.dtype(config.param_dtype)] for entry in table}
+    shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, dtypes[e.path]) for e in table})
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, shapes)
+    else:
+        shardings = param_shardings(mesh, shapes)
     if host:
         shardings = host_shardings(shapes, shardings)
     leaves = {}
@@ -165,7 +218,7 @@ def read_params(
         leaves[entry.path] = jax.make_array_from_callback(
             entry.shape,
             lookup(shardings, entry.path),
-            lambda index, entry=entry: _read_block(source, entry, index, _dtype(entry, config)),
+            lambda index, entry=entry: _read_block(source, entry, index, dtypes[entry.path]),
         )
         if progress:
             progress(leaves[entry.path].nbytes)
@@ -173,60 +226,37 @@ def read_params(
 
 
 def spread_layers(params: dict, config: ModelConfig) -> dict:
-    """Of a model whose layers are not all alike: one branch per layer, with what it has alone."""
-    alone = {name: branch for name, branch in params.items() if name.startswith("layers_")}
-    rest = {name: branch for name, branch in params.items() if name not in alone}
-    return union(unstack_layers(rest, config), alone)
+    """Returns a tree with one branch per layer, of a model whose layers differ.
+
+    Parameters that only some layers have are in branches `layers_0`, ... of `params` already.
+    """
+    single = {name: branch for name, branch in params.items() if name.startswith("layers_")}
+    common = {name: branch for name, branch in params.items() if name not in single}
+    return union(unstack_layers(common, config), single)
 
 
 def stored_dtype(source: Source, config: ModelConfig) -> str:
-    """The dtype that all matrices of the model are stored in; float32 when they differ."""
+    """Returns the dtype in which all matrices of the model are stored; float32 if they differ."""
     names = [n for e in hf_names.entries(config) if not e.path.startswith("rope/") for n in e.names]
     infos = [source.tensors[name] for name in names if name in source.tensors]
     kinds = {info.dtype for info in infos if len(info.shape) > 1}
     return kinds.pop() if len(kinds) == 1 and kinds <= set(DTYPES) else "float32"
 
 
-def _dtype(entry: hf_names.Entry, config: ModelConfig) -> np.dtype:
-    """Learned frequencies stay in float32: half precision turns far positions by whole circles."""
-    name = "float32" if entry.path.startswith("rope/") else config.param_dtype
-    return DTYPES[name]
-
-
-def _shardings(mesh: jax.sharding.Mesh | None, shapes: dict) -> dict:
-    if mesh is None:
-        one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return jax.tree.map(lambda _: one, shapes)
-    from lcjax.parallel.sharding import param_shardings
-
-    return param_shardings(mesh, shapes)
-
-
 def _read_block(
     source: Source, entry: hf_names.Entry, index: tuple[slice, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """`leaf[index]`: reads the rows it needs of each layer's tensor."""
+    """Returns `leaf[index]`; reads only the rows that it needs of each layer's tensor."""
     layers = range(len(entry.names))
     if entry.stacked:
         layers, index = layers[index[0]], index[1:]
-    bounds = [range(size)[part] for size, part in zip(_layer_shape(entry), index, strict=True)]
-    view_bounds = [bounds[i] for i in np.argsort(entry.order)]
-    out = np.empty((len(layers), *(len(b) for b in bounds)), dtype)
-    for slot, layer in enumerate(layers):
-        out[slot] = _read_layer(source, entry, entry.names[layer], view_bounds)
-    return out if entry.stacked else out[0]
-
-
-def _layer_shape(entry: hf_names.Entry) -> tuple[int, ...]:
-    return entry.shape[1:] if entry.stacked else entry.shape
-
-
-def _read_layer(
-    source: Source, entry: hf_names.Entry, name: str, bounds: list[range]
-) -> np.ndarray:
-    first = bounds[0]
+    bounds = [range(size)[part] for size, part in zip(entry.layer_shape, index, strict=True)]
+    first, *rest = (bounds[i] for i in np.argsort(entry.order))  # axes of the view
     step = entry.tensor_shape[0] // entry.view[0]  # rows of the tensor per unit of the view
-    rows = source.rows(name, first.start * step, first.stop * step)
-    block = rows.reshape(len(first), *entry.view[1:])
-    rest = tuple(slice(b.start, b.stop) for b in bounds[1:])
-    return block[(slice(None), *rest)].transpose(entry.order)
+    inner = tuple(slice(bound.start, bound.stop) for bound in rest)
+    out = np.empty((len(layers), *map(len, bounds)), dtype)
+    for slot, layer in enumerate(layers):
+        rows = source.rows(entry.names[layer], first.start * step, first.stop * step)
+        block = rows.reshape(len(first), *entry.view[1:])
+        out[slot] = block[(slice(None), *inner)].transpose(entry.order)
+    return out if entry.stacked else out[0]

@@ -4,10 +4,12 @@
 is a choice type: `model.rope.type=yarn` in the file, `--model.rope.type=linear` over it.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,20 +17,32 @@ from pathlib import Path
 import draccus
 import yaml
 
-from lcjax.config.decode import Text, section
-from lcjax.config.files import write_whole
+from lcjax.config.decode import Text, read_yaml, section
 from lcjax.config.help import help_text
-from lcjax.config.read import near, read_yaml
-from lcjax.config.run import RunFolder, keep_traceback
-from lcjax.errors import InputError
+from lcjax.errors import InputError, near
+from lcjax.files import write_whole
 
-__all__ = ["RunFolder", "dump", "main", "parse"]
+__all__ = ["ERROR", "RunFolder", "dump", "main", "parse"]
 
+ERROR = "error.txt"  # the traceback of a failure that was none of the settings
 T = typing.TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Where the results go, and what happens to the ones in that folder."""
+
+    folder: str
+    # What happens to a run in folder; overwrite removes the files of that run and no others.
+    existing: typing.Literal["resume", "overwrite", "refuse"] = "resume"
+
+    def __post_init__(self):
+        if not self.folder.strip():
+            raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/first")
+
+
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
-    """The config that `--config file.yaml --a.b=value ...` describe; InputError when none is."""
+    """Returns the config of `--config file.yaml --a.b=value ...`; raises an InputError."""
     words = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         print(help_text(cls))
@@ -61,7 +75,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
 
 
 def _check_section(cls: type, key: str, value: str) -> None:
-    """Here, and not only with the whole tree, because `--confg` may be meant to be `--config`."""
+    """Checks the first part of a key here, because `--confg` may be a typo of `--config`."""
     known = [field.name for field in dataclasses.fields(cls)]
     first = key[2:].partition(".")[0]
     if first not in known:
@@ -90,13 +104,13 @@ def _override(tree: typing.Any, key: str, value: Text) -> None:
 
 
 def dump(config: typing.Any, path: str | os.PathLike) -> None:
-    """Writes the resolved config as YAML that `parse` reads back equal; replaces whole or not."""
+    """Writes the resolved config atomically, as YAML from which `parse` reads an equal one."""
     write_whole(path, draccus.dump(config, sort_keys=False))
 
 
 @draccus.encode.register(tuple)
 def _encode_tuple(values: tuple, declared: typing.Any = None) -> list:
-    """A list whose entries are all encoded as `declared` says: draccus forgets it of later ones."""
+    """Encodes all entries as declared; draccus does so for the first one only."""
     kinds = list(typing.get_args(declared))
     if len(kinds) == 2 and kinds[1] is Ellipsis:
         kinds = kinds[:1] * len(values)
@@ -106,10 +120,10 @@ def _encode_tuple(values: tuple, declared: typing.Any = None) -> list:
 
 
 def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = None) -> int:
-    """Parses and runs. What the user can put right becomes one line and exit code 2.
+    """Parses the arguments and runs a script; returns its exit code.
 
-    Files and devices that fail in the middle of a run are one line as well, with exit code 1 and
-    the traceback in the run folder.
+    An InputError is printed as one line (exit code 2). So is an OSError in the middle of a run
+    (exit code 1), whose traceback goes to the run folder.
     """
     try:
         config = parse(cls, argv)
@@ -120,9 +134,9 @@ def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = 
     except InputError as error:
         return _failed(error, 2)
     except OSError as error:
-        return _failed(error, 1, keep_traceback(config))
+        return _failed(error, 1, _keep_traceback(config))
     except KeyboardInterrupt as stop:
-        # The training loop puts what it has saved, and how to go on, into the exception.
+        # The message of the training loop says what is saved, and how to continue.
         print("interrupted:", " ".join(str(stop).split()) or "nothing to save", file=sys.stderr)
         return 130
     return 0
@@ -131,3 +145,18 @@ def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = 
 def _failed(error: Exception, code: int, where: str = "") -> int:
     print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
     return code
+
+
+def _keep_traceback(config: object) -> str:
+    """Writes the traceback of the current error to `<run>/error.txt`; returns a note of it.
+
+    It goes to the terminal if there is no run folder (yet), or if it cannot be written there.
+    """
+    folder = getattr(getattr(config, "run", None), "folder", None)
+    if folder is not None and Path(folder).is_dir():
+        file = Path(folder, ERROR)
+        with contextlib.suppress(OSError):
+            file.write_text(traceback.format_exc(), encoding="utf-8")
+            return f" (where it happened: {file})"
+    traceback.print_exc(file=sys.stderr)
+    return ""

@@ -1,29 +1,87 @@
-"""Decodes nested dicts into dataclasses; every error names key, value and the way out.
+"""Reads YAML configs and decodes them into dataclasses; errors name key, value and the way out.
 
-draccus decodes the single values and holds the registries of choices (`type: yarn`). The walk over
-sections is done here: draccus would not say what a wrong key or choice should have been, nor in
-which section a dataclass refused its values.
+draccus decodes single values and holds the registries of choices (`type: yarn`). Sections are
+decoded here, because errors of draccus suggest no other key or choice and do not name the section
+in which a dataclass refused its values.
 """
 
 import dataclasses
 import math
 import typing
+from pathlib import Path
 
 import draccus
 import yaml
+from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 from draccus.utils import DraccusException
 
 from lcjax.config.help import as_yaml, is_choice, split_union, type_text
-from lcjax.config.read import near
-from lcjax.errors import InputError
+from lcjax.errors import InputError, near
+
+_MAX_FILES = 16  # that an error lists
+
+
+def _refuse_duplicates(
+    name: str, pairs: list[tuple[yaml.Node, yaml.Node]], sections_only: bool
+) -> None:
+    seen = set()
+    for key, value in pairs:
+        if key.value in seen and (not sections_only or isinstance(value, yaml.MappingNode)):
+            raise InputError(
+                f"{name}: `{key.value}` stands twice (here or through `<<:`); one would replace "
+                f"the other whole; merge inside: `{key.value}: {{<<: !include ..., key: value}}`"
+            )
+        seen.add(key.value)
+
+
+class _Loader(SafeLoaderWithInclusion):
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        pairs = [pair for pair in node.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+        _refuse_duplicates(self.stream.name, pairs, sections_only=False)
+        return node
+
+    def flatten_mapping(self, node):
+        # `<<:` may give defaults for single values, but merges one level only: where a base sets
+        # `train.steps` and a file over it `train.lr`, the steps would be lost silently.
+        super().flatten_mapping(node)
+        _refuse_duplicates(self.stream.name, node.value, sections_only=True)
+
+
+def read_yaml(path: Path) -> dict:
+    """Returns the file as nested dicts and lists; paths of included files are relative to it."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            raw = yaml.load(stream, _Loader)
+    except FileNotFoundError as error:
+        missing = Path(error.filename)
+        where = "" if missing == path else f" (included from {path})"
+        names = [file.name for file in missing.parent.glob("*.yaml")]
+        guess = near(missing.name, names, ".yaml")
+        raise InputError(f"{missing}{where} does not exist; {guess}") from None
+    except IsADirectoryError as error:
+        folder = Path(error.filename)
+        where = "" if folder == path else f" (included from {path})"
+        files = sorted(file.name for file in folder.glob("*.yaml"))
+        ellipsis = ", ..." if len(files) > _MAX_FILES else ""
+        names = f"it has {', '.join(files[:_MAX_FILES])}{ellipsis}" if files else "it has no .yaml"
+        raise InputError(f"{folder}{where} is a folder; give a file: {names}") from None
+    except RecursionError:
+        raise InputError(f"{path} includes itself; take one `!include` out") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        why = " ".join(str(error).split())
+        raise InputError(f"{path} cannot be read as YAML: {why}") from None
+    if not isinstance(raw or {}, dict):
+        raise InputError(f"{path} must hold `key: value` lines, not one {type(raw).__name__}")
+    return raw or {}
 
 
 class Text(str):
-    """A value from the command line: YAML, unless its field turns out to hold a string."""
+    """A value from the command line: YAML, unless its field holds a string."""
 
 
 def _build(kind: typing.Any, raw: typing.Any, name: str, example: str = "") -> typing.Any:
-    """The value of type `kind` that `raw` describes; its key and an example for the messages."""
+    """Returns `raw` decoded as `kind`; `name` is its key and `example` ends error messages."""
     kinds, optional = split_union(kind)
     origin, items = typing.get_origin(kinds[0]), typing.get_args(kinds[0])
     sequence = origin in (tuple, list)
@@ -55,7 +113,7 @@ def _build(kind: typing.Any, raw: typing.Any, name: str, example: str = "") -> t
 def _leaf(kind: typing.Any, raw: typing.Any, name: str, example: str) -> typing.Any:
     kinds, _ = split_union(kind)
     known = [v for k in kinds if typing.get_origin(k) is typing.Literal for v in typing.get_args(k)]
-    need = near(raw, map(str, known)) if known else type_text(kind) + example
+    required = near(raw, map(str, known)) if known else type_text(kind) + example
     # draccus would take true for 1 and print a mapping into a string field.
     wrong = raw is None or isinstance(raw, dict) or (isinstance(raw, bool) and bool not in kinds)
     try:
@@ -63,13 +121,23 @@ def _leaf(kind: typing.Any, raw: typing.Any, name: str, example: str) -> typing.
             value = draccus.decode(kind, str(raw) if isinstance(raw, Text) else raw)
             if not isinstance(value, float) or math.isfinite(value):
                 return value
-            need = "a finite number" + example
+            required = "a finite number" + example
     except (DraccusException, ValueError, TypeError):
         pass
-    raise InputError(f"{name}={raw!r} is not valid; needs: {need}")
+    raise InputError(f"{name}={raw!r} is not valid; needs: {required}")
 
 
 def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
+    """Returns the dataclass `cls`, or the entry of its registry, from the section `raw`.
+
+    Args:
+      cls: a dataclass or the base class of a registry.
+      raw: the section as a dictionary.
+      name: key of the section; empty for the whole config.
+
+    Raises:
+      InputError: if `raw` has an unknown key or a wrong value, or a dataclass refuses its values.
+    """
     if not isinstance(raw, dict):
         raise InputError(f"{name}={raw!r} must be a section of `key: value` lines")
     raw, dot = dict(raw), name + "." if name else ""
@@ -85,7 +153,7 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
     for key in raw:
         if key not in fields:
             guess = near(key, fields)
-            others = "" if guess.startswith("did you mean") else _that_have(key, known, dot)
+            others = "" if guess.startswith("did you mean") else _entries_with(key, known, dot)
             raise InputError(f"{dot}{key}={raw[key]!r} is no key of {label}{others}; {guess}")
     for key, field in fields.items():
         if key not in raw and field.default is field.default_factory is dataclasses.MISSING:
@@ -101,8 +169,8 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
         raise InputError(_placed(str(error), name)) from error
 
 
-def _that_have(key: str, known: dict[str, type], dot: str) -> str:
-    """The entries of a registry that have a key which the chosen one lacks, and how to say so."""
+def _entries_with(key: str, known: dict[str, type], dot: str) -> str:
+    """Names the entries of a registry that have a key, and the option that chooses the first."""
     names = [
         name
         for name, choice in known.items()
@@ -112,13 +180,13 @@ def _that_have(key: str, known: dict[str, type], dot: str) -> str:
 
 
 def _example(field: dataclasses.Field) -> str:
-    """The default, where it shows what a value looks like."""
-    empty = field.default in (dataclasses.MISSING, None, "", ())
-    return "" if empty else f", such as {as_yaml(field.default)}"
+    """The default of a field as an example of a value."""
+    is_empty = field.default in (dataclasses.MISSING, None, "", ())
+    return "" if is_empty else f", such as {as_yaml(field.default)}"
 
 
 def _placed(message: str, name: str) -> str:
-    """A dataclass's own complaint, `rope.factor=0 must ...`, with the whole key in front."""
+    """Completes the key in an error of a dataclass, such as `rope.factor=0 must ...`."""
     parents, _, last = name.rpartition(".")
     if not name or message.startswith(f"{name}."):
         return message

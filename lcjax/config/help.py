@@ -15,28 +15,28 @@ import draccus
 
 
 def is_choice(kind: typing.Any) -> bool:
-    """Whether `kind` is the head of a registry, whose entries are told apart by `type`."""
+    """Whether `kind` is the base class of a registry, whose entries are chosen by `type`."""
     return isinstance(kind, type) and draccus.ChoiceRegistry in kind.__bases__
 
 
 def split_union(kind: typing.Any) -> tuple[list, bool]:
-    """The members of `A | B | None` without None, and whether None was among them."""
-    union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-    members = list(typing.get_args(kind)) if union else [kind]
-    rest = [member for member in members if member is not types.NoneType]
-    return rest, len(rest) < len(members)
+    """Returns the members of `A | B | None` without None, and whether None was among them."""
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    members = list(typing.get_args(kind)) if is_union else [kind]
+    kinds = [member for member in members if member is not types.NoneType]
+    return kinds, len(kinds) < len(members)
 
 
 _HOW = """\
-FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` there is --train.lr=1e-4 here. What
-stands here goes over the file. `model: !include other.yaml` puts a file in place of a section, and
-`<<: !include other.yaml` its keys among others; paths are relative to the file they stand in.
+FILE.yaml holds sections of these keys: `train: {lr: 1e-4}` in the file is --train.lr=1e-4 on the
+command line, which takes precedence. `model: !include other.yaml` reads a section from a file, and
+`<<: !include other.yaml` adds its keys to others; paths are relative to the file that names them.
 
 Keys, types, defaults:"""
 
 
 def help_text(cls: type) -> str:
-    """What the script is for, how it is called, and one line a key, sections apart."""
+    """Returns the purpose and usage of the script, and one line for each key, by section."""
     lines = [f"usage: {_command()} [--config FILE.yaml] [--section.key=value ...]", "", _HOW]
     # The script's own docstring ends in an example.
     purpose = (sys.modules["__main__"].__doc__ or "").strip()
@@ -51,9 +51,12 @@ def _command() -> str:
 def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[str]:
     """The keys of one section, then those of the sections in it; a blank line between.
 
-    `seen`: registries whose entries stand further up, and where.
+    Args:
+      cls: dataclass of the section.
+      prefix: of its keys.
+      seen: prefixes of the registries whose entries are listed already; is updated.
     """
-    own, sections = [], []
+    keys, sections = [], []
     hints, notes = typing.get_type_hints(cls), comments(cls)
     for field in dataclasses.fields(cls):
         kinds, optional = split_union(hints[field.name])
@@ -72,12 +75,12 @@ def _lines(cls: type, prefix: str, seen: dict[type, str]) -> list[str]:
             null = f"  --{key}=null{' (default)' * (field.default is None)}, or with:{note}"
             sections += ["", *([null] if optional else []), *_lines(item, inner, seen)]
         else:
-            own.append(f"  --{key}  {type_text(hints[field.name])}{_default(field)}{note}")
-    return own + sections
+            keys.append(f"  --{key}  {type_text(hints[field.name])}{_default(field)}{note}")
+    return keys + sections
 
 
 def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[str]:
-    """The keys that all entries of a registry have, then those of each under its name."""
+    """The keys that all entries of a registry share, then those of each under its name."""
     if head in seen:
         return [f"    keys as those of --{seen[head]}type"]
     seen[head] = prefix
@@ -90,15 +93,15 @@ def _choices(head: type, prefix: str, seen: dict[type, str]) -> list[str]:
         for line in next(iter(entries.values()), [])
         if all(line in lines for lines in entries.values())
     ]
-    found = list(shared)
+    result = list(shared)
     for name, lines in entries.items():
-        own = [f"  {line}" for line in lines if line not in shared]
-        found += [f"    [{name}]", *own] if own else []
-    return found
+        others = [f"  {line}" for line in lines if line not in shared]
+        result += [f"    [{name}]", *others] if others else []
+    return result
 
 
 def type_text(kind: typing.Any) -> str:
-    """A type as the user reads it: `int | null`, `cosine | linear`."""
+    """Returns a type as in `--help`: `int | null`, `cosine | linear`."""
     kinds, optional = split_union(kind)
     names = [
         " | ".join(map(str, typing.get_args(k)))
@@ -121,7 +124,7 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def as_yaml(value: typing.Any) -> str:
-    """A default as one would write it in the file."""
+    """Returns a default as YAML."""
     words = {None: "null", True: "true", False: "false"}
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(as_yaml, value))}]"
@@ -129,8 +132,8 @@ def as_yaml(value: typing.Any) -> str:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """What stands beside each field in the source, or above it; base classes included."""
-    found = {}
+    """Returns the comment beside each field in the source, or above it; base classes included."""
+    result = {}
     for owner in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(owner):
             continue
@@ -149,5 +152,5 @@ def comments(cls: type) -> dict[str, str]:
                     above -= 1
                 rows = rows or list(range(above + 1, node.lineno))
                 if rows:
-                    found[node.target.id] = " ".join(notes[row] for row in rows)
-    return found
+                    result[node.target.id] = " ".join(notes[row] for row in rows)
+    return result

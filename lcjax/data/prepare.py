@@ -31,6 +31,7 @@ from lcjax.data.readers import Document
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
+from lcjax.files import atomic_file
 
 TOKENIZER = "tokenizer"  # folder beside the shards
 # Minimum and maximum bytes of a job, and the number of jobs that is aimed at within these limits
@@ -391,8 +392,7 @@ class Worker:
         out, name = self.settings.out, f"{job.number:06d}"
         dtype, labels, rows, lengths = DTYPES[self.settings.dtype], {}, [], []
         start = 0
-        draft = out / f"{name}.bin.tmp"
-        with open(draft, "wb") as file:
+        with atomic_file(out / f"{name}.bin", "wb", sync=True) as file:
             for i, (document, split_hash) in enumerate(self.documents(job)):
                 ids = self._ids(document) if is_selected is None or is_selected[i] else ()
                 if len(ids) < self.settings.min_tokens:
@@ -402,13 +402,9 @@ class Worker:
                 rows.append((start, document.characters, split_hash, label))
                 lengths.append(len(ids))
                 start += len(ids)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(out / f"{name}.bin")
         table = np.array(rows, DOCUMENT)
-        with open(out / f"{name}.npy.tmp", "wb") as file:
+        with atomic_file(out / f"{name}.npy", "wb") as file:
             np.save(file, table)
-        (out / f"{name}.npy.tmp").replace(out / f"{name}.npy")
         shard = {"name": name, "documents": len(rows), "tokens": start, "labels": list(labels)}
         shard["lengths"] = lengths_by_label(np.array(lengths, np.int64), table["label"], labels)
         write_json(out / f"{name}.json", shard)
@@ -420,12 +416,8 @@ class Worker:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file atomically."""
-    draft = path.with_name(path.name + ".tmp")
-    with open(draft, "w", encoding="utf-8") as file:
+    with atomic_file(path, sync=True) as file:
         json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _finish(

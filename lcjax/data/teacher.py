@@ -8,7 +8,6 @@ and after a kill the same command resumes after the last complete shard.
 
 import functools
 import json
-import os
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from lcjax.data.loader import Loader, make_loader
 from lcjax.data.prepare import begin, write_json
 from lcjax.data.teacher_files import FORMAT, row_type
 from lcjax.errors import InputError, whole_numbers
+from lcjax.files import atomic_file
 from lcjax.models import Decoder, head
 from lcjax.models.distill import Teacher, largest_probabilities
 from lcjax.parallel import distributed
@@ -244,12 +244,8 @@ class ShardWriter:
                 break
         count, state = sum(map(len, parts)), self._loader.get_state()
         if distributed.first():
-            draft = self._out / f"{name}.bin.tmp"
-            with open(draft, "wb") as file:
+            with atomic_file(self._out / f"{name}.bin", "wb", sync=True) as file:
                 file.writelines(rows.tobytes() for rows in parts)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._out / f"{name}.bin")
             shard = {"name": name, "rows": count, "ended": self._data_ended, "position": state}
             write_json(self._out / f"{name}.json", shard)
         self._num_shards, self._num_rows = self._num_shards + 1, self._num_rows + count

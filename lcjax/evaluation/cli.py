@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lcjax import config as config_lib
-from lcjax.config.read import near
-from lcjax.errors import InputError
+from lcjax.errors import InputError, near
 from lcjax.evaluation import results
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig

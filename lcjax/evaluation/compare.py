@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lcjax.config.files import write_whole
-from lcjax.config.read import near
-from lcjax.errors import InputError
+from lcjax.errors import InputError, near
 from lcjax.evaluation.records import binding, by_cell, folder_name
 from lcjax.evaluation.report import cell_of, differences, page, plots
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.results import Results, read
 from lcjax.evaluation.task import Record, Task
+from lcjax.files import write_whole
 from lcjax.tree import flatten
 
 Rows = dict[tuple[str, str], str]  # label of the row of (run, method)

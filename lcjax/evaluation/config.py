@@ -9,7 +9,7 @@ import draccus
 from lcjax.attention import Pattern
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
-from lcjax.checkpoints.identity import identity
+from lcjax.checkpoints.load import identity
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.errors import InputError

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from lcjax.checkpoints.load import load_tokenizer
-from lcjax.config.files import write_whole
 from lcjax.data import documents
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import study
@@ -32,6 +31,7 @@ from lcjax.evaluation.results import Results
 from lcjax.evaluation.run import check
 from lcjax.evaluation.task import Record, Task, Unit
 from lcjax.evaluation.tasks.longbench import LongBench, by_band
+from lcjax.files import write_whole
 
 
 def export(run: Results, formats: Sequence[str], out: Path) -> list[Path]:

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lcjax.checkpoints.atomic import FolderFormat, check_replaceable
 from lcjax.checkpoints.run_folder import MODEL_CONFIG
-from lcjax.config import dump
-from lcjax.config.files import write_whole
-from lcjax.config.run import ERROR
+from lcjax.config import ERROR, dump
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Record
+from lcjax.files import FolderFormat, check_replaceable, write_whole
 from lcjax.parallel import distributed
 from lcjax.tree import flatten
 

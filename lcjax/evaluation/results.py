@@ -13,7 +13,6 @@ import draccus
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.load import load_tokenizer
-from lcjax.config.files import write_whole
 from lcjax.errors import InputError
 from lcjax.evaluation import report, study
 from lcjax.evaluation.config import EvalConfig, sections, tokenizer_of
@@ -30,6 +29,7 @@ from lcjax.evaluation.records import (
 )
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
+from lcjax.files import write_whole
 
 # Key of a marker: the folder of the trained models, relative to the run folder.
 TRAINED_IN = "trained_in"

@@ -8,8 +8,7 @@ from pathlib import Path
 from lcjax import config as config_lib
 from lcjax.attention import Causal, Pattern
 from lcjax.checkpoints.build import ModelSection
-from lcjax.config.read import near
-from lcjax.errors import InputError
+from lcjax.errors import InputError, near
 from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.draw import attention_picture, mask_picture, rope_picture
 from lcjax.rope import NTK, Default, Linear, Rope, Yarn

@@ -15,7 +15,7 @@ from lcjax import checkpoints, cost
 from lcjax import config as config_lib
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.build import ModelSection, resolve
-from lcjax.checkpoints.load import SMOLLM2
+from lcjax.checkpoints.hub import SMOLLM2
 from lcjax.cost.chips import Topology
 from lcjax.errors import InputError
 from lcjax.models import PRESETS, ModelConfig, preset

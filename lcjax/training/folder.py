@@ -21,14 +21,14 @@ import draccus
 import jax
 
 from lcjax import config as config_lib
-from lcjax.checkpoints.atomic import FolderFormat, check_destination, check_replaceable
+from lcjax.checkpoints.adapters import PEFT_FOLDER
 from lcjax.checkpoints.hf_save import HF_FOLDER
 from lcjax.checkpoints.orbax_io import FOLDER
-from lcjax.checkpoints.peft import PEFT_FOLDER
 from lcjax.checkpoints.run_folder import BASE, MODEL_CONFIG
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES
-from lcjax.config.run import ERROR
+from lcjax.config import ERROR
 from lcjax.errors import InputError
+from lcjax.files import FolderFormat, check_destination, check_replaceable
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import LOCK
 from lcjax.training.config import TrainConfig

@@ -335,7 +335,7 @@ class Training:
         processes must call this: each holds a part of the weights, and the first one writes.
         """
         from lcjax.checkpoints import save_hf
-        from lcjax.checkpoints.peft import save_peft
+        from lcjax.checkpoints.adapters import save_peft
 
         config, trained = self.config, self._final_params()
         folder = self.folder / folder_lib.MODEL

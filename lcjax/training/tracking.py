@@ -12,8 +12,8 @@ from typing import Protocol
 import jax
 from tqdm.auto import tqdm
 
-from lcjax.config.files import write_whole
 from lcjax.errors import InputError
+from lcjax.files import write_whole
 from lcjax.training import folder as folder_lib
 from lcjax.training.config import Profile, TrackSection
 

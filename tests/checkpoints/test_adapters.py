@@ -9,8 +9,8 @@ from gguf_support import write_gguf
 from safetensors.numpy import load_file
 
 from lcjax.checkpoints import ByteTokenizer, load, load_config, save_hf
+from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import ModelSection, build
-from lcjax.checkpoints.peft import save_peft
 from lcjax.errors import InputError
 from lcjax.models import lora
 from lcjax.models.lora import LoRA

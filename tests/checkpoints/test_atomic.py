@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from lcjax.checkpoints.atomic import FolderFormat, finished_or_absent
 from lcjax.errors import InputError
+from lcjax.files import FolderFormat, atomic_folder
 
 WAIT = [sys.executable, "-c", "input()"]
 FORMAT = FolderFormat(
@@ -30,7 +30,7 @@ def live_pid():
 
 
 def write(folder, text="new", overwrite=False):
-    with finished_or_absent(folder, FORMAT, overwrite) as partial:
+    with atomic_folder(folder, FORMAT, overwrite) as partial:
         (partial / "file").write_text(text)
         (partial / "note.json").write_text('{"ours": true}')
 
@@ -59,7 +59,7 @@ def test_what_a_live_process_writes_is_left_alone(tmp_path, live_pid):
 
 def test_a_model_set_aside_is_swept_up_only_when_it_is_not_the_only_copy(tmp_path, dead_pid):
     old = leave(tmp_path / f".m.old-{dead_pid}", "file")  # half removed: without its config
-    with pytest.raises(KeyboardInterrupt), finished_or_absent(tmp_path / "m", FORMAT, True):
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "m", FORMAT, True):
         raise KeyboardInterrupt
     assert old.exists() and not (tmp_path / "m").exists()
     write(tmp_path / "m")

@@ -9,7 +9,7 @@ import pytest
 from convert_support import assert_same, saved
 
 from lcjax.checkpoints import load
-from lcjax.convert.__main__ import main
+from lcjax.convert import main
 
 
 def test_a_model_is_converted_and_cast(tmp_path, capsys):

@@ -13,8 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_support import tensors_of, write_gguf
 
 from lcjax.checkpoints import load, load_config, load_tokenizer
-from lcjax.checkpoints.gguf_io import GGUFFile, dequantize
-from lcjax.checkpoints.gguf_reader import read_index
+from lcjax.checkpoints.gguf_file import GGUFFile, dequantize, read_index
 from lcjax.errors import InputError
 
 # Rows of 32 or 256 numbers are the blocks of quantised types.

@@ -9,7 +9,7 @@ from convert_support import TEXTS, assert_same, needs_smollm2, random_params, ti
 
 from lcjax.attention import Bidirectional
 from lcjax.checkpoints import ByteTokenizer, config_from_hf, load, load_tokenizer, save_hf
-from lcjax.checkpoints.tokenizer_hf import read_json
+from lcjax.files import read_json
 
 os.environ.setdefault("USE_TF", "0")
 SIZES = {

@@ -8,9 +8,9 @@ import pytest
 from convert_support import edit_json, saved
 
 from lcjax.checkpoints import ByteTokenizer, save_hf
-from lcjax.checkpoints.identity import identity
-from lcjax.config.files import write_whole
+from lcjax.checkpoints.load import identity
 from lcjax.errors import InputError
+from lcjax.files import write_whole
 
 
 def test_other_weights_of_the_same_shapes_are_told_apart_and_copies_are_not(tmp_path):

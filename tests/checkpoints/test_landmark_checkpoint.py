@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from lcjax.attention.landmark.pattern import Landmark
 from lcjax.checkpoints import landmark
-from lcjax.checkpoints.hf_config import config_to_hf
+from lcjax.checkpoints.hf_config import config_from_hf, config_to_hf
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder
 from lcjax.checkpoints.weights import read_params
 from lcjax.errors import InputError
@@ -27,7 +27,7 @@ def hf(**changes):
 
 
 def test_a_released_config_is_a_llama_with_the_pattern():
-    config = landmark.config_from_hf(hf())
+    config = config_from_hf(hf())
     pattern = Landmark(block=64, top_k=5, train_length=512, token=263, loss="predict")
     assert config == tiny_config(pattern=pattern)
     assert config.pattern.chunk == 128
@@ -35,25 +35,24 @@ def test_a_released_config_is_a_llama_with_the_pattern():
 
 def test_absent_keys_are_those_of_the_released_class():
     absent = {k: v for k, v in hf().items() if k in ("model_type", "mem_id") or k not in RELEASED}
-    pattern = landmark.config_from_hf(absent).pattern
+    pattern = config_from_hf(absent).pattern
     assert (pattern.block, pattern.train_length, pattern.loss) == (51, 512, "predict")
-    assert landmark.config_from_hf(hf(include_landmark_in_loss=False)).pattern.loss == "skip"
-    assert landmark.config_from_hf(hf(train_context_length=320)).pattern.top_k == 3
+    assert config_from_hf(hf(include_landmark_in_loss=False)).pattern.loss == "skip"
+    assert config_from_hf(hf(train_context_length=320)).pattern.top_k == 3
 
 
 def test_other_model_types_are_read_as_before():
     config = tiny_config()
-    assert landmark.config_from_hf(config_to_hf(config)) == config
-    assert landmark.config_to_hf(config) == config_to_hf(config)
+    assert config_from_hf(config_to_hf(config)) == config
 
 
 def test_a_config_survives_the_way_out_and_back():
-    config = landmark.config_from_hf(hf(mem_freq=50, include_landmark_in_loss=False))
-    written = landmark.config_to_hf(config)
+    config = config_from_hf(hf(mem_freq=50, include_landmark_in_loss=False))
+    written = config_to_hf(config)
     assert {k: written[k] for k in RELEASED} == RELEASED | {
         "mem_freq": 50, "include_landmark_in_loss": False
     }  # fmt: skip
-    assert landmark.config_from_hf(json.loads(json.dumps(written))) == config
+    assert config_from_hf(json.loads(json.dumps(written))) == config
 
 
 @pytest.mark.parametrize(
@@ -68,14 +67,14 @@ def test_a_config_survives_the_way_out_and_back():
 )
 def test_keys_that_cannot_be_right_are_refused(changes, message):
     with pytest.raises(InputError, match=message):
-        landmark.config_from_hf(hf(**changes))
+        config_from_hf(hf(**changes))
 
 
 def test_what_no_released_checkpoint_is_cannot_be_written():
     with pytest.raises(InputError, match="pattern.token is not set"):
-        landmark.config_to_hf(tiny_config(pattern=Landmark()))
+        config_to_hf(tiny_config(pattern=Landmark()))
     with pytest.raises(InputError, match="qwen2"):
-        landmark.config_to_hf(tiny_config("qwen2", pattern=Landmark(token=1)))
+        config_to_hf(tiny_config("qwen2", pattern=Landmark(token=1)))
 
 
 def test_a_folder_with_stale_frequencies_gives_its_weights(tmp_path):
@@ -87,7 +86,7 @@ def test_a_folder_with_stale_frequencies_gives_its_weights(tmp_path):
         f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(3)
     }
     save_file(load_file(file) | stale, file, metadata={"format": "pt"})
-    read = landmark.config_from_hf(json.loads((folder / "config.json").read_text()))
+    read = config_from_hf(json.loads((folder / "config.json").read_text()))
     assert_same(read_params(SafetensorsFolder(folder), read), params)
     assert read.replace(pattern=config.pattern) == config
 

@@ -9,7 +9,7 @@ import pytest
 from convert_support import assert_same, edit_json, saved
 
 from lcjax.checkpoints import config_from_hf, load
-from lcjax.convert.__main__ import main
+from lcjax.convert import main
 from lcjax.errors import InputError
 from lcjax.rope import DynamicNTK, Linear, Yarn
 

@@ -14,7 +14,7 @@ from convert_support import saved
 from safetensors.numpy import load_file, save_file
 
 from lcjax.checkpoints import ByteTokenizer, load
-from lcjax.convert.__main__ import main
+from lcjax.convert import main
 from lcjax.errors import InputError
 from lcjax.rope import Default, Linear, Yarn
 

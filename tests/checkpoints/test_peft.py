@@ -6,8 +6,8 @@ import pytest
 from convert_support import adapters, saved
 from safetensors.numpy import load_file
 
-import lcjax.checkpoints.peft
-from lcjax.checkpoints.peft import base_name, save_peft
+import lcjax.checkpoints.adapters
+from lcjax.checkpoints.adapters import base_name, save_peft
 from lcjax.errors import InputError
 
 
@@ -17,7 +17,7 @@ def test_an_interrupted_save_leaves_the_old_adapters_and_no_half_ones(tmp_path, 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(lcjax.checkpoints.peft, "write_json", full)  # after the weights
+    monkeypatch.setattr(lcjax.checkpoints.adapters, "write_json", full)  # after the weights
     for target in ("a", "new"):
         with pytest.raises(InputError, match="No space left"):
             save_peft(tmp_path / target, *adapters(rank=3), base="org/model", overwrite=True)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lcjax.checkpoints import ByteTokenizer, load_config, save_hf
-from lcjax.checkpoints.atomic import FolderFormat, check_replaceable, finished_or_absent
+from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.hf_save import HF_FOLDER
-from lcjax.checkpoints.peft import save_peft
-from lcjax.convert.__main__ import main
+from lcjax.convert import main
 from lcjax.errors import InputError
+from lcjax.files import FolderFormat, atomic_folder, check_replaceable
 
 
 def write_model(folder):
@@ -155,7 +155,7 @@ def test_any_foreign_file_anywhere_survives_and_is_listed(outputs, entries):
         outside = snapshot(folder.parent / "outside")
         before, foreign = snapshot(folder), foreign_entries(folder)
         try:
-            with finished_or_absent(folder, HF_FOLDER, overwrite=True) as partial:
+            with atomic_folder(folder, HF_FOLDER, overwrite=True) as partial:
                 (partial / "config.json").write_text("{}")
         except InputError as error:
             listed = (
@@ -267,7 +267,7 @@ def test_a_file_that_comes_while_the_new_folder_is_written_survives(tmp_path, ou
     folder = shutil.copytree(outputs / "save_hf", tmp_path / "m")
     with (
         pytest.raises(InputError, match=r"does not write thesis\.txt into"),
-        finished_or_absent(folder, HF_FOLDER, overwrite=True),
+        atomic_folder(folder, HF_FOLDER, overwrite=True),
     ):
         add(folder, "thesis.txt")
         before = snapshot(folder)
@@ -276,7 +276,7 @@ def test_a_file_that_comes_while_the_new_folder_is_written_survives(tmp_path, ou
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_that_comes_meanwhile_survives(tmp_path, overwrite):
-    with pytest.raises(InputError), finished_or_absent(tmp_path / "m", HF_FOLDER, overwrite):
+    with pytest.raises(InputError), atomic_folder(tmp_path / "m", HF_FOLDER, overwrite):
         add(tmp_path / "m", "thesis.txt")
     assert snapshot(tmp_path) == {"m": False, "m/thesis.txt": b"mine"}
 

@@ -76,7 +76,11 @@ def test_a_truncated_file_is_noticed_before_any_tensor_is_read(tmp_path, keep):
         (b"{not json", b"", "header is damaged"),
         (b"[1, 2]", b"", "header is damaged"),
         ({"x": {"dtype": "F32", "shape": [2]}}, b"", "header is damaged"),
-        ({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234", "x 4 bytes, but"),
+        (
+            {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+            b"1234",
+            "x has 4 bytes, but",
+        ),
         ({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"123456", "2 bytes more"),
         (entry(shape=[2.0]), b"12345678", r"x has shape \[2\.0\]"),
         (entry(shape=[-1, -2]), b"12345678", r"x has shape \[-1, -2\]"),
@@ -147,5 +151,5 @@ def test_one_whole_file_wins_over_an_index_beside_it(tmp_path):
 
 def test_the_writer_insists_on_the_announced_order_and_shape(tmp_path):
     infos = {"x": TensorInfo((2,), "float32")}
-    with pytest.raises(ValueError, match="was due"):
+    with pytest.raises(ValueError, match="is not x"):
         write_file(tmp_path / "f", infos, [("x", np.zeros(3, np.float32))])

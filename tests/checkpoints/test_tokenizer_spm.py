@@ -9,8 +9,8 @@ import sentencepiece
 from convert_support import TEXTS
 
 from lcjax.checkpoints import TextStream, load_tokenizer
-from lcjax.checkpoints.tokenizer import Specials
-from lcjax.checkpoints.tokenizer_spm import SentencePieceTokenizer, model_from_pieces
+from lcjax.checkpoints.tokenizer import SentencePieceTokenizer, Specials
+from lcjax.checkpoints.tokenizer_files import model_from_pieces
 from lcjax.errors import InputError
 
 

@@ -9,8 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import lcjax.checkpoints.tokenizer as protocol
 from lcjax.checkpoints import ByteTokenizer, TextStream, load_tokenizer
-from lcjax.checkpoints.chat import render
-from lcjax.checkpoints.tokenizer import JsonTokenizer, Specials
+from lcjax.checkpoints.tokenizer import JsonTokenizer, Specials, render_template
 from lcjax.errors import InputError
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
@@ -195,8 +194,11 @@ def test_templates_are_rendered_as_transformers_does():
     text = tokenizer().render_chat([{"role": "user", "content": "hi"}])
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     source = "{{ bos_token }}{% for m in messages %}\n  {{ m | tojson }}\n{% endfor %}"
-    assert render(source, [{"content": "<é>"}], bos_token="<s>") == '<s>  {"content": "<é>"}\n'
-    assert render("{{ strftime_now('%Y') | length }}", []) == "4"
+    assert (
+        render_template(source, [{"content": "<é>"}], bos_token="<s>")
+        == '<s>  {"content": "<é>"}\n'
+    )
+    assert render_template("{{ strftime_now('%Y') | length }}", []) == "4"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_templates_are_rendered_as_transformers_does():
 )
 def test_a_template_that_fails_or_reaches_out_is_an_input_error(template, words):
     with pytest.raises(InputError, match=words):
-        render(template, [{"role": "user", "content": "x"}])
+        render_template(template, [{"role": "user", "content": "x"}])
 
 
 def test_byte_chat_is_plain_text():

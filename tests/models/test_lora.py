@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lcjax.checkpoints import hf_names
-from lcjax.checkpoints.peft import save_peft
+from lcjax.checkpoints.adapters import save_peft
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.models import lora as lora_lib

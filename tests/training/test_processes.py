@@ -11,7 +11,7 @@ from process_support import SCRIPT, Job
 from training_support import STEPS, quick_compilation, tiny, write_corpus
 
 from lcjax.checkpoints import load
-from lcjax.checkpoints.adapter_folder import read_adapters
+from lcjax.checkpoints.adapters import read_adapters
 from lcjax.checkpoints.run_folder import load_run
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.config.read import near
-from lcjax.errors import InputError
+from lcjax.errors import InputError, near
 from lcjax.evaluation.task import Record
 
 HINT = 'pip install "lcjax[eval]", or pip install "lm-eval>=0.4.13,<0.5"'

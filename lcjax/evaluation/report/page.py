@@ -11,12 +11,12 @@ from typing import Any
 import jinja2
 import yaml
 
-from lcjax.config.files import write_whole
 from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.report import differences
 from lcjax.evaluation.report.plots import COLOURS, GREY
 from lcjax.evaluation.report.tables import aggregated, ranked
 from lcjax.evaluation.task import Record, Task
+from lcjax.files import write_whole
 
 MAX_EXAMPLES = 12  # of one cell
 _MAX_CHARS = 600  # of an answer

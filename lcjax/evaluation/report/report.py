@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from lcjax.config.files import write_whole
 from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
 from lcjax.evaluation.report import differences, page, plots
 from lcjax.evaluation.report.tables import aggregated, grid, latex, markdown, ranked, to_csv
 from lcjax.evaluation.task import Metric, Record, Task
+from lcjax.files import write_whole
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 NOTES = "tables/training.md"

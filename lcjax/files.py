@@ -1,7 +1,7 @@
-"""Output folders: complete or absent, and replaced only where this library wrote every file.
+"""Writes files and folders that are complete or absent, whenever the process is killed.
 
-A killed process never leaves half a model. `FolderFormat` is what one kind of writer puts into its
-folder; a folder with any other file is never replaced.
+Both are written under another name and renamed at the end. A folder is replaced only where this
+library wrote every file in it: `FolderFormat` says what one kind of writer puts into its folder.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import yaml
 
@@ -21,6 +22,53 @@ from lcjax.errors import InputError
 
 _MAX_LISTED = 5  # unknown files that an error names
 _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike, mode: str = "w", *, sync: bool = False) -> Iterator[IO]:
+    """A file `<path>.tmp` to write to, which becomes `path` when the block ends without an error.
+
+    Args:
+      path: is replaced if it exists; its folder is created.
+      mode: "w" (UTF-8) or "wb".
+      sync: whether the content reaches the disk before the name does, so that a machine that stops
+        leaves no empty file either.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    with open(draft, mode, encoding=None if "b" in mode else "utf-8") as file:
+        yield file
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def write_whole(path: str | os.PathLike, text: str) -> None:
+    """Writes a text file, which others may be reading, whole or not at all."""
+    with atomic_file(path) as file:
+        file.write(text)
+
+
+def read_json(path: Path, default: Any = None) -> Any:
+    """Returns the dictionary in a JSON file; `default` if the file is absent."""
+    if not path.is_file() and default is not None:
+        return default
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file; is this a Hugging Face model folder?") from error
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON, or truncated ({error})") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: must hold a JSON object, not a {type(values).__name__}")
+    return values
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes a JSON file as transformers does."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,20 +116,23 @@ class FolderFormat:
 
     def _is_known(self, path: tuple[str, ...], is_file: bool) -> bool:
         """Whether a file is of this format; links, sockets and so on only below a `**`."""
-        patterns = self.files if is_file else [p for p in self.files if p.endswith("/**")]
-        return any(_matches(path, tuple(pattern.split("/"))) for pattern in patterns)
+        patterns = [pattern for pattern in self._patterns if is_file or pattern[-1] == "**"]
+        return any(_matches(path, pattern) for pattern in patterns)
 
     def _is_parent(self, path: tuple[str, ...]) -> bool:
         """Whether a folder may hold files of this format."""
-        patterns = [tuple(pattern.split("/")) for pattern in self.files]
         return any(
             _matches(path, pattern[: len(path)])
-            for pattern in patterns
+            for pattern in self._patterns
             if len(path) < len(pattern) or pattern[-1] == "**"
         )
 
+    @property
+    def _patterns(self) -> list[tuple[str, ...]]:
+        return [tuple(pattern.split("/")) for pattern in self.files]
+
     def has_config(self, folder: Path) -> bool:
-        """Whether the config is there and as this library writes it."""
+        """Whether the config exists as this library writes it."""
         file = folder / self.config
         if file.is_symlink() or not file.is_file():
             return False
@@ -164,11 +215,11 @@ def check_destination(
 
 
 @contextlib.contextmanager
-def finished_or_absent(folder: Path, contents: FolderFormat, overwrite: bool) -> Iterator[Path]:
-    """A hidden folder that becomes `folder` when the block ends without an error.
+def atomic_folder(folder: Path, contents: FolderFormat, overwrite: bool) -> Iterator[Path]:
+    """A hidden folder to write into, which becomes `folder` when the block ends without an error.
 
-    What stands at `folder` is checked as `check_destination` does when the new folder is complete:
-    files that came while it was written survive as well.
+    `check_destination` is applied again when the new folder is complete, so that files that were
+    added to `folder` meanwhile survive as well.
     """
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -189,18 +240,18 @@ def finished_or_absent(folder: Path, contents: FolderFormat, overwrite: bool) ->
 
 
 def _sweep(folder: Path, contents: FolderFormat) -> None:
-    """Removes what killed processes left, and nothing that a running one still writes."""
+    """Removes the hidden folders of killed processes, not those of running ones."""
     kinds = ["partial"]
     if folder.exists():  # else what was set aside may be the only copy
         kinds.append("old")
     for kind in kinds:
-        for left in folder.parent.glob(f"{glob.escape(f'.{folder.name}')}.{kind}-*"):
-            pid = left.name.rpartition("-")[2]
+        for leftover in folder.parent.glob(f"{glob.escape(f'.{folder.name}')}.{kind}-*"):
+            pid = leftover.name.rpartition("-")[2]
             if not pid.isdigit() or _is_another_running(int(pid)):
                 continue
-            # Half removed, an old output may lack its config: its other files are enough.
-            if kind == "partial" or not contents.unknown(left):
-                shutil.rmtree(left, ignore_errors=True)
+            # An old output that is half removed may lack its config: its other files are enough.
+            if kind == "partial" or not contents.unknown(leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_another_running(pid: int) -> bool:

@@ -7,11 +7,11 @@ from typing import NoReturn
 
 from tqdm.auto import tqdm
 
-from lcjax.checkpoints.atomic import check_destination
 from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
 from lcjax.checkpoints.load import load
 from lcjax.checkpoints.weights import DTYPES
 from lcjax.errors import InputError
+from lcjax.files import check_destination
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _check_destination(args: argparse.Namespace) -> None:
-    """Before the long part: a destination that cannot be written, or that holds the source."""
+    """Refuses a destination that cannot be written or that holds the source, before loading."""
     dst = args.dst
     nearest = next(parent for parent in (dst, *dst.absolute().parents) if parent.exists())
     if not nearest.is_dir():
@@ -101,7 +101,7 @@ def _overlap(source: Path, dst: Path) -> bool:
 
 
 def _bar(what: str) -> tqdm:
-    # With a delay there is no bar before the first bytes: what is refused is then one line.
+    # With a delay there is no bar before the first bytes, so that errors are one line.
     return tqdm(desc=what, unit="B", unit_scale=True, mininterval=0.5, delay=0.01)
 
 

