@@ -257,7 +257,7 @@ def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
 
     Its files would become documents, so the data would have changed when the run is resumed.
     """
-    for source in config.resolved_sources():
+    for source in config.sources or [config]:
         path = getattr(source, "path", "")  # a task of seqio has none
         data = Path(path).expanduser()
         if path and data.is_dir() and folder.resolve().is_relative_to(data.resolve()):

@@ -8,13 +8,14 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import draccus
 from tqdm import tqdm
 
 from lcjax.checkpoints.build import ModelSection, check_source
-from lcjax.data import documents
+from lcjax.data import check_outside_data, documents
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
@@ -35,6 +36,7 @@ from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.scorer import Scorer
 from lcjax.parallel import distributed
+from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, padding_rows, rows_over
 
 Loader = Callable[[ModelSection], Any]
@@ -70,30 +72,33 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
     settings = draccus.encode(config)
     if trainings:
         settings["trainings"] = study.settings(trainings)
-    store = Store(config, settings)
-    study.check_paths(config, trainings)
-    if not study.run(config, trainings):
-        return None
-    if load is None:
-        store.check_weights(weights(trained))
-    try:
-        runner = _Runner(trained, limits, store, load_model)
-        records = runner.records()
-    except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(
-            f"finished records are in {store.folder}; the same command continues from there"
-        ) from stop
-    if not distributed.first():
-        return None
-    order = [method.name for method in config.methods]
-    notes = study.table(trainings) if trainings else ""
-    environment = {**report.current_environment(), "models": runner.models}
-    result = report.write(
-        store.folder, settings, records, order=order, notes=notes, environment=environment
-    )
-    print(f"\n{result.text}\nWritten:")
-    print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
-    return result
+    folder = Path(config.run.folder)
+    check_outside_data("run.folder", folder, config.data)
+    with RunLock(folder):
+        store = Store(config, settings)
+        study.check_paths(config, trainings)
+        if not study.run(config, trainings):
+            return None
+        if load is None:
+            store.check_weights(weights(trained))
+        try:
+            runner = _Runner(trained, limits, store, load_model)
+            records = runner.records()
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(
+                f"finished records are in {store.folder}; the same command continues from there"
+            ) from stop
+        if not distributed.first():
+            return None
+        order = [method.name for method in config.methods]
+        notes = study.table(trainings) if trainings else ""
+        environment = {**report.current_environment(), "models": runner.models}
+        result = report.write(
+            store.folder, settings, records, order=order, notes=notes, environment=environment
+        )
+        print(f"\n{result.text}\nWritten:")
+        print("\n".join(f"  {path}" for path in [*map(store.path, _labels(config)), *result.files]))
+        return result
 
 
 def check(config: EvalConfig) -> Limits:

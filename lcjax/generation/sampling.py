@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError, random_seed, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,7 @@ class Sampling:
                 f" max_new_tokens={self.max_new_tokens}"
             )
         for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
-            whole_number("seed", seed, 0)
-            if seed >= 2**32:
-                raise InputError(f"seed={seed} must lie between 0 and 2**32 - 1")
+            random_seed("seed", seed)
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.floating):

@@ -74,22 +74,15 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """
     mesh = make_mesh(config.mesh)
     folder = _check(config, mesh)
+    path = config.data.path
     with RunLock(folder):
-        return _run(config, folder, mesh)
-
-
-def _run(config: TrainConfig, folder: Path, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    announce(f"loading {config.model.path or config.model.preset}")
-    assembly = assemble(config, mesh)
-    announce(
-        f"opening the text of data.path={config.data.path}"
-        if config.data.path
-        else "opening the text of data.sources"
-    )
-    loader = batches.open_loader(config, assembly.config, assembly.tokenizer, "train", mesh)
-    folder_lib.begin(config, folder)
-    with Checkpoints(folder, keep=config.train.keep) as checkpoints:
-        return Training(config, folder, mesh, assembly, loader, checkpoints).run()
+        announce(f"loading {config.model.path or config.model.preset}")
+        assembly = assemble(config, mesh)
+        announce(f"opening the text of data.{f'path={path}' if path else 'sources'}")
+        loader = batches.open_loader(config, assembly.config, assembly.tokenizer, "train", mesh)
+        folder_lib.begin(config, folder)
+        with Checkpoints(folder, keep=config.train.keep) as checkpoints:
+            return Training(config, folder, mesh, assembly, loader, checkpoints).run()
 
 
 def _check(config: TrainConfig, mesh: jax.sharding.Mesh) -> Path:

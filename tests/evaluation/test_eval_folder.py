@@ -10,6 +10,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.evaluation import Method, RunSection, run
 from lcjax.generation.language_model import LanguageModel
+from lcjax.parallel.run_lock import RunLock
 from lcjax.rope import Linear
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -75,6 +76,13 @@ def test_the_folder_of_a_training_run_is_not_written_into(config):
     with pytest.raises(InputError, match=r"holds a training run; name another, as .*eval"):
         run(config, load=fake())
     assert [path.name for path in folder.iterdir()] == ["model.yaml"]
+
+
+def test_two_runs_at_once_are_refused(config):
+    with RunLock(config.run.folder), pytest.raises(InputError, match="is in use by process"):
+        run(config, load=fake())
+    assert not Path(config.run.folder).exists()
+    run(config, load=fake())
 
 
 def test_changed_text_is_refused_when_a_run_continues(config):

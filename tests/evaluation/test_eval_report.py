@@ -1,5 +1,6 @@
 """Tables of fixed cells, letter by letter, and figures that show something."""
 
+import contextlib
 import struct
 import types
 import zlib
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from lcjax import files
 from lcjax.evaluation import Passkey, Perplexity, report
 from lcjax.evaluation.report import page, plots
 from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
@@ -262,15 +264,19 @@ def test_figures_of_all_sizes_are_drawn_to_one_scale(tmp_path):
 
 @pytest.mark.parametrize("name", ["summary.json", "tables/training.md"])
 def test_a_report_that_is_stopped_leaves_no_file_half_written(tmp_path, monkeypatch, name):
-    def stop(path, text, **_):
-        path.write_bytes(text[:3].encode())
-        if path.name.startswith(Path(name).name):
-            raise KeyboardInterrupt
-        return len(text)
+    atomic_file = files.atomic_file
+
+    @contextlib.contextmanager
+    def stop(path, *args, **options):
+        with atomic_file(path, *args, **options) as file:
+            if path.name == Path(name).name:
+                file.write("{")
+                raise KeyboardInterrupt
+            yield file
 
     (tmp_path / "tables").mkdir()
     (tmp_path / name).write_text("of before")
-    monkeypatch.setattr(Path, "write_text", stop)
+    monkeypatch.setattr(files, "atomic_file", stop)
     with pytest.raises(KeyboardInterrupt):
         report.write(tmp_path, {}, {}, order=(), notes="trainings")
     assert (tmp_path / name).read_text() == "of before"

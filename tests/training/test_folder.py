@@ -8,6 +8,7 @@ from training_support import tiny
 
 from lcjax.errors import InputError
 from lcjax.models.lora import LoRA
+from lcjax.parallel.run_lock import RunLock
 from lcjax.training import folder as folder_lib
 from lcjax.training import loop, run
 
@@ -107,6 +108,13 @@ def test_a_model_of_other_origin_is_not_removed(folder, corpus):
     ):
         folder_lib.check(config)
     assert snapshot(folder) == before
+
+
+def test_two_runs_at_once_are_refused(tmp_path, corpus):
+    config = short(tmp_path / "run", corpus)
+    with RunLock(tmp_path / "run"), pytest.raises(InputError, match="is in use by process"):
+        run(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_failed_at_its_start_may_be_replaced(tmp_path, corpus):
