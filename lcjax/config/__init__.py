@@ -120,43 +120,57 @@ def _encode_tuple(values: tuple, declared: typing.Any = None) -> list:
 
 
 def main(cls: type[T], run: Callable[[T], object], argv: Sequence[str] | None = None) -> int:
-    """Parses the arguments and runs a script; returns its exit code.
+    """Parses the arguments and runs a script; returns its exit code (`ErrorReport`)."""
+    with ErrorReport() as report:
+        report.config = parse(cls, argv)
+        run(report.config)
+    return report.code
+
+
+class ErrorReport:
+    """Prints errors of a script and sets its exit code; a context manager.
 
     An InputError is printed as one line (exit code 2). So is an OSError in the middle of a run
-    (exit code 1), whose traceback goes to the run folder.
+    (exit code 1), whose traceback goes to the run folder. Other errors are raised.
+
+    Attributes:
+      config: the config of the script, once it is parsed.
+      code: the exit code after the block.
     """
-    try:
-        config = parse(cls, argv)
-    except (InputError, OSError) as error:
-        return _failed(error, 2)
-    try:
-        run(config)
-    except InputError as error:
-        return _failed(error, 2)
-    except OSError as error:
-        return _failed(error, 1, _keep_traceback(config))
-    except KeyboardInterrupt as stop:
-        # The message of the training loop says what is saved, and how to continue.
-        print("interrupted:", " ".join(str(stop).split()) or "nothing to save", file=sys.stderr)
-        return 130
-    return 0
 
+    def __init__(self):
+        self.config: typing.Any = None
+        self.code = 0
 
-def _failed(error: Exception, code: int, where: str = "") -> int:
-    print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
-    return code
+    def __enter__(self) -> "ErrorReport":
+        return self
 
+    def __exit__(self, kind, error: BaseException | None, _) -> bool:
+        if isinstance(error, KeyboardInterrupt) and self.config is not None:
+            # The message of the training loop says what is saved, and how to continue.
+            text = " ".join(str(error).split()) or "nothing to save"
+            self.code = 130
+            print("interrupted:", text, file=sys.stderr)
+        elif isinstance(error, InputError) or (isinstance(error, OSError) and self.config is None):
+            self.code = 2
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        elif isinstance(error, OSError):
+            self.code = 1
+            location = self._keep_traceback(error)
+            print(f"error: {' '.join(str(error).split())}{location}", file=sys.stderr)
+        return self.code != 0
 
-def _keep_traceback(config: object) -> str:
-    """Writes the traceback of the current error to `<run>/error.txt`; returns a note of it.
+    def _keep_traceback(self, error: OSError) -> str:
+        """Writes the traceback to `<run>/error.txt`, or to the terminal; returns a note of it.
 
-    It goes to the terminal if there is no run folder (yet), or if it cannot be written there.
-    """
-    folder = getattr(getattr(config, "run", None), "folder", None)
-    if folder is not None and Path(folder).is_dir():
-        file = Path(folder, ERROR)
-        with contextlib.suppress(OSError):
-            file.write_text(traceback.format_exc(), encoding="utf-8")
-            return f" (where it happened: {file})"
-    traceback.print_exc(file=sys.stderr)
-    return ""
+        It goes to the terminal if there is no run folder (yet), or if it cannot be written there.
+        """
+        text = "".join(traceback.format_exception(error))
+        folder = getattr(getattr(self.config, "run", None), "folder", None)
+        if folder is not None and Path(folder).is_dir():
+            file = Path(folder, ERROR)
+            with contextlib.suppress(OSError):
+                file.write_text(text, encoding="utf-8")
+                return f" (where it happened: {file})"
+        sys.stderr.write(text)
+        return ""

@@ -64,16 +64,19 @@ def main(
 ) -> int:
     """`lcjax.config.main` for a script that may be one of many processes; ends them cleanly.
 
-    `cls` has a field `distributed`; for `agreed_stop` see `start`.
+    Args:
+      cls: the config, with a field `distributed`.
+      run: the script's body, which takes the config.
+      argv: words of the command line; None: those of the process.
+      agreed_stop: see `start`.
     """
-
-    def together(config: Any) -> None:
-        start(config.distributed, agreed_stop=agreed_stop)
-        _check_same_config(config)
-        run(config)
-
+    report = config_lib.ErrorReport()
     try:
-        code = config_lib.main(cls, together, argv)
+        with report:
+            config = report.config = config_lib.parse(cls, argv)
+            start(config.distributed, agreed_stop=agreed_stop)
+            _check_same_config(config)
+            run(config)
     except Exception:
         if not jax.distributed.is_initialized():
             raise
@@ -84,9 +87,9 @@ def main(
             " saved",
             file=sys.stderr,
         )
-        code = 1
-    _leave(code)
-    return code
+        report.code = 1
+    _leave(report.code)
+    return report.code
 
 
 def start(section: Distributed, *, agreed_stop: bool = False) -> None:
