@@ -17,7 +17,7 @@ from lcjax.data.config import (
     TextSource,
     TokenSource,
 )
-from lcjax.data.corpus import check_outside_data, check_sources, documents
+from lcjax.data.corpus import check_outside_data, check_sources, documents, scan
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.upsample import Share, Upsample
 
@@ -40,4 +40,5 @@ __all__ = [
     "check_sources",
     "documents",
     "make_loader",
+    "scan",
 ]

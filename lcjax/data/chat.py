@@ -32,14 +32,14 @@ class ChatFiles(RecordFiles):
 
     source: ChatSource
 
-    def __init__(self, source: ChatSource, on_bad_text: str = "error"):
-        super().__init__(source, (), on_bad_text)
+    def __init__(self, source: ChatSource, on_bad_text: str = "error", on_bad_record="error"):
+        super().__init__(source, (), on_bad_text, on_bad_record)
         names = [source.messages_field]
         if source.prompt:
             names = _field_names(source.prompt) + _field_names(source.answer)
         self._fields = {f"field {i}": name for i, name in enumerate(dict.fromkeys(names))}
 
-    def document(self, reader: Reader, index: int) -> Document:
+    def _document(self, reader: Reader, index: int) -> Document:
         record, location, name = reader.record(index), reader.location(index), reader.name(index)
         source = self.source
         if isinstance(record, str):

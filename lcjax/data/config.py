@@ -13,6 +13,7 @@ from lcjax.errors import InputError, one_of, random_seed, whole_number
 
 OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
+ON_BAD_RECORD = ("error", "skip")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
 INDEX, PLAN = "index.json", "plan.json"  # in a complete and an incomplete token folder
 TEACHER_INDEX, TEACHER_PLAN = "teacher.json", "teacher_plan.json"  # the same for teacher rows
@@ -217,9 +218,11 @@ class TextConfig:
     sources: list[Source] = field(default_factory=list)  # rows are mixed by weight
     holdout: float = 0.0  # fraction of the documents for validation, by hash of the name
     on_bad_text: str = "error"  # invalid UTF-8: error, skip the document, or replace the bytes
+    on_bad_record: str = "error"  # a record without the text, or damaged: error, or skip it
 
     def __post_init__(self):
         one_of("data.on_bad_text", self.on_bad_text, ON_BAD_TEXT)
+        one_of("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
         if not 0 <= self.holdout < 1:
             raise InputError(
                 f"data.holdout={self.holdout} must be a fraction in [0, 1), such as 0.01"
@@ -275,6 +278,7 @@ class DataConfig(TextConfig):
     repeat: int | None = None  # epochs; null: endless; a mixture ends when one source ends
     threads: int = 2  # threads that read and tokenise
     prefetch: int = 2  # batches computed ahead
+    scan: bool = False  # reads all documents before a training, to find bad records at once
 
     def __post_init__(self):
         super().__post_init__()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import grain
 import numpy as np
+from tqdm import tqdm
 
 from lcjax.data.chat import ChatFiles
 from lcjax.data.config import (
@@ -226,7 +227,12 @@ class _StreamIterator(grain.DatasetIterator):
 Documents = Corpus | Stream | SeqioCorpus
 
 
-def source_files(source: Source, on_bad_text: str = "error", tokenizer: Any = None) -> SourceFiles:
+def source_files(
+    source: Source,
+    on_bad_text: str = "error",
+    tokenizer: Any = None,
+    on_bad_record: str = "error",
+) -> SourceFiles:
     """Finds the files of a source without opening them; checks token ids against `tokenizer`."""
     match source:
         case TokenSource():
@@ -234,9 +240,9 @@ def source_files(source: Source, on_bad_text: str = "error", tokenizer: Any = No
         case TeacherSource():
             files = TeacherFiles(source, tokenizer)
         case ChatSource():
-            files = ChatFiles(source, on_bad_text)
+            files = ChatFiles(source, on_bad_text, on_bad_record)
         case _:
-            files = TextFiles(source, on_bad_text)
+            files = TextFiles(source, on_bad_text, on_bad_record)
     if files.paths.size == 0:
         raise _no_documents(source)
     return files
@@ -273,14 +279,20 @@ def _check_rows(files: SourceFiles, config: TextConfig) -> None:
         files.check_rows(config)
 
 
-def open_corpus(source: Source, *, on_bad_text: str = "error", tokenizer: Any = None) -> Documents:
+def open_corpus(
+    source: Source,
+    *,
+    on_bad_text: str = "error",
+    on_bad_record: str = "error",
+    tokenizer: Any = None,
+) -> Documents:
     """Opens a source, and indexes those of its files that hold many documents."""
     if isinstance(source, SeqioSource):
         corpus = SeqioCorpus(source, on_bad_text=on_bad_text)
         if tokenizer is not None:
             corpus.check_vocabulary(tokenizer)
         return corpus
-    files = source_files(source, on_bad_text, tokenizer)
+    files = source_files(source, on_bad_text, tokenizer, on_bad_record)
     if source.stream or source.upsample:
         return Stream(files)
     corpus = Corpus(files)
@@ -300,7 +312,12 @@ def open_split(config: TextConfig, split: str = "train", tokenizer: Any = None) 
     if split == "validation" and config.holdout == 0.0:
         raise InputError("data.holdout=0.0 leaves nothing for validation: set it to, say, 0.01")
     sources = [
-        open_corpus(source, on_bad_text=config.on_bad_text, tokenizer=tokenizer)
+        open_corpus(
+            source,
+            on_bad_text=config.on_bad_text,
+            on_bad_record=config.on_bad_record,
+            tokenizer=tokenizer,
+        )
         for source in config.resolved_sources()
     ]
     for corpus in sources:
@@ -316,6 +333,26 @@ def open_split(config: TextConfig, split: str = "train", tokenizer: Any = None) 
             " text into more documents"
         )
     return corpora
+
+
+def scan(config: TextConfig) -> int:
+    """Reads every document of all sources, so that a bad record is found before a training.
+
+    Returns:
+      The number of documents.
+
+    Raises:
+      InputError: a record cannot be read, and `on_bad_record` is error.
+    """
+    count = 0
+    for source in config.resolved_sources():
+        corpus = open_corpus(
+            source, on_bad_text=config.on_bad_text, on_bad_record=config.on_bad_record
+        )
+        label = f"checking {source.name}"
+        for _ in tqdm(corpus, desc=label, total=corpus.count, unit="document", delay=2):
+            count += 1
+    return count
 
 
 def documents(data: TextConfig | str, split: str = "train") -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ Names of records are the same on every machine. Locations are for error messages
 import abc
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from lcjax.data.config import Source, TextSource
 from lcjax.data.files import FileCache, FileList, content, find_files, gzip_chunks, kind
 from lcjax.errors import InputError
 
+_MAX_NAMED = 5  # bad records that are named one by one
 _PROGRESS_BYTES = 1 << 28  # indexing a file of at least this size shows a progress bar
 
 
@@ -440,9 +442,16 @@ def _one_line(error: Exception) -> str:
 class RecordFiles(abc.ABC):
     """The files of a source of records."""
 
-    def __init__(self, source: Source, settings: Iterable[str], on_bad_text: str = "error"):
+    def __init__(
+        self,
+        source: Source,
+        settings: Iterable[str],
+        on_bad_text: str = "error",
+        on_bad_record: str = "error",
+    ):
         """`settings` are the fields of `source` that name fields of a record."""
         self.source, self._on_bad_text = source, on_bad_text
+        self._skips_bad_records, self._num_skipped = on_bad_record == "skip", 0
         self._fields: dict[str, str] = {
             setting: name for setting in settings if (name := getattr(source, setting))
         }
@@ -462,9 +471,26 @@ class RecordFiles(abc.ABC):
             case _:
                 return TextReader(name, path, on_bad_text, cache)
 
-    @abc.abstractmethod
     def document(self, reader: Reader, index: int) -> Document:
-        """Returns the document in a record."""
+        """Returns the document in a record; one without text for a bad record to be skipped."""
+        try:
+            return self._document(reader, index)
+        except InputError as error:
+            if not self._skips_bad_records:
+                raise
+            self._warn_of_skipped(error)
+            return Document(reader.name(index), "", ".", 0)
+
+    @abc.abstractmethod
+    def _document(self, reader: Reader, index: int) -> Document:
+        """Returns the document in a record, or raises an InputError."""
+
+    def _warn_of_skipped(self, error: InputError) -> None:
+        """Names the first bad records, then only those whose number is a power of 10."""
+        self._num_skipped += 1
+        count = self._num_skipped
+        if count <= _MAX_NAMED or str(count).strip("0") == "1":
+            print(f"skipped bad record {count:,} of {self.source.name}: {error}", file=sys.stderr)
 
 
 class TextFiles(RecordFiles):
@@ -472,10 +498,10 @@ class TextFiles(RecordFiles):
 
     source: TextSource
 
-    def __init__(self, source: TextSource, on_bad_text: str = "error"):
-        super().__init__(source, ("text_field", "label_field"), on_bad_text)
+    def __init__(self, source: TextSource, on_bad_text: str = "error", on_bad_record="error"):
+        super().__init__(source, ("text_field", "label_field"), on_bad_text, on_bad_record)
 
-    def document(self, reader: Reader, index: int) -> Document:
+    def _document(self, reader: Reader, index: int) -> Document:
         record, location, name = reader.record(index), reader.location(index), reader.name(index)
         text = _text(record, self.source.text_field, location)
         return Document(name, text, self._label(record, location, name), len(text))

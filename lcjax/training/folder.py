@@ -58,6 +58,7 @@ _VISIBLE = 60  # seconds until network storage shows a new file to all machines
 # Keys that do not change what a run computes (up to rounding), so a resumed run may change them.
 # The loader itself checks that the text in data.path is the same.
 _FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "data.prefetch")
+_FREE += ("data.scan",)
 _FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
 _FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
 _FREE += ("train.export", "train.profile", "train.offload")

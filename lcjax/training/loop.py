@@ -20,10 +20,11 @@ from lcjax import cost
 from lcjax.checkpoints.build import check_source
 from lcjax.checkpoints.orbax_io import Checkpoints
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, check_frozen
-from lcjax.data import Loader, check_outside_data, check_sources
+from lcjax.data import Loader, check_outside_data, check_sources, scan
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.models.lora import is_adapter
+from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
 from lcjax.rope.positions import PlainPositions
@@ -96,6 +97,8 @@ def _check(config: TrainConfig, mesh: jax.sharding.Mesh) -> Path:
     check_source(config.model)
     check_sources(config.data)
     check_outside_data("run.folder", folder, config.data)
+    if config.data.scan:
+        distributed.from_first(lambda: scan(config.data))
     batches.check_text(config)
     if jax.process_index() == 0:
         check_packages(config.track)

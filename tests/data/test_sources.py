@@ -10,7 +10,7 @@ import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
 from lcjax import config as configs
-from lcjax.data import DataConfig, TextSource, documents, make_loader
+from lcjax.data import DataConfig, TextSource, documents, make_loader, scan
 from lcjax.data.readers import line_starts
 from lcjax.errors import InputError
 
@@ -263,6 +263,34 @@ def test_a_holdout_that_leaves_nothing_is_refused(tmp_path):
             make_loader(DataConfig(path=path, length=8, holdout=0.5), Bytes(), 1, split=split)
     with pytest.raises(InputError, match=r"data.holdout=0.0 leaves nothing for validation"):
         make_loader(DataConfig(path=path, length=8), Bytes(), 1, split="validation")
+
+
+@pytest.fixture
+def with_bad_records(tmp_path):
+    records = [{"text": "one"}, {"text": 2}, {"other": "x"}, ["text"], {"text": None}, "plain"]
+    lines = [json.dumps(record) for record in records]
+    lines[1:1] = ['{"text": "cut']
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": "last"}']))
+    return str(tmp_path)
+
+
+def test_a_bad_record_is_an_error_of_one_line_before_the_training(with_bad_records):
+    with pytest.raises(InputError, match=r"a.jsonl:2 .*"):
+        scan(DataConfig(path=with_bad_records))
+    with pytest.raises(InputError, match=r"data.on_bad_record='x' is none of error, skip"):
+        DataConfig(path=with_bad_records, on_bad_record="x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_records_are_skipped_and_named(with_bad_records, stream, capsys):
+    source = TextSource(with_bad_records, stream=stream)
+    config = DataConfig(sources=[source], on_bad_record="skip")
+    texts = [text for _, text in documents(config)]
+    assert texts == ["one", "last"]
+    named = capsys.readouterr().err
+    assert [f"skipped bad record {n} of" in named for n in (1, 5, 6)] == [True, True, False]
+    assert all(f"a.jsonl:{line}" in named for line in (2, 3, 4, 5, 7)) and "a.jsonl:6" not in named
+    assert scan(config) == 8
 
 
 @pytest.mark.parametrize(
