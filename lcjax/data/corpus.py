@@ -22,6 +22,7 @@ from lcjax.data.config import (
     Source,
     TeacherSource,
     TextConfig,
+    TextSource,
     TokenSource,
 )
 from lcjax.data.files import FileCache
@@ -263,12 +264,13 @@ def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
 
     Its files would become documents, so the data would have changed when the run is resumed.
     """
-    for source in config.sources or [config]:
-        path = getattr(source, "path", "")  # a task of seqio has none
-        data = Path(path).expanduser()
-        if path and data.is_dir() and folder.resolve().is_relative_to(data.resolve()):
+    for source in config.resolved_sources() if config.sources or config.path else ():
+        if not isinstance(source, TextSource | ChatSource):
+            continue  # others read the files in their index alone
+        data = Path(source.path).expanduser()
+        if data.is_dir() and folder.resolve().is_relative_to(data.resolve()):
             raise InputError(
-                f"{key}={folder} lies in the data folder {path}, so its files would become"
+                f"{key}={folder} lies in the data folder {source.path}, so its files would become"
                 " documents; name a folder outside of it"
             )
 

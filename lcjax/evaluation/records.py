@@ -20,7 +20,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.task import Record
 from lcjax.files import FolderFormat, check_replaceable, write_whole
 from lcjax.parallel import distributed
-from lcjax.parallel.run_lock import LOCK
+from lcjax.parallel.run_lock import GUARD, LOCK
 from lcjax.tree import flatten
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _FOLDERS = ("records", "tables", "figures", "export")
 RUN_FOLDER = FolderFormat(
     name="the folder of an evaluation",
     files=(
-        *(*_FILES, LOCK, "records/*.jsonl", "tables/*.md", "tables/*.csv", "tables/*.tex"),
+        *(*_FILES, LOCK, GUARD, "records/*.jsonl", "tables/*.md", "tables/*.csv", "tables/*.tex"),
         *("figures/*.png", "figures/*.svg"),
         # Official scorers write their results next to the answers.
         *("export/lm_eval/**", "export/longbench/**", "export/ruler/**"),

@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import draccus
 import jax
 import jax.numpy as jnp
+from draccus.utils import DraccusException
 from jax.sharding import Mesh
 
+from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.models.memory import Memory
 from lcjax.parallel.sharding import param_shardings
@@ -47,7 +49,14 @@ class MemorySection(draccus.ChoiceRegistry, abc.ABC):
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> "MemorySection":
         """The inverse of `to_dict`; fields without a type are of CEPE, as older runs wrote them."""
-        return draccus.decode(MemorySection, {"type": "cepe"} | fields)
+        try:
+            return draccus.decode(MemorySection, {"type": "cepe"} | fields)
+        except DraccusException as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"the settings {fields} of a memory cannot be read ({reason}); import the module"
+                " that registers its types first"
+            ) from None
 
 
 def add_to_readers(

@@ -153,10 +153,13 @@ def _check_port(section: Distributed) -> None:
 def _exit_at_timeout(section: Distributed) -> None:
     """Ends the process, whose main thread waits in JAX, with one line."""
     fields = ("coordinator", "processes", "process")
-    given = (f"{name}={getattr(section, name)}" for name in fields)
+    given = [
+        f"{name}={getattr(section, name)}" for name in fields if getattr(section, name) is not None
+    ]
+    place = ", ".join(given) or "found in the environment"
     print(
         f"error: distributed.timeout: not all processes connected within {section.timeout} s"
-        f" ({', '.join(given)}); start all of them, each with its own number, raise"
+        f" ({place}); start all of them, each with its own number, raise"
         " distributed.timeout, or set distributed.processes=1 to run alone",
         file=sys.stderr,
         flush=True,

@@ -1,16 +1,18 @@
 """A lock on a run folder: two runs that write into one folder would corrupt each other.
 
-The lock is a file in the folder with the host and the process that hold it. A process that was
-killed leaves it behind, so a lock is stale if its process has ended (on the same host), or if
-nobody has refreshed it for ten minutes (on another one).
+The lock is a file in the folder that names the process which holds it and is refreshed while it
+runs. A process that was killed leaves the file behind. On the same machine its end is seen at once.
+Elsewhere, a lock that nobody refreshes for a minute is stale.
 """
 
 import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +20,26 @@ from lcjax.errors import InputError
 from lcjax.parallel import distributed
 
 LOCK = "lock.json"
+GUARD = "lock.json.guard"
 
-_REFRESH = 60.0  # seconds between two refreshes of a lock
-_STALE = 600.0  # seconds without a refresh after which a lock of another host is stale
-_INCOMPLETE = 2.0  # seconds in which a new lock may be incomplete
-_PAUSE = 0.02  # seconds between two looks at a lock that changes
+_REFRESH = 15.0  # seconds between two refreshes of a lock
+_STALE = 60.0  # seconds without a refresh after which a lock of another machine is stale
+_PAUSE = 0.05  # seconds between two looks at a lock
 
 
 class RunLock:
     """Holds the lock of a run folder; a context manager for all processes of a job.
 
-    The folder is created if it does not exist, and removed at the end if nothing was written.
+    The folder is created if it does not exist. It is then removed at the end if it is empty.
     """
 
     def __init__(self, folder: str | Path, key: str = "run.folder"):
         """`key` names the folder in error messages."""
         self._folder, self._key = Path(folder), key
-        self._file = self._folder / LOCK
+        self._file, self._guard_file = self._folder / LOCK, self._folder / GUARD
         self._owner = _this_process()
         self._stop = threading.Event()
+        self._has_created_folder = False
 
     def __enter__(self) -> "RunLock":
         """Takes the lock, or raises an InputError that names the process which holds it."""
@@ -48,66 +51,108 @@ class RunLock:
     def __exit__(self, *_) -> None:
         self._stop.set()
         if distributed.first():
-            if _read(self._file) == self._owner:
-                self._file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty
-                self._folder.rmdir()
+            with contextlib.suppress(OSError):
+                if _read(self._file) == self._owner:
+                    self._file.unlink()
+                if self._has_created_folder:
+                    self._folder.rmdir()  # fails if results are in it
 
     def _acquire(self) -> None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._has_created_folder = not self._folder.exists()
+            last_refresh = None
             while not self._create():
-                self._remove_stale()
+                last_refresh = self._remove_if_stale(last_refresh)
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(
                 f"{self._key}={self._folder} cannot be written ({error}); name another folder"
             ) from None
 
     def _create(self) -> bool:
-        """Creates the file; returns False if there is one."""
+        """Creates the lock; returns False if there is one."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            with self._file.open("x", encoding="utf-8") as file:
-                json.dump(self._owner, file)
-        except FileExistsError:
+            file = self._file.open("x", encoding="utf-8")
+        except (FileExistsError, FileNotFoundError):  # not found: the folder was removed meanwhile
             return False
+        try:
+            with file:
+                json.dump(self._owner, file)
+        except BaseException:
+            self._file.unlink(missing_ok=True)
+            raise
         return True
 
-    def _remove_stale(self) -> None:
-        """Removes the lock if it is stale; raises an InputError if it is not."""
-        # Of several starts only one at a time looks at the lock and removes it: a second one could
-        # otherwise remove the new lock of the first.
-        guard = self._file.with_name(f"{LOCK}.guard")
+    def _remove_if_stale(self, last_refresh: float | None) -> float | None:
+        """Removes the lock if it is stale; raises an InputError if its process runs.
+
+        Args:
+          last_refresh: the time at which a lock of another machine was last refreshed, as the call
+            before has seen it; None: no call before.
+
+        Returns:
+          That time as seen now, if it is not decided yet.
+        """
+        with self._guard() as now:
+            owner, refresh = _read(self._file), _modified(self._file)
+            if now is None or refresh is None:  # another start is looking, or it was released
+                return last_refresh
+            if _is_local(owner):
+                is_stale = owner["started"] != _start_time(owner["pid"])
+                is_running = not is_stale
+            else:
+                is_running = last_refresh is not None and refresh != last_refresh
+                is_stale = now - refresh > _STALE
+            name = "another process"
+            if owner is not None:
+                name = f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+            if is_running:
+                raise InputError(
+                    f"{self._key}={self._folder} is in use by {name}; wait for its end, or name"
+                    f" another folder. If it no longer runs, remove {self._file}"
+                )
+            if is_stale:
+                self._file.unlink(missing_ok=True)
+            elif last_refresh is None:
+                print(
+                    f"{self._key}={self._folder} may be in use by {name}; waiting up to"
+                    f" {_STALE:g} s for a sign of it",
+                    file=sys.stderr,
+                )
+        time.sleep(0 if is_stale else _PAUSE)
+        return refresh
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[float | None]:
+        """Lets only one start at a time look at the lock and remove it.
+
+        A second one could otherwise remove the new lock of the first. Yields the current time on
+        the clock of the file system; None if another start is looking.
+        """
         try:
-            guard.open("x").close()
+            self._guard_file.open("x").close()
+        except FileNotFoundError:  # the folder was removed meanwhile
+            yield None
+            return
         except FileExistsError:
-            if (age := _age(guard)) is not None and age > _REFRESH:  # its process was killed
-                guard.unlink(missing_ok=True)
+            modified = _modified(self._guard_file)
+            if modified is not None and time.time() - modified > _STALE:  # its process was killed
+                self._guard_file.unlink(missing_ok=True)
             time.sleep(_PAUSE)
+            yield None
             return
         try:
-            owner, age = _read(self._file), _age(self._file)
-            if age is None:  # released meanwhile
-                return
-            if owner is None and age < _INCOMPLETE:  # being written
-                time.sleep(_PAUSE)
-                return
-            if not _is_stale(owner, age):
-                owner = owner or {"pid": "?", "host": "another host", "since": "a moment ago"}
-                raise InputError(
-                    f"{self._key}={self._folder} is in use by process {owner['pid']} on"
-                    f" {owner['host']} since {owner['since']}; wait for its end, or name another"
-                    f" folder. If it no longer runs, remove {self._file}"
-                )
-            self._file.unlink(missing_ok=True)
+            yield _modified(self._guard_file)
         finally:
-            guard.unlink(missing_ok=True)
+            self._guard_file.unlink(missing_ok=True)
 
     def _refresh(self) -> None:
         while not self._stop.wait(_REFRESH):
             with contextlib.suppress(OSError):
-                os.utime(self._file)
+                if _read(self._file) == self._owner:
+                    os.utime(self._file)
 
 
 def _this_process() -> dict[str, Any]:
@@ -115,27 +160,34 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": _start_time(os.getpid()),
-        "boot": _boot_id(),
+        "machine": _machine(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-def _start_time(pid: int) -> str | None:
-    """Clock ticks from boot to the start of a process: tells apart processes of the same number.
+def _machine() -> str | None:
+    """Identifies a boot of a machine, and the namespace of process numbers within (containers).
 
-    None where there is no such process, or no /proc.
+    None where this is not known (no /proc).
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _start_time(pid: int) -> str | None:
+    """Returns when a process started, which tells apart processes of the same number.
+
+    In clock ticks from boot; None if it does not run.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return stat.rpartition(")")[2].split()[19]
-
-
-def _boot_id() -> str | None:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else fields[18]  # zombies have ended
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -148,24 +200,13 @@ def _read(file: Path) -> dict[str, Any] | None:
     return owner if is_owner and isinstance(owner["pid"], int) else None
 
 
-def _age(file: Path) -> float | None:
+def _modified(file: Path) -> float | None:
     try:
-        return time.time() - file.stat().st_mtime
+        return file.stat().st_mtime
     except OSError:
         return None
 
 
-def _is_stale(owner: dict[str, Any] | None, age: float) -> bool:
-    if owner is None or owner["host"] != socket.gethostname():
-        return age > _STALE
-    if owner["boot"] != _boot_id():
-        return True  # the machine was started again
-    if owner["started"] is not None:
-        return owner["started"] != _start_time(owner["pid"])
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # a process of another user
-        return False
-    return False
+def _is_local(owner: dict[str, Any] | None) -> bool:
+    """Returns whether the processes of this machine include the owner, if it runs."""
+    return owner is not None and owner["machine"] is not None and owner["machine"] == _machine()

@@ -30,7 +30,7 @@ from lcjax.config import ERROR
 from lcjax.errors import InputError
 from lcjax.files import FolderFormat, check_destination, check_replaceable
 from lcjax.parallel import distributed
-from lcjax.parallel.run_lock import LOCK
+from lcjax.parallel.run_lock import GUARD, LOCK
 from lcjax.training.config import TrainConfig
 from lcjax.tree import flatten
 
@@ -43,7 +43,7 @@ _FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, TENSORBOARD, WANDB, PROFILE)
 RUN_FOLDER = FolderFormat(  # without model/ and adapter/, which have formats of their own
     name="a run folder",
     files=(
-        *(*_FILES, LOCK, _BAD_BATCHES),
+        *(*_FILES, LOCK, GUARD, _BAD_BATCHES),
         *(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES),
         # orbax, wandb and JAX's profiler change their file names between versions.
         *(f"{FOLDER}/[0-9]*/**", f"{WANDB}/**", f"{PROFILE}/plugins/**"),

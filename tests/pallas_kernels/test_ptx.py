@@ -1,6 +1,6 @@
 """The emulator of PTX, on kernels written by hand.
 
-Compiled ones are in pallas_kernels/test_mosaic_gpu_emulated.py.
+Compiled ones are in tests/pallas_kernels/test_mosaic_gpu_emulated.py.
 """
 
 import random

@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from lcjax.errors import InputError
 from lcjax.parallel import run_lock
-from lcjax.parallel.run_lock import LOCK, RunLock
+from lcjax.parallel.run_lock import GUARD, LOCK, RunLock
 
 HOLD = "import sys, time; from lcjax.parallel.run_lock import RunLock\n"
 HOLD += "with RunLock(sys.argv[1]): print('held', flush=True); time.sleep(60)"
@@ -33,6 +35,10 @@ def test_a_lock_is_released_and_leaves_nothing_behind(tmp_path):
     with RunLock(folder):
         assert [file.name for file in folder.iterdir()] == [LOCK]
     assert not folder.exists()
+    folder.mkdir()
+    with RunLock(folder):
+        pass
+    assert folder.exists() and not list(folder.iterdir())
     with RunLock(folder):
         (folder / "metrics.jsonl").touch()
     assert [file.name for file in folder.iterdir()] == ["metrics.jsonl"]
@@ -54,37 +60,69 @@ def test_the_lock_of_a_killed_run_is_stale(tmp_path, holder):
         assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
 
 
-@pytest.mark.parametrize(
-    ("changes", "age", "is_stale"),
-    [
-        ({}, 0, False),
-        ({"started": "1"}, 0, True),  # another process got the number
-        ({"boot": "another"}, 0, True),
-        ({"host": "elsewhere"}, 30, False),
-        ({"host": "elsewhere"}, 1000, True),
-    ],
-)
-def test_locks_of_ended_processes_are_stale(tmp_path, changes, age, is_stale):
-    file = tmp_path / LOCK
+def write_lock(file, age=0.0, **changes):
     file.write_text(json.dumps(run_lock._this_process() | changes))
     os.utime(file, (time.time() - age,) * 2)
-    if is_stale:
-        with RunLock(tmp_path):
-            assert json.loads(file.read_text()) != changes
-    else:
-        with pytest.raises(InputError, match="is in use by"), RunLock(tmp_path):
-            pass
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
-def test_an_incomplete_lock_is_stale_only_when_it_is_old(tmp_path, text):
-    (tmp_path / LOCK).write_text(text)
-    with pytest.raises(InputError, match="is in use by process"), RunLock(tmp_path):
+def test_a_process_of_the_same_number_does_not_hold_a_lock(tmp_path):
+    write_lock(tmp_path / LOCK, started="1")
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["started"] != "1"
+
+
+def test_a_process_that_has_ended_does_not_hold_a_lock_until_it_is_waited_for(tmp_path, holder):
+    holder.kill()
+    stat = Path(f"/proc/{holder.pid}/stat")
+    while ") Z " not in stat.read_text():
+        time.sleep(0.01)
+    with RunLock(tmp_path / "run"):
         pass
-    os.utime(tmp_path / LOCK, (0, 0))
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"pid": 1}'])
+def test_a_lock_of_another_machine_is_stale_when_it_is_not_refreshed(tmp_path, text, capsys):
+    write_lock(tmp_path / LOCK, age=100.0, machine="another")
+    if text is not None:
+        (tmp_path / LOCK).write_text(text)
+        os.utime(tmp_path / LOCK, (0, 0))
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
+
+
+def test_a_start_on_another_machine_waits_for_a_refresh(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_lock, "_STALE", 1.0)
+    write_lock(tmp_path / LOCK, machine="another", host="node7")
+    with RunLock(tmp_path):  # killed: nobody refreshes it
+        pass
+    assert re.search(r"may be in use by process \d+ on node7 .* up to 1 s", capsys.readouterr().err)
+    monkeypatch.setattr(run_lock, "_STALE", 60.0)
+    write_lock(tmp_path / LOCK, machine="another", host="node7")
+    timer = threading.Timer(0.5, os.utime, [tmp_path / LOCK])
+    timer.start()
+    with pytest.raises(InputError, match="is in use by process .* on node7"), RunLock(tmp_path):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == [LOCK]
+
+
+def test_a_full_disk_leaves_no_lock_behind(tmp_path, monkeypatch):
+    def dump(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", dump)
+    with pytest.raises(InputError, match="cannot be written .*No space left"), RunLock(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_guard_of_a_killed_start_does_not_lock_a_folder(tmp_path):
+    write_lock(tmp_path / LOCK, started="1")
+    (tmp_path / GUARD).touch()
+    os.utime(tmp_path / GUARD, (0, 0))
     with RunLock(tmp_path):
         pass
-    assert not (tmp_path / LOCK).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_is_refreshed_while_it_is_held(tmp_path, monkeypatch):
@@ -99,7 +137,7 @@ def test_a_lock_is_refreshed_while_it_is_held(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("attempt", range(5))
 def test_of_many_starts_at_once_exactly_one_holds_a_stale_folder(tmp_path, attempt):
-    (tmp_path / LOCK).write_text(json.dumps(run_lock._this_process() | {"boot": "another"}))
+    (tmp_path / LOCK).write_text(json.dumps(run_lock._this_process() | {"started": "1"}))
     start, end, held = threading.Barrier(8), threading.Barrier(8), []
 
     def run(number):
