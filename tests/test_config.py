@@ -1,5 +1,6 @@
 """Configs: what the file says, what the command line changes, and what a mistake looks like."""
 
+import re
 import sys
 import types
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ import draccus
 import pytest
 
 from lcjax import config
+from lcjax.attention import Pattern
 from lcjax.errors import InputError
+from lcjax.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -396,3 +399,33 @@ def test_main_lets_a_fault_of_the_program_through():
 
     with pytest.raises(RuntimeError, match="a fault"):
         config.main(Job, run, [])
+
+
+def write_pattern(file, name):
+    file.write_text(
+        "import dataclasses\nfrom lcjax.attention import Pattern\n\n"
+        f"@Pattern.register_subclass('{name}')\n@dataclasses.dataclass(frozen=True)\n"
+        "class Mine(Pattern):\n    def passes(self, metadata):\n        return []\n"
+    )
+
+
+def test_modules_of_a_user_are_imported_before_the_config_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(Pattern, "_choice_registry", Pattern.get_known_choices().copy())
+    write_pattern(tmp_path / "first_pattern.py", "first")
+    write_pattern(tmp_path / "second_pattern.py", "second")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"type='first' is unknown; .*add --import FILE.py"):
+        config.parse(TrainConfig, ["--model.pattern.type=first"])
+    for words in (
+        ["--import", str(tmp_path / "first_pattern.py"), "--model.pattern.type=first"],
+        ["--model.pattern.type=second", "--import=second_pattern"],
+        ["--model.pattern.type=first", f"--import={tmp_path / 'first_pattern.py'},second_pattern"],
+    ):
+        assert type(config.parse(TrainConfig, words).model.pattern).__name__ == "Mine"
+
+
+def test_modules_that_cannot_be_imported_are_an_error_of_one_line(tmp_path):
+    (tmp_path / "wrong.py").write_text("def :")
+    for name in ("no_such_module", str(tmp_path / "absent.py"), str(tmp_path / "wrong.py"), ""):
+        with pytest.raises(InputError, match=rf"--import={re.escape(name)} cannot be imported .*"):
+            config.parse(TrainConfig, ["--import", name])

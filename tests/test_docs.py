@@ -21,6 +21,7 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.evaluation.config import EvalConfig
+from lcjax.evaluation.task import Task
 from lcjax.memory import CepeSection, Memory, MemorySection
 from lcjax.training.config import TrainConfig
 
@@ -67,7 +68,7 @@ def working_folder(tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("The harbour was quiet that morning. " * 20)
     monkeypatch.chdir(tmp_path)
     # A method that a page adds is registered for this test alone.
-    for registry in (Pattern, Memory, MemorySection):
+    for registry in (Pattern, Memory, MemorySection, Task):
         choices = registry.get_known_choices().copy()
         monkeypatch.setattr(registry, "_choice_registry", choices)
 

@@ -43,8 +43,8 @@ class VerticalSlash(Pattern):
     examples = ({"vertical": 96},)
     prefill_only = True
 
-    vertical: int = 1000  # columns (the released code's default; at least 30)
-    slash: int = 6096  # diagonals (at least 50)
+    vertical: int = 1000  # columns (the released code's default); fewer count as 30
+    slash: int = 6096  # diagonals; fewer than 50 count as 50
 
     def __post_init__(self):
         whole_numbers("pattern", self, 1, "vertical", "slash")

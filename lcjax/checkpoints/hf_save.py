@@ -62,6 +62,14 @@ def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, 
     return write(config) if config.memory is None else config.memory.to_hf(config, write)
 
 
+def check_exportable(config: ModelConfig) -> None:
+    """Raises an InputError if a training could not write `<run>/model` at its end."""
+    try:
+        config_to_hf(config)
+    except InputError as error:
+        raise InputError(f"train.export=true: {error}; or set train.export=false") from None
+
+
 def save_hf(
     folder: str | Path,
     params: dict,

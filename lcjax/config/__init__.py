@@ -6,6 +6,7 @@ is a choice type: `model.rope.type=yarn` in the file, `--model.rope.type=linear`
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import os
 import sys
@@ -22,7 +23,7 @@ from lcjax.config.help import help_text
 from lcjax.errors import InputError, near
 from lcjax.files import write_whole
 
-__all__ = ["ERROR", "RunFolder", "dump", "main", "parse"]
+__all__ = ["ERROR", "ErrorReport", "RunFolder", "dump", "import_modules", "main", "parse"]
 
 ERROR = "error.txt"  # the traceback of a failure that was none of the settings
 T = typing.TypeVar("T")
@@ -41,9 +42,55 @@ class RunFolder:
             raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/first")
 
 
+def import_modules(words: Sequence[str]) -> list[str]:
+    """Imports the modules of `--import NAME`, which register methods, memories or tasks of a user.
+
+    Args:
+      words: of a command line. NAME is a module or a `.py` file; several are separated by commas.
+
+    Returns:
+      The other words.
+
+    Raises:
+      InputError: a module cannot be imported.
+    """
+    rest, words = [], list(words)
+    while words:
+        key, equals, value = words.pop(0).partition("=")
+        if key != "--import":
+            rest.append(f"{key}{equals}{value}")
+            continue
+        value = value if equals or not words else words.pop(0)
+        for name in value.split(","):
+            try:
+                _import(name)
+            except (ImportError, OSError, SyntaxError, ValueError) as error:
+                raise InputError(
+                    f"--import={name} cannot be imported ({' '.join(str(error).split())}); give a"
+                    " module or a .py file"
+                ) from None
+    return rest
+
+
+def _import(name: str) -> None:
+    if not name.endswith(".py"):
+        importlib.import_module(name)
+        return
+    path = Path(name).expanduser()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    if path.stem not in sys.modules:
+        sys.modules[path.stem] = module  # dataclasses look up their module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[path.stem]
+            raise
+
+
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Returns the config of `--config file.yaml --a.b=value ...`; raises an InputError."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = import_modules(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         print(help_text(cls))
         raise SystemExit(0)

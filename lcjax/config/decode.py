@@ -147,7 +147,10 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
         label = raw.pop("type", cls.default_choice_name())
         if label not in known:
             problem = "is missing" if label is None else "is unknown"
-            raise InputError(f"{dot}type={label!r} {problem}; {near(label, known)}")
+            raise InputError(
+                f"{dot}type={label!r} {problem}; {near(label, known)}; for one of your own add"
+                " --import FILE.py"
+            )
         cls = known[label]
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in raw:

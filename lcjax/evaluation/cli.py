@@ -27,6 +27,7 @@ python eval.py compare RUN [RUN ...] [--against=ROW] [--out=FOLDER]
     writes compare.html: runs, or the methods of one run, with paired differences over examples
 python eval.py make-data --config FILE [--out=FOLDER] [--KEY=VALUE ...]
     writes the prompts as JSONL with RULER's keys; only the model's tokenizer is loaded
+--import FILE.py, or a module, registers methods, memories and tasks of your own.
 python eval.py run --help
     every key of a config, its default and its meaning"""
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name not in _COMMANDS:
             raise InputError(f"{name} is no command; {near(name, ['run', *_COMMANDS])}")
-        _COMMANDS[name](words)
+        _COMMANDS[name](config_lib.import_modules(words))
     except (InputError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

@@ -143,9 +143,17 @@ class LanguageModel(Scorer):
         memory: Memory | None = None,
         length: int | None = None,
     ) -> "LanguageModel":
-        """The same weights under another position method or pattern, set up for `length`.
+        """Returns a model with the same weights and another position method or pattern.
 
-        `memory` is that of `config` with other settings, such as CEPE's `trained_context`.
+        Args:
+          rope: the position method; None: as it is.
+          pattern: the attention pattern; None: as it is.
+          memory: that of `config` with other settings, such as CEPE's `trained_context`.
+          length: the least number of tokens that rotations are made for; None: that of each call,
+            also where the model had one before.
+
+        Raises:
+          InputError: the weights do not fit the method.
         """
         other = copy.copy(self)
         other.length, other._rotations = length, {}

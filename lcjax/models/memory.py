@@ -278,7 +278,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         except (AttributeError, KeyError, TypeError):
             raise InputError(
                 f"{where}: {HF_FIELD}={settings!r} is not as this version writes it; it knows the"
-                f" types {', '.join(kinds)}"
+                f" types {', '.join(kinds)}; import the module that registers another one first"
             ) from None
         return read_config(hf, where).replace(memory=memory)
 

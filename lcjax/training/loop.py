@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.checkpoints.build import check_source
+from lcjax.checkpoints.hf_save import check_exportable
 from lcjax.checkpoints.orbax_io import Checkpoints
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, check_frozen
 from lcjax.data import Loader, check_outside_data, check_sources, scan
@@ -79,6 +80,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
     with RunLock(folder):
         announce(f"loading {config.model.path or config.model.preset}")
         assembly = assemble(config, mesh)
+        if config.train.export:
+            check_exportable(assembly.config)
         announce(f"opening the text of data.{f'path={path}' if path else 'sources'}")
         loader = batches.open_loader(config, assembly.config, assembly.tokenizer, "train", mesh)
         folder_lib.begin(config, folder)

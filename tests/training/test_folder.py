@@ -6,6 +6,7 @@ import shutil
 import pytest
 from training_support import tiny
 
+from lcjax.attention import Longformer
 from lcjax.errors import InputError
 from lcjax.models.lora import LoRA
 from lcjax.parallel.run_lock import RunLock
@@ -108,6 +109,13 @@ def test_a_model_of_other_origin_is_not_removed(folder, corpus):
     ):
         folder_lib.check(config)
     assert snapshot(folder) == before
+
+
+def test_a_model_that_transformers_cannot_hold_is_refused_before_the_first_step(tmp_path, corpus):
+    model = {"preset": "tiny", "pattern": Longformer(window=8)}
+    with pytest.raises(InputError, match=r"train.export=true: .*pattern.*set train.export=false"):
+        run(tiny(tmp_path / "run", corpus, model=model))
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_runs_at_once_are_refused(tmp_path, corpus):
