@@ -75,7 +75,7 @@ def one_of(key: str, value: object, known: Collection) -> None:
         raise InputError(f"{key}={value!r} is none of {', '.join(known)}")
 
 
-def near(word: object, known: Iterable[str], ending: str = "") -> str:
+def suggestion(word: object, known: Iterable[str], ending: str = "") -> str:
     """Returns the end of an error about a name: `did you mean factor? known: beta_fast, factor`.
 
     Args:

@@ -376,7 +376,7 @@ def save_peft(
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
     folder = Path(folder)
     tensors = _tensors(params, config)  # of all processes, gathered for the one that writes
-    if not distributed.first():
+    if not distributed.is_main_process():
         return folder
     check_destination(folder, PEFT_FOLDER, overwrite)
     modules = {key.split(".")[-3] for key in tensors}

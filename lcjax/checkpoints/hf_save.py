@@ -31,7 +31,7 @@ from lcjax.files import FolderFormat, atomic_folder, check_destination
 from lcjax.memory.cepe import encoder_to_hf
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
-from lcjax.parallel.offload import fetched, is_offloaded
+from lcjax.parallel.offload import is_offloaded, to_device
 from lcjax.tree import lookup
 
 _SHARD = "[0-9]" * 5
@@ -105,7 +105,7 @@ def save_hf(
     table = _in_layer_order(config)
     tensors = {name: TensorInfo(e.tensor_shape, e.dtype(dtype)) for name, e, _ in table}
     arrays = _arrays(params, config, table, tensors, progress)
-    if not distributed.first():  # gathers its shards for the process that writes
+    if not distributed.is_main_process():  # gathers its shards for the process that writes
         collections.deque(arrays, maxlen=0)
         return folder
     check_destination(folder, HF_FOLDER, overwrite)
@@ -234,7 +234,7 @@ def _leaf(params: dict, config: ModelConfig, entry: hf_names.Entry, layer: int |
         module = {k: v for k, v in siblings.items() if k == last or k.startswith("lora_")}
         if layer is not None and stacked:
             module = {k: _row(v, layer) for k, v in module.items()}
-        module = fetched(module)
+        module = to_device(module)
         leaf = module[last]
     except KeyError as error:
         raise InputError(
@@ -259,4 +259,4 @@ def _row(stack: jax.Array, layer: int) -> jax.Array:
 
 @jax.jit
 def _fetched_row(stack: jax.Array, layer: int) -> jax.Array:
-    return fetched(jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False))
+    return to_device(jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False))

@@ -17,7 +17,7 @@ from lcjax.checkpoints.tokenizer_files import hf_tokenizer
 from lcjax.errors import InputError
 from lcjax.files import read_json, write_json
 from lcjax.models.config import ModelConfig
-from lcjax.parallel.offload import fetched
+from lcjax.parallel.offload import to_device
 from lcjax.parallel.sharding import param_shardings
 
 NAMES = ("[PAD]", "<landmark>")  # of the two more tokens
@@ -51,7 +51,7 @@ def with_landmark(
             f"{tokenizer.vocab_size} ids of its tokenizer; give {rows + 1}, before which [PAD] is "
             "added, if both are as many, else an unused id of the vocabulary"
         )
-    tables = fetched({name: params[name] for name in ("embed", "head") if name in params})
+    tables = to_device({name: params[name] for name in ("embed", "head") if name in params})
 
     def grow(tables):
         return with_new_tokens(tables, config)[0]

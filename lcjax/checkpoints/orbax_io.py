@@ -142,13 +142,13 @@ class Checkpoints:
         damaged = self._folder / str(step)
         target = damaged.with_name(f"{step}.damaged")
         warnings.warn(_damaged(damaged, error) + f"; moved to {target.name}", stacklevel=3)
-        if distributed.first():
+        if distributed.is_main_process():
             for number in range(2, 1000):
                 if not target.exists():
                     break
                 target = damaged.with_name(f"{step}.damaged{number}")
             damaged.rename(target)
-        distributed.wait("damaged checkpoint moved")
+        distributed.barrier("damaged checkpoint moved")
         self._orbax.reload()
 
     def _failure(self, error: Exception) -> CheckpointError:
@@ -189,7 +189,7 @@ def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = No
 
 def _check_shared(folder: Path, steps: list[int]) -> None:
     """Refuses a folder with other contents on other processes: it is not on shared storage."""
-    if not distributed.same(str(steps)):
+    if not distributed.equal_on_all_processes(str(steps)):
         raise CheckpointError(
             f"{folder} holds other checkpoints for this process ({steps or 'none'}) than for others"
             " of the job; run.folder must lie on storage that all machines share"
@@ -209,7 +209,7 @@ def _load_together(
             loaded = _load(path, abstract_state, with_data=with_data)
         except _DAMAGE as failure:
             error = failure
-        worst = distributed.worst(0 if error is None else 1 + _may_be_whole(error))
+        worst = distributed.max_over_processes(0 if error is None else 1 + _may_be_whole(error))
         if worst == 0:
             return loaded, None
         if attempt == 1:

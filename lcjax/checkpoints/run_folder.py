@@ -21,7 +21,7 @@ from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
 from lcjax.models.decoder import abstract_params, random_params, with_learned_rope
-from lcjax.parallel.offload import fetched
+from lcjax.parallel.offload import to_device
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.tree import flatten, split, union
 
@@ -156,7 +156,7 @@ def fingerprint(params: dict) -> str | None:
 
     @jax.jit
     def checksum(leaf):
-        leaf = fetched(leaf)  # one at a time: the device need not hold all that is on its host
+        leaf = to_device(leaf)  # one at a time: the device need not hold all that is on its host
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
         return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
 

@@ -416,7 +416,7 @@ class TextStream:
             yield piece
 
 
-def inside(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
+def encode_mid_text(tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
     """Returns the ids of `text` as they are inside a longer text.
 
     It is encoded behind a letter, whose ids are then removed, because sentencepiece puts a blank in

@@ -20,7 +20,7 @@ import yaml
 
 from lcjax.config.decode import Text, read_yaml, section
 from lcjax.config.help import help_text
-from lcjax.errors import InputError, near
+from lcjax.errors import InputError, suggestion
 from lcjax.files import write_whole
 
 __all__ = ["ERROR", "ErrorReport", "RunFolder", "dump", "import_modules", "main", "parse"]
@@ -126,7 +126,7 @@ def _check_section(cls: type, key: str, value: str) -> None:
     known = [field.name for field in dataclasses.fields(cls)]
     first = key[2:].partition(".")[0]
     if first not in known:
-        raise InputError(f"{key}={value} is unknown; {near(first, ['config', *known])}")
+        raise InputError(f"{key}={value} is unknown; {suggestion(first, ['config', *known])}")
 
 
 def _override(tree: typing.Any, key: str, value: Text) -> None:

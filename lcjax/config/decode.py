@@ -16,7 +16,7 @@ from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 from draccus.utils import DraccusException
 
 from lcjax.config.help import as_yaml, is_choice, split_union, type_text
-from lcjax.errors import InputError, near
+from lcjax.errors import InputError, suggestion
 
 _MAX_FILES = 16  # that an error lists
 
@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> dict:
         missing = Path(error.filename)
         where = "" if missing == path else f" (included from {path})"
         names = [file.name for file in missing.parent.glob("*.yaml")]
-        guess = near(missing.name, names, ".yaml")
+        guess = suggestion(missing.name, names, ".yaml")
         raise InputError(f"{missing}{where} does not exist; {guess}") from None
     except IsADirectoryError as error:
         folder = Path(error.filename)
@@ -113,7 +113,7 @@ def _build(kind: typing.Any, raw: typing.Any, name: str, example: str = "") -> t
 def _leaf(kind: typing.Any, raw: typing.Any, name: str, example: str) -> typing.Any:
     kinds, _ = split_union(kind)
     known = [v for k in kinds if typing.get_origin(k) is typing.Literal for v in typing.get_args(k)]
-    required = near(raw, map(str, known)) if known else type_text(kind) + example
+    required = suggestion(raw, map(str, known)) if known else type_text(kind) + example
     # draccus would take true for 1 and print a mapping into a string field.
     wrong = raw is None or isinstance(raw, dict) or (isinstance(raw, bool) and bool not in kinds)
     try:
@@ -148,14 +148,14 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
         if label not in known:
             problem = "is missing" if label is None else "is unknown"
             raise InputError(
-                f"{dot}type={label!r} {problem}; {near(label, known)}; for one of your own add"
-                " --import FILE.py"
+                f"{dot}type={label!r} {problem}; {suggestion(label, known)}; for one of your own"
+                " add --import FILE.py"
             )
         cls = known[label]
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in raw:
         if key not in fields:
-            guess = near(key, fields)
+            guess = suggestion(key, fields)
             others = "" if guess.startswith("did you mean") else _entries_with(key, known, dot)
             raise InputError(f"{dot}{key}={raw[key]!r} is no key of {label}{others}; {guess}")
     for key, field in fields.items():

@@ -94,9 +94,9 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
     _check_teacher(config, model)
     loader = make_loader(config.data, tokenizer, config.batch_size)
     out, identity = Path(config.out).expanduser(), _identity(config, model, params, loader)
-    if distributed.first():
+    if distributed.is_main_process():
         begin(out, identity, TEACHER_INDEX, TEACHER_PLAN)
-    distributed.wait("teacher's folder ready")
+    distributed.barrier("teacher's folder ready")
     if (out / TEACHER_INDEX).is_file():
         index = json.loads((out / TEACHER_INDEX).read_text(encoding="utf-8"))
     else:
@@ -104,7 +104,7 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
         ShardWriter(config, out, tokenizer, loader, read).run()
         index = _finish(config, out, tokenizer, identity)
     loader.close()
-    if distributed.first():
+    if distributed.is_main_process():
         print(
             f"{out}: {index['rows']:,} rows; read them with data.sources:"
             f" [{{type: teacher, path: {out}}}], and train.distill"
@@ -194,7 +194,7 @@ class ShardWriter:
         shards = _read_shards(out)
         self._num_shards, self._num_rows = len(shards), sum(shard["rows"] for shard in shards)
         self._data_ended = bool(shards) and shards[-1]["ended"]
-        if not distributed.same(str(self._num_rows)):
+        if not distributed.equal_on_all_processes(str(self._num_rows)):
             raise InputError(
                 f"out={out} is not the same folder for all processes; name one on storage that all"
                 " machines share"
@@ -207,7 +207,7 @@ class ShardWriter:
         # In a log file one line a minute is enough.
         interval = 0.1 if sys.stderr.isatty() else 60.0
         options = {"unit": "row", "desc": "teacher", "mininterval": interval}
-        options |= {"initial": self._num_rows, "disable": not distributed.first()}
+        options |= {"initial": self._num_rows, "disable": not distributed.is_main_process()}
         with tqdm(total=self._config.rows, **options) as self._bar:
             try:
                 while not self._data_ended and self._num_rows != self._config.rows:
@@ -243,7 +243,7 @@ class ShardWriter:
             if self._num_missing(sum(map(len, parts))) == 0:
                 break
         count, state = sum(map(len, parts)), self._loader.get_state()
-        if distributed.first():
+        if distributed.is_main_process():
             with atomic_file(self._out / f"{name}.bin", "wb", sync=True) as file:
                 file.writelines(rows.tobytes() for rows in parts)
             shard = {"name": name, "rows": count, "ended": self._data_ended, "position": state}
@@ -275,7 +275,7 @@ def _finish(
     config: TeacherConfig, out: Path, tokenizer: Any, identity: dict[str, Any]
 ) -> dict[str, Any]:
     """Writes the index over all shards, the last file."""
-    distributed.wait("teacher's rows written")
+    distributed.barrier("teacher's rows written")
     shards = _read_shards(out)
     index = {
         "format": FORMAT,
@@ -287,12 +287,12 @@ def _finish(
         "shards": [{k: s[k] for k in ("name", "rows")} for s in shards if s["rows"]],
         "asked": identity,
     }
-    if distributed.first():
+    if distributed.is_main_process():
         write_json(out / TEACHER_INDEX, index)
         (out / TEACHER_PLAN).unlink()
         for shard in shards:
             (out / f"{shard['name']}.json").unlink()
             if not shard["rows"]:
                 (out / f"{shard['name']}.bin").unlink()
-    distributed.wait("teacher's index written")
+    distributed.barrier("teacher's index written")
     return index

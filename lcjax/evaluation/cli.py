@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lcjax import config as config_lib
-from lcjax.errors import InputError, near
+from lcjax.errors import InputError, suggestion
 from lcjax.evaluation import results
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if name not in _COMMANDS:
-            raise InputError(f"{name} is no command; {near(name, ['run', *_COMMANDS])}")
+            raise InputError(f"{name} is no command; {suggestion(name, ['run', *_COMMANDS])}")
         _COMMANDS[name](config_lib.import_modules(words))
     except (InputError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lcjax.errors import InputError, near
-from lcjax.evaluation.records import binding, by_cell, folder_name
+from lcjax.errors import InputError, suggestion
+from lcjax.evaluation.records import by_cell, folder_name, hashed_settings
 from lcjax.evaluation.report import cell_of, differences, page, plots
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.results import Results, read
@@ -64,7 +64,7 @@ def _check(runs: Mapping[str, Results], rows: Rows, against: str | None) -> None
             f"compare: {next(iter(runs))} has one method, {labels[0]}; name a second run"
         )
     if against is not None and against not in labels:
-        raise InputError(f"--against={against} is no row; {near(against, labels)}")
+        raise InputError(f"--against={against} is no row; {suggestion(against, labels)}")
 
 
 def _by_task(runs: dict[str, Results]) -> list[tuple[Task, dict[str, list[Record]]]]:
@@ -123,7 +123,7 @@ def _section(
             groups[label] = by_length
             cells += [cell_of(task, label, n, group) for n, group in by_length.items()]
     bases = _bases({key: label for key, label in rows.items() if label in groups}, against)
-    gaps = differences.between(task, groups, bases)
+    gaps = differences.paired_differences(task, groups, bases)
     figure = plots.over_lengths(cells, task.metric, out / "figures" / f"{task.label}.png")
     return page.Section(task, cells, [], {}, [figure], gaps)
 
@@ -178,7 +178,9 @@ def _page(runs: dict[str, Results], sections: Sequence[page.Section]) -> dict[st
 
 def _changed(runs: dict[str, Results]) -> dict[str, list[str]]:
     """Settings that determine the numbers and differ between runs."""
-    trees = [flatten(binding(run.settings), separator=".", lists=True) for run in runs.values()]
+    trees = [
+        flatten(hashed_settings(run.settings), separator=".", lists=True) for run in runs.values()
+    ]
     rows = {key: [_plain(tree.get(key)) for tree in trees] for key in sorted(set().union(*trees))}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 

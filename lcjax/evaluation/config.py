@@ -130,7 +130,7 @@ def split_of(method: Method, model) -> Split | None:
     return method.context or method.replug or (ContextSplit() if has_memory else None)
 
 
-def subject_of(model, method: Method, length: int):
+def apply_method(model, method: Method, length: int):
     """`model` with the settings of `method`, for windows of `length` tokens."""
     split = split_of(method, model)
     if split is None:
@@ -143,7 +143,7 @@ def _changes(method: Method) -> dict[str, Any]:
     return {key: value for key, value in changes.items() if value is not None}
 
 
-def described(model, method: Method) -> Any:
+def method_settings(model, method: Method) -> Any:
     """The config of `model` with the settings of `method`, as plain values."""
     changes = _changes(method)
     config = model.with_method(**changes).config if changes else model.config

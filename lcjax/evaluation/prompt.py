@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import Tokenizer, inside
+from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation.corpus import start_token
 
@@ -212,7 +212,7 @@ def _encode_inside(tokenizer: Tokenizer, text: str, special: bool = False) -> li
         ids = list(tokenizer.encode("\n" + text, allow_special=special))
         if ids[: len(anchor)] == anchor:
             return ids[len(anchor) :]
-    return inside(tokenizer, text, allow_special=special)
+    return encode_mid_text(tokenizer, text, allow_special=special)
 
 
 def fit(prompt: Prompt, budget: Budget, tokenizer: Tokenizer, how: str, name: str = "") -> Prompt:

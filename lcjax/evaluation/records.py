@@ -53,7 +53,7 @@ Key = tuple[str, int, int]  # method, length, index of the unit
 
 def fingerprint(settings: Mapping) -> str:
     """Hash of the settings that determine what a run computes."""
-    text = json.dumps({"format": FORMAT, **binding(settings)}, sort_keys=True, default=str)
+    text = json.dumps({"format": FORMAT, **hashed_settings(settings)}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -95,7 +95,7 @@ class Store:
 
     def check_weights(self, weights: Mapping[str, str]) -> None:
         """Raises InputError if the records are of other weights; `weights` are by method."""
-        if not distributed.same(str(sorted(weights.items()))):
+        if not distributed.equal_on_all_processes(str(sorted(weights.items()))):
             raise InputError(
                 "model.path holds other weights for this process than for others of the job; name"
                 " one on storage that all machines share"
@@ -112,7 +112,7 @@ class Store:
 
     def begin(self) -> None:
         """Deletes an old run for existing=overwrite, and writes the settings of this one."""
-        if not distributed.first():
+        if not distributed.is_main_process():
             return
         if self._replaces:
             self._check_overwrite()
@@ -131,7 +131,7 @@ class Store:
         if before["hash"] == self.hash:
             return
         old, new = (
-            flatten(_plain(binding(tree)), separator=".", lists=True)
+            flatten(_plain(hashed_settings(tree)), separator=".", lists=True)
             for tree in (before["config"], settings)
         )
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
@@ -158,7 +158,7 @@ class Store:
           InputError: A line is no record, or the processes read different records.
         """
         records = self._read(task)
-        if not distributed.same(str(sorted(records))):
+        if not distributed.equal_on_all_processes(str(sorted(records))):
             raise InputError(
                 f"run.folder={self.folder} holds other records for this process ({len(records)} of"
                 f" {task}) than for others of the job; name one on storage that all machines share"
@@ -171,7 +171,7 @@ class Store:
             return {}
         data = path.read_bytes()
         end = data.rfind(b"\n") + 1
-        if end < len(data) and distributed.first():
+        if end < len(data) and distributed.is_main_process():
             with path.open("r+b") as file:
                 file.truncate(end)
         records, damaged = parse(data[:end])
@@ -183,7 +183,7 @@ class Store:
 
     def append(self, task: str, records: Sequence[Record]) -> None:
         """Appends records to the file of a task; only the first process writes."""
-        if not distributed.first():
+        if not distributed.is_main_process():
             return
         with self.path(task).open("a", encoding="utf-8") as file:
             file.write(to_lines(records))
@@ -255,7 +255,7 @@ def clean(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def binding(settings: Mapping) -> dict:
+def hashed_settings(settings: Mapping) -> dict:
     """The settings that determine what a run computes."""
     return {key: value for key, value in settings.items() if key not in _FREE}
 

@@ -21,10 +21,10 @@ from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
     EvalConfig,
     Method,
-    described,
+    apply_method,
+    method_settings,
     sections,
     split_of,
-    subject_of,
     weights,
 )
 from lcjax.evaluation.corpus import Corpus
@@ -88,7 +88,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
             raise KeyboardInterrupt(
                 f"finished records are in {store.folder}; the same command continues from there"
             ) from stop
-        if not distributed.first():
+        if not distributed.is_main_process():
             return None
         order = [method.name for method in config.methods]
         notes = study.table(trainings) if trainings else ""
@@ -192,7 +192,7 @@ class _Runner:
         model_sections = sections(self._config)
         pairs = list(zip(self._config.methods, model_sections, strict=True))
         # The progress bar counts tokens, as the lengths of windows differ a hundredfold.
-        quiet = not distributed.first()
+        quiet = not distributed.is_main_process()
         with tqdm(unit="tok", unit_scale=True, dynamic_ncols=True, disable=quiet) as bar:
             remaining = list(self._config.methods)
             for index, section in enumerate(model_sections):
@@ -226,12 +226,12 @@ class _Runner:
         """
         model = self._load(section)
         line = self._memory_line(section, methods, model)
-        if line is not None and distributed.first():
+        if line is not None and distributed.is_main_process():
             bar.write(line, file=sys.stderr)
         # Later checkpoints may have other tokenizers and windows; the bar assumes the same ones.
         bar.total = bar.n + self._num_tokens(remaining, self._plan(model.tokenizer, bar))
         for method in methods:
-            self.models[method.name] = described(model, method)
+            self.models[method.name] = method_settings(model, method)
             self._check_model(method, model)
         self._store.begin()  # after the checks, as it may delete an old run
         return model
@@ -296,7 +296,9 @@ class _Runner:
 
     def _check_same_units(self, task: Task, length: int, units: Sequence[Unit]) -> None:
         """Raises InputError if processes planned different units, as they share every batch."""
-        if not distributed.same(str([(u.index, u.shape, u.digest) for u in units])):
+        if not distributed.equal_on_all_processes(
+            str([(u.index, u.shape, u.digest) for u in units])
+        ):
             raise InputError(
                 f"the processes of this job ask different questions in {task.label} at length"
                 f" {length}; give all machines the same files of data and tasks, best on storage"
@@ -325,7 +327,7 @@ class _Runner:
             for task in self._config.tasks:
                 units, done = plan[task.label, length], self._done[task.label]
                 if any((method.name, length, unit.index) not in done for unit in units):
-                    subject = subject or subject_of(model, method, length)
+                    subject = subject or apply_method(model, method, length)
                     task.check_model(subject, units)
 
     def _cells(self, method: Method, model: LanguageModel) -> Iterator[_Cell]:
@@ -341,7 +343,7 @@ class _Runner:
                 if not missing:
                     continue
                 if subject is None:
-                    subject = subject_of(model, method, length)
+                    subject = apply_method(model, method, length)
                     if subject.decoder is not None:
                         facts["decoder"] = subject.decoder
                 yield _Cell(task, subject, facts, missing, units)

@@ -127,7 +127,9 @@ def _check_folders(trainings: Trainings) -> None:
 
 def settings(trainings: Trainings) -> dict[str, Any]:
     """The settings that determine the trained models, for the hash of the run."""
-    return {name or _BASE: folder_lib.decisive(training) for name, training in trainings.items()}
+    return {
+        name or _BASE: folder_lib.hashed_settings(training) for name, training in trainings.items()
+    }
 
 
 def with_trained(config: EvalConfig) -> EvalConfig:

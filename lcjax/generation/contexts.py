@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.errors import InputError, whole_number
-from lcjax.generation.session import bucketed, check_token_ids
+from lcjax.generation.session import check_token_ids, round_up_to_bucket
 from lcjax.memory import Tree
 from lcjax.models import Decoder
 from lcjax.models import cache as cache_lib
@@ -78,7 +78,7 @@ class Contexts:
     @property
     def shape(self) -> tuple[int, int]:
         """Number of rows, and slots that each of them needs."""
-        return len(self.tokens), bucketed(max(self.slots or self.tokens))
+        return len(self.tokens), round_up_to_bucket(max(self.slots or self.tokens))
 
     @property
     def nbytes(self) -> int:
@@ -278,7 +278,10 @@ def embed_queries(
             " question; give some text, or a memory with the policy right"
         )
     rows = len(texts) + padding_rows(lm.mesh, len(texts))
-    tokens, ends = np.zeros((rows, bucketed(max(lengths))), np.int32), np.zeros(rows, np.int32)
+    tokens, ends = (
+        np.zeros((rows, round_up_to_bucket(max(lengths))), np.int32),
+        np.zeros(rows, np.int32),
+    )
     for row, text in zip(tokens, texts, strict=False):
         row[: len(text)] = text
     ends[: len(texts)] = np.array(lengths) - 1
@@ -458,7 +461,7 @@ def _batches(chunks: Sequence[Chunk], at_once: int, mesh) -> Iterator[_Batch]:
     groups: dict[int, list[int]] = {}
     longest = max((len(chunk.tokens) for chunk in chunks), default=0)
     for index, chunk in enumerate(chunks):
-        width = min(bucketed(len(chunk.tokens), 1, _MIN_WIDTH), longest)
+        width = min(round_up_to_bucket(len(chunk.tokens), 1, _MIN_WIDTH), longest)
         groups.setdefault(width, []).append(index)
     for width, group in sorted(groups.items()):
         max_rows = max(at_once // width, 1)
@@ -481,7 +484,7 @@ def _make_batch(
     chunks: Sequence[Chunk], indices: list[int], width: int, max_rows: int, mesh
 ) -> _Batch:
     # Powers of two, and equally many on all devices that share rows.
-    num_rows = min(bucketed(len(indices), 1, 1), max_rows)
+    num_rows = min(round_up_to_bucket(len(indices), 1, 1), max_rows)
     num_rows += padding_rows(mesh, num_rows)
     batch = [chunks[index] for index in indices]
     tokens, mask = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), bool)

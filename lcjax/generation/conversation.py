@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import Landmark
-from lcjax.checkpoints.tokenizer import inside
+from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, whole_number
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.generate import Piece, RowText
@@ -90,7 +90,7 @@ class Conversation:
         """Appends a text or token ids; a text gets BOS first if it begins the conversation."""
         lm = self.lm
         if isinstance(text, str) and self._ids:
-            text = inside(lm.tokenizer, text)
+            text = encode_mid_text(lm.tokenizer, text)
         elif isinstance(text, str):
             text = lm.encode(text, begins=not self.context.precede(1)[0])
         self._ids += check_token_ids("text", text, lm.config.vocab_size).tolist()
@@ -131,7 +131,7 @@ class Conversation:
             ids = self.context.without_bos(ids, tokenizer.bos_id)
         else:  # the template writes its own end of a turn
             ids = self._ids[:-1] if self._ids[-1] in tokenizer.eos_ids else self._ids
-            ids = ids + inside(tokenizer, text[len(self._chat_text) :], allow_special=True)
+            ids = ids + encode_mid_text(tokenizer, text[len(self._chat_text) :], allow_special=True)
         self._check(len(ids), sampling.max_new_tokens)
         if is_new:
             self._start_over()

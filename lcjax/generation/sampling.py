@@ -149,7 +149,7 @@ def join_pieces(pieces: Iterable, rows: int) -> list[GeneratedText]:
 # Mixtures of prompts
 
 
-def mixed(log_probs: jax.Array, log_weights: jax.Array) -> jax.Array:
+def log_mixture(log_probs: jax.Array, log_weights: jax.Array) -> jax.Array:
     """Computes log sum_i w_i p_i over the first axis of both: [n, ...] and [n] or [n, 1, ...]."""
     extra = log_probs.ndim - log_weights.ndim
     return jax.nn.logsumexp(log_probs + log_weights[(..., *[None] * extra)], axis=0)
@@ -199,4 +199,4 @@ class Mixture:
 def _mixed_rows(logits: jax.Array, weights: jax.Array) -> jax.Array:
     num_texts, num_prompts = weights.shape
     rows = logits[: num_texts * num_prompts].reshape(num_texts, num_prompts, -1)
-    return mixed(jax.nn.log_softmax(rows, -1).swapaxes(0, 1), weights.T)
+    return log_mixture(jax.nn.log_softmax(rows, -1).swapaxes(0, 1), weights.T)

@@ -15,7 +15,7 @@ import numpy as np
 from lcjax.checkpoints import Tokenizer
 from lcjax.cost import Memory as MemoryEstimate
 from lcjax.generation.sampling import GeneratedText, Sampling
-from lcjax.generation.scoring import Continuation, check_continuations, rounds
+from lcjax.generation.scoring import Continuation, batch_continuations, check_continuations
 from lcjax.models import ModelConfig
 
 Ids = Sequence[int] | np.ndarray
@@ -90,7 +90,7 @@ class Scorer(abc.ABC):
                     greedy[row] = text.ids
         scores: list[list[Continuation]] = [[] for _ in prompts]
         starts = [len(prompt) for prompt in prompts]
-        for ids, sizes in rounds(continuations):
+        for ids, sizes in batch_continuations(continuations):
             ends = starts + sizes
             tokens = np.zeros((len(prompts), ends.max()), np.int32)
             for row, prompt in enumerate(prompts):

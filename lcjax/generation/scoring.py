@@ -26,13 +26,13 @@ from lcjax.generation import session as session_lib
 from lcjax.generation.session import (
     Prefix,
     Session,
-    bucketed,
     check_token_ids,
     fill_rows,
     nll_and_match,
     nll_and_match_of_logits,
     prefill_chunk_size,
     read_prompts,
+    round_up_to_bucket,
 )
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
@@ -120,7 +120,7 @@ def _lay_out(
     for (row, _), text in zip(starts, texts, strict=True):
         spans.append((row, slice(num_targets[row], num_targets[row] + len(text.targets))))
         num_targets[row] += len(text.targets)
-    width = bucketed(int(num_targets.max()), least=8)
+    width = round_up_to_bucket(int(num_targets.max()), least=8)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     places, targets = (np.zeros((shape[0], width), np.int32) for _ in range(2))
     for number, ((row, start), (_, span), text) in enumerate(zip(starts, spans, texts), 1):
@@ -141,12 +141,12 @@ def _choose_rows(
     config, longest, num_rows = model.config, max(lengths), len(lengths)
     num_packed = -(-sum(lengths) // session_lib.MAX_PACKED_ROW)
     num_rows, num_packed = (n + padding_rows(model.mesh, n) for n in (num_rows, num_packed))
-    width = bucketed(longest) if config.pattern.is_position_based else longest
+    width = round_up_to_bucket(longest) if config.pattern.is_position_based else longest
     if config.position == "learned":
         width = min(width, max(config.max_length, longest))
     elif config.pattern.is_position_based and not one_per_row:
         starts, packed_length = _pack(lengths, num_packed)
-        packed_width = bucketed(packed_length)
+        packed_width = round_up_to_bucket(packed_length)
         if session_lib.packing_saves(num_packed * packed_width, num_rows * width):
             return starts, (num_packed, packed_width), True
     return [(row, 0) for row in range(len(lengths))], (num_rows, width), False
@@ -282,7 +282,7 @@ def score_by_cache(lm, prompts, continuations, rotation: Rotation, memory, prefi
     A few sizes of prompts and of continuations are compiled. `rotation` is that of all rows.
     """
     num_prompts, prompts = len(prompts), fill_rows(lm.model, prompts)
-    batches = rounds(fill_rows(lm.model, continuations))
+    batches = batch_continuations(fill_rows(lm.model, continuations))
     num_new = max(_MIN_NEW, *(ids.shape[1] - 1 for ids, _ in batches))
     chunk = prefill_chunk_size(None)
     logits, session = read_prompts(
@@ -299,7 +299,9 @@ def score_by_cache(lm, prompts, continuations, rotation: Rotation, memory, prefi
     ]
 
 
-def rounds(continuations: Sequence[Sequence[Ids]]) -> list[tuple[np.ndarray, np.ndarray]]:
+def batch_continuations(
+    continuations: Sequence[Sequence[Ids]],
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """The first continuation of every prompt, then the second, ...: ids int32 [B, m], sizes [B].
 
     A prompt with fewer continuations repeats its first one; those scores are not used.

@@ -96,7 +96,7 @@ def _shorten(value: Any) -> str:
 # Sizes
 
 
-def bucketed(length: int, per_octave: int = 8, least: int = 64) -> int:
+def round_up_to_bucket(length: int, per_octave: int = 8, least: int = 64) -> int:
     """Rounds `length` up to one of `per_octave` sizes (a power of two) between powers of two.
 
     The result is at least `least`; beyond that it exceeds `length` by less than the share
@@ -110,8 +110,8 @@ def bucketed(length: int, per_octave: int = 8, least: int = 64) -> int:
 def packing_saves(packed: int, padded: int) -> bool:
     """Whether packed rows of `packed` tokens cost less than padded rows of `padded` tokens.
 
-    A difference of one step of `bucketed` is not enough: what is visible in a packed row is only
-    known when the program runs.
+    A saving of one bucket is not enough: which keys of a packed row are visible
+    is only known when the program runs.
     """
     return 8 * packed <= 7 * padded
 
@@ -123,7 +123,7 @@ def prompt_bucket(length: int, chunk: int) -> int:
     of the odd chunk is padding.
     """
     whole, rest = divmod(length, chunk)
-    return whole * chunk + (min(bucketed(rest, 2), chunk) if rest else 0)
+    return whole * chunk + (min(round_up_to_bucket(rest, 2), chunk) if rest else 0)
 
 
 def prefill_chunk_size(chunk: int | None) -> int:
@@ -419,7 +419,7 @@ def can_pack(
     config = model.config
     if len(lengths) == 1 or sum(lengths) > MAX_PACKED_ROW:
         return False
-    if not packing_saves(bucketed(sum(lengths)), len(lengths) * width):
+    if not packing_saves(round_up_to_bucket(sum(lengths)), len(lengths) * width):
         return False
     if model.mesh is not None or config.position == "learned" or cache.rolling is not None:
         return False
@@ -450,7 +450,7 @@ def read_packed(
         "positions": np.arange(total) - np.repeat(starts, lengths),
     }
     packed = {
-        name: np.pad(x, (0, bucketed(total) - total))[None].astype(np.int32)
+        name: np.pad(x, (0, round_up_to_bucket(total) - total))[None].astype(np.int32)
         for name, x in rows.items()
     }
     # The place whose keys and values go to each slot. Slots before a prompt may hold anything:

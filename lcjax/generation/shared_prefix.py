@@ -1,7 +1,7 @@
 """Prompts with a common beginning: it is read once, into a cache of one row.
 
 reader = PrefixReader(lm, prompts)                    # lists of token ids
-for rows in alike(prompts):
+for rows in group_by_prefix(prompts):
     answers = reader.generate([prompts[row] for row in rows])
 
 The cache of a batch begins with copies of that row, so answers equal those of prompts that are read
@@ -38,7 +38,7 @@ LEAST = 1024
 _MIN_SHARE = 8  # a prefix is at least this part (1 / 8) of a prompt
 
 
-def alike(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int]]:
+def group_by_prefix(prompts: Sequence[Ids], least: int = LEAST) -> list[list[int]]:
     """Groups the indices of prompts that begin with at least `least` common tokens.
 
     Groups come in the order of their first prompt; prompts that share nothing are one group.
@@ -88,7 +88,7 @@ class PrefixReader(Scorer):
     """
 
     def __init__(self, lm: "LanguageModel", prompts: Sequence[Ids] = (), *, least: int = LEAST):
-        """Prepares to read `prompts`, each once, best in the order of `alike`.
+        """Prepares to read `prompts`, each once, best in the order of `group_by_prefix`.
 
         Only prefixes of at least `least` tokens (1 or more) are shared.
         """
@@ -129,7 +129,7 @@ class PrefixReader(Scorer):
         self, items: Sequence[Any], size: int, prompt: Callable[[Any], Ids]
     ) -> Iterator[list[Any]]:
         """Yields lists of at most `size` items, together those whose prompts begin alike."""
-        for rows in alike([prompt(item) for item in items]):
+        for rows in group_by_prefix([prompt(item) for item in items]):
             yield from super().batches([items[row] for row in rows], size, prompt)
 
     def _prefix(self, prompts: Sequence[Ids], num_new: Sequence[int]) -> Prefix | None:

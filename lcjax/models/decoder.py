@@ -280,8 +280,8 @@ class Decoder(nn.Module):
             block, stacked = _block(c, scanned=True), self.layers.variables["params"]
             block = block(c, self.mesh, parent=None)
             return None, layer_groups.collect_keys(block, stacked, x, context)
-        memory, pairs = layer_groups.together(
-            layer_groups.memories(context.memory, [True] * c.num_layers)
+        memory, pairs = layer_groups.stack_contexts(
+            layer_groups.contexts_by_layer(context.memory, [True] * c.num_layers)
         )
         return self.layers(x, context._replace(memory=memory), layers, pairs)
 
@@ -289,11 +289,11 @@ class Decoder(nn.Module):
         """Applies layers with separate weights, one by one or group by group."""
         c, blocks, outputs = self.config, self.layers, []
         reads = [block.reads for block in blocks]
-        memories = layer_groups.memories(context.memory, reads)
-        groups = layer_groups.single(c.num_layers)
+        memories = layer_groups.contexts_by_layer(context.memory, reads)
+        groups = layer_groups.one_group_per_layer(c.num_layers)
         if c.scan_layers and layers is None and not self.is_initializing():
             weights = [block.variables["params"] for block in blocks]
-            groups = layer_groups.alike(weights, reads)
+            groups = layer_groups.group_identical_layers(weights, reads)
         for group in groups:
             if len(group) > 1:
                 block = _block(c, scanned=True)(c, self.mesh, reads[group.start], parent=None)

@@ -26,12 +26,12 @@ from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import flatten, nest
 
 
-def single(count: int) -> list[range]:
+def one_group_per_layer(count: int) -> list[range]:
     """Returns a group for each layer."""
     return [range(index, index + 1) for index in range(count)]
 
 
-def alike(layers: Sequence[dict], reads: Sequence[bool]) -> list[range]:
+def group_identical_layers(layers: Sequence[dict], reads: Sequence[bool]) -> list[range]:
     """Returns the groups of successive layers that one scan can compute.
 
     The layers of a group all read the memory or all do not, and their weights have the same names,
@@ -56,13 +56,15 @@ def _is_offloaded(node: Any) -> bool:
     return isinstance(node, Offloaded)
 
 
-def memories(memory: EncodedContext | None, reads: Sequence[bool]) -> list[EncodedContext | None]:
+def contexts_by_layer(
+    memory: EncodedContext | None, reads: Sequence[bool]
+) -> list[EncodedContext | None]:
     """Returns what each layer reads of `memory`: None for layers that do not read."""
     numbers = itertools.count()
     return [memory.for_layer(next(numbers)) if memory and reads_it else None for reads_it in reads]
 
 
-def together(memories: Sequence[EncodedContext | None]) -> tuple[EncodedContext | None, Any]:
+def stack_contexts(memories: Sequence[EncodedContext | None]) -> tuple[EncodedContext | None, Any]:
     """Returns what all of some layers read, and for a scan a stack [L, ...] of what each reads."""
     memory = memories[0]
     if memory is None or memory.layers is None:
@@ -84,7 +86,7 @@ def scan(
     Args:
       block: the module of one layer.
       layers: weights of each layer.
-      memories: the memory of each layer (`memories`).
+      memories: the memory of each layer (`contexts_by_layer`).
       x: hidden states.
       context: the inputs that all layers share.
       mesh: shards the stacked weights like those of each layer.
@@ -95,7 +97,7 @@ def scan(
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if mesh is not None:
         params = jax.lax.with_sharding_constraint(params, param_shardings(mesh, params))
-    memory, pairs = together(memories)
+    memory, pairs = stack_contexts(memories)
     context = context._replace(memory=memory)
 
     def apply_layer(x, inputs):

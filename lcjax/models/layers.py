@@ -19,7 +19,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext
-from lcjax.parallel.offload import fetched, is_offloaded
+from lcjax.parallel.offload import is_offloaded, to_device
 from lcjax.parallel.reduce_scatter import ReduceScatter, gradient_reduce_scatter
 from lcjax.parallel.sharding import attention_layout, spec_of, spread_over, tokens_spec
 from lcjax.rope import Rotation, rotate
@@ -340,7 +340,7 @@ def _dot_general(x, y, axis_x: int, axis_y: int):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Offloaded(meta.AxisMetadata):
-    """A weight in the host's memory, which is fetched when a module names it.
+    """A weight in the host's memory, which is fetched when a module accesses the parameter.
 
     Flax unboxes a parameter where a module names it. A box of this kind fetches the weight then:
     inside the scan over layers one layer's part of it, and again when a layer is rematerialised.
@@ -354,7 +354,9 @@ class Offloaded(meta.AxisMetadata):
     gradient: jax.Array | None = None
 
     def unbox(self) -> jax.Array:
-        return fetched(self.weight) if self.gradient is None else _fetch(self.weight, self.gradient)
+        return (
+            to_device(self.weight) if self.gradient is None else _fetch(self.weight, self.gradient)
+        )
 
     def replace_boxed(self, val: Any) -> Any:
         return val
@@ -368,10 +370,10 @@ class Offloaded(meta.AxisMetadata):
 
 @jax.custom_vjp
 def _fetch(weight: jax.Array, gradient: jax.Array) -> jax.Array:
-    return fetched(weight)
+    return to_device(weight)
 
 
-_fetch.defvjp(lambda weight, gradient: (fetched(weight), None), lambda _, slope: (None, slope))
+_fetch.defvjp(lambda weight, gradient: (to_device(weight), None), lambda _, slope: (None, slope))
 
 
 def differentiable(params: dict) -> dict:
@@ -384,7 +386,7 @@ def with_gradients(params: dict, by: dict) -> dict:
     return jax.tree.map(lambda x, d: Offloaded(x, d) if is_offloaded(x) else d, params, by)
 
 
-def boxed(params: dict) -> dict:
+def box_offloaded(params: dict) -> dict:
     """Returns the parameters of a model, with those on the host in boxes."""
     return jax.tree.map(
         lambda x: x if isinstance(x, Offloaded) or not is_offloaded(x) else Offloaded(x),
@@ -393,6 +395,6 @@ def boxed(params: dict) -> dict:
     )
 
 
-def unboxed(tree: Any) -> Any:
+def unbox_offloaded(tree: Any) -> Any:
     """Returns a tree with its boxes replaced by their weights, which are fetched."""
     return meta.unbox(tree)

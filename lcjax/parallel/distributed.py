@@ -194,37 +194,39 @@ def _is_cluster() -> bool:
 def _check_same_config(config: Any) -> None:
     """Every process must have the same settings but its own number, and the same kernels."""
     plain = dataclasses.replace(config, distributed=Distributed())
-    if not same(repr(plain)):
+    if not equal_on_all_processes(repr(plain)):
         raise InputError(
             "the processes of this job have different settings; start all with the same config and"
             " the same overrides, distributed.process apart"
         )
-    if not same(repr(measured.figures())):  # processes have to run the same kernels
+    if not equal_on_all_processes(
+        repr(measured.figures())
+    ):  # processes have to run the same kernels
         raise InputError(
             "the processes of this job have measured different times of GPU kernels, or some none;"
             f" copy {measured.folder()} to all, or point {measured.VARIABLE} at a shared folder"
         )
 
 
-def first() -> bool:
+def is_main_process() -> bool:
     """Whether this is the process that writes what all have in common."""
     return jax.process_index() == 0
 
 
-def wait(name: str) -> None:
+def barrier(name: str) -> None:
     """Returns when all processes have come here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"lcjax: {name}")
 
 
-def worst(code: int) -> int:
+def max_over_processes(code: int) -> int:
     """The largest `code` of all processes."""
     if jax.process_count() == 1:
         return code
     return int(multihost_utils.process_allgather(np.int32(code)).max())
 
 
-def same(value: str) -> bool:
+def equal_on_all_processes(value: str) -> bool:
     """Whether all processes have the same `value`."""
     if jax.process_count() == 1:
         return True
@@ -240,14 +242,14 @@ def from_first(make: Callable[[], Any]) -> Any:
     if jax.process_count() == 1:
         return make()
     found = {"value": None, "fault": None}
-    if first():
+    if is_main_process():
         try:
             found["value"] = make()
         except InputError as error:
             found["fault"] = str(error)
     data = np.frombuffer(json.dumps(found).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    data = data if first() else np.zeros(size, np.uint8)
+    data = data if is_main_process() else np.zeros(size, np.uint8)
     found = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
     if found["fault"] is not None:
         raise InputError(found["fault"])

@@ -25,7 +25,7 @@ def is_offloaded(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def fetched(tree: Any) -> Any:
+def to_device(tree: Any) -> Any:
     """The tree with all that is offloaded brought to the device."""
     return jax.tree.map(
         lambda x: jax.device_put(x, jax.memory.Space.Device) if is_offloaded(x) else x, tree
@@ -70,4 +70,4 @@ def to_host(path: str, x: jax.Array, dtype: jax.typing.DTypeLike | None = None) 
     where = host_sharding(path, x.ndim, x.sharding)
     if dtype is None or x.dtype == dtype:
         return jax.device_put(x, where)
-    return jax.jit(lambda x: fetched(x).astype(dtype), out_shardings=where)(x)
+    return jax.jit(lambda x: to_device(x).astype(dtype), out_shardings=where)(x)

@@ -44,13 +44,13 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         """Takes the lock, or raises an InputError that names the process which holds it."""
         distributed.from_first(self._acquire)
-        if distributed.first():
+        if distributed.is_main_process():
             threading.Thread(target=self._refresh, daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         self._stop.set()
-        if distributed.first():
+        if distributed.is_main_process():
             with contextlib.suppress(OSError):
                 if _read(self._file) == self._owner:
                     self._file.unlink()

@@ -112,7 +112,7 @@ def _rule(path: str, dimensions: int) -> tuple[str | None, ...]:
     return ()
 
 
-def undivided(
+def replicated_bytes(
     mesh: jax.sharding.Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, int]:
     """By path, the bytes that each device holds of a parameter because sizes do not divide.

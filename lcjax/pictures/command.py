@@ -8,7 +8,7 @@ from pathlib import Path
 from lcjax import config as config_lib
 from lcjax.attention import Causal, Pattern
 from lcjax.checkpoints.build import ModelSection
-from lcjax.errors import InputError, near
+from lcjax.errors import InputError, suggestion
 from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.draw import attention_picture, mask_picture, rope_picture
 from lcjax.rope import NTK, Default, Linear, Rope, Yarn
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if words else 2
     if words[0] not in _PICTURES:
-        known = near(words[0], _PICTURES)
+        known = suggestion(words[0], _PICTURES)
         print(f"error: {words[0]} is no picture; {known}", file=sys.stderr)
         return 2
     return config_lib.main(*_PICTURES[words[0]], words[1:])

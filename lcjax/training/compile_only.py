@@ -61,7 +61,7 @@ def report(config: TrainConfig, topology: Topology) -> Verdict:
         f" {flops / topology.chip.peak:.2f} s at the peak of {topology.chip.name}"
     )
     print(compiled)
-    print(*(f"{line}\n" for line in estimate.undivided(model, mesh)), sep="", end="")
+    print(*(f"{line}\n" for line in estimate.replication_notes(model, mesh)), sep="", end="")
     return compiled
 
 

@@ -76,7 +76,7 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     for name, size in (memory.parts | {"cache": kv_cache} | host).items():
         if size or name != "context":  # the encoded context of a text that is generated
             print(f"  {name:16} {size / 1e9:8.2f} GB{notes.get(name, '')}")
-    print(*(f"  {line}\n" for line in undivided(model, mesh)), sep="", end="")
+    print(*(f"  {line}\n" for line in replication_notes(model, mesh)), sep="", end="")
     fits = memory.total <= chip.usable
     print(
         f"  training         {memory.total / 1e9:8.2f} GB of {chip.usable / 1e9:.2f} GB that"
@@ -100,7 +100,7 @@ def of_run(
       limit: memory of a device in bytes; None: as reported by the device, which CPUs do not.
     """
     memory = training_memory(config, model, mesh)
-    lines = [f"memory, estimated: {memory}", *undivided(model, mesh)]
+    lines = [f"memory, estimated: {memory}", *replication_notes(model, mesh)]
     limit = limit or (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit")
     if limit and memory.total > limit:
         lines.append(
@@ -143,11 +143,11 @@ def _context(config: TrainConfig) -> tuple[int, int] | None:
     return None if chunks is None else (chunks.count, chunks.length)
 
 
-def undivided(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> list[str]:
+def replication_notes(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> list[str]:
     """Returns a line about parameters that the mesh's axes do not divide, or an empty list."""
     mesh = SimpleNamespace(shape=dataclasses.asdict(mesh)) if isinstance(mesh, Mesh) else mesh
     shapes = cost.parameter_shapes(model)
-    num_bytes = sharding.undivided(mesh, shapes)
+    num_bytes = sharding.replicated_bytes(mesh, shapes)
     if not num_bytes:
         return []
     largest = sorted(num_bytes, key=num_bytes.get, reverse=True)[:3]

@@ -100,12 +100,12 @@ def check_results(config: TrainConfig, folder: Path) -> None:
 
 def begin(config: TrainConfig, folder: Path) -> None:
     """Writes the settings of this run; first removes the old run if it is to be overwritten."""
-    if distributed.first():
+    if distributed.is_main_process():
         if config.run.existing == "overwrite":
             for path in [folder / name for name in _run_files(folder)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         config_lib.dump(config, folder / CONFIG)
-    distributed.wait("run folder ready")
+    distributed.barrier("run folder ready")
     _check_shared(folder)
 
 
@@ -114,7 +114,7 @@ def _check_shared(folder: Path) -> None:
     deadline = time.monotonic() + _VISIBLE
     while not (is_visible := (folder / CONFIG).exists()) and time.monotonic() < deadline:
         time.sleep(0.5)
-    if distributed.worst(int(not is_visible)):
+    if distributed.max_over_processes(int(not is_visible)):
         raise InputError(
             f"run.folder={folder} is not the same folder for all {jax.process_count()} processes;"
             " name one on storage that all machines share"
@@ -142,7 +142,7 @@ def finished(config: TrainConfig) -> bool:
     return exported and (folder / FOLDER / str(train.steps)).is_dir()
 
 
-def decisive(config: TrainConfig) -> dict[str, Any]:
+def hashed_settings(config: TrainConfig) -> dict[str, Any]:
     """Returns the keys that determine what a run computes, as in `flat`."""
     return {key: value for key, value in flat(config).items() if not key.startswith(_FREE)}
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.distill import Distill, Teacher, distillation
-from lcjax.models.layers import boxed, unboxed
+from lcjax.models.layers import box_offloaded, unbox_offloaded
 from lcjax.models.loss import cross_entropy
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import LENGTH
@@ -51,13 +51,13 @@ def language_model(
     model = Decoder(config, mesh)
 
     def objective(trained, frozen, batch, key):
-        params = boxed(union(trained, frozen))
+        params = box_offloaded(union(trained, frozen))
         position_ids, rotation = positions.sample(
             key,
             batch["positions"],
             rope=config.rope,
             head_dim=config.rotary_dim,
-            params=unboxed(params.get("rope")),
+            params=unbox_offloaded(params.get("rope")),
         )
         rotation = config.pattern.at_length(rotation, position_ids.shape[1])
         targets, weights = batch["targets"], batch["weights"]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lcjax.parallel.offload import LAYER, STACK, fetched, put_back
+from lcjax.parallel.offload import LAYER, STACK, put_back, to_device
 from lcjax.training.config import Rate, TrainSection, matcher
 from lcjax.tree import flatten, nest, union
 
@@ -120,10 +120,10 @@ def average(ema: Any, params: Any, decay: float) -> Any:
 
     Half precision is not enough: with a decay of 0.999 the change is below one rounding step.
     """
-    return optax.incremental_update(wide(params), ema, 1 - decay)
+    return optax.incremental_update(to_float32(params), ema, 1 - decay)
 
 
-def wide(tree: Any) -> Any:
+def to_float32(tree: Any) -> Any:
     """Casts all leaves to float32."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
@@ -154,7 +154,7 @@ def layerwise_update(update: Update, should_update: jax.Array, old: tuple, grads
     """
 
     def update_part(old: tuple, grads: dict) -> tuple:
-        new = jax.lax.cond(should_update, update, lambda old, _: old, fetched(old), grads)
+        new = jax.lax.cond(should_update, update, lambda old, _: old, to_device(old), grads)
         return put_back(new, old)
 
     parts, token = [], should_update
@@ -168,7 +168,7 @@ def layerwise_update(update: Update, should_update: jax.Array, old: tuple, grads
             part = update_part(part, _select(grads, paths))
         token, _ = jax.lax.optimization_barrier((token, part))
         parts.append(part)
-    return joined(parts)
+    return merge_trees(parts)
 
 
 def _layer_groups(tree: dict) -> list[list[str]]:
@@ -217,7 +217,7 @@ def _select(tree: Any, paths: list[str]) -> Any:
     return jax.tree.map(one, tree, is_leaf=_is_params)
 
 
-def joined(parts: list[Any]) -> Any:
+def merge_trees(parts: list[Any]) -> Any:
     """Merges trees whose parameter trees hold different paths, the inverse of selecting paths."""
     first, *rest = parts
     for part in rest:

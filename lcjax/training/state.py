@@ -14,11 +14,11 @@ from lcjax.checkpoints.run_folder import Base, fingerprint
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig
 from lcjax.models import lora as lora_lib
-from lcjax.parallel.offload import Offload, fetched, host_shardings, to_host
+from lcjax.parallel.offload import Offload, host_shardings, to_device, to_host
 from lcjax.parallel.sharding import param_shardings
 from lcjax.training.batches import check_context
 from lcjax.training.config import TrainConfig, trainable
-from lcjax.training.optim import joined, wide
+from lcjax.training.optim import merge_trees, to_float32
 from lcjax.tree import flatten, nest, split, union
 
 # Fields of TrainState that are offloaded to the host's memory.
@@ -76,7 +76,7 @@ def init_state(
 
     if offload == "none":
         return sharded_init(params)
-    return joined([sharded_init(nest({path: leaf})) for path, leaf in flatten(params).items()])
+    return merge_trees([sharded_init(nest({path: leaf})) for path, leaf in flatten(params).items()])
 
 
 def abstract_state(
@@ -104,7 +104,7 @@ def _init_function(
     optimizer: optax.GradientTransformation, seed: int, ema: bool
 ) -> Callable[[dict], TrainState]:
     def init(params):
-        params = wide(fetched(params))
+        params = to_float32(to_device(params))
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
@@ -169,7 +169,7 @@ def assemble(config: TrainConfig, mesh: jax.sharding.Mesh) -> Assembly:
         trained = _map_leaves(trained, lambda path, leaf: to_host(path, leaf, jnp.float32))
         frozen = _map_leaves(frozen, to_host)
     else:
-        trained = _map_leaves(trained, lambda _, leaf: wide(leaf))
+        trained = _map_leaves(trained, lambda _, leaf: to_float32(leaf))
     return Assembly(model_config, trained, frozen, tokenizer)
 
 
@@ -208,7 +208,7 @@ def new_adapters(config: ModelConfig, mesh: jax.sharding.Mesh, *, seed: int) -> 
     def init(key):
         tokens = jnp.zeros((1, 8), jnp.int32)
         params = Decoder(config).init(key, tokens)["params"]
-        return wide(split(params, lora_lib.is_adapter)[0])
+        return to_float32(split(params, lora_lib.is_adapter)[0])
 
     key = jax.random.fold_in(jax.random.key(seed), 1)
     shardings = param_shardings(mesh, jax.eval_shape(init, key))

@@ -117,7 +117,7 @@ def train_step(
 
     def update(old, grads):
         params, opt_state, ema = old
-        updates, opt_state = optimizer.update(grads, opt_state, optim.wide(params), norm=norm)
+        updates, opt_state = optimizer.update(grads, opt_state, optim.to_float32(params), norm=norm)
         params = optim.apply(params, updates, lr)
         if ema_decay is not None:
             ema = optim.average(ema, params, ema_decay)

@@ -156,7 +156,7 @@ def test_tasks_of_the_harness_are_also_compared_one_by_one():
         "base": {8: records({"a": [0, 0, 0, 0], "b": [1, 1]})},
         "ntk": {8: records({"a": [1, 0, 0, 0], "b": [0, 1]})},
     }
-    gaps = differences.between(task, groups, {"ntk": "base"})
+    gaps = differences.paired_differences(task, groups, {"ntk": "base"})
     means = {gap.part: (gap.difference.mean, gap.difference.count) for gap in gaps}
     assert means == {"": (-0.125, 6), "a": (0.25, 4), "b": (-0.5, 2)}
     (_, table) = differences.text(task, gaps)
@@ -164,7 +164,9 @@ def test_tasks_of_the_harness_are_also_compared_one_by_one():
     (line,) = [line for line in differences.lines(task, gaps) if line["part"] == "a"]
     assert (line["row"], line["against"], line["count"]) == ("ntk", "base", 4)
     alone = {name: {8: own[8][:4]} for name, own in groups.items()}
-    assert [gap.part for gap in differences.between(task, alone, {"ntk": "base"})] == [""]
+    assert [gap.part for gap in differences.paired_differences(task, alone, {"ntk": "base"})] == [
+        ""
+    ]
 
 
 def test_what_is_judged_by_two_rules_is_compared_in_two_tables(copied, undrawn):

@@ -59,10 +59,12 @@ def test_of_units_of_several_shapes_the_longest_are_asked_first():
 
 def test_processes_that_would_ask_different_questions_are_refused(config, monkeypatch):
     said = []
-    monkeypatch.setattr(distributed, "same", lambda value: said.append(value) or True)
+    monkeypatch.setattr(
+        distributed, "equal_on_all_processes", lambda value: said.append(value) or True
+    )
     run(config, load=fake())
     Path(config.data.path, "text3.txt").write_text(texts()[3][1][::-1])  # another machine's disk
-    monkeypatch.setattr(distributed, "same", lambda value: value in said)
+    monkeypatch.setattr(distributed, "equal_on_all_processes", lambda value: value in said)
     other = dataclasses.replace(config, run=RunSection(config.run.folder + "_other"))
     with pytest.raises(InputError, match="different questions in perplexity_slide_press at length"):
         run(other, load=fake())

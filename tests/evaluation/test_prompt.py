@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from evaluation_support import BlankInFront, ByteTokenizer
 
-from lcjax.checkpoints.tokenizer import inside
+from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Budget, Layout, Segment, cut_text, fit
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, generate
@@ -84,7 +84,7 @@ def test_blanks_at_the_end_of_a_piece_go_in_front_of_the_next_word():
 
 
 def test_ids_stand_as_they_are_and_may_not_hold_bos():
-    ids = inside(TOKENIZER, "xyz")
+    ids = encode_mid_text(TOKENIZER, "xyz")
     prompt = Layout(TOKENIZER).prompt([Segment("context_doc", ids=ids), *segments()])
     assert prompt.start("context_doc") > 0 and "xyz" in text(prompt)
     with pytest.raises(InputError, match="hold BOS"):

@@ -13,7 +13,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
-from lcjax.generation.sampling import Mixture, Sampling, log_weights, mixed
+from lcjax.generation.sampling import Mixture, Sampling, log_mixture, log_weights
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import DynamicNTK
 
@@ -35,7 +35,7 @@ def test_the_mixture_equals_the_released_code():
     with np.load(Path(__file__).parent.parent / "golden" / "attention.npz") as data:
         case = {k.removeprefix(CASE): data[k] for k in data.files if k.startswith(CASE)}
     weights = jnp.asarray(log_weights(case["scores"]), jnp.float32)
-    found = mixed(jax.nn.log_softmax(case["logits"], -1), weights)
+    found = log_mixture(jax.nn.log_softmax(case["logits"], -1), weights)
     np.testing.assert_allclose(found, case["log_prob"], atol=2e-6)
     of_targets = np.take_along_axis(np.asarray(found), case["targets"][:, None], -1)[:, 0]
     np.testing.assert_allclose(of_targets, case["target_log_prob"], atol=2e-6)

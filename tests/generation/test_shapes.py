@@ -2,14 +2,19 @@
 
 import pytest
 
-from lcjax.generation.session import bucketed, padded_chunks, prompt_bucket, unpadded_chunks
+from lcjax.generation.session import (
+    padded_chunks,
+    prompt_bucket,
+    round_up_to_bucket,
+    unpadded_chunks,
+)
 
 
 @pytest.mark.parametrize(("per_octave", "least"), [(8, 64), (2, 64), (1, 32), (1, 1)])
 def test_sizes_are_few_and_near_the_length(per_octave, least):
     sizes = set()
     for length in range(1, 9000):
-        size = bucketed(length, per_octave, least)
+        size = round_up_to_bucket(length, per_octave, least)
         sizes.add(size)
         assert length <= size and (size == least or size < length * (1 + 1 / per_octave))
     assert len(sizes) <= 1 + per_octave * ((2**14 // least).bit_length() - 1)

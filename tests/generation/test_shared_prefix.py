@@ -19,7 +19,7 @@ from lcjax.generation import session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Prefix
-from lcjax.generation.shared_prefix import PrefixReader, alike
+from lcjax.generation.shared_prefix import PrefixReader, group_by_prefix
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import DynamicNTK
 
@@ -101,7 +101,9 @@ def test_batches_read_what_they_begin_with_once_and_answer_the_same(lm, pattern,
 def test_single_prompts_that_go_on_from_each_other_are_answered_the_same(lm):
     prompts = [TEXT[:cut] + ids(cut, 20) + TEXT[cut:] for cut in (64, 192, 128)]
     reader = PrefixReader(lm, prompts, least=LEAST)
-    found = {row: reader.generate([prompts[row]], WRITE)[0] for row in alike(prompts, LEAST)[0]}
+    found = {
+        row: reader.generate([prompts[row]], WRITE)[0] for row in group_by_prefix(prompts, LEAST)[0]
+    }
     wanted = [lm.generate([prompt], WRITE)[0] for prompt in prompts]
     assert [found[row] for row in range(3)] == wanted and len(set(wanted)) == 3
     assert reader.saved_tokens == 64 + 128 and reader._cache is None
@@ -110,7 +112,7 @@ def test_single_prompts_that_go_on_from_each_other_are_answered_the_same(lm):
 def test_single_prompts_leave_what_the_next_one_begins_with(lm, read):
     # As needles in one text, at several places.
     prompts = [TEXT[:cut] + ids(cut, 20) + TEXT[cut:] for cut in (64, 192, 128)]
-    (order,) = alike(prompts, LEAST)
+    (order,) = group_by_prefix(prompts, LEAST)
     reader = PrefixReader(lm, prompts, least=LEAST)
     for row in order:
         reader._prefix([prompts[row]], [6])
@@ -217,7 +219,7 @@ def test_what_cannot_be_asked_is_refused_as_without_a_prefix(lm):
                 one.generate(prompts, WRITE)
     with pytest.raises(InputError, match="continuations=0 lists for 0 prompts"):
         reader.continuations([], [])
-    for call in (PrefixReader, alike):
+    for call in (PrefixReader, group_by_prefix):
         with pytest.raises(InputError, match="least=0 must be a whole number of at least 1"):
             call(*[lm] * (call is PrefixReader), PROMPTS, least=0)
 
@@ -260,8 +262,8 @@ def test_prompts_that_begin_alike_stand_together_in_the_order_of_their_first():
     prompts = [
         ids(42, 50), [*first, 1], [*second, 1], ids(43, 50), first + [2] * 30, second, [*first, 0],
     ]  # fmt: skip
-    assert alike(prompts, LEAST) == [[0, 3], [6, 1, 4], [5, 2]]
-    assert alike(prompts, 61) == [list(range(7))]
+    assert group_by_prefix(prompts, LEAST) == [[0, 3], [6, 1, 4], [5, 2]]
+    assert group_by_prefix(prompts, 61) == [list(range(7))]
     # Of a long prompt a small part is not worth a stem.
-    assert alike([first + ids(44, 600), first + ids(45, 600)], LEAST) == [[0, 1]]
-    assert alike([], LEAST) == []
+    assert group_by_prefix([first + ids(44, 600), first + ids(45, 600)], LEAST) == [[0, 1]]
+    assert group_by_prefix([], LEAST) == []

@@ -130,7 +130,11 @@ def start_process(section):
 
 
 def test_alone_there_is_nothing_to_agree_on():
-    assert distributed.first() and distributed.worst(2) == 2 and distributed.same("a")
+    assert (
+        distributed.is_main_process()
+        and distributed.max_over_processes(2) == 2
+        and distributed.equal_on_all_processes("a")
+    )
     np.testing.assert_array_equal(distributed.gather(jax.numpy.arange(3)), np.arange(3))
 
 
@@ -189,7 +193,7 @@ def test_what_another_process_cannot_read_this_one_does_not_take(tmp_path, monke
     abstract = two_checkpoints(tmp_path)
     answers = iter([1, 1, 0])  # the newest is damaged for somebody else, also the second time
     monkeypatch.setattr(checkpoint, "_PAUSE", 0)
-    monkeypatch.setattr(distributed, "worst", lambda code: max(code, next(answers)))
+    monkeypatch.setattr(distributed, "max_over_processes", lambda code: max(code, next(answers)))
     with (
         Checkpoints(tmp_path) as checkpoints,
         pytest.warns(UserWarning, match=r"another process of the job cannot read its part"),
@@ -199,7 +203,7 @@ def test_what_another_process_cannot_read_this_one_does_not_take(tmp_path, monke
 
 
 def test_processes_that_see_different_checkpoints_are_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed, "same", lambda value: False)
+    monkeypatch.setattr(distributed, "equal_on_all_processes", lambda value: False)
     with pytest.raises(CheckpointError, match=r"must lie on storage that all machines share"):
         Checkpoints(tmp_path)
 
@@ -210,6 +214,6 @@ def test_processes_that_measured_other_kernels_are_told_so(monkeypatch):
         distributed: Distributed = dataclasses.field(default_factory=Distributed)
 
     monkeypatch.setattr(measured, "figures", lambda: {"causal, heads of 64": {}})
-    monkeypatch.setattr(distributed, "same", lambda value: "causal" not in value)
+    monkeypatch.setattr(distributed, "equal_on_all_processes", lambda value: "causal" not in value)
     with pytest.raises(InputError, match="copy .*kernels to all, or point LCJAX_KERNELS at"):
         distributed._check_same_config(Config())

@@ -77,8 +77,8 @@ def test_a_run_is_told_its_memory_and_warned_where_a_device_has_less(limit, line
 def test_what_a_mesh_does_not_divide_is_named_with_its_bytes(capsys):
     words = ["--model.preset=tiny", "--train.batch_size=6", "--data.length=64", "--mesh.fsdp=6"]
     model = estimate.model_of(config_lib.parse(TrainConfig, words))
-    assert estimate.undivided(model, Mesh(fsdp=8)) == []
-    (line,) = estimate.undivided(model, Mesh(fsdp=6))
+    assert estimate.replication_notes(model, Mesh(fsdp=8)) == []
+    (line,) = estimate.replication_notes(model, Mesh(fsdp=6))
     assert "the mesh (fsdp=6) asks" in line and "mlp/down/kernel [2, 160, 64], " in line
     # All matrices, float32, which a sixth of would lie on a device; norms are always whole.
     matrices = sum(
@@ -91,5 +91,5 @@ def test_what_a_mesh_does_not_divide_is_named_with_its_bytes(capsys):
     assert line in capsys.readouterr().out
     assert line in estimate.of_run(config_lib.parse(TrainConfig, words), model, Mesh(fsdp=6), 1)
     # Over fsdp alone, where fsdp and context together do not divide a width of 64.
-    (line,) = estimate.undivided(model, Mesh(fsdp=2, context=3))
+    (line,) = estimate.replication_notes(model, Mesh(fsdp=2, context=3))
     assert "(fsdp=2 context=3)" in line

@@ -17,7 +17,7 @@ from lcjax.cost.compilers import devices
 from lcjax.cost.verdict import verdict
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, preset
-from lcjax.models.layers import boxed, unboxed
+from lcjax.models.layers import box_offloaded, unbox_offloaded
 from lcjax.models.lora import LoRA
 from lcjax.parallel.offload import host_shardings, is_offloaded, to_host
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings, replicated
@@ -95,7 +95,7 @@ def assert_same_numbers(resident, offloaded):
 
 def toy(trained, frozen, batch, key):
     """A loss of all weights, so small that its step is compiled at once."""
-    weights = flatten(unboxed(boxed(trained)))
+    weights = flatten(unbox_offloaded(box_offloaded(trained)))
     loss = sum(jnp.sum(jnp.sin(leaf * (i + 2))) for i, leaf in enumerate(weights.values()))
     return loss * batch["scale"].mean(), batch["weights"].sum()
 

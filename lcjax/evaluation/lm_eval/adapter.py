@@ -118,17 +118,17 @@ class HarnessModel(TemplateLM):
         self, kind: str, requests: Sequence[Request], names: Sequence[Any], quiet: bool
     ) -> list[Any]:
         """Answers in order; each is added to the harness's cache (`use_cache`) when it is known."""
-        if not distributed.same(repr(requests)):
+        if not distributed.equal_on_all_processes(repr(requests)):
             raise InputError(
                 "the processes of this job ask different questions; give all the same tasks, data"
                 " and seeds, or run the tasks by eval.py, where the first process asks for all"
             )
-        quiet = quiet or not distributed.first()
+        quiet = quiet or not distributed.is_main_process()
         with tqdm(total=len(requests), desc=kind, disable=quiet) as bar:
 
             def on_answer(index: int, answer: Answer) -> None:
                 bar.update(1)
-                if names[index] is not None and distributed.first():
+                if names[index] is not None and distributed.is_main_process():
                     self.cache_hook.add_partial(kind, names[index], answer)
 
             return respond(self._model, requests, self._batch, on_answer)

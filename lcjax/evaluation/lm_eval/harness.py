@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.errors import InputError, near
+from lcjax.errors import InputError, suggestion
 from lcjax.evaluation.task import Record
 
 HINT = 'pip install "lcjax[eval]", or pip install "lm-eval>=0.4.13,<0.5"'
@@ -80,7 +80,7 @@ class Suite:
         manager = TaskManager(include_path=include_path)
         for name in names:
             if name not in manager.task_index:
-                matches = near(name, manager.all_tasks)
+                matches = suggestion(name, manager.all_tasks)
                 raise InputError(f"tasks: {name} is no task of lm-eval; {matches[:200]}")
         self._seed, self._max_examples = seed, max_examples
         self._tasks, self._parents, self.groups = {}, {}, {}

@@ -200,7 +200,7 @@ class LmEval(Task):
     def _record(self, unit: Unit, answers: list[Answer], tokenizer) -> Record:
         document: DocumentRequests = unit.payload
         record = {"responses": answers, **_answer(document.requests, answers, tokenizer)}
-        if not distributed.first():
+        if not distributed.is_main_process():
             return record | {"scores": {}, "correct": None}
         remaining = iter(answers)
         by_request = [[next(remaining) for _ in range(count)] for count in document.repeats]

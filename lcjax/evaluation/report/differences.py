@@ -25,7 +25,7 @@ class Gap:
     difference: Difference
 
 
-def between(
+def paired_differences(
     task: Task,
     groups: Mapping[str, Mapping[int, Sequence[Record]]],
     bases: Mapping[str, str],

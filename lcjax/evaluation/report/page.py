@@ -14,7 +14,7 @@ import yaml
 from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.report import differences
 from lcjax.evaluation.report.plots import COLOURS, GREY
-from lcjax.evaluation.report.tables import aggregated, ranked
+from lcjax.evaluation.report.tables import format_aggregates, table_entries
 from lcjax.evaluation.task import Record, Task
 from lcjax.files import write_whole
 
@@ -165,7 +165,7 @@ def _overview(sections: Sequence[Section]) -> dict[str, Any]:
     for section in sections:
         cells = [cell for cell in section.cells if cell["length"] == longest]
         values = {cell["method"]: cell["value"] for cell in cells}
-        _, entries = ranked(cells, "value", section.task.metric)
+        _, entries = table_entries(cells, "value", section.task.metric)
         for method in methods:
             entry = entries[method][0] if method in entries else None
             rows[method].append(_entry(entry, values.get(method)))
@@ -223,7 +223,7 @@ def _range(counts: Sequence[int]) -> str:
 
 def _table(section: Section, examples: Examples) -> dict[str, Any]:
     metric = section.task.metric
-    lengths, rows = ranked(section.cells, "value", metric)
+    lengths, rows = table_entries(section.cells, "value", metric)
     cells = {(cell["method"], cell["length"]): cell for cell in section.cells}
     anchors = {(group["method"], group["length"]): group["anchor"] for group in examples.groups}
     table = {}
@@ -252,7 +252,7 @@ def interval_text(cell: Record, metric) -> str:
 def _aggregates(by_method: Mapping[str, Record]) -> dict[str, Any] | None:
     if not by_method:
         return None
-    heads, rows = aggregated(by_method)
+    heads, rows = format_aggregates(by_method)
     title = "At the longest length" if "length" in heads else "Over all lengths"
     return {"title": title, "heads": heads, "rows": rows}
 

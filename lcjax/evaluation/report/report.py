@@ -13,7 +13,14 @@ import jax
 
 from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
 from lcjax.evaluation.report import differences, page, plots
-from lcjax.evaluation.report.tables import aggregated, grid, latex, markdown, ranked, to_csv
+from lcjax.evaluation.report.tables import (
+    format_aggregates,
+    grid,
+    latex,
+    markdown,
+    table_entries,
+    to_csv,
+)
 from lcjax.evaluation.task import Metric, Record, Task
 from lcjax.files import write_whole
 
@@ -134,7 +141,7 @@ def _section(
     for (method, length), group in groups.items():
         by_method.setdefault(method, {})[length] = group
     first, *others = by_method
-    gaps = differences.between(task, by_method, dict.fromkeys(others, first))
+    gaps = differences.paired_differences(task, by_method, dict.fromkeys(others, first))
     text = "\n".join([_tables(task, cells, aggregates), *differences.text(task, gaps)])
     saved = _save_tables(folder / "tables", task, cells, text)
     figures = task.figures(cells, records, folder / "figures")
@@ -200,7 +207,7 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
         parts.append("Perplexity without the windows that gave NaN:\n")
         parts.append(markdown(grid(cells, "value_without_nan", task.metric)))
     if aggregates:
-        heads, rows = aggregated(aggregates)
+        heads, rows = format_aggregates(aggregates)
         parts.append(markdown([["method", *heads], *([name, *row] for name, row in rows.items())]))
     parts.append("Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n")
     parts.append(markdown(_cost_grid(cells)))
@@ -214,7 +221,7 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
 
 
 def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
-    lengths, rows = ranked(cells, "tokens_per_second", Metric("", "", False, 0))
+    lengths, rows = table_entries(cells, "tokens_per_second", Metric("", "", False, 0))
     memory = {(cell["method"], cell["length"]): _memory(cell) for cell in cells}
     table = [["method", *(f"{length:,}" for length in lengths)]]
     for method, entries in rows.items():

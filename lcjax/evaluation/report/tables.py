@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     place: int | None = None
 
 
-def ranked(
+def table_entries(
     cells: Sequence[Record], key: str, metric: Metric
 ) -> tuple[list[int], dict[str, list[Entry]]]:
     """Returns the lengths, and the entries of every method at these lengths."""
@@ -44,7 +44,7 @@ def ranked(
 
 def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:
     """A header and one row per method, one column per length, with Markdown marks."""
-    lengths, rows = ranked(cells, key, metric)
+    lengths, rows = table_entries(cells, key, metric)
     marks = {None: "{}", 1: "**{}**", 2: "_{}_"}
     return [
         ["method", *(f"{length:,}" for length in lengths)],
@@ -72,7 +72,7 @@ def _text(value: float | None, metric: Metric) -> str:
     return f"{value:,.{metric.decimals}f}" if value <= metric.dash_above else "–"
 
 
-def aggregated(by_method: Mapping[str, Record]) -> tuple[list[str], dict[str, list[str]]]:
+def format_aggregates(by_method: Mapping[str, Record]) -> tuple[list[str], dict[str, list[str]]]:
     """Returns the column names and, by method, the printed numbers of `Task.aggregates`.
 
     A field that a method lacks is empty.
@@ -120,7 +120,7 @@ _TEX = str.maketrans(
 
 def latex(cells: Sequence[Record], key: str, metric: Metric) -> str:
     """Formats a booktabs `tabular`; the best number is bold and the second underlined."""
-    lengths, rows = ranked(cells, key, metric)
+    lengths, rows = table_entries(cells, key, metric)
     marks = {None: "{}", 1: r"\textbf{{{}}}", 2: r"\underline{{{}}}"}
     table = [["method", *(f"{length:,}" for length in lengths)]]
     for name, row in rows.items():

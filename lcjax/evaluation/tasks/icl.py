@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import inside
+from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation.corpus import Corpus, prefix_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
@@ -117,7 +117,7 @@ class Icl(FileBenchmark):
         labels = {label for _, _, label in train}
         options = [name for name in data.classes if name in labels] or sorted(labels)
         by_class = [[row for row in train if row[2] == option] for option in options]
-        longest = max(len(inside(corpus.tokenizer, f" {name}")) for name in options)
+        longest = max(len(encode_mid_text(corpus.tokenizer, f" {name}")) for name in options)
         if self.order == "shuffled":
             rng = np.random.default_rng(self.seed)
             rows = [rows[index] for index in rng.permutation(len(rows))]
@@ -213,7 +213,7 @@ def option_losses(model, prompts: Sequence[Prompt], options) -> list[np.ndarray]
 
 def option_ids(tokenizer, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The token ids of options, each after a blank."""
-    return tuple(tuple(inside(tokenizer, f" {name}")) for name in names)
+    return tuple(tuple(encode_mid_text(tokenizer, f" {name}")) for name in names)
 
 
 def _rows(path: Path, data: IclSet) -> list[tuple[int, str, str]]:

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import inside
+from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import Corpus, Document
@@ -156,8 +156,11 @@ class Passkey(DepthTask):
         first = int(rng.integers(len(_FILLER)))
         layout = self.layout(corpus.tokenizer)
         text = (_KEY_LINE + _KEY_REPEAT * (self.repeat - 1)).format(key=key)
-        needle = [*inside(layout.tokenizer, text), *inside(layout.tokenizer, "\n")]
-        sentences = [inside(layout.tokenizer, " " + text) for text in _FILLER]
+        needle = [
+            *encode_mid_text(layout.tokenizer, text),
+            *encode_mid_text(layout.tokenizer, "\n"),
+        ]
+        sentences = [encode_mid_text(layout.tokenizer, " " + text) for text in _FILLER]
 
         def haystack(num_tokens: int) -> tuple[list[int], int]:
             """Filler, whose last sentence may be cut, and the sentence's end next to the depth."""
@@ -220,8 +223,8 @@ def key_scores(
       ids: The generated tokens; None for those of the text.
     """
     digits = re.search(r"\d+", answer)
-    expected = inside(tokenizer, " " + key)
-    generated = inside(tokenizer, " " + answer.strip()) if ids is None else list(ids)
+    expected = encode_mid_text(tokenizer, " " + key)
+    generated = encode_mid_text(tokenizer, " " + answer.strip()) if ids is None else list(ids)
     return {
         "first_integer": digits is not None and int(digits.group()) == int(key),
         "first_digits": digits is not None and digits.group() == key,
@@ -247,7 +250,7 @@ class KvRetrieval(DepthTask):
         rng = np.random.default_rng(placement.seeds)
         key, value = _uuid(rng), _uuid(rng)
         needle = f'\n "{key}": "{value}"'
-        needle_tokens = len(inside(tokenizer, f",{needle}"))
+        needle_tokens = len(encode_mid_text(tokenizer, f",{needle}"))
         instruction, *question = [
             Segment(
                 "instruction",
@@ -261,7 +264,7 @@ class KvRetrieval(DepthTask):
         pairs: list[str] = []
         while num_tokens > 0:
             pair = f'\n "{_uuid(rng)}": "{_uuid(rng)}"'
-            num_tokens -= len(inside(tokenizer, f",{pair}"))
+            num_tokens -= len(encode_mid_text(tokenizer, f",{pair}"))
             if num_tokens >= 0:
                 pairs.append(pair)
         if not pairs:
@@ -273,7 +276,7 @@ class KvRetrieval(DepthTask):
         pairs.insert(index, needle)
         # The first pair has no comma before it.
         texts = [pairs[0], *(f",{pair}" for pair in pairs[1:])]
-        ids = [token for text in texts for token in inside(tokenizer, text)]
+        ids = [token for text in texts for token in encode_mid_text(tokenizer, text)]
         facts = {"pairs": len(pairs), "place": index, "key": key}
         return Example([instruction, Segment("context_doc", ids=ids), *question], [value], facts)
 
@@ -301,7 +304,7 @@ class Haystack:
     def __init__(self, corpus: Corpus, tokens: int, limit: int | None = None):
         """Reads the first `limit` documents (None: all), but no more than hold `tokens` tokens."""
         self._tokenizer = corpus.tokenizer
-        gap = inside(self._tokenizer, "\n\n")
+        gap = encode_mid_text(self._tokenizer, "\n\n")
         documents = self._documents(corpus, tokens, limit)
         if not documents:
             raise InputError(
@@ -428,7 +431,7 @@ class Niah(DepthTask):
             return ids, haystack.sentence_end(ids, placement.depth)
 
         layout = self.layout(corpus.tokenizer)
-        ids = inside(layout.tokenizer, " " + needle.sentence)
+        ids = encode_mid_text(layout.tokenizer, " " + needle.sentence)
         segments, start = self.insert_needle(
             layout, frame, ids, text, haystack.MIN_TOKENS, placement.length
         )

@@ -8,7 +8,7 @@ from benchmark_support import TOKENIZER, plan, scored
 from evaluation_support import BigramModel, losses_behind, only_the_run
 
 from lcjax.errors import InputError
-from lcjax.evaluation.report.tables import aggregated
+from lcjax.evaluation.report.tables import format_aggregates
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.many_shot import CLASSES, ManyShot
 
@@ -141,7 +141,7 @@ def test_numbers_that_only_some_lengths_or_methods_have_stand_in_the_table(trec,
     found = task.aggregates(cells, [])
     assert found["a"]["trec_100shots"] == 100 and found["a"]["flat"] == 75
     assert found["b"]["trec_100shots"] is None and found["b"]["trec_1shots"] == 25
-    heads, rows = aggregated(found)
+    heads, rows = format_aggregates(found)
     assert rows["b"][heads.index("trec_100shots")] == ""
     with only_the_run():
         assert task.figures(cells, [], tmp_path)[1].exists()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import inside
+from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Budget, Layout, Segment
 from lcjax.evaluation.tasks.ruler.texts import (
@@ -122,7 +122,7 @@ class Generator(abc.ABC):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` inside a longer text."""
-        return inside(self._tokenizer, text)
+        return encode_mid_text(self._tokenizer, text)
 
 
 def probe_seeds(name: str) -> list[str]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import Tokenizer, inside
+from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.errors import InputError
 from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
@@ -238,12 +238,12 @@ class Essays:
         rest -= int(self._ends[num_whole - 1]) if num_whole else 0
         if rest:
             part = " ".join(self.sentences[num_whole].split(" ")[:rest])
-            ids.append(inside(self.tokenizer, " " + part))
+            ids.append(encode_mid_text(self.tokenizer, " " + part))
         return ids
 
     def _sentence(self, index: int) -> list[int]:
         if index not in self._ids:
-            self._ids[index] = inside(self.tokenizer, " " + self.sentences[index])
+            self._ids[index] = encode_mid_text(self.tokenizer, " " + self.sentences[index])
         return self._ids[index]
 
 
