@@ -307,7 +307,8 @@ def adapted_rope(
       config: of the base.
       adapters: to be merged into the base.
       stated: of a config.json beside the adapters; `context` takes precedence over it.
-      context: length that the adapters were trained for.
+      context: length that the adapters were trained for; None: the method of `stated`, else that
+        of the base.
     """
     if context is not None:
         if not adapters.has_trainable:
@@ -339,7 +340,7 @@ def _interpolated(config: ModelConfig, adapters: Adapters, context: int) -> Rope
 
 
 def with_context(config: ModelConfig, context: int, where: Any) -> ModelConfig:
-    """Returns the config of a whole model that does not state its trained length.
+    """Returns `config` with `rope.min_length=context`, for a model that does not state it.
 
     LCEG's NTK checkpoints (arXiv 2409.12181) are dynamic NTK never computed for less than their
     training length, and that length stands in the authors' code only.

@@ -36,7 +36,7 @@ class TensorInfo(NamedTuple):
     """Shape and dtype of a stored tensor, from the index of its file."""
 
     shape: tuple[int, ...]
-    dtype: str  # "float32", "float16" or "bfloat16": what `rows` returns; else not readable
+    dtype: str  # "float32", "float16" or "bfloat16"; `rows` can return no other
 
 
 class Source(Protocol):

@@ -22,7 +22,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as JAX counts them (a v4 or v5p chip is one)."""
+    """One JAX device (a v4 or v5p chip is one)."""
 
     name: str
     memory: float  # bytes, as sold
@@ -145,7 +145,10 @@ def measured_peak(dtype: str = "float32", size: int = 1024, repeats: int = 5) ->
 
 
 def machine_peak(dtype: str) -> tuple[float, str]:
-    """Returns the FLOP/s of all devices together, and the source of that number."""
+    """Returns the FLOP/s of all devices together, and the source of that number.
+
+    Known chips count with their bfloat16 peak, whatever `dtype` is; others are measured in `dtype`.
+    """
     devices = jax.devices()
     peak = peak_flops(devices[0])
     if peak is not None:

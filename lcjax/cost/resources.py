@@ -74,7 +74,7 @@ def estimate(
     trained=lambda path: True,
     context: tuple[int, int] | None = None,
 ) -> Cost:
-    """The cost of `config` on sequences of `length` tokens.
+    """Counts parameters, and FLOPs per token averaged over a sequence of `length` tokens.
 
     Args:
       config: the model.

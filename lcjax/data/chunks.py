@@ -192,7 +192,8 @@ class CutBeginning:
 def num_context_chunks(config: Chunks, question: int, tokens: int) -> int:
     """Computes how many chunks of a document are context, for `chunks.text` "beginning".
 
-    The number exceeds SharedLLM's rule where the decoder could not hold the rest. At least one
+    SharedLLM's rule gives max(question // length - 1, 1), with the tokens of a chunk as length. The
+    number exceeds it where the decoder could not hold the rest. At least one
     token of a question, or two of a text, remain for the decoder. So a question of up to one chunk
     has no context, whereas the released code would put the answer there.
 

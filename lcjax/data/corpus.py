@@ -35,7 +35,9 @@ from lcjax.errors import InputError
 
 
 class Corpus:
-    """All documents of one source as a sequence of (name, text) in a fixed order.
+    """All documents of one source as a sequence of (name, value) in a fixed order.
+
+    A value is a text, token ids, a conversation, or a teacher's row.
 
     `indices` selects some of them, such as one side of the validation split.
     """
@@ -288,7 +290,12 @@ def open_corpus(
     on_bad_record: str = "error",
     tokenizer: Any = None,
 ) -> Documents:
-    """Opens a source, and indexes those of its files that hold many documents."""
+    """Opens a source.
+
+    Returns:
+      A Corpus, which indexes the files that hold many documents; a Stream for sources that are
+      streamed or up-sampled; a SeqioCorpus for tasks of seqio.
+    """
     if isinstance(source, SeqioSource):
         corpus = SeqioCorpus(source, on_bad_text=on_bad_text)
         if tokenizer is not None:

@@ -133,7 +133,7 @@ def settings(trainings: Trainings) -> dict[str, Any]:
 
 
 def with_trained(config: EvalConfig) -> EvalConfig:
-    """`config` with the run folders of the trainings as paths of its models."""
+    """Returns `config` without `study`, with run folders of the trainings as models' paths."""
     methods = tuple(
         dataclasses.replace(m, path=str(_folder(config, m)), train=None)
         if m.train is not None

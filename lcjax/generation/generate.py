@@ -176,7 +176,10 @@ class RowText:
         self._ids, self._text = [], ""  # picked, and decoded, but not yet in a piece
 
     def add(self, token: int) -> Piece | None:
-        """Returns the text that `token` completes, if any, or the last piece."""
+        """Returns the text that can be emitted after `token`, or the last piece of the row.
+
+        None while the text may still become part of a stop string.
+        """
         self._count += 1
         self._ids.append(token)
         if token in self._eos:

@@ -133,7 +133,10 @@ def _max_selected(tree: Tree, max_length: int) -> np.ndarray:
 
 
 class Nodes(NamedTuple):
-    """Where the preserved nodes of chunks are, in the order in which they are stored."""
+    """Start and length of the nodes whose tokens are selected, in the order of storage.
+
+    R = rows x chunks.
+    """
 
     starts: Int[Array, "R nodes"]
     lengths: Int[Array, "R nodes"]

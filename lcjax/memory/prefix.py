@@ -257,7 +257,7 @@ def collect_range(count: int, rows: int, start: int = 0) -> CollectKeyValues:
 
 
 class WindowEncoder(nn.Module):
-    """The decoder over one window after the other."""
+    """Encodes windows one by one with the decoder."""
 
     config: ModelConfig  # of the decoder, its memory included
     mesh: Mesh | None = None
@@ -368,16 +368,16 @@ def _append_empty(
 
 
 def check_token(token: int, config: ModelConfig) -> None:
-    """Raises an InputError for a first embedding of a token that the decoder does not know."""
+    """Raises an InputError unless `token` is an id of the vocabulary."""
     if not 0 <= token < config.vocab_size:
         raise InputError(
             f"model.memory.begin={token} must lie between 0 and {config.vocab_size - 1}: the token"
-            " whose embedding is begun with; the papers take EOS"
+            " whose embedding initialises those of the memory; the papers take EOS"
         )
 
 
 def init_embeddings(params: dict, config: ModelConfig, token: int, mesh: Mesh | None) -> dict:
-    """Returns `params` with the embedding of `token` as that of all of the memory's own tokens."""
+    """Returns `params` with the memory's embeddings, all initialised with that of `token`."""
 
     def init(embed):
         embedding = jnp.tile(embed["embedding"][token], (config.memory.num_embeddings, 1))

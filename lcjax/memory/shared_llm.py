@@ -415,7 +415,10 @@ def _split_noise(tree: Tree, key: jax.Array | None, rows: int, count: int) -> ja
 
 
 class TreeAttention(CrossAttention):
-    """Cross-attention to keys that are rotated already; all queries stand after all chunks."""
+    """Cross-attention to keys that are rotated already.
+
+    Every query is rotated to one position, the number of chunks.
+    """
 
     @property
     def query_bias(self) -> bool:

@@ -148,7 +148,7 @@ def create(
 
 
 def policy(pattern: Pattern, length: int, chunk: int | None) -> tuple[int, Rolling | None]:
-    """Returns the slots of a cache for `length` tokens; and the policy of a rolling cache."""
+    """Returns the slots of a cache for `length` tokens, and its ring; None: a slot for each."""
     window = pattern.cache_window()
     if window is None or chunk is None:
         return length, None
@@ -186,7 +186,7 @@ def whole_blocks(slots: int) -> int:
 def extend(
     cache: Cache, segments: Int[Array, "B T"] | None, positions: Num[Array, "B T"]
 ) -> tuple[Cache, View]:
-    """Reserves slots for new tokens; the layers are written afterwards.
+    """Reserves slots for new tokens; `attend_cached` writes the keys and values of each layer.
 
     jit cannot detect writes past the capacity of a full cache: callers create it for the prompt and
     all new tokens.

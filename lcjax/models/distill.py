@@ -63,7 +63,10 @@ class Teacher(NamedTuple):
 
 
 def divergence(log_q: Float[Array, "B T K"], teacher: Teacher, mode: str) -> Float[Array, "B T"]:
-    """Returns the term `mode` (see above) of the student's log q at `teacher.ids`."""
+    """Returns the divergence of the student's log q at `teacher.ids` from the teacher.
+
+    `mode` is drop, renormalise, rest or smooth, as the module's docstring defines them.
+    """
     p, others = teacher.probabilities, teacher.rest
     if mode == "renormalise":
         p = p / jnp.maximum(p.sum(-1, keepdims=True), _TINY)

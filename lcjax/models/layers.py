@@ -345,8 +345,8 @@ class Offloaded(meta.AxisMetadata):
     Flax unboxes a parameter where a module names it. A box of this kind fetches the weight then:
     inside the scan over layers one layer's part of it, and again when a layer is rematerialised.
 
-    `gradient` has the shape of the weight and is never read: the loss is differentiated by it, and
-    its gradient stays on the device. The gradient of the weight itself would be sent to the host.
+    `gradient` has the shape of the weight and is never read: the gradient is taken with respect
+    to it, and stays on the device. The gradient of the weight itself would be sent to the host.
     None: the weight is not trained.
     """
 

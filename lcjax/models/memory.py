@@ -41,7 +41,7 @@ class EncodedContext:
     mask: Bool[Array, "B M"]  # true where a slot is filled
     states: Float[Array, "B M E"] | None = None
     layers: tuple[tuple[Float[Array, "B K M H"], Float[Array, "B K M H"]], ...] | None = None
-    num_chunks: Int[Array, " B"] | None = None
+    num_chunks: Int[Array, " B"] | None = None  # chunks of each row that hold text
     # The decoder's hidden states of the chunks' own tokens, where training asks for them.
     hidden: Float[Array, "B C P D"] | None = None
 

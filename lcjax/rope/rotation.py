@@ -87,7 +87,7 @@ def rotate(
 def angles(
     positions: Num[Array, "B T"], inv_freq: Float[Array, " R//2"] | Float[Array, "B R//2"]
 ) -> Float[Array, "B T R//2"]:
-    """Computes `positions * inv_freq` modulo 2 pi, near [-pi, pi], differentiable in both.
+    """Computes `positions * inv_freq` modulo 2 pi, within about [-pi, pi], differentiable in both.
 
     The error is below 6e-7 for positions -2^31 <= p < 2^31 and frequencies up to 1. For frequencies
     from 1 to 4,096 that holds for whole positions; a fraction adds the rounding of its product.

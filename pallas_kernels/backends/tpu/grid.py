@@ -137,7 +137,7 @@ def _pad(x, axis: int, length: int):
 
 
 def wide(x):
-    """The last axis padded to whole lanes."""
+    """Returns `x` with its last axis padded to whole lanes."""
     return _pad(x, x.ndim - 1, lanes(x.shape[-1]))
 
 
