@@ -22,7 +22,7 @@ from lcjax.checkpoints import hf_names
 from lcjax.checkpoints.hub import SMOLLM2, is_hub_id, is_run
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
-from lcjax.checkpoints.weights import DTYPES, Source, TensorInfo, check, describe_faults
+from lcjax.checkpoints.weights import DTYPES, TensorInfo, WeightSource, check, describe_faults
 from lcjax.errors import InputError
 from lcjax.files import FolderFormat, atomic_folder, check_destination, read_json, write_json
 from lcjax.models.config import ModelConfig
@@ -69,7 +69,7 @@ class Adapters:
 
     path: str
     low_rank: dict[str, LowRank]
-    whole: dict[str, tuple[Source, str]]  # the file and the name of the tensor in it
+    whole: dict[str, tuple[WeightSource, str]]  # the file and the name of the tensor in it
     has_trainable: bool  # whether it has LongLoRA's second file
     saved_modules: tuple[str, ...]  # peft's modules_to_save: copies beside those of the base
 
@@ -95,7 +95,7 @@ def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
             f"{folder}: {CONFIG} is there, but no {ADAPTERS}.safetensors or .bin; download it"
         )
     halves: dict[str, dict[str, np.ndarray]] = {}
-    whole: dict[str, tuple[Source, str]] = {}
+    whole: dict[str, tuple[WeightSource, str]] = {}
     unknown = []
     for source in filter(None, sources):
         for stored, info in source.tensors.items():
@@ -157,7 +157,7 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _open(folder: Path, stem: str, allow_pickle: bool) -> Source | None:
+def _open(folder: Path, stem: str, allow_pickle: bool) -> WeightSource | None:
     """Opens `stem`.safetensors, or else `stem`.bin where pickles are allowed."""
     safe, pickled = folder / f"{stem}.safetensors", folder / f"{stem}.bin"
     if safe.is_file():
@@ -209,7 +209,7 @@ class AdaptedSource:
     [PAD], row 32000): the mean of the old rows unless the adapters bring them.
     """
 
-    def __init__(self, base: Source, adapters: Adapters, config: ModelConfig):
+    def __init__(self, base: WeightSource, adapters: Adapters, config: ModelConfig):
         self.path = f"{adapters.path} over {base.path}"
         self._base, self._adapters = base, adapters
         self._means: dict[str, np.ndarray] = {}
@@ -236,7 +236,7 @@ class AdaptedSource:
             block = block.astype(np.float32) + self._adapters.low_rank[name].rows(start, stop)
         return block
 
-    def _mean(self, source: Source, name: str) -> np.ndarray:
+    def _mean(self, source: WeightSource, name: str) -> np.ndarray:
         """The mean of the rows of a tensor, float32."""
         if name not in self._means:
             count = source.tensors[name].shape[0]
@@ -249,7 +249,7 @@ class AdaptedSource:
 
 
 def adapted_config(
-    base: Source, adapters: Adapters, config: ModelConfig, *, rows: int = 0
+    base: WeightSource, adapters: Adapters, config: ModelConfig, *, rows: int = 0
 ) -> ModelConfig:
     """Returns the config of the base with the adapters merged in; they must fit it.
 
@@ -273,7 +273,9 @@ def adapted_config(
     return result
 
 
-def _check_fit(base: Source, adapters: Adapters, whole: dict[str, tuple], config: ModelConfig):
+def _check_fit(
+    base: WeightSource, adapters: Adapters, whole: dict[str, tuple], config: ModelConfig
+):
     """Lists every tensor of the adapters that has no place in the model, in one error."""
     expected = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
     updates = {

@@ -28,7 +28,7 @@ from lcjax.checkpoints.tokenizer_files import gguf_tokenizer, hf_tokenizer
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import (
     DTYPES,
-    Source,
+    WeightSource,
     read_params,
     resolve_aliases,
     spread_layers,
@@ -112,7 +112,7 @@ def _refuse(path: Path, kind: str, **values: Any) -> None:
             raise InputError(f"{key}={value}: {path} is {kind}; leave {key} (--{key}) out")
 
 
-def _open(path: Path, allow_pickle: bool) -> tuple[Source, ModelConfig, Tokenizer]:
+def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, Tokenizer]:
     """A GGUF file or a Hugging Face folder; its config has the dtype of the weights."""
     if _is_gguf(path):
         file = GGUFFile(path)
@@ -133,7 +133,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[Source, ModelConfig, Tokenize
 
 def _open_adapters(
     folder: Path, base: str | Path | None, context: int | None, allow_pickle: bool
-) -> tuple[Source, ModelConfig, Tokenizer]:
+) -> tuple[WeightSource, ModelConfig, Tokenizer]:
     """Adapters over their base, with the tokenizer that lies beside them if there is one."""
     adapters = read_adapters(folder, allow_pickle=allow_pickle)
     source, config, tokenizer = _open(_base_of(folder, base, allow_pickle), allow_pickle)

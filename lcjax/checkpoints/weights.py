@@ -39,7 +39,7 @@ class TensorInfo(NamedTuple):
     dtype: str  # "float32", "float16" or "bfloat16"; `rows` can return no other
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Named tensors in a file or folder."""
 
     path: str
@@ -93,7 +93,7 @@ def shard_files(folder: Path, single: str, index: str, loose: list[Path]) -> lis
 class _Renamed:
     """A source with the tensors `stored`: {name: name in `source`}."""
 
-    def __init__(self, source: Source, stored: dict[str, str]):
+    def __init__(self, source: WeightSource, stored: dict[str, str]):
         self.path, self._source, self._stored = source.path, source, stored
         self.tensors = {name: source.tensors[other] for name, other in stored.items()}
 
@@ -101,7 +101,7 @@ class _Renamed:
         return self._source.rows(self._stored[name], start, stop)
 
 
-def resolve_aliases(source: Source, config: ModelConfig) -> Source:
+def resolve_aliases(source: WeightSource, config: ModelConfig) -> WeightSource:
     """Returns `source` with one name for each tensor: the one in the table of names.
 
     Raises:
@@ -121,7 +121,7 @@ def resolve_aliases(source: Source, config: ModelConfig) -> Source:
     return source if unchanged else _Renamed(source, stored)
 
 
-def _check_equal(source: Source, name: str, alias: str) -> None:
+def _check_equal(source: WeightSource, name: str, alias: str) -> None:
     """Compares two tensors bit by bit, some rows at a time."""
     info = source.tensors[name]
     same = info == source.tensors[alias]
@@ -140,7 +140,7 @@ def _check_equal(source: Source, name: str, alias: str) -> None:
         )
 
 
-def check(source: Source, config: ModelConfig) -> None:
+def check(source: WeightSource, config: ModelConfig) -> None:
     """Lists every missing, unexpected and mis-shaped tensor in one error."""
     expected = {name: e.tensor_shape for e in hf_names.entries(config) for name in e.names}
     present = {name: source.tensors[name] for name in expected if name in source.tensors}
@@ -182,7 +182,7 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
 
 
 def read_params(
-    source: Source,
+    source: WeightSource,
     config: ModelConfig,
     *,
     mesh: jax.sharding.Mesh | None = None,
@@ -235,7 +235,7 @@ def spread_layers(params: dict, config: ModelConfig) -> dict:
     return union(unstack_layers(common, config), single)
 
 
-def stored_dtype(source: Source, config: ModelConfig) -> str:
+def stored_dtype(source: WeightSource, config: ModelConfig) -> str:
     """Returns the dtype in which all matrices of the model are stored; float32 if they differ."""
     names = [n for e in hf_names.entries(config) if not e.path.startswith("rope/") for n in e.names]
     infos = [source.tensors[name] for name in names if name in source.tensors]
@@ -244,7 +244,7 @@ def stored_dtype(source: Source, config: ModelConfig) -> str:
 
 
 def _read_block(
-    source: Source, entry: hf_names.Entry, index: tuple[slice, ...], dtype: np.dtype
+    source: WeightSource, entry: hf_names.Entry, index: tuple[slice, ...], dtype: np.dtype
 ) -> np.ndarray:
     """Returns `leaf[index]`; reads only the rows that it needs of each layer's tensor."""
     layers = range(len(entry.names))

@@ -7,7 +7,7 @@ cost.training_memory(config, length, rows, Mesh(fsdp=8))      # bytes on each de
 from lcjax.cost.chips import PEAK_FLOPS, machine_peak, measured_peak, peak_flops
 from lcjax.cost.resources import (
     Cost,
-    Memory,
+    MemoryEstimate,
     estimate,
     generation_memory,
     parameter_shapes,
@@ -18,7 +18,7 @@ from lcjax.cost.resources import (
 __all__ = [
     "PEAK_FLOPS",
     "Cost",
-    "Memory",
+    "MemoryEstimate",
     "estimate",
     "generation_memory",
     "machine_peak",

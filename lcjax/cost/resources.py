@@ -214,7 +214,7 @@ def visible_keys(config: ModelConfig, length: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes per device at the peak of memory."""
 
     weights: int
@@ -251,7 +251,7 @@ def training_memory(
     average: bool = False,
     context: tuple[int, int] | None = None,
     offload: Offload = "none",
-) -> Memory:
+) -> MemoryEstimate:
     """Returns the memory of a training step.
 
     Gradients, both moments of Adam and the running average are float32 and sharded like their
@@ -273,7 +273,7 @@ def training_memory(
     weights = {path: size for path, (_, size) in counts.items()}
     moments = {path: (12 if average else 8) * count for path, count in trained_counts.items()}
     offloaded = [weights] * (offload == "parameters") + [moments] * (offload != "none")
-    return Memory(
+    return MemoryEstimate(
         weights=_resident_bytes(config, weights, offload == "parameters"),
         gradients=4 * sum(trained_counts.values()),
         optimizer=_resident_bytes(config, moments, offload != "none"),
@@ -290,7 +290,7 @@ def generation_memory(
     *,
     chunk: int = 4096,
     context: tuple[int, int] | None = None,
-) -> Memory:
+) -> MemoryEstimate:
     """Returns the memory of generation.
 
     With `chunk` equal to `length` it is an upper bound for scoring texts of that length, which
@@ -314,7 +314,7 @@ def generation_memory(
     tokens = local_rows * min(chunk, length)
     size = config.compute_dtype().itemsize
     state = cache_state_bytes(config, length, heads=_divided(config.num_heads, sizes["tensor"]))
-    return Memory(
+    return MemoryEstimate(
         weights=_total_bytes(_per_device(config, sizes)),
         activations=size * tokens * (channels + 3 * config.width)
         + 4 * local_rows * config.vocab_size,

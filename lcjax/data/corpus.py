@@ -85,7 +85,7 @@ class Corpus:
         return self.readers[file], index - self._starts[file]
 
 
-class Position(NamedTuple):
+class StreamPosition(NamedTuple):
     """Position of a stream: before document `document` of the `file`-th file of an epoch."""
 
     epoch: int = 0
@@ -130,15 +130,15 @@ class Stream:
         shuffle: bool,
         repeat: int | None,
         seed: int = 0,
-        position: Position = Position(),
+        position: StreamPosition = StreamPosition(),
         selection_state: dict | None = None,
-    ) -> Iterator[tuple[Document, Position, dict | None]]:
+    ) -> Iterator[tuple[Document, StreamPosition, dict | None]]:
         """Yields documents from `position` on, with the position and selection state after each."""
         upsample = self.source.upsample if self._split == "train" else None
         while repeat is None or position.epoch < repeat:
             selection = Selection(upsample, position.epoch) if upsample else None
             # A position within an epoch proves that the epoch has a document.
-            has_documents = position != Position(position.epoch)
+            has_documents = position != StreamPosition(position.epoch)
             if selection and has_documents:
                 selection.set_state(selection_state)
             if not (selection and selection.full):
@@ -152,11 +152,11 @@ class Stream:
                         break
             if not has_documents:
                 raise self._empty()
-            position = Position(position.epoch + 1)
+            position = StreamPosition(position.epoch + 1)
 
     def _epoch(
-        self, position: Position, *, shuffle: bool, seed: int
-    ) -> Iterator[tuple[Document, Position]]:
+        self, position: StreamPosition, *, shuffle: bool, seed: int
+    ) -> Iterator[tuple[Document, StreamPosition]]:
         epoch, first_file, first = position
         files = np.arange(len(self.files.paths))
         files = order(len(files), seed, epoch) if shuffle else files
@@ -168,7 +168,7 @@ class Stream:
             for j in range(first, count):
                 index = int(indices[j])
                 if self._in_split(reader, index):
-                    yield self.files.document(reader, index), Position(epoch, i, j + 1)
+                    yield self.files.document(reader, index), StreamPosition(epoch, i, j + 1)
             first = 0
 
     def _in_split(self, reader: Reader, index: int) -> bool:
@@ -206,7 +206,7 @@ class _StreamIterator(grain.DatasetIterator):
     def __init__(self, stream: Stream, tokenise, order: dict[str, Any]):
         super().__init__()
         self._stream, self._tokenise, self._order = stream, tokenise, order
-        self._position, self._selection_state, self._documents = Position(), None, None
+        self._position, self._selection_state, self._documents = StreamPosition(), None, None
 
     def __next__(self):
         if self._documents is None:
@@ -223,7 +223,7 @@ class _StreamIterator(grain.DatasetIterator):
         return {"place": list(self._position), "selection": self._selection_state}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._position, self._selection_state = Position(*state["place"]), state["selection"]
+        self._position, self._selection_state = StreamPosition(*state["place"]), state["selection"]
         self._documents = None
 
 

@@ -94,7 +94,7 @@ def make_loader(
     if config.masking is not None:
         if landmarks is not None:
             raise InputError("data.masking hides tokens that landmarks attend to: leave it out")
-        dataset = dataset.random_map(Mask(config.masking, tokenizer), seed=config.seed)
+        dataset = dataset.random_map(RandomMask(config.masking, tokenizer), seed=config.seed)
     if config.chunks is not None and config.chunks.noise is not None and is_train:
         dataset = dataset.random_map(HideContext(config.chunks.noise), seed=config.seed)
     batches = dataset.batch(batch_size, batch_fn=PadBatch(batch_size))
@@ -111,7 +111,7 @@ def make_loader(
     return Loader(iter(batches), _identity(config, corpora, tokenizer, split, landmarks))
 
 
-class Mask:
+class RandomMask:
     """Masks tokens of a row; targets and weights remain at masked places only."""
 
     def __init__(self, config: Masking, tokenizer: Any):

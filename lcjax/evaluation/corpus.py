@@ -39,7 +39,7 @@ def prefix_token(tokenizer) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Document:
+class TokenizedDocument:
     """Token ids of one text.
 
     `byte_ends[t]` is the number of UTF-8 bytes of tokens 0..t. It is None if the tokenizer does not
@@ -54,7 +54,7 @@ class Document:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def with_first(self, token: int | None) -> "Document":
+    def with_first(self, token: int | None) -> "TokenizedDocument":
         """The document with `token` (BOS) before it, which has no bytes."""
         if token is None:
             return self
@@ -62,13 +62,13 @@ class Document:
         tokens = np.concatenate([[token], self.tokens]).astype(np.int32)
         return dataclasses.replace(self, tokens=tokens, byte_ends=ends)
 
-    def cut(self, limit: int | None) -> "Document":
+    def cut(self, limit: int | None) -> "TokenizedDocument":
         """The first `limit` tokens; None keeps all."""
         if limit is None or limit >= len(self):
             return self
         ends = None if self.byte_ends is None else self.byte_ends[:limit]
         words = self.words * limit / len(self)
-        return Document(self.name, self.tokens[:limit], ends, words)
+        return TokenizedDocument(self.name, self.tokens[:limit], ends, words)
 
 
 @dataclasses.dataclass
@@ -76,10 +76,10 @@ class _Entry:
     name: str
     text: str | None  # None once it is tokenised
     size: int  # UTF-8 bytes
-    document: Document | None = None
+    document: TokenizedDocument | None = None
 
 
-class Corpus:
+class TokenizedCorpus:
     """Named texts and one tokenizer.
 
     Texts are read once and tokenised lazily. As a text has at most one token per byte, texts that
@@ -99,9 +99,9 @@ class Corpus:
             self._cache[key] = make()
         return self._cache[key]
 
-    def documents(self, minimum: int = 2, limit: int | None = None) -> list[Document]:
+    def documents(self, minimum: int = 2, limit: int | None = None) -> list[TokenizedDocument]:
         """The first `limit` documents (None: all) of at least `minimum` tokens, in corpus order."""
-        matches: list[Document] = []
+        matches: list[TokenizedDocument] = []
         for entry in self._walk():
             # sentencepiece adds a blank in front, so one token more than bytes is possible.
             if entry.document is None and entry.size + 1 < minimum:
@@ -136,11 +136,11 @@ class Corpus:
                 ".parquet that is not empty, python:stdlib, or package:NAME"
             )
 
-    def _tokenised(self, entry: _Entry) -> Document:
+    def _tokenised(self, entry: _Entry) -> TokenizedDocument:
         if entry.document is None:
             tokens = np.asarray(self.tokenizer.encode(entry.text), np.int32)
             ends, words = self._byte_ends(tokens, entry.size), len(re.split(r"\s+", entry.text))
-            entry.document = Document(entry.name, tokens, ends, float(words))
+            entry.document = TokenizedDocument(entry.name, tokens, ends, float(words))
             entry.text = None
         return entry.document
 

@@ -24,7 +24,7 @@ from lcjax.data import documents
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig, tokenizer_of
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import GenerationTask
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.results import Results
@@ -275,7 +275,7 @@ def make_data(
         if any(task.needs_data for task in tasks)
         else ()
     )
-    corpus = Corpus(source, tokenizer_of(study.with_trained(config).model, tokenizer))
+    corpus = TokenizedCorpus(source, tokenizer_of(study.with_trained(config).model, tokenizer))
     files = []
     for task in tasks:
         for length in limits.lengths:

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import one_of, whole_numbers
-from lcjax.evaluation.corpus import Corpus
-from lcjax.evaluation.prompt import TEMPLATES, Budget, Layout, Prompt, Segment, fit
+from lcjax.evaluation.corpus import TokenizedCorpus
+from lcjax.evaluation.prompt import TEMPLATES, Budget, Prompt, PromptEncoder, Segment, fit
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
 from lcjax.evaluation.task import Limits, Record, Task, Unit, pad_batch
@@ -42,32 +42,34 @@ class PromptTask(Task):
     max_new_tokens = None
 
     @abc.abstractmethod
-    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterable[Example]:
+    def examples(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> Iterable[Example]:
         """Returns the questions of one length, which depend on these arguments only."""
 
     def budget(self, length: int, new_tokens: int) -> Budget:
         """The parts of a prompt that count towards `length`."""
         return Budget(length, new_tokens)
 
-    def layout(self, tokenizer) -> Layout:
-        return Layout(tokenizer, self.template)
+    def prompt_encoder(self, tokenizer) -> PromptEncoder:
+        return PromptEncoder(tokenizer, self.template)
 
-    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
-        layouts = {kind: Layout(corpus.tokenizer, kind) for kind in TEMPLATES}
+    def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
+        prompt_encoders = {kind: PromptEncoder(corpus.tokenizer, kind) for kind in TEMPLATES}
         return [
-            self._unit(index, example, layouts[example.template or self.template], length)
+            self._unit(index, example, prompt_encoders[example.template or self.template], length)
             for index, example in enumerate(self.examples(corpus, length, limits))
         ]
 
-    def _unit(self, index: int, example: Example, layout: Layout, length: int) -> Unit:
+    def _unit(
+        self, index: int, example: Example, prompt_encoder: PromptEncoder, length: int
+    ) -> Unit:
         new = example.max_new_tokens or self.max_new_tokens
         budget = self.budget(length, new)
-        prompt = layout.prompt(example.segments)
-        prompt = fit(prompt, budget, layout.tokenizer, self.cut, self.label)
+        prompt = prompt_encoder.prompt(example.segments)
+        prompt = fit(prompt, budget, prompt_encoder.tokenizer, self.cut, self.label)
         facts = {
             "protocol": self.label,
             "length": length,
-            **layout.facts,
+            **prompt_encoder.facts,
             "budget": budget.counts,
             "prompt_tokens": len(prompt.ids),
             "max_new_tokens": new,
@@ -77,7 +79,7 @@ class PromptTask(Task):
             **example.facts,
         }
         if index == 0:
-            facts["prompt"] = layout.tokenizer.decode(prompt.ids)
+            facts["prompt"] = prompt_encoder.tokenizer.decode(prompt.ids)
         shape = (_bucket(len(prompt.ids)), new, tuple(example.stop))
         return Unit(index, shape, prompt.ids, facts, prompt)
 

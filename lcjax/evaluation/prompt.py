@@ -1,7 +1,7 @@
 """Prompts of typed segments: encoding, token budgets, and truncation.
 
-layout = Layout(tokenizer, "chat")
-prompt = layout.prompt([
+prompt_encoder = PromptEncoder(tokenizer, "chat")
+prompt = prompt_encoder.prompt([
     Segment("instruction", "Read this.\n"), Segment("context_doc", text),
     Segment("question", "\nWho spoke?"), Segment("answer_prefix", "\nAnswer:"),
 ])
@@ -102,7 +102,7 @@ class Budget:
         return "+".join(name for name in names if getattr(self, name, True))
 
 
-class Layout:
+class PromptEncoder:
     """Encodes segments for one tokenizer, with or without its chat template.
 
     With `chat` the system segment is the system message if the template supports it, the answer

@@ -27,7 +27,7 @@ from lcjax.evaluation.config import (
     split_of,
     weights,
 )
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit
@@ -283,7 +283,7 @@ class _Runner:
         """All units for a tokenizer; `bar` shows the progress."""
         name = self._plan_key(tokenizer)
         if name not in self._plans:
-            corpus, plan = Corpus(self._texts(), tokenizer), {}
+            corpus, plan = TokenizedCorpus(self._texts(), tokenizer), {}
             for task, length in itertools.product(self._config.tasks, self._limits.lengths):
                 if bar is not None:  # long prompts take minutes
                     bar.set_description(f"preparing {task.label} {length:,}")
@@ -312,7 +312,7 @@ class _Runner:
             key.append(tokenizer.render_chat([{"role": "user", "content": "text"}]))
         return tuple(key)
 
-    def _check_not_empty(self, task: Task, corpus: Corpus, plan: Plan) -> None:
+    def _check_not_empty(self, task: Task, corpus: TokenizedCorpus, plan: Plan) -> None:
         empty = [n for n in self._limits.lengths if not plan[task.label, n]]
         if empty:
             longest, reason = task.reach(corpus)

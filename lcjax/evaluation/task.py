@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import draccus
 import numpy as np
 
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.statistics import bootstrap, wilson
 
 Record = dict[str, Any]
@@ -89,7 +89,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         """
 
     @abc.abstractmethod
-    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+    def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
         """Returns the units of one length; none if the data has no text of that length."""
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
@@ -163,7 +163,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     ) -> list[Path]:
         """Draws the figures of the task and returns the files."""
 
-    def reach(self, corpus: Corpus) -> tuple[int, str]:
+    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         """The longest length that the data allows, and the reason, for the error message."""
         return 0, "choose shorter lengths"
 

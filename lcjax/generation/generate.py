@@ -17,7 +17,7 @@ from lcjax.checkpoints.tokenizer import TextStream, Tokenizer
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Mixture, Sampling, pick
 from lcjax.generation.session import (
-    Prefix,
+    CachedPrefix,
     check_token_ids,
     fill_rows,
     prefill_chunk_size,
@@ -71,7 +71,7 @@ class Request:
     prefill_chunk: int | None = None
     memory: EncodedContext | None = None
     mixture: Mixture | None = None
-    prefix: Prefix | None = None
+    prefix: CachedPrefix | None = None
 
     def pieces(self) -> Iterator[Piece]:
         """Yields pieces of text for every prompt until all have finished.

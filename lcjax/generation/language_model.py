@@ -39,7 +39,7 @@ from lcjax.generation.scoring import (
     score_continuations,
     score_texts,
 )
-from lcjax.generation.session import Prefix, can_share_prefix, check_token_rows
+from lcjax.generation.session import CachedPrefix, can_share_prefix, check_token_rows
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
@@ -130,7 +130,7 @@ class LanguageModel(Scorer):
 
     def inference_memory(
         self, rows: int, length: int, context: tuple[int, int] | None = None
-    ) -> cost.Memory:
+    ) -> cost.MemoryEstimate:
         mesh = self.mesh or Mesh(fsdp=1)
         options = {"chunk": length, "context": context}
         return cost.generation_memory(self.config, length, rows, mesh, **options)
@@ -340,7 +340,7 @@ class LanguageModel(Scorer):
         continuations: Sequence[Sequence[Sequence[int]]],
         *,
         context: Contexts | Sequence[ContextRow] | None = None,
-        prefix: Prefix | None = None,
+        prefix: CachedPrefix | None = None,
     ) -> list[list[Continuation]]:
         """Scores the continuations of each prompt (token ids), reading the prompt once.
 
@@ -389,7 +389,7 @@ class LanguageModel(Scorer):
         exact: bool = False,
         prefill_chunk: int | None = None,
         mixture: Mixture | None = None,
-        prefix: Prefix | None = None,
+        prefix: CachedPrefix | None = None,
     ) -> Iterator[Piece]:
         """Yields the text of `generate` piece by piece; the arguments are checked at once.
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from lcjax.checkpoints import Tokenizer
-from lcjax.cost import Memory as MemoryEstimate
+from lcjax.cost import MemoryEstimate
 from lcjax.generation.sampling import GeneratedText, Sampling
 from lcjax.generation.scoring import Continuation, batch_continuations, check_continuations
 from lcjax.models import ModelConfig

@@ -24,7 +24,7 @@ from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.errors import InputError
 from lcjax.generation import session as session_lib
 from lcjax.generation.session import (
-    Prefix,
+    CachedPrefix,
     Session,
     check_token_ids,
     fill_rows,
@@ -240,7 +240,7 @@ def score_continuations(
     continuations: Sequence[Sequence[Ids]],
     *,
     memory: EncodedContext | None = None,
-    prefix: Prefix | None = None,
+    prefix: CachedPrefix | None = None,
 ) -> list[list[Continuation]]:
     """Scores the continuations of each prompt, with the prompt read once or as one text.
 

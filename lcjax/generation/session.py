@@ -300,7 +300,7 @@ def nll_and_match_of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.
 # Prompts
 
 
-class Prefix(NamedTuple):
+class CachedPrefix(NamedTuple):
     """What every prompt of a batch begins with, read before with the rotation of all rows."""
 
     cache: Cache  # full, of one row without padding
@@ -358,7 +358,7 @@ def read_prompts(
     rotated: bool | None = None,
     landmarks: Landmarks | None = None,
     memory: EncodedContext | None = None,
-    prefix: Prefix | None = None,
+    prefix: CachedPrefix | None = None,
 ) -> tuple[jax.Array, Session]:
     """Reads prompts into a new cache.
 

@@ -25,7 +25,7 @@ from lcjax.errors import whole_number
 from lcjax.generation.sampling import GeneratedText, Sampling, join_pieces
 from lcjax.generation.scorer import Ids, Scorer
 from lcjax.generation.scoring import Continuation
-from lcjax.generation.session import Prefix, Session, prefill_chunk_size, prefix_tokens_reused
+from lcjax.generation.session import CachedPrefix, Session, prefill_chunk_size, prefix_tokens_reused
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import padding_rows, rows_over
 
@@ -132,7 +132,7 @@ class PrefixReader(Scorer):
         for rows in group_by_prefix([prompt(item) for item in items]):
             yield from super().batches([items[row] for row in rows], size, prompt)
 
-    def _prefix(self, prompts: Sequence[Ids], num_new: Sequence[int]) -> Prefix | None:
+    def _prefix(self, prompts: Sequence[Ids], num_new: Sequence[int]) -> CachedPrefix | None:
         """The prefix of `prompts`, before `num_new` tokens; None where it does not pay off."""
         rows = [np.asarray(prompt, np.int32) for prompt in prompts]
         self._remove_from_remaining(rows)
@@ -156,7 +156,7 @@ class PrefixReader(Scorer):
             self._read_prefix(rows[0][:size], reused)
         distinct = {row.tobytes(): int(n) for row, n in zip(rows, num_saved)}
         self.saved_tokens += sum(distinct.values()) - added
-        return Prefix(self._cache, rows[0][:size])
+        return CachedPrefix(self._cache, rows[0][:size])
 
     def _remove_from_remaining(self, rows: Sequence[np.ndarray]) -> None:
         for row in rows:

@@ -56,7 +56,7 @@ class ModelConfig:
     rotary_fraction: float = 1.0  # share of each head's channels that is rotated
     tie_embeddings: bool = False
     mlm_head: bool = False  # logits of masked language modelling (`lcjax.models.encoder`)
-    position: str = "rope"  # or alibi, t5, sinusoidal, learned (see `decoder.Position`)
+    position: str = "rope"  # or alibi, t5, sinusoidal, learned (see `decoder.PositionEmbedding`)
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     dtype: str = "float32"  # of activations; softmax, norms, rotations and losses stay float32

@@ -93,7 +93,7 @@ def _block(config: ModelConfig, *, scanned: bool) -> type[nn.Module]:
     return nn.remat(block, policy=_REMAT_POLICIES[config.remat], prevent_cse=not scanned)
 
 
-class Position(nn.Module):
+class PositionEmbedding(nn.Module):
     """Position embeddings and logit biases of decoders without rotations (`config.position`).
 
     alibi: logits get -m_h (i - j), m_h fixed by the head (Press et al. 2022, arXiv 2108.12409).
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
             self.head = Head(c)
         if c.mlm_head:
             self.mlm = MaskedHead(c)
-        self.position = Position(c)
+        self.position = PositionEmbedding(c)
         if c.rope.learned:
             self.rope = self.param("rope", c.rope.init, c.rotary_dim)
 

@@ -113,7 +113,7 @@ def of_run(
 
 def training_memory(
     config: TrainConfig, model: ModelConfig, mesh: Mesh | jax.sharding.Mesh
-) -> cost.Memory:
+) -> cost.MemoryEstimate:
     """Returns the peak memory per device, which one microbatch's update needs."""
     train = config.train
     return cost.training_memory(

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from lcjax.attention import Causal
 from lcjax.data import TextConfig
 from lcjax.evaluation import EvalConfig, Method, Passkey, Perplexity, RunSection, measure, run
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.generation.sampling import GeneratedText
 from lcjax.generation.scorer import Scorer
 from lcjax.generation.scoring import Continuation
@@ -180,7 +180,7 @@ def score(task, limits, length=12, tokenizer=None, batch=3, corpus_texts=None, m
     tokenizer = tokenizer or ByteTokenizer()
     model = model or BigramModel(tokenizer)
     task.check(limits, "tasks.0")
-    units = task.plan(Corpus(corpus_texts or texts(), tokenizer), length, limits)
+    units = task.plan(TokenizedCorpus(corpus_texts or texts(), tokenizer), length, limits)
     records = []
     for shape in dict.fromkeys(unit.shape for unit in units):
         group = [unit for unit in units if unit.shape == shape]

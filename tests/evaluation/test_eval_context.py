@@ -11,7 +11,7 @@ from evaluation_support import ByteTokenizer, records, texts
 
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config import dump
-from lcjax.cost import Memory
+from lcjax.cost import MemoryEstimate
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
 from lcjax.evaluation import (
@@ -320,7 +320,7 @@ def test_what_a_run_needs_counts_the_rows_of_replug_and_the_second_cache_of_choi
 
     def needed(rows, length, context):
         asked.append((rows, length))
-        return Memory(weights=0, cache=10**9)
+        return MemoryEstimate(weights=0, cache=10**9)
 
     def said(task):
         runner = object.__new__(module._Runner)

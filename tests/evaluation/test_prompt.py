@@ -8,7 +8,7 @@ from evaluation_support import BlankInFront, ByteTokenizer
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError
-from lcjax.evaluation.prompt import Budget, Layout, Segment, cut_text, fit
+from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text, fit
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, generate
 from lcjax.generation.sampling import Sampling
 
@@ -56,7 +56,7 @@ def slice_of(prompt, span):
     ],
 )
 def test_segments_stand_in_their_turns_behind_one_bos(template, tokenizer, expected):
-    prompt = Layout(tokenizer, template).prompt(segments(" one", " two"))
+    prompt = PromptEncoder(tokenizer, template).prompt(segments(" one", " two"))
     assert text(prompt, tokenizer) == expected
     assert prompt.ids[0] == tokenizer.bos_id and (prompt.ids == tokenizer.bos_id).sum() == 1
     joined = np.concatenate([prompt.ids[s.start : s.stop] for s in prompt.spans])
@@ -68,33 +68,33 @@ def test_segments_stand_in_their_turns_behind_one_bos(template, tokenizer, expec
 
 
 def test_a_text_cannot_end_a_turn_and_blanks_in_front_are_written_once():
-    prompt = Layout(TOKENIZER, "chat").prompt([Segment("context_doc", "<s> a"), *segments()])
+    prompt = PromptEncoder(TOKENIZER, "chat").prompt([Segment("context_doc", "<s> a"), *segments()])
     assert (prompt.ids == 0).sum() == 1 and "<s> a" in text(prompt)
-    found = Layout(BlankInFront(), "chat").prompt(segments("one"))
+    found = PromptEncoder(BlankInFront(), "chat").prompt(segments("one"))
     assert text(found).count(" ") == 1  # the one in "Be brief."
 
 
 def test_blanks_at_the_end_of_a_piece_go_in_front_of_the_next_word():
-    found = Layout(TOKENIZER).prompt(
+    found = PromptEncoder(TOKENIZER).prompt(
         [Segment("instruction", "Read: "), Segment("context_doc", "one")]
     )
     assert [slice_of(found, span) for span in found.spans] == ["", "Read:", " one"]
-    last = Layout(TOKENIZER).prompt([Segment("answer_prefix", "are: ")])
+    last = PromptEncoder(TOKENIZER).prompt([Segment("answer_prefix", "are: ")])
     assert text(last) == "are: "
 
 
 def test_ids_stand_as_they_are_and_may_not_hold_bos():
     ids = encode_mid_text(TOKENIZER, "xyz")
-    prompt = Layout(TOKENIZER).prompt([Segment("context_doc", ids=ids), *segments()])
+    prompt = PromptEncoder(TOKENIZER).prompt([Segment("context_doc", ids=ids), *segments()])
     assert prompt.start("context_doc") > 0 and "xyz" in text(prompt)
     with pytest.raises(InputError, match="hold BOS"):
-        Layout(TOKENIZER).prompt([Segment("context_doc", ids=[0, 5])])
+        PromptEncoder(TOKENIZER).prompt([Segment("context_doc", ids=[0, 5])])
     with pytest.raises(InputError, match="kind='story'"):
         Segment("story", "once")
 
 
 def test_a_budget_says_what_it_counts():
-    prompt = Layout(TOKENIZER, "chat").prompt(segments("one"))
+    prompt = PromptEncoder(TOKENIZER, "chat").prompt(segments("one"))
     whole = Budget(500, 20)
     assert whole.used(prompt) == len(prompt.ids) + 20 and whole.left(prompt) == 500 - whole.used(
         prompt
@@ -114,7 +114,7 @@ def test_a_budget_says_what_it_counts():
 def test_documents_are_cut_and_nothing_else(how, head, tail, template):
     letters = "".join(chr(97 + i % 26) for i in range(80))
     docs = letters[:30], letters[30:]
-    whole = Layout(TOKENIZER, template).prompt(segments(*docs))
+    whole = PromptEncoder(TOKENIZER, template).prompt(segments(*docs))
     budget = Budget(len(whole.ids) - 31 + 8, 8)
     found = fit(whole, budget, TOKENIZER, how)
     assert budget.used(found) == budget.length and found.truncated == 31
@@ -129,7 +129,7 @@ def test_documents_are_cut_and_nothing_else(how, head, tail, template):
 @pytest.mark.parametrize("document", ["äöü€🙂" * 30, "日本語" * 60, "\ufffd" * 99])
 @pytest.mark.parametrize("how", ["middle", "left", "right"])
 def test_no_character_is_split(document, how):
-    whole = Layout(TOKENIZER).prompt(segments(document))
+    whole = PromptEncoder(TOKENIZER).prompt(segments(document))
     for over in range(1, 40):
         budget = Budget(len(whole.ids) - over, 0)
         found = fit(whole, budget, TOKENIZER, how)
@@ -139,7 +139,7 @@ def test_no_character_is_split(document, how):
 
 
 def test_a_budget_that_the_rest_exceeds_names_the_least_length_that_works():
-    whole = Layout(TOKENIZER).prompt(segments("x" * 50))
+    whole = PromptEncoder(TOKENIZER).prompt(segments("x" * 50))
     least = len(whole.ids) - 50 + 7
     with pytest.raises(InputError, match=f"mine.*at least {least}"):
         fit(whole, Budget(least - 1, 7), TOKENIZER, "middle", "mine")
@@ -184,7 +184,7 @@ def read(ids):
     [(None, ["a" * 4, "a" * 8, "b" * 5], 0), (1, ["b" * 5], 12), (0, [], 17)],
 )
 def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept, chunks, unread):
-    prompt = Layout(TOKENIZER).prompt(segments("a" * 12, "b" * 12, demo=["c" * 5]))
+    prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12, "b" * 12, demo=["c" * 5]))
     model, decoder = Noting(), len(prompt.ids) + 6 - 17
     split = ContextSplit(decoder=decoder, chunk=8, chunks=kept).of(model, 100)
     generate(split, [prompt], Sampling(max_new_tokens=6))
@@ -196,7 +196,7 @@ def test_the_earliest_documents_go_beside_and_instruction_and_question_stay(kept
 
 
 def test_a_decoder_without_room_for_instruction_and_question_is_refused():
-    prompt = Layout(TOKENIZER).prompt(segments("a" * 12))
+    prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12))
     fixed = len(prompt.ids) - 12 + 6
     split = ContextSplit(decoder=fixed - 1, chunk=8).of(Noting(), 100)
     with pytest.raises(InputError, match="leaves no room"):
@@ -214,8 +214,8 @@ def test_replug_reads_every_passage_behind_the_instruction(monkeypatch):
 
     fake = types.SimpleNamespace(generate=write)
     monkeypatch.setattr("lcjax.evaluation.split.Replug", lambda model, batch: fake)
-    prompt = Layout(TOKENIZER).prompt(segments("a" * 12, "b" * 4))
-    short = Layout(TOKENIZER).prompt(segments("b"))
+    prompt = PromptEncoder(TOKENIZER).prompt(segments("a" * 12, "b" * 4))
+    short = PromptEncoder(TOKENIZER).prompt(segments("b"))
     decoder = len(prompt.ids) + 2 - 14
     split = ReplugSplit(decoder=decoder, chunk=8).of(Noting(), 100)
     generate(split, [prompt, short], Sampling(max_new_tokens=2))

@@ -18,7 +18,7 @@ from lcjax.errors import InputError
 from lcjax.generation import session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
-from lcjax.generation.session import Prefix
+from lcjax.generation.session import CachedPrefix
 from lcjax.generation.shared_prefix import PrefixReader, group_by_prefix
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import DynamicNTK
@@ -156,7 +156,7 @@ def test_a_beginning_that_is_read_again_anyway_is_not_read_apart(lm, read):
 def test_a_prefix_shorter_than_what_is_read_again_changes_nothing(lm, read):
     reader = PrefixReader(lm, least=LEAST)
     prompts = [TEXT[:50] + ids(seed, 200) for seed in (60, 61, 62)]
-    prefix = Prefix(reader._prefix(PROMPTS, [6] * 3).cache, np.array(TEXT[:48]))
+    prefix = CachedPrefix(reader._prefix(PROMPTS, [6] * 3).cache, np.array(TEXT[:48]))
     scored, wanted = (lm.continuations(prompts, OPTIONS, prefix=p) for p in (prefix, None))
     for (one,), (other,) in zip(scored, wanted, strict=True):
         np.testing.assert_array_equal(one.nll, other.nll)
@@ -193,7 +193,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_a_prefix_that_does_not_fit_is_refused(lm, options, words):
-    prefix, options = Prefix(None, np.array(TEXT[:9])), {"prompts": [TEXT[:20]]} | options
+    prefix, options = CachedPrefix(None, np.array(TEXT[:9])), {"prompts": [TEXT[:20]]} | options
     if "context" in options:
         options["context"] = lm.encode_contexts([[]])
     with pytest.raises(InputError, match=words):
@@ -205,7 +205,7 @@ def test_a_prefix_that_does_not_fit_is_refused(lm, options, words):
 
 
 def test_a_prefix_is_refused_where_what_a_token_sees_depends_on_the_rest(lm):
-    prefix = Prefix(None, np.array(TEXT[:9]))
+    prefix = CachedPrefix(None, np.array(TEXT[:9]))
     for pattern in PATTERNS:
         with pytest.raises(InputError, match=f"prefix: what {type(pattern).__name__} lets"):
             lm.with_method(pattern=pattern).stream([TEXT[:20]], prefix=prefix)

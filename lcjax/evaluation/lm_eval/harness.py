@@ -26,7 +26,7 @@ TaskAggregation = Callable[[str, str, Sequence[Any]], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Document:
+class HarnessDocument:
     """One document of a task of the harness, in plain values."""
 
     task: str  # the row of tables: the group if it aggregates, else the task
@@ -132,7 +132,7 @@ class Suite:
         *,
         system: str | None = None,
         multiturn: bool = True,
-    ) -> list[Document]:
+    ) -> list[HarnessDocument]:
         """Returns every document of every task.
 
         Args:
@@ -162,7 +162,9 @@ class Suite:
                 target = _target(task, instances[0].doc)
                 more = {"references": [target]} if len(target) < 1000 else {}
                 parent = self._parents[dataset]
-                documents.append(Document(parent, dataset, number, requests, {**facts, **more}))
+                documents.append(
+                    HarnessDocument(parent, dataset, number, requests, {**facts, **more})
+                )
         return documents
 
     def _facts(self, dataset: str, task) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rolling:
+class LoglikelihoodRolling:
     """`loglikelihood_rolling`: log p of a whole text; each window scores its continuation."""
 
     windows: tuple[Choice, ...]
@@ -63,7 +63,7 @@ class GenerateUntil:
         return len(self.prompt) + self.sampling.max_new_tokens
 
 
-Request = Choice | Rolling | GenerateUntil
+Request = Choice | LoglikelihoodRolling | GenerateUntil
 # (sum of log p, whether greedy decoding gives it), sum of log p, or the generated text
 Answer = tuple[float, bool] | float | str
 
@@ -117,14 +117,14 @@ class Encoder:
         over = max(len(prompt) + len(continuation) - self.length - 1, 0)
         return Choice(tuple(prompt[over:]), tuple(continuation), over)
 
-    def rolling(self, text: str) -> Rolling:
+    def rolling(self, text: str) -> LoglikelihoodRolling:
         """Consecutive blocks of `length` tokens; the last one has as much context as fits."""
         ids, windows = self.ids(text), []
         for start in range(0, len(ids), self.length):
             block = ids[start : start + self.length]
             context = ids[max(start + len(block) - self.length - 1, 0) : start]
             windows.append(self.choice(context if start else [self.prefix], block))
-        return Rolling(tuple(windows))
+        return LoglikelihoodRolling(tuple(windows))
 
     def generate_until(
         self, context: str, settings: Mapping[str, Any], *, repeat: int = 0
@@ -198,7 +198,7 @@ def conversation(
 
 def check(model, requests: Sequence[Request]) -> None:
     """Raises InputError if `model` cannot answer one of `requests`."""
-    texts = [request for request in requests if isinstance(request, Rolling)]
+    texts = [request for request in requests if isinstance(request, LoglikelihoodRolling)]
     if texts and model.decoder is not None:
         raise InputError(
             "tasks: one asks for the likelihood of whole texts, which this method reads in part"
@@ -208,7 +208,9 @@ def check(model, requests: Sequence[Request]) -> None:
         model.config.pattern.check_scores()
     if model.decoder is not None or model.config.position != "learned":
         return
-    sizes = [request.size - 1 for request in requests if not isinstance(request, Rolling)]
+    sizes = [
+        request.size - 1 for request in requests if not isinstance(request, LoglikelihoodRolling)
+    ]
     model.config.check_length(max(sizes, default=0))
     # The last token of a window is only predicted, but `nll` gives it a position, too.
     max_length = model.config.max_length
@@ -253,7 +255,7 @@ def prompts_of(requests: Sequence[Request]) -> list[tuple[int, ...]]:
 
 
 def _answers(model, requests, batch: int) -> Iterator[tuple[int, Answer]]:
-    kinds = {Choice: _choices, Rolling: _rolling, GenerateUntil: _generations}
+    kinds = {Choice: _choices, LoglikelihoodRolling: _rolling, GenerateUntil: _generations}
     for kind, answers in kinds.items():
         indexed = [(n, request) for n, request in enumerate(requests) if isinstance(request, kind)]
         indexed.sort(key=lambda pair: -pair[1].size)

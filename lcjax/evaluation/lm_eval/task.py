@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.requests import (
     Answer,
     Choice,
     Encoder,
     GenerateUntil,
+    LoglikelihoodRolling,
     Request,
-    Rolling,
     check,
     conversation,
     prompts_of,
@@ -121,7 +121,7 @@ class LmEval(Task):
         """Caches the suite, and the documents by chat template: each takes seconds to make."""
         return {}
 
-    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+    def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
         encoder = Encoder(corpus.tokenizer, length, self.max_new_tokens, limits.seed)
         documents = self._documents(corpus.tokenizer, limits.seed)
         units = [
@@ -130,7 +130,7 @@ class LmEval(Task):
         # Batches then have similar lengths, and running out of memory shows at once.
         return sorted(units, key=lambda unit: -max(r.size for r in unit.payload.requests))
 
-    def _documents(self, tokenizer, seed: int) -> list[harness.Document]:
+    def _documents(self, tokenizer, seed: int) -> list[harness.HarnessDocument]:
         chat = functools.partial(conversation, tokenizer) if self.template == "chat" else None
         name = "documents" + (chat([{"role": "user", "content": "text"}]) if chat else "")
 
@@ -141,11 +141,11 @@ class LmEval(Task):
 
         if name not in self._cache:
             rows = distributed.from_first(make)
-            self._cache[name] = [harness.Document(**row) for row in rows]
+            self._cache[name] = [harness.HarnessDocument(**row) for row in rows]
             self._check_has_mean(self._cache[name])
         return self._cache[name]
 
-    def _check_has_mean(self, documents: Sequence[harness.Document]) -> None:
+    def _check_has_mean(self, documents: Sequence[harness.HarnessDocument]) -> None:
         """Raises InputError if no task counts in the benchmark's mean."""
         shown = {d.task: d.facts["metric"] for d in documents}
         lower = {d.task for d in documents if shown[d.task] in d.facts["lower"]}
@@ -156,7 +156,9 @@ class LmEval(Task):
             f"tasks: lower is better for all metrics; name them, so that tables show it: {names}"
         )
 
-    def _unit(self, index: int, document: harness.Document, encoder: Encoder, length: int) -> Unit:
+    def _unit(
+        self, index: int, document: harness.HarnessDocument, encoder: Encoder, length: int
+    ) -> Unit:
         requests = tuple(
             encoder.request(kind, arguments, repeat)
             for kind, arguments, repeats in document.requests
@@ -175,7 +177,7 @@ class LmEval(Task):
             "truncated": max(request.cut for request in requests),
             **document.facts,
         }
-        if index == 0 and not isinstance(requests[0], Rolling):
+        if index == 0 and not isinstance(requests[0], LoglikelihoodRolling):
             facts["prompt"] = encoder.tokenizer.decode(requests[0].prompt)
         samplings = (r.sampling for r in requests if isinstance(r, GenerateUntil))
         shape = (*dict.fromkeys(type(r).__name__ for r in requests), *dict.fromkeys(samplings))
@@ -295,7 +297,7 @@ def _key(scores, metric: str) -> str | None:
 
 
 def _ids(request: Request) -> list[int]:
-    if isinstance(request, Rolling):
+    if isinstance(request, LoglikelihoodRolling):
         return [token for window in request.windows for token in _ids(window)]
     continuation = request.continuation if isinstance(request, Choice) else ()
     return [*request.prompt, *continuation]

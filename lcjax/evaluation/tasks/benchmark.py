@@ -12,9 +12,9 @@ import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example, GenerationTask, PromptTask, counts
-from lcjax.evaluation.prompt import Budget, Layout, Segment, cut_text
+from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Unit
 from lcjax.evaluation.tasks.local_files import find
@@ -77,7 +77,7 @@ class FileBenchmark(PromptTask):
         """Returns the names that the file of a data set may have in `path`."""
 
     @abc.abstractmethod
-    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         """Yields the examples of a file, with prompts of full length."""
 
     @property
@@ -114,12 +114,12 @@ class FileBenchmark(PromptTask):
         """Whether a data set is read from a file; False if it is generated."""
         return True
 
-    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
+    def examples(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> Iterator[Example]:
         for data in self.selection():
             yield from self.examples_of(data, corpus, length, limits)
 
     def examples_of(
-        self, data: DataSet, corpus: Corpus, length: int, limits: Limits
+        self, data: DataSet, corpus: TokenizedCorpus, length: int, limits: Limits
     ) -> Iterator[Example]:
         """Yields the examples of one data set, prepared for one length."""
         path, is_empty = find(self.path, self.files(data.name), self.label, self.source), True
@@ -240,7 +240,9 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
 
     def mark_cut(self, example: Example, mark: str, tokenizer, length: int) -> Example:
         """Returns `example` with `mark` before its question if the end of its text will be cut."""
-        prompt = Layout(tokenizer, example.template or self.template).prompt(example.segments)
+        prompt = PromptEncoder(tokenizer, example.template or self.template).prompt(
+            example.segments
+        )
         *before, last = example.segments
         if self.budget(length, example.max_new_tokens).left(prompt) >= 0 or last.kind != "question":
             return example

@@ -23,7 +23,7 @@ import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation.corpus import Corpus, prefix_token
+from lcjax.evaluation.corpus import TokenizedCorpus, prefix_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.split import continuations
@@ -109,7 +109,7 @@ class Icl(FileBenchmark):
     def files(self, name: str) -> tuple[str, ...]:
         return (f"{name}/{self.datasets[name].test}.jsonl",)
 
-    def read(self, data: IclSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+    def read(self, data: IclSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         files = (path.with_name("train.jsonl"), path)
         train, rows = corpus.once((Icl, path), lambda: [_rows(file, data) for file in files])
         if not train:

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import infinitebench as scores
 from lcjax.evaluation.task import Limits, Record, Task
@@ -247,7 +247,7 @@ class InfiniteBench(TextCutBenchmark):
         for data in self.selection():
             self._template(data.name, key)
 
-    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         template = self._template(data.name)
 
         def parse(number: int, row: dict) -> Example:
@@ -256,7 +256,7 @@ class InfiniteBench(TextCutBenchmark):
         return local_files.rows(path, _FIELDS, parse)
 
     def examples_of(
-        self, data: DataSet, corpus: Corpus, length: int, limits: Limits
+        self, data: DataSet, corpus: TokenizedCorpus, length: int, limits: Limits
     ) -> Iterator[Example]:
         if self.has_file(data):
             yield from super().examples_of(data, corpus, length, limits)
@@ -271,7 +271,7 @@ class InfiniteBench(TextCutBenchmark):
             facts = {"source": f"generated, {OWN_WORDING}", "units": units}
             example = _example(row, data.name, *template, facts)
             example = self.prepare(example, data, corpus.tokenizer, length)
-            prompt = self.layout(corpus.tokenizer).prompt(example.segments)
+            prompt = self.prompt_encoder(corpus.tokenizer).prompt(example.segments)
             is_over = self.budget(length, example.max_new_tokens).left(prompt) < 0
             return None if is_over or example.facts.get("cut_tokens") else example
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import metrics
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits, Record, Task
@@ -205,7 +205,7 @@ class LongBench(TextCutBenchmark):
         if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.selection()):
             metrics.words_zh("")  # raises before a model is loaded if jieba is missing
 
-    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         return examples(path, *template(data.name, self.path, self.wording), data)
 
     def scoring(self, data: DataSet) -> DataSet:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.report import plots
@@ -97,7 +97,7 @@ class ManyShot(TextCutBenchmark):
     def files(self, name: str) -> tuple[str, ...]:
         return f"{name}.jsonl", TEST
 
-    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         if path.name != TEST:
             return longbench.examples(path, *self._template(), data)
         files = corpus.once(
@@ -137,7 +137,7 @@ class ManyShot(TextCutBenchmark):
             order = order[np.argsort(rounds, kind="stable")]
         return [train[index] for index in order[:count]]
 
-    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+    def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
         units = super().plan(corpus, length, limits)
         cut = {
             unit.facts["dataset"]

@@ -17,7 +17,7 @@ import numpy as np
 
 from lcjax.errors import whole_numbers
 from lcjax.evaluation import metrics
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics.answers import flat
 from lcjax.evaluation.prompt import Segment
@@ -92,7 +92,7 @@ class OpenQa(AnswerBenchmark):
         folder, test, _ = _FILES[self.datasets[name].group]
         return (f"{folder}/{test}",)
 
-    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         rows, pool = corpus.once((self, path), lambda: self._rows(data.group, path))
         count = _num_passages(data)
         for row in rows:

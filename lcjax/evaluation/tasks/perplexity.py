@@ -32,7 +32,13 @@ from pathlib import Path
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation.corpus import BOS_RULES, Corpus, Document, prefix_token, start_token
+from lcjax.evaluation.corpus import (
+    BOS_RULES,
+    TokenizedCorpus,
+    TokenizedDocument,
+    prefix_token,
+    start_token,
+)
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.statistics import bootstrap
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, pad_batch
@@ -141,7 +147,7 @@ PROTOCOLS = {
 }
 
 
-def join_documents(documents: Sequence[Document]) -> Document:
+def join_documents(documents: Sequence[TokenizedDocument]) -> TokenizedDocument:
     """Concatenates all documents."""
     ends = None
     if all(document.byte_ends is not None for document in documents):
@@ -149,11 +155,11 @@ def join_documents(documents: Sequence[Document]) -> Document:
         pairs = zip(documents, offsets, strict=True)
         ends = np.concatenate([document.byte_ends + offset for document, offset in pairs])
     tokens = np.concatenate([document.tokens for document in documents])
-    return Document("stream", tokens, ends, sum(document.words for document in documents))
+    return TokenizedDocument("stream", tokens, ends, sum(document.words for document in documents))
 
 
 def lay_windows(
-    protocol: Protocol, documents: Sequence[Document], length: int, options: WindowOptions
+    protocol: Protocol, documents: Sequence[TokenizedDocument], length: int, options: WindowOptions
 ) -> list[Window]:
     """Returns all windows of a protocol with `length` tokens, in reading order."""
     windows: list[Window] = []
@@ -270,7 +276,7 @@ class Perplexity(Task):
                 f"for {self.protocol}; nearest: {down}, {down + stride}; or set --stride"
             )
 
-    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+    def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
         bos, rules = self._start(corpus.tokenizer), self._rules
         # All lengths score the same documents, unless they score documents of any length.
         shortest = 1 if rules.whole else max(limits.lengths)
@@ -329,7 +335,7 @@ class Perplexity(Task):
         for unit in units:
             model.check_scored(*unit.shape, unit.facts["size"])
 
-    def reach(self, corpus: Corpus) -> tuple[int, str]:
+    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         sizes = sorted(map(len, corpus.documents(1)))
         has_start = self._start(corpus.tokenizer) is not None
         if self._rules.stream:

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 from lcjax.evaluation.tasks import local_files
@@ -74,7 +74,7 @@ class RagLm(Task):
         if not Path(self.path).is_file():
             raise InputError(f"{key}.path={self.path!r} is no file; give {SOURCE}")
 
-    def plan(self, corpus: Corpus, length: int, limits: Limits) -> list[Unit]:
+    def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
         count, units = (length - self.decoder) // self.chunk, []
         for line, domain, text, chunks in self._texts(corpus):
             if len(chunks) < count:
@@ -89,12 +89,12 @@ class RagLm(Task):
             units.append(Unit(len(units), (length, first), tokens, facts))
         return units
 
-    def reach(self, corpus: Corpus) -> tuple[int, str]:
+    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         num_chunks = max((len(chunks) for *_, chunks in self._texts(corpus)), default=0)
         reason = f"{self.path} has texts of {self.decoder} tokens with up to {num_chunks} chunks"
         return self.decoder + num_chunks * self.chunk, reason
 
-    def _texts(self, corpus: Corpus) -> list[Text]:
+    def _texts(self, corpus: TokenizedCorpus) -> list[Text]:
         return corpus.once(self, lambda: list(self._read(corpus.tokenizer)))
 
     def _read(self, tokenizer) -> Iterator[Text]:

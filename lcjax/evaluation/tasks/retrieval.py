@@ -27,9 +27,9 @@ import numpy as np
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
-from lcjax.evaluation.corpus import Corpus, Document
+from lcjax.evaluation.corpus import TokenizedCorpus, TokenizedDocument
 from lcjax.evaluation.generation import OWN_WORDING, Example, GenerationTask
-from lcjax.evaluation.prompt import Layout, Segment
+from lcjax.evaluation.prompt import PromptEncoder, Segment
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
 
@@ -52,14 +52,14 @@ class DepthTask(GenerationTask):
     trials: int = 1  # questions per length and depth; one makes a cell 0 or 1
 
     @abc.abstractmethod
-    def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
+    def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         """Returns the question whose answer is hidden at `placement`."""
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
         whole_numbers(key, self, 1, "depths", "trials")
 
-    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
+    def examples(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> Iterator[Example]:
         for index in range(self.depths):
             depth = index / (self.depths - 1) if self.depths > 1 else 0.5
             for trial in range(self.trials):
@@ -70,7 +70,7 @@ class DepthTask(GenerationTask):
 
     def insert_needle(
         self,
-        layout: Layout,
+        prompt_encoder: PromptEncoder,
         frame: Callable[[Sequence[int]], list[Segment]],
         needle: Sequence[int],
         haystack: Callable[[int], tuple[list[int], int]],
@@ -80,7 +80,7 @@ class DepthTask(GenerationTask):
         """Fills a prompt of `length` tokens with a haystack, and inserts a needle.
 
         Args:
-          layout: The encoder of prompts.
+          prompt_encoder: The encoder of prompts.
           frame: Returns the segments of the prompt for the token ids of its context.
           needle: Token ids of what is hidden.
           haystack: Returns so many token ids, and the index of the needle among them.
@@ -90,7 +90,7 @@ class DepthTask(GenerationTask):
         Returns:
           The segments, and the first token of the needle in the prompt.
         """
-        bare = layout.prompt(frame(needle))
+        bare = prompt_encoder.prompt(frame(needle))
         num_tokens = self.budget(length, self.max_new_tokens).left(bare)
         if num_tokens < min_tokens:
             used = length - num_tokens
@@ -150,17 +150,17 @@ class Passkey(DepthTask):
         one_of(f"{key}.match", self.match, _KEY_MATCHES)
         whole_numbers(key, self, 1, "repeat")
 
-    def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
+    def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         rng = np.random.default_rng(placement.seeds)
         key = str(rng.integers(10_000, 100_000))
         first = int(rng.integers(len(_FILLER)))
-        layout = self.layout(corpus.tokenizer)
+        prompt_encoder = self.prompt_encoder(corpus.tokenizer)
         text = (_KEY_LINE + _KEY_REPEAT * (self.repeat - 1)).format(key=key)
         needle = [
-            *encode_mid_text(layout.tokenizer, text),
-            *encode_mid_text(layout.tokenizer, "\n"),
+            *encode_mid_text(prompt_encoder.tokenizer, text),
+            *encode_mid_text(prompt_encoder.tokenizer, "\n"),
         ]
-        sentences = [encode_mid_text(layout.tokenizer, " " + text) for text in _FILLER]
+        sentences = [encode_mid_text(prompt_encoder.tokenizer, " " + text) for text in _FILLER]
 
         def haystack(num_tokens: int) -> tuple[list[int], int]:
             """Filler, whose last sentence may be cut, and the sentence's end next to the depth."""
@@ -173,7 +173,7 @@ class Passkey(DepthTask):
 
         min_tokens = 2 * max(map(len, sentences))
         segments, start = self.insert_needle(
-            layout, _passkey_frame, needle, haystack, min_tokens, placement.length
+            prompt_encoder, _passkey_frame, needle, haystack, min_tokens, placement.length
         )
         facts = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
         return Example(segments, [key], facts)
@@ -245,7 +245,7 @@ class KvRetrieval(DepthTask):
 
     max_new_tokens: int = 50  # counted in the length, like everything else; a UUID is about 25
 
-    def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
+    def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         tokenizer, length = corpus.tokenizer, placement.length
         rng = np.random.default_rng(placement.seeds)
         key, value = _uuid(rng), _uuid(rng)
@@ -259,7 +259,7 @@ class KvRetrieval(DepthTask):
             Segment("question", f'\n}}\n\nKey: "{key}"'),
             Segment("answer_prefix", "\nThe value of this key is"),
         ]
-        bare = self.layout(tokenizer).prompt([instruction, *question])
+        bare = self.prompt_encoder(tokenizer).prompt([instruction, *question])
         num_tokens = self.budget(length, self.max_new_tokens).left(bare) - needle_tokens
         pairs: list[str] = []
         while num_tokens > 0:
@@ -301,7 +301,7 @@ class Haystack:
 
     MIN_TOKENS: ClassVar[int] = 32  # of a document
 
-    def __init__(self, corpus: Corpus, tokens: int, limit: int | None = None):
+    def __init__(self, corpus: TokenizedCorpus, tokens: int, limit: int | None = None):
         """Reads the first `limit` documents (None: all), but no more than hold `tokens` tokens."""
         self._tokenizer = corpus.tokenizer
         gap = encode_mid_text(self._tokenizer, "\n\n")
@@ -316,7 +316,9 @@ class Haystack:
         ]
         self._is_end: dict[int, bool] = {}  # by token
 
-    def _documents(self, corpus: Corpus, tokens: int, limit: int | None) -> list[Document]:
+    def _documents(
+        self, corpus: TokenizedCorpus, tokens: int, limit: int | None
+    ) -> list[TokenizedDocument]:
         """Tokenises no more documents than needed."""
         count = 1
         while True:
@@ -408,7 +410,7 @@ class Niah(DepthTask):
         one_of(f"{key}.needle", self.needle, ("random", "kamradt"))
         one_of(f"{key}.measure", self.measure, _NEEDLE_SCORES)
 
-    def example_at(self, corpus: Corpus, placement: Placement, limits: Limits) -> Example:
+    def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         haystack = corpus.once(
             (Haystack, limits),
             lambda: Haystack(corpus, max(limits.lengths), limits.max_documents),
@@ -430,10 +432,10 @@ class Niah(DepthTask):
             ids = haystack.first(num_tokens)
             return ids, haystack.sentence_end(ids, placement.depth)
 
-        layout = self.layout(corpus.tokenizer)
-        ids = encode_mid_text(layout.tokenizer, " " + needle.sentence)
+        prompt_encoder = self.prompt_encoder(corpus.tokenizer)
+        ids = encode_mid_text(prompt_encoder.tokenizer, " " + needle.sentence)
         segments, start = self.insert_needle(
-            layout, frame, ids, text, haystack.MIN_TOKENS, placement.length
+            prompt_encoder, frame, ids, text, haystack.MIN_TOKENS, placement.length
         )
         facts = {
             "protocol": f"niah_{self.needle}",

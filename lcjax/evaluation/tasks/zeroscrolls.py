@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from lcjax.errors import one_of
 from lcjax.evaluation import metrics
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.task import Limits, Task
@@ -107,7 +107,7 @@ class ZeroScrolls(AnswerBenchmark):
         one_of(f"{key}.flavour", self.flavour, ("zeroscrolls", "cepe"))
         super().check(limits, key)
 
-    def read(self, data: DataSet, path: Path, corpus: Corpus) -> Iterator[Example]:
+    def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         """Yields one example per id; rows with the same id hold several references."""
         examples: dict[str, Example] = {}
         parse = functools.partial(_example, data.name)

@@ -22,9 +22,9 @@ class Suite:
     def documents(self, chat, **more):
         facts = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 0}
         asked = lambda n: [("loglikelihood", ["word " * n + "is", " " + c], 1) for c in "abc"]
-        texts = [harness.Document("t", "t", n, asked(n), facts) for n in range(5)]
+        texts = [harness.HarnessDocument("t", "t", n, asked(n), facts) for n in range(5)]
         written = [("generate_until", ["some words", {"max_gen_toks": 4}], 1)]
-        return [*texts, harness.Document("w", "w", 0, written, facts)]
+        return [*texts, harness.HarnessDocument("w", "w", 0, written, facts)]
 
     def judge(self, dataset, number, given):
         if dataset == "w":

@@ -70,14 +70,14 @@ class Suite:
         for name, number, context, choices in questions():
             asked = [("loglikelihood", [context, f" {choice}"], 1) for choice in choices]
             more = {"references": [choices[0]]}
-            found.append(harness.Document("both", name, number, asked, facts | more))
+            found.append(harness.HarnessDocument("both", name, number, asked, facts | more))
         facts = {"metric": "word_perplexity", "lower": ["word_perplexity"], "by_size": True}
         facts |= {"aggregation": {"word_perplexity": "weighted_perplexity"}, "shots": 0}
         asked = [("loglikelihood_rolling", ["a text of words, " * 5], 1)]
-        found.append(harness.Document("texts", "texts", 0, asked, facts))
+        found.append(harness.HarnessDocument("texts", "texts", 0, asked, facts))
         facts = {"metric": "hit", "lower": [], "aggregation": {"hit": "own"}, "by_size": True}
         asked = [("generate_until", ["The key is 123", {"max_gen_toks": 4}], 2)]
-        found.append(harness.Document("write", "write", 0, asked, facts | {"shots": 0}))
+        found.append(harness.HarnessDocument("write", "write", 0, asked, facts | {"shots": 0}))
         return [d for d in found if d.task in self.names]
 
     def judge(self, dataset, number, given):

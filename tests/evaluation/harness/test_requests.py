@@ -11,7 +11,7 @@ from lcjax.evaluation.lm_eval.requests import (
     Choice,
     Encoder,
     GenerateUntil,
-    Rolling,
+    LoglikelihoodRolling,
     conversation,
     sampling_of,
 )
@@ -65,7 +65,7 @@ def test_blocks_score_every_token_once_and_read_as_much_as_fits(size):
 
 def test_an_empty_text_without_bos_has_no_windows():
     without = dataclasses.replace(ENCODER, tokenizer=ByteTokenizer(add_bos=False))
-    assert without.request("loglikelihood_rolling", [""]) == Rolling(())
+    assert without.request("loglikelihood_rolling", [""]) == LoglikelihoodRolling(())
 
 
 def test_prompts_leave_room_for_what_is_written():

@@ -13,7 +13,7 @@ from lcjax.evaluation.lm_eval import harness
 from lcjax.evaluation.lm_eval.requests import (
     Choice,
     GenerateUntil,
-    Rolling,
+    LoglikelihoodRolling,
     prompts_of,
     respond,
 )
@@ -38,7 +38,7 @@ ASKED = [
     Choice(question(5, 30), (*ids(6, 3),)),
     Choice((*ids(7, 40),), (*ids(8, 2),)),
     Choice(question(2), (*ids(9, 1),)),
-    Rolling((Choice(SHOTS[:1], (*ids(10, 40),)),)),
+    LoglikelihoodRolling((Choice(SHOTS[:1], (*ids(10, 40),)),)),
     GenerateUntil(question(11), GREEDY),
 ]
 
@@ -74,7 +74,7 @@ def test_requests_that_begin_alike_are_asked_together_behind_their_examples(lm, 
     monkeypatch.setattr(PrefixReader, "_read_prefix", lambda *_: None)
     for kind, answer in (("continuations", continuations), ("stream", stream)):
         monkeypatch.setattr(LanguageModel, kind, answer)
-    requests = [request for request in ASKED if not isinstance(request, Rolling)]
+    requests = [request for request in ASKED if not isinstance(request, LoglikelihoodRolling)]
     heard = {}
     found = respond(lm, requests, 2, heard.__setitem__)
     assert found == [(-5.0, False), "1120", (-3.0, False), (-2.0, False), (-1.0, False), "1120"]
@@ -115,7 +115,7 @@ class Suite:
             choices = [("loglikelihood", [prompt, f" {n * 7 + k}"], 1) for k in range(2)]
             write = [("generate_until", [prompt + "!", {"max_gen_toks": 3}], 1)]
             for name, asked in zip(self.names, (choices, write), strict=True):
-                yield harness.Document(name, name, n, asked, facts)
+                yield harness.HarnessDocument(name, name, n, asked, facts)
 
     def judge(self, dataset, number, given):
         return {"acc,none": 1.0}

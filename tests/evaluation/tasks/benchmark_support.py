@@ -4,7 +4,7 @@ import types
 
 from evaluation_support import ByteTokenizer
 
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.task import Limits
 from lcjax.generation.scorer import Scorer
 
@@ -35,12 +35,12 @@ def plan(task, length=4000, *, texts=(), tokenizer=TOKENIZER, seed=0):
     """Units at one length, of settings that are checked first."""
     limits = Limits((length,), seed=seed)
     task.check(limits, "tasks.0")
-    return task.plan(Corpus(texts, tokenizer), length, limits)
+    return task.plan(TokenizedCorpus(texts, tokenizer), length, limits)
 
 
 def plan_at(task, lengths, texts=()):
     """Units at several lengths, as a run has them."""
-    limits, corpus = Limits(tuple(lengths)), Corpus(texts, TOKENIZER)
+    limits, corpus = Limits(tuple(lengths)), TokenizedCorpus(texts, TOKENIZER)
     return [task.plan(corpus, length, limits) for length in lengths]
 
 

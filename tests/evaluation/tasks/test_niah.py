@@ -10,7 +10,7 @@ from benchmark_support import TOKENIZER
 from evaluation_support import BigramModel, ByteTokenizer
 
 from lcjax.errors import InputError
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.retrieval import Haystack, Niah
 
@@ -53,12 +53,12 @@ def test_depths_are_even_up_to_a_sentence_and_the_last_one_is_the_end():
 
 
 def test_the_haystack_is_the_documents_in_order_and_begins_again():
-    haystack = Haystack(Corpus(TEXTS, TOKENIZER), 10**6)
+    haystack = Haystack(TokenizedCorpus(TEXTS, TOKENIZER), 10**6)
     whole = TOKENIZER.decode(haystack.first(5000))
     once = ESSAY * 20 + "\n\n" + TEXTS[1][1] + "\n\n"
     assert whole == (once * 3)[:5000]
     with pytest.raises(InputError, match="no document of the haystack"):
-        Haystack(Corpus(TEXTS[2:], TOKENIZER), 100)
+        Haystack(TokenizedCorpus(TEXTS[2:], TOKENIZER), 100)
 
 
 def test_only_the_documents_that_a_length_needs_are_tokenised():

@@ -21,7 +21,7 @@ from evaluation_support import (
 from lcjax.attention import AttentionMetadata, Causal, Streaming
 from lcjax.errors import InputError
 from lcjax.evaluation import Perplexity
-from lcjax.evaluation.corpus import Corpus, Document
+from lcjax.evaluation.corpus import TokenizedCorpus, TokenizedDocument
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks import perplexity as perplexity_lib
 from lcjax.evaluation.tasks.perplexity import (
@@ -205,7 +205,7 @@ def test_rolling_blocks_equal_their_reference_by_words_bytes_and_with_any_prefix
 def test_rolling_blocks_begin_with_the_end_of_a_text_where_there_is_no_bos():
     tokenizer = ByteTokenizer(bos_id=None, add_bos=False, eos_ids=(9,))
     units = Perplexity(protocol="rolling_lmeval").plan(
-        Corpus(texts(), tokenizer), LENGTH, Limits((LENGTH,))
+        TokenizedCorpus(texts(), tokenizer), LENGTH, Limits((LENGTH,))
     )
     assert [unit.tokens[0] for unit in units if not unit.facts["start"]] == [9] * len(texts())
 
@@ -242,7 +242,10 @@ def test_protocols_give_different_numbers_on_the_same_losses():
 @pytest.mark.parametrize("stride", [1, 3, 4, 6])
 def test_slide_press_scores_every_token_but_the_first_exactly_once(size, stride):
     windows = lay_windows(
-        PROTOCOLS["slide_press"], [Document("d", np.zeros(size))], 12, WindowOptions(stride=stride)
+        PROTOCOLS["slide_press"],
+        [TokenizedDocument("d", np.zeros(size))],
+        12,
+        WindowOptions(stride=stride),
     )
     seen = [w.start + place for w in windows for place in range(w.first, w.size)]
     assert sorted(seen) == list(range(1, size))
@@ -252,7 +255,10 @@ def test_slide_press_scores_every_token_but_the_first_exactly_once(size, stride)
 @pytest.mark.parametrize(("total", "count"), [(12, 0), (13, 0), (20, 1), (21, 2), (100, 21)])
 def test_slide_full_lays_as_many_windows_as_the_published_loop(total, count):
     windows = lay_windows(
-        PROTOCOLS["slide_full"], [Document("s", np.zeros(total))], 12, WindowOptions(stride=4)
+        PROTOCOLS["slide_full"],
+        [TokenizedDocument("s", np.zeros(total))],
+        12,
+        WindowOptions(stride=4),
     )
     assert len(windows) == max(0, math.ceil((total - 12) / 4) - 1) == count
 
@@ -281,7 +287,10 @@ def test_a_batch_always_has_the_compiled_shape():
 
 def test_fewer_windows_are_spread_over_the_corpus_and_do_not_depend_on_chance():
     windows = lay_windows(
-        PROTOCOLS["last_k"], [Document("d", np.zeros(100))], 10, WindowOptions(stride=2, last=2)
+        PROTOCOLS["last_k"],
+        [TokenizedDocument("d", np.zeros(100))],
+        10,
+        WindowOptions(stride=2, last=2),
     )
     spread = choose_windows(windows, 4, "spread", 0)
     assert [w.index for w in spread] == [0, 11, 23, 34]
@@ -293,8 +302,8 @@ def test_fewer_windows_are_spread_over_the_corpus_and_do_not_depend_on_chance():
 
 def test_joined_documents_keep_their_byte_counts():
     parts = [
-        Document("a", np.array([1, 2]), np.array([1.0, 4.0])),
-        Document("b", np.array([3]), np.array([2.0])),
+        TokenizedDocument("a", np.array([1, 2]), np.array([1.0, 4.0])),
+        TokenizedDocument("b", np.array([3]), np.array([2.0])),
     ]
     assert join_documents(parts).byte_ends.tolist() == [1.0, 4.0, 6.0]
 

@@ -9,7 +9,7 @@ from benchmark_support import TOKENIZER, plan, plan_at
 from evaluation_support import BigramModel, token_loss
 
 from lcjax.errors import InputError
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.rag_lm import RagLm
@@ -77,7 +77,7 @@ def test_rows_that_do_not_reach_are_left_out_and_named(tmp_path):
     texts = [str(warning.message) for warning in warned]
     assert all(any(f"chunks.jsonl:{n} " in text for text in texts) for n in (1, 3, 4, 5, 6))
     assert plan(RagLm(path=write(tmp_path, [good]), **SMALL), 20) == []
-    assert task.reach(Corpus([], TOKENIZER))[0] == 16
+    assert task.reach(TokenizedCorpus([], TOKENIZER))[0] == 16
 
 
 def test_the_file_is_read_once_for_all_lengths(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from benchmark_support import ESSAYS, plan
 
 from lcjax.checkpoints.load import load_tokenizer
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.task import Limits
 from lcjax.evaluation.tasks.ruler import Ruler
 from lcjax.evaluation.tasks.ruler.generators import FIXED_SEED, probe_seeds
@@ -112,12 +112,12 @@ def test_prompts_are_as_long_as_upstreams_on_average(smollm2, questions, task, p
 def test_as_much_text_as_upstream_fits_the_smollm2_tokenizer(smollm2, task, place):
     """Within 3 % or two units of the known figures, which are what upstream's seed draws."""
     length, expected = LENGTHS[place], SIZES[task][place]
-    corpus = Corpus([("essays", essays() if task in ESSAYS else "")], smollm2)
+    corpus = TokenizedCorpus([("essays", essays() if task in ESSAYS else "")], smollm2)
     limits = Limits((length,))
     ruler, fixed_ruler = Ruler(), Ruler(shuffles="fixed")
     generator = ruler.generator(task, corpus, length, limits)
     fixed_generator = fixed_ruler.generator(task, corpus, length, limits)
-    limit = ruler.layout(smollm2), ruler.budget(length, generator.new_tokens)
+    limit = ruler.prompt_encoder(smollm2), ruler.budget(length, generator.new_tokens)
     allowed = max(2, 0.03 * expected)
     if task == "fwe":  # in steps of a 32nd: as many as upstream's seed alone
         units = fixed_generator.num_units(*limit, [FIXED_SEED])
@@ -131,13 +131,13 @@ def test_as_much_text_as_upstream_fits_the_smollm2_tokenizer(smollm2, task, plac
     assert abs(units - expected) <= allowed, units
 
 
-def upstream_search(generator, layout, budget, rng):
+def upstream_search(generator, prompt_encoder, budget, rng):
     """RULER's own: bounds from a text of 4,096 words, then halved with a new draw each time."""
-    tokens = len(layout.prompt(generator.draw(rng, 4096, 0).segments).ids)
+    tokens = len(prompt_encoder.prompt(generator.draw(rng, 4096, 0).segments).ids)
     low, high, found = 10, int(budget.length // (tokens / 4096)) * 2, None
     while low <= high:
         middle = (low + high) // 2
-        if generator.fits(layout, budget, generator.draw(rng, middle, 0)):
+        if generator.fits(prompt_encoder, budget, generator.draw(rng, middle, 0)):
             low, found = middle + 1, middle
         else:
             high = middle - 1

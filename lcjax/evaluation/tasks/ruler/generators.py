@@ -20,7 +20,7 @@ import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError
-from lcjax.evaluation.prompt import Budget, Layout, Segment
+from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment
 from lcjax.evaluation.tasks.ruler.texts import (
     Essays,
     Question,
@@ -78,20 +78,28 @@ class Generator(abc.ABC):
         """`min_units` of one question."""
         return self.min_units
 
-    def num_units(self, layout: Layout, budget: Budget, seeds: Sequence[int | str]) -> int:
+    def num_units(
+        self, prompt_encoder: PromptEncoder, budget: Budget, seeds: Sequence[int | str]
+    ) -> int:
         """The median over `seeds` of the largest number of units that fits the budget.
 
         As in upstream's search, every seed draws a sample of the task's first question.
         """
 
         def fits(seed: int | str, units: int) -> bool:
-            return self.fits(layout, budget, self.draw(random.Random(seed), units, 0))
+            return self.fits(prompt_encoder, budget, self.draw(random.Random(seed), units, 0))
 
         step = max(self.step(budget.length), self.min_units)
         return median_maximum(fits, seeds, self.min_units, self.max_units, step)
 
     def sample(
-        self, layout: Layout, budget: Budget, seed: str, units: int, index: int, name: str
+        self,
+        prompt_encoder: PromptEncoder,
+        budget: Budget,
+        seed: str,
+        units: int,
+        index: int,
+        name: str,
     ) -> tuple[Sample, int]:
         """Draws the sample of a seed with `units` of haystack, or as many steps fewer as needed.
 
@@ -104,18 +112,18 @@ class Generator(abc.ABC):
         step, min_units = self.step(budget.length), self.min_units_of(index)
         while True:
             sample = self.draw(random.Random(seed), units, index)
-            if self.fits(layout, budget, sample):
+            if self.fits(prompt_encoder, budget, sample):
                 return sample, units
             if units <= min_units:
-                used = budget.used(layout.prompt(sample.segments))
+                used = budget.used(prompt_encoder.prompt(sample.segments))
                 raise InputError(
                     f"lengths: {budget.length} is too short for {name}, whose shortest prompt and"
                     f" answer take {used} tokens; use at least {used}"
                 )
             units = max(units - step if units > step else units - 1, min_units)
 
-    def fits(self, layout: Layout, budget: Budget, sample: Sample) -> bool:
-        return budget.left(layout.prompt(sample.segments)) >= 0
+    def fits(self, prompt_encoder: PromptEncoder, budget: Budget, sample: Sample) -> bool:
+        return budget.left(prompt_encoder.prompt(sample.segments)) >= 0
 
     def shuffle(self, rng: random.Random, items: list) -> None:
         (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(items)
@@ -330,14 +338,14 @@ class VariableTracking(_Chain):
         self._example = _Chain(wording, tokenizer, letters=3)
         budget = Budget(_EXAMPLE_TOKENS, 0, bos=False)
         seeds = probe_seeds("vt example")
-        self._example_units = self._example.num_units(Layout(tokenizer), budget, seeds)
+        self._example_units = self._example.num_units(PromptEncoder(tokenizer), budget, seeds)
         rng = random.Random(f"vt {seed}")
         self._example_lines = sorted(rng.sample(range(self._example_units), _NUM_HOPS + 1))
 
     def draw(self, rng: random.Random, units: int, index: int) -> Sample:
         """The example's lines are the same in all samples, its names and value are not."""
         example = self._example.at_lines(rng, self._example_units, self._example_lines)
-        prompt = Layout(self._tokenizer).prompt(example.segments)
+        prompt = PromptEncoder(self._tokenizer).prompt(example.segments)
         ids = prompt.ids[prompt.tokens("bos") :].tolist()
         ids += self.encode(" " + " ".join(example.answers) + "\n\n")
         sample = super().draw(rng, units, index)
@@ -398,21 +406,30 @@ class FrequentWords(Generator):
     new_tokens = 50
     min_units = 27  # so that the fourth word occurs once
 
-    def __init__(self, wording: Wording, tokenizer, fixed: bool, budget: Budget, layout: Layout):
+    def __init__(
+        self,
+        wording: Wording,
+        tokenizer,
+        fixed: bool,
+        budget: Budget,
+        prompt_encoder: PromptEncoder,
+    ):
         super().__init__(wording, tokenizer, fixed)
-        self._num_tokens = max(budget.left(layout.prompt([])), 0)
+        self._num_tokens = max(budget.left(prompt_encoder.prompt([])), 0)
         self._vocab_size = max(self._num_tokens // 50, 4)
 
     def step(self, length: int) -> int:
         return max(self._num_tokens // 32, 1)
 
-    def num_units(self, layout: Layout, budget: Budget, seeds: Sequence[int | str]) -> int:
+    def num_units(
+        self, prompt_encoder: PromptEncoder, budget: Budget, seeds: Sequence[int | str]
+    ) -> int:
         """As in upstream a sixth of the budget plus a number of steps, the median over `seeds`."""
         first, step = self._num_tokens // _CODE_LETTERS, self.step(budget.length)
 
         def fits(seed: int | str, steps: int) -> bool:
             sample = self.draw(random.Random(seed), first + steps * step, 0)
-            return self.fits(layout, budget, sample)
+            return self.fits(prompt_encoder, budget, sample)
 
         return max(first + step * median_maximum(fits, seeds, -1, None, 1), self.min_units)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.evaluation import metrics
-from lcjax.evaluation.corpus import Corpus
+from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example, GenerationTask, counts
 from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
@@ -104,15 +104,17 @@ class Ruler(GenerationTask):
         for name in _DATA.keys() & set(self.task_names):
             read_questions(getattr(self, _DATA[name]), _DATA[name], f"{key}.{_DATA[name]}")
 
-    def examples(self, corpus: Corpus, length: int, limits: Limits) -> Iterator[Example]:
-        layout = self.layout(corpus.tokenizer)
+    def examples(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> Iterator[Example]:
+        prompt_encoder = self.prompt_encoder(corpus.tokenizer)
         for name in self.task_names:
             generator = self.generator(name, corpus, length, limits)
             budget = self.budget(length, self.max_new_tokens or generator.new_tokens)
-            units = generator.num_units(layout, budget, probe_seeds(f"{name} {length}"))
+            units = generator.num_units(prompt_encoder, budget, probe_seeds(f"{name} {length}"))
             for index in range(min(self.samples, generator.num_questions or self.samples)):
                 seed = f"ruler {limits.seed} {name} {length} {index}"
-                sample, num_units = generator.sample(layout, budget, seed, units, index, name)
+                sample, num_units = generator.sample(
+                    prompt_encoder, budget, seed, units, index, name
+                )
                 facts = {
                     "protocol": "ruler",
                     "task": name,
@@ -124,7 +126,9 @@ class Ruler(GenerationTask):
                 }
                 yield Example(sample.segments, sample.answers, facts, budget.new_tokens)
 
-    def generator(self, name: str, corpus: Corpus, length: int, limits: Limits) -> Generator:
+    def generator(
+        self, name: str, corpus: TokenizedCorpus, length: int, limits: Limits
+    ) -> Generator:
         """The generator of a task; the texts of the corpus and of files are read once."""
         fixed, tokenizer = self.shuffles == "fixed", corpus.tokenizer
         wording = self._wording(corpus)
@@ -140,20 +144,20 @@ class Ruler(GenerationTask):
             return CommonWords(wording, self._words(corpus), tokenizer, fixed, length)
         if name == "fwe":
             budget = self.budget(length, self.max_new_tokens or FrequentWords.new_tokens)
-            return FrequentWords(wording, tokenizer, fixed, budget, self.layout(tokenizer))
+            return FrequentWords(wording, tokenizer, fixed, budget, self.prompt_encoder(tokenizer))
         field = _DATA[name]
         path = getattr(self, field)
         data = corpus.once((field, path), lambda: read_questions(path, field, field))
         return Passages(wording, *data, tokenizer, fixed)
 
-    def _wording(self, corpus: Corpus) -> Wording:
+    def _wording(self, corpus: TokenizedCorpus) -> Wording:
         key = "benchmark"
         return corpus.once((key, self.benchmark), lambda: read_wording(self.benchmark, key))
 
-    def _words(self, corpus: Corpus) -> WordList:
+    def _words(self, corpus: TokenizedCorpus) -> WordList:
         return corpus.once(("words", self.words), lambda: read_words(self.words, "words"))
 
-    def _source_facts(self, name: str, corpus: Corpus) -> Record:
+    def _source_facts(self, name: str, corpus: TokenizedCorpus) -> Record:
         """The fields of records about the sources of a task's texts."""
         words = {"wordlist": self._words(corpus).source} if _needs_words(name) else {}
         essays = {"splitter": SPLITTER} if _needs_essays(name) else {}
