@@ -71,8 +71,8 @@ def landmark_attention(
       block: tokens of a block, the landmark included.
       scale: None means H ** -0.5.
       q_index, k_index: order indices within the document, of all rows or of each, by default
-        0, 1, ... The keys of an older block have to be consecutive; a block whose first key is
-        missing is not seen.
+        0, 1, ... The tokens of a row have to be in order; padding may stand between them. A
+        block whose first key is missing is not seen.
       q_segments, k_segments: documents; 0 is padding.
       layout: as in `flash`; keys of a split length are gathered, and must be in order.
       implementation: as in `flash`: a name of `pallas_kernels.dispatch.LANDMARK`, "reference"
@@ -160,17 +160,20 @@ def _complete_blocks(k, v, index, segments, block: int):
     """
     (rows, length), offset = index.shape, index % block
     at, count = jnp.arange(length, dtype=jnp.int32), length // block
+    place, token_at = _without_padding(segments)
     closes, close = _closing(index, segments, block)
     rank = jnp.cumsum(closes, axis=1, dtype=jnp.int32) - closes
     row = jnp.arange(rows)[:, None]
     ends = jnp.full((rows, count), length, jnp.int32)
     ends = ends.at[row, jnp.where(closes, rank, count)].set(at, mode="drop")
-    slots = ends[..., None] - (block - 1) + jnp.arange(block, dtype=jnp.int32)
-    slots = jnp.where(ends[..., None] < length, slots, length).reshape(rows, -1)
+    exists, end = ends < length, jnp.minimum(ends, length - 1)
+    first = jnp.take_along_axis(place, end, 1) - (block - 1)
+    places = first[..., None] + jnp.arange(block, dtype=jnp.int32)
+    places = jnp.where(exists[..., None], places, length).reshape(rows, -1)
+    slots = _take(token_at, places, length)
     back = jnp.where(close < length, rank * block + offset, count * block)
-    numbers = jnp.take_along_axis(index, jnp.minimum(ends, length - 1), 1) // block
-    of_end = jnp.take_along_axis(segments, jnp.minimum(ends, length - 1), 1)
-    k_segments = jnp.where(ends < length, of_end, 0)
+    numbers = jnp.take_along_axis(index, end, 1) // block
+    k_segments = jnp.where(exists, jnp.take_along_axis(segments, end, 1), 0)
     return _gather(k, slots, back), _gather(v, slots, back), numbers, k_segments
 
 
@@ -180,11 +183,30 @@ def _closing(index, segments, block: int):
     bool and int32 [B, S]; S for tokens of an incomplete block and for padding.
     """
     length, offset = index.shape[1], index % block
-    at = jnp.arange(length, dtype=jnp.int32)
-    closes = (segments != 0) & (offset == block - 1) & (at >= block - 1)
-    close = at + block - 1 - offset
-    closed = jnp.take_along_axis(closes, jnp.minimum(close, length - 1), 1) & (close < length)
-    return closes, jnp.where(closed & (segments != 0), close, length)
+    place, token_at = _without_padding(segments)
+    closes = (segments != 0) & (offset == block - 1) & (place >= block - 1)
+    close = _take(token_at, place + block - 1 - offset, length)
+    is_closed = (segments != 0) & _take(closes, close, False)
+    return closes, jnp.where(is_closed, close, length)
+
+
+def _without_padding(segments):
+    """The place of each token among the tokens of its row, and the index of the token at each place.
+
+    int32 [B, S]; S at places that no token has. While rows of several lengths are generated, the
+    landmark of one row is padding in the others, so padding may stand between tokens of a block.
+    """
+    rows, length = segments.shape
+    is_token = segments != 0
+    place = jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+    token_at = jnp.full((rows, length), length, jnp.int32)
+    at, row = jnp.arange(length, dtype=jnp.int32), jnp.arange(rows)[:, None]
+    return place, token_at.at[row, jnp.where(is_token, place, length)].set(at, mode="drop")
+
+
+def _take(x, index, beyond):
+    """x [B, S] at index [B, M]; `beyond` for an index of at least S."""
+    return jnp.take_along_axis(x, index, 1, mode="fill", fill_value=beyond)
 
 
 @jax.custom_vjp

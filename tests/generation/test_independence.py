@@ -47,6 +47,7 @@ def slow(*values):
 
 # Those that choose blocks for several tokens at once, or between equal landmarks.
 HARD = {
+    "landmark-all": Landmark(block=5, top_k=None, token=MARK),
     "landmark-retrieves": Landmark(block=8, top_k=1, train_length=32, token=MARK),
     "landmark-per-chunk": Landmark(
         block=8, top_k=1, train_length=32, token=MARK, select="per_head_and_chunk"
@@ -109,7 +110,7 @@ CASES += [
     ]
     if case not in CASES
 ]
-QUICK = 7
+QUICK = 8
 EVERY = pytest.mark.parametrize(
     "case",
     [

@@ -115,6 +115,47 @@ def test_only_older_blocks_that_are_given_are_seen():
         np.testing.assert_allclose(lse[:, i], x[..., 7], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_padding_between_tokens_changes_nothing(implementation):
+    case = Case(t=64, documents=3)
+    index, segments = (np.maximum(x, 0) for x in case.rows())
+    segments = np.maximum(segments, 1)  # every place a token, so that rows keep their number
+    for i in range(64):
+        starts = i == 0 or segments[:, i] != segments[:, i - 1]
+        index[:, i] = np.where(starts, 0, index[:, i - 1] + 1)
+    rng = np.random.default_rng(2)
+    slots = np.stack([np.sort(rng.choice(100, 64, replace=False)) for _ in range(2)])
+
+    def run(arrays, index, segments):
+        def loss(q, k, v):
+            out, lse = landmark_attention(
+                q, k, v, 8, q_index=index, k_index=index, q_segments=segments,
+                k_segments=segments, implementation=implementation,
+            )  # fmt: skip
+            is_token = segments != 0
+            out = jnp.where(is_token[..., None, None], out, 0)
+            return jnp.sum(jnp.sin(out)), (out, jnp.where(is_token[..., None], lse, 0))
+
+        gradients, results = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+        return *results, *gradients
+
+    def spread(x):
+        out = np.asarray(rng.normal(size=(2, 100, *x.shape[2:])), x.dtype)
+        out[np.arange(2)[:, None], slots] = x
+        return out
+
+    arrays = case.arrays()[:3]
+    padding = np.zeros((2, 100), np.int32)
+    padded_index, padded_segments = padding.copy(), padding.copy()
+    np.put_along_axis(padded_index, slots, index, 1)
+    np.put_along_axis(padded_segments, slots, segments, 1)
+    alone = run(arrays, index, segments)
+    padded = run([spread(x) for x in arrays], padded_index, padded_segments)
+    for want, got in zip(alone, padded, strict=True):
+        got = np.asarray(got)[np.arange(2)[:, None], slots]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_no_array_of_queries_times_keys_is_made():
     q = jax.ShapeDtypeStruct((1, 65_536, 2, 64), jnp.float32)
 
