@@ -191,10 +191,10 @@ def _closing(index, segments, block: int):
 
 
 def _without_padding(segments):
-    """The place of each token among the tokens of its row, and the index of the token at each place.
+    """The place of each token among the tokens of its row, and the token at each place.
 
-    int32 [B, S]; S at places that no token has. While rows of several lengths are generated, the
-    landmark of one row is padding in the others, so padding may stand between tokens of a block.
+    Both int32 [B, S]; S at places that no token has. While rows of several lengths are generated,
+    the landmark of one row is padding in the others, so padding may stand inside of blocks.
     """
     rows, length = segments.shape
     is_token = segments != 0
