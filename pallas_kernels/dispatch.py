@@ -33,8 +33,8 @@ import importlib
 import itertools
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +45,8 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.backend import get_backend
 
 from pallas_kernels import measured, tuning
-from pallas_kernels.biases import Bias
-from pallas_kernels.masks import Mask
+from pallas_kernels.biases import Bias, of_heads
+from pallas_kernels.masks import Mask, by_heads
 from pallas_kernels.tables import BlockTable, from_mask, restrict
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,51 @@ class Operands(NamedTuple):
     k_segments: Any = None  # int32 [B, S]
     bias: Bias | None = None
     table: Any = None  # a caller's block table of traced arrays; see `user_table`
+
+
+def split_heads(q, k, v, operands: Operands, spec: Spec) -> Iterator[tuple]:
+    """Yields (q, k, v, operands, spec) for each run of query heads that share a mask."""
+    heads, group, start = q.shape[2], q.shape[2] // k.shape[2], 0
+    for mask, count in by_heads(spec.mask, heads):
+        if count == heads:
+            yield q, k, v, operands, replace(spec, mask=mask)
+            return
+        while count:
+            # Whole groups of queries that share a key head, or a part of one group.
+            size = min(count, group - start % group)
+            if start % group == 0 and count >= group:
+                size = count - count % group
+            yield _some_heads(q, k, v, operands, replace(spec, mask=mask), start, size)
+            start, count = start + size, count - size
+
+
+def join_heads(results: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Concatenates the (out, lse) of `split_heads`."""
+    if len(results) == 1:
+        return results[0]
+    out, lse = (jnp.concatenate(x, 2) for x in zip(*results, strict=True))
+    return out, lse
+
+
+def _some_heads(q, k, v, operands: Operands, spec: Spec, start: int, count: int):
+    """(q, k, v, operands, spec) of `count` query heads from `start` on."""
+    key_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    first, num_keys = start // group, -(-count // group)
+
+    def slice_heads(table):
+        if table is None or table.seen.shape[1] == 1:
+            return table
+        if table.seen.shape[1] == key_heads:
+            return table.heads(lambda x: x[:, first : first + num_keys])
+        return table.heads(lambda x: x[:, start : start + count])
+
+    operands = operands._replace(
+        bias=of_heads(operands.bias, start, count), table=slice_heads(operands.table)
+    )
+    if spec.table is not None:
+        spec = replace(spec, table=Constant(slice_heads(spec.table.tree)))
+    keys = slice(first, first + num_keys)
+    return q[:, :, start : start + count], k[:, :, keys], v[:, :, keys], operands, spec
 
 
 def user_table(operands: Operands, spec: Spec) -> BlockTable | None:

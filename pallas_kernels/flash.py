@@ -7,17 +7,15 @@ backends. `pallas_kernels/dispatch.py` defines the interface of a backend and ch
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, reference
 from pallas_kernels.arguments import check_arrays, check_options, on_any_mesh
-from pallas_kernels.biases import Bias, of_heads
-from pallas_kernels.dispatch import Constant, Operands, Spec
-from pallas_kernels.masks import Mask, by_heads, everything
+from pallas_kernels.biases import Bias
+from pallas_kernels.dispatch import Constant, Operands, Spec, join_heads, split_heads
+from pallas_kernels.masks import Mask, everything
 from pallas_kernels.online_softmax import with_sinks
 from pallas_kernels.sharded import Layout, over_mesh
 from pallas_kernels.tables import BlockTable
@@ -106,13 +104,12 @@ def flash(
     operands = Operands(*positions, bias, None if static else table)
     spec = Spec(mask, scale, soft_cap, Constant(table) if static else None, splits)
     if layout is None:
-
-        def attention(q, k, v, operands, spec):
-            return _attention(q, k, v, operands, (implementation, spec))
-
-        out, lse = _by_heads(attention, q, k, v, operands, spec)
+        results = []
+        for *arrays, spec_of_heads in split_heads(q, k, v, operands, spec):
+            results.append(_attention(*arrays, (implementation, spec_of_heads)))
+        out, lse = join_heads(results)
     else:
-        out, lse = over_mesh(_by_heads, q, k, v, operands, spec, implementation, layout)
+        out, lse = over_mesh(q, k, v, operands, spec, implementation, layout)
     if table is not None and table.overflow is not None:
         out, lse = (jnp.where(table.overflow, jnp.nan, x).astype(x.dtype) for x in (out, lse))
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
@@ -177,46 +174,6 @@ def _with_lengths(q, k, q_segments, k_segments, k_lengths):
         return q_segments, k_segments
     is_valid = jnp.arange(k.shape[1]) < jnp.asarray(k_lengths)[:, None]
     return q_segments, jnp.where(is_valid, k_segments, 0)
-
-
-def _by_heads(attention: Callable, q, k, v, operands: Operands, spec: Spec):
-    """Attention whose mask differs by heads: one call for each run of heads that share a mask."""
-    heads, group = q.shape[2], q.shape[2] // k.shape[2]
-    parts, start = [], 0
-    for mask, count in by_heads(spec.mask, heads):
-        while count:
-            # Whole groups of queries that share a key head, or a part of one group.
-            size = min(count, group - start % group)
-            if start % group == 0 and count >= group:
-                size = count - count % group
-            parts.append((mask, start, size))
-            start, count = start + size, count - size
-    if len(parts) == 1:
-        return attention(q, k, v, operands, spec)
-    results = [attention(*_of_heads(q, k, v, operands, spec, *part)) for part in parts]
-    out, lse = (jnp.concatenate(x, 2) for x in zip(*results, strict=True))
-    return out, lse
-
-
-def _of_heads(q, k, v, operands: Operands, spec: Spec, mask: Mask, start: int, count: int):
-    """(q, k, v, operands, spec) of `count` query heads from `start` on."""
-    key_heads, group = k.shape[2], q.shape[2] // k.shape[2]
-    first, num_keys = start // group, -(-count // group)
-
-    def slice_heads(table):
-        if table is None or table.seen.shape[1] == 1:
-            return table
-        if table.seen.shape[1] == key_heads:
-            return table.heads(lambda x: x[:, first : first + num_keys])
-        return table.heads(lambda x: x[:, start : start + count])
-
-    operands = operands._replace(
-        bias=of_heads(operands.bias, start, count), table=slice_heads(operands.table)
-    )
-    table = spec.table if spec.table is None else Constant(slice_heads(spec.table.tree))
-    spec = replace(spec, mask=mask, table=table)
-    keys = slice(first, first + num_keys)
-    return q[:, :, start : start + count], k[:, :, keys], v[:, :, keys], operands, spec
 
 
 _attention = dispatch.differentiable(

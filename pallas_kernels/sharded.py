@@ -99,11 +99,8 @@ def zigzag(length: int, devices: int) -> np.ndarray:
     return pieces[order].reshape(-1)
 
 
-def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, layout: Layout):
-    """(out, lse) of attention over the mesh of `layout`.
-
-    `split(attention, q, k, v, operands, spec)` calls attention for each run of heads with one mask.
-    """
+def over_mesh(q, k, v, operands: Operands, spec: Spec, implementation, layout: Layout):
+    """(out, lse) of attention over the mesh of `layout`."""
     if dispatch.user_table(operands, spec) is not None:
         raise ValueError("flash: a table lists blocks of a whole row; give a table or a layout")
     layout = layout.fitting(q, k)
@@ -112,11 +109,11 @@ def over_mesh(split, q, k, v, operands: Operands, spec: Spec, implementation, la
         operands = _with_indices(q, k, operands)
 
     def local(q, k, v, operands):
-        heads, attention = layout.heads, functools.partial(_local, implementation, layout, hops)
         if layout.length is None or layout.method == "ring":
-            mask = _of_shard(spec.mask, layout.size(heads))
-            return split(attention, q, k, v, operands, replace(spec, mask=mask))
-        return _exchanged(split, implementation, layout, q, k, v, operands, spec)
+            mask = _of_shard(spec.mask, layout.size(layout.heads))
+            ring = _Ring(implementation, layout, hops, replace(spec, mask=mask))
+            return _local(q, k, v, operands, ring)
+        return _exchanged(implementation, layout, q, k, v, operands, spec)
 
     return _on_shards(local, q, k, v, operands, layout)
 
@@ -227,7 +224,7 @@ def _hops(mask: Mask, q, k, operands: Operands, layout: Layout) -> int:
     return max((hop for hop in range(count) if meet(hop)), default=0) + 1
 
 
-def _exchanged(split, implementation, layout: Layout, q, k, v, operands: Operands, spec: Spec):
+def _exchanged(implementation, layout: Layout, q, k, v, operands: Operands, spec: Spec):
     """Attention of some heads over the whole length, between two exchanges."""
     axis, parts = layout.length, layout.size(layout.length)
     if q.shape[2] % parts:
@@ -253,8 +250,8 @@ def _exchanged(split, implementation, layout: Layout, q, k, v, operands: Operand
     shards = layout.size(layout.heads) * parts
     spec = replace(spec, mask=_of_shard(spec.mask, shards))
     whole = replace(layout, heads=_axes(layout.heads, axis), length=None)
-    attention = functools.partial(_local, implementation, whole, 1)
-    out, lse = split(attention, *(to_heads(x) for x in (q, k, v)), operands, spec)
+    ring = _Ring(implementation, whole, 1, spec)
+    out, lse = _local(*(to_heads(x) for x in (q, k, v)), operands, ring)
     return to_length(out), to_length(lse)
 
 
@@ -272,8 +269,12 @@ class _Ring:
     spec: Spec
 
 
-def _local(implementation, layout: Layout, hops: int, q, k, v, operands, spec):
-    return _ring(q, k, v, operands, _Ring(implementation, layout, hops, spec))
+def _local(q, k, v, operands: Operands, ring: _Ring):
+    """(out, lse) of this device's queries and heads."""
+    results = []
+    for *arrays, spec in dispatch.split_heads(q, k, v, operands, ring.spec):
+        results.append(_ring(*arrays, replace(ring, spec=spec)))
+    return dispatch.join_heads(results)
 
 
 def _ring_forward(arrays, operands: Operands, ring: _Ring):

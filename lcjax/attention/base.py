@@ -300,7 +300,7 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         state: tuple[Float[Array, "B N _ _"], ...],
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "B T N Hv"], tuple[Float[Array, "B N _ _"], ...]]:
-        """`attend` over a cache whose rows hold one document each.
+        """`attend` over a cache whose rows hold one document each, for patterns with a state.
 
         Args:
           q, k, v, metadata: as in `attend`.
@@ -309,7 +309,7 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         Returns:
           The output and the new state.
         """
-        return self.attend(q, k, v, metadata), state
+        raise NotImplementedError(f"{type(self).__name__} keeps a state: define attend_with_state")
 
     def for_inference(self) -> Pattern:
         """The pattern with which a model that was trained under this one is evaluated."""
@@ -344,7 +344,9 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         passes = self.passes(metadata)
         if not self.moves_keys and any(p.k_positions is not k_positions for p in passes):
             raise TypeError(f"{type(self).__name__} moves keys and must set moves_keys = True")
-        partials = [partial_attention(q, k, v, p, metadata) for p in passes]
+        partials = []
+        for attention_pass in passes:
+            partials.append(partial_attention(q, k, v, attention_pass, metadata))
         partials += metadata.extra_partials
         out, _ = partials[0] if len(partials) == 1 else merge(partials)
         return out

@@ -186,7 +186,7 @@ def whole_blocks(slots: int) -> int:
 def extend(
     cache: Cache, segments: Int[Array, "B T"] | None, positions: Num[Array, "B T"]
 ) -> tuple[Cache, View]:
-    """Reserves slots for new tokens; `attend_cached` writes the keys and values of each layer.
+    """Reserves slots for new tokens; `append` writes the keys and values of each layer.
 
     jit cannot detect writes past the capacity of a full cache: callers create it for the prompt and
     all new tokens.
@@ -295,35 +295,27 @@ def replace_layers(cache: Cache, layers: Any) -> Cache:
     return dataclasses.replace(cache, layers=layers)
 
 
-def attend_cached(
-    q: Float[Array, "B T N H"],
+def append(
+    layer: tuple[Float[Array, "B _ _ _"], ...],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    layer: tuple[Float[Array, "B _ _ _"], ...],
     pattern: Pattern,
     view: View,
     metadata: AttentionMetadata,
-) -> tuple[Float[Array, "B T N H"], tuple[Float[Array, "B _ _ _"], ...]]:
-    """Writes the new keys and values to the cache and attends to all its keys.
+) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """Returns the keys and values of a layer with those of the new tokens in their slots.
 
     Args:
-      q, k, v: unrotated queries and keys, and values of the new tokens.
       layer: keys and values [B, K, S, H] of the cache, and the pattern's state.
-      pattern: visible keys.
+      k, v: unrotated keys, and values of the new tokens.
+      pattern: gives the positions to which keys are rotated.
       view: slots of the new tokens.
-      metadata: positions, documents and rotation of the call (`View.update_metadata`).
-
-    Returns:
-      The output, and the updated layer.
+      metadata: positions and rotation of the call (`View.update_metadata`).
     """
     if view.rotated:
         positions = pattern.key_positions(metadata.q_positions, view.q_index)
         k = rotate(k, positions, metadata.rotation.inv_freq, metadata.rotation.scale)
-    keys, values = (_write(cached, x, view) for cached, x in zip(layer[:2], (k, v), strict=True))
-    out, state = pattern.attend_with_state(
-        q, keys.swapaxes(1, 2), values.swapaxes(1, 2), layer[2:], metadata
-    )
-    return out, (keys, values, *state)
+    return _write(layer[0], k, view), _write(layer[1], v, view)
 
 
 def _write(cached: jax.Array, new: jax.Array, view: View) -> jax.Array:

@@ -215,9 +215,14 @@ class Attention(Projections):
                     layer = collect_key_values(k, v, context)
             else:
                 metadata = context.attention_metadata(partials, attention_layout(mesh))
-                y, layer = cache_lib.attend_cached(
-                    q, k, v, layer, pattern.for_inference(), context.view, metadata
-                )
+                pattern, state = pattern.for_inference(), layer[2:]
+                keys, values = cache_lib.append(layer, k, v, pattern, context.view, metadata)
+                cached = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+                if state:
+                    y, state = pattern.attend_with_state(q, *cached, state, metadata)
+                else:
+                    y = pattern.attend(q, *cached, metadata)
+                layer = keys, values, *state
         return self.combine(y), layer
 
     def prefix_partials(self, q: jax.Array, context: Context) -> list[tuple[jax.Array, jax.Array]]:

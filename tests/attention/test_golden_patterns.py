@@ -110,7 +110,7 @@ def test_a_rolling_cache_read_in_strides_equals_the_streaming_loop_of_the_author
     def read(cache, positions, q, k, v):
         cache, view = cache_lib.extend(cache, None, positions)
         context = Context(positions, None, rotation, view=view)
-        out, layer = cache_lib.attend_cached(
+        out, layer = golden.attend_cached(
             q, k, v, cache.layers[0], pattern, view, context.attention_metadata()
         )
         return cache_lib.replace_layers(cache, (layer,)), out

@@ -250,7 +250,7 @@ def in_calls(pattern, arrays, cuts, padding=0):
 
 @functools.partial(jax.jit, static_argnames="pattern")
 def _attend_cached(q, k, v, cache, pattern, context):
-    return cache_lib.attend_cached(
+    return golden.attend_cached(
         q, k, v, cache.layers[0], pattern, context.view, context.attention_metadata()
     )
 
