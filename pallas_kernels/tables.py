@@ -139,8 +139,8 @@ def build_static(
     """A table [b, h, nq] from NumPy flags (some, whole) [rows, nk] of consecutive rows."""
     parts = [choose(None, some, whole, None) for some, whole in pieces]
     index, full, seen = ([part[i] for part in parts] for i in range(3))
-    wide = max(x.shape[-1] for x in index) if capacity is None else capacity
-    index = np.concatenate([_widen(x, wide) for x in index])
+    width = max(x.shape[-1] for x in index) if capacity is None else capacity
+    index = np.concatenate([_widen(x, width) for x in index])
     full, seen = np.concatenate(full), np.concatenate(seen)
     arrays = index.reshape(*shape, -1), full.reshape(shape), seen.reshape(shape)
     return _fitted(*arrays, capacity, q_block, k_block)
@@ -154,12 +154,12 @@ def row_pieces(rows: int, columns: int) -> Iterable[slice]:
 
 def stack_heads(parts: list[tuple[BlockTable, int]]) -> BlockTable:
     """One table from (table, times it is repeated) of consecutive heads."""
-    wide = max(part.capacity for part, _ in parts)
+    width = max(part.capacity for part, _ in parts)
     leaves = {}
     xp = namespace(*(x for part, _ in parts for x in (part.index, part.seen)))
     for name in ("index", "full", "seen"):
         arrays = [
-            (_widen(part.index, wide) if name == "index" else getattr(part, name), times)
+            (_widen(part.index, width) if name == "index" else getattr(part, name), times)
             for part, times in parts
         ]
         batch = max(len(x) for x, _ in arrays)
@@ -456,11 +456,11 @@ def restrict(
     if isinstance(mask, PerHead):
         options = dict(queries=queries, keys=keys, q_index=q_index, k_index=k_index)
         options |= dict(q_segments=q_segments, k_segments=k_segments)
-        wide = table.heads(lambda x: _every_head(x, mask.heads))
+        every_head = table.heads(lambda x: _every_head(x, mask.heads))
         parts, start = [], 0
         for part, count in mask.parts:
             heads = slice(start, start := start + count)
-            of_part = wide.heads(lambda x, heads=heads: x[:, heads])
+            of_part = every_head.heads(lambda x, heads=heads: x[:, heads])
             parts.append((restrict(of_part, part, **options), 1))
         return stack_heads(parts)
     q = blocks_of(q_index, q_segments, queries, table.q_block)
@@ -514,8 +514,8 @@ def _transpose_static(table: BlockTable, nk: int) -> BlockLists:
         columns = [np.nonzero(np.concatenate([x == 2, x == 1], 1))[1] % nq for x in parts]
         lists.append(np.concatenate(columns).astype(np.int32))
         counts.append([(dense == 2).sum(1), (dense > 0).sum(1)])
-    wide = max(1, *(len(x) for x in lists))
-    index = np.stack([np.pad(x, (0, wide - len(x))) for x in lists]).reshape(b, h, wide)
+    width = max(1, *(len(x) for x in lists))
+    index = np.stack([np.pad(x, (0, width - len(x))) for x in lists]).reshape(b, h, width)
     full, seen = np.moveaxis(np.asarray(counts, np.int32).reshape(b, h, 2, nk), 2, 0)
     return BlockLists(index, np.cumsum(seen, -1, dtype=np.int32) - seen, full, seen)
 

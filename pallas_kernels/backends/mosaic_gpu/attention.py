@@ -5,7 +5,7 @@ attention are one kernel, and time follows the number of visible blocks. Nothing
 global memory: results are the same bit by bit in every run.
 
 A program of the grid has some compute warpgroups and one that moves memory. Each compute warpgroup
-holds 64 rows of the side that stays (queries in the forward pass and for dq, keys for dk and dv)
+holds 64 rows of the resident side (queries in the forward pass and for dq, keys for dk and dv)
 while tiles of the other side pass through a ring of stages in shared memory.
 """
 
@@ -82,7 +82,7 @@ def tile_axis(length: int, block: int, tile: int) -> TileAxis:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of one kernel; a program holds `groups` times 64 rows of the side that stays."""
+    """The tiles of one kernel; a program holds `groups` times 64 rows of the resident side."""
 
     queries: TileAxis
     keys: TileAxis
@@ -223,11 +223,17 @@ def blocks(q, k) -> tuple[int, int]:
 
 def make_tiling(kernel: str, q, k, v, q_block: int, k_block: int, capped: bool = False) -> Tiling:
     tiles = tuning.mosaic_gpu(kernel, max(q.shape[-1], v.shape[-1]), capped)
-    stay, move = tiles.groups * ROWS, tiles.passing
+    resident, streamed = tiles.groups * ROWS, tiles.streamed
     if kernel == D_KEYS:
-        queries, keys = tile_axis(q.shape[1], q_block, move), tile_axis(k.shape[1], k_block, stay)
+        queries, keys = (
+            tile_axis(q.shape[1], q_block, streamed),
+            tile_axis(k.shape[1], k_block, resident),
+        )
         return Tiling(queries, keys, keys.tile // ROWS, tiles.stages)
-    queries, keys = tile_axis(q.shape[1], q_block, stay), tile_axis(k.shape[1], k_block, move)
+    queries, keys = (
+        tile_axis(q.shape[1], q_block, resident),
+        tile_axis(k.shape[1], k_block, streamed),
+    )
     return Tiling(queries, keys, queries.tile // ROWS, tiles.stages)
 
 

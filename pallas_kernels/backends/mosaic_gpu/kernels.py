@@ -65,7 +65,7 @@ def forward(spec: KernelSpec, x, out, lse, scratch) -> None:
 
     def compute(group):
         first = program.tile * tiling.queries.tile + group * ROWS
-        fetch(x, scratch, scratch["own_names"], program, first, group)
+        fetch(x, scratch, scratch["resident_names"], program, first, group)
         acc, top, total = _softmax(spec, visits, ring, scratch, group, first)
         has_keys = total > 0
         safe = jnp.where(has_keys, total, 1.0)
@@ -85,7 +85,7 @@ def forward(spec: KernelSpec, x, out, lse, scratch) -> None:
 def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first):
     """(weighted values, maximum, denominator) of 64 queries."""
     query, shape = scratch["q"].at[group], (ROWS, spec.tiling.keys.tile)
-    own = {name: scratch[name].at[group] for name in scratch["own_names"] if name != "q"}
+    resident = {name: scratch[name].at[group] for name in scratch["resident_names"] if name != "q"}
 
     def turn(arrive: bool = True, wait: bool = True):
         if arrive and spec.tiling.groups > 1:
@@ -96,9 +96,9 @@ def _softmax(spec: KernelSpec, visits: Visits, ring: Ring, scratch, group, first
     def soften(step, products, top, total):
         """(p, maximum and denominator with this step's keys, factor of the earlier sums)."""
         values, factor = logits(spec, products)
-        passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
+        streamed = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
         k_first = functools.partial(ring.first, visits, step)
-        tiles = TilePair(shape, 0, first, k_first, own | passing)
+        tiles = TilePair(shape, 0, first, k_first, resident | streamed)
         values = tiles.hide(spec, step >= visits.full, values, -jnp.inf)
         ring.release(0, step)
         new = jnp.maximum(top, jnp.max(values, 1) * factor)
@@ -156,22 +156,22 @@ def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
 
     def compute(group):
         first = program.tile * tiling.queries.tile + group * ROWS
-        fetch(x, scratch, scratch["own_names"], program, first, group)
-        own = {name: scratch[name].at[group] for name in scratch["own_names"]}
-        lse, start = column(own["lse"], 0), column(own["start"], 0)
+        fetch(x, scratch, scratch["resident_names"], program, first, group)
+        resident = {name: scratch[name].at[group] for name in scratch["resident_names"]}
+        lse, start = column(resident["lse"], 0), column(resident["start"], 0)
 
         def visit(step, total):
             ring.wait(0, step)
             ring.wait(1, step)
             key, value = ring.at("k", step), ring.at("v", step)
-            products = product(own["q"], key)
-            passing = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
+            products = product(resident["q"], key)
+            streamed = {name: ring.at(name, step) for name in ring.names[0] if name != "k"}
             k_first = functools.partial(ring.first, visits, step)
-            tiles = TilePair(shape, 0, first, k_first, own | passing)
+            tiles = TilePair(shape, 0, first, k_first, resident | streamed)
             values, factor = hidden(spec, products, tiles, step >= visits.full)
 
             def begin(sums, ready):
-                plgpu.wgmma(sums[0], own["d_out"], value.transpose((1, 0)))
+                plgpu.wgmma(sums[0], resident["d_out"], value.transpose((1, 0)))
                 _, p = probabilities(spec, values, factor, lse, 0)
                 ds = p * ready(0, later=0)
                 ring.release(1, step)
@@ -182,8 +182,8 @@ def d_queries(spec: KernelSpec, x, dq, scratch) -> None:
             return total
 
         total = lax.fori_loop(0, visits.seen, visit, fill((ROWS, scratch["q"].shape[-1]), 0.0))
-        own["q"][...] = (total * spec.scale).astype(dq.dtype)
-        send((own["q"], dq.at[program.row, pl.ds(first, ROWS), program.head]))
+        resident["q"][...] = (total * spec.scale).astype(dq.dtype)
+        send((resident["q"], dq.at[program.row, pl.ds(first, ROWS), program.head]))
 
     specialise(spec, compute, move)
 
@@ -205,28 +205,28 @@ def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
 
     def compute(group):
         first = program.tile * tiling.keys.tile + group * ROWS
-        fetch(x, scratch, scratch["own_names"], program, first, group)
-        own = {name: scratch[name].at[group] for name in scratch["own_names"]}
+        fetch(x, scratch, scratch["resident_names"], program, first, group)
+        resident = {name: scratch[name].at[group] for name in scratch["resident_names"]}
 
         def visit(step, sums):
             ring.wait(0, step)
             query, d_out = ring.at("q", step), ring.at("d_out", step)
-            products = product(own["k"], query)
-            passing = {
+            products = product(resident["k"], query)
+            streamed = {
                 name: ring.at(name, step) for name in ring.names[0] if name not in ("q", "d_out")
             }
             q_first = functools.partial(ring.first, visits, step)
-            tiles = TilePair(shape, 1, first, q_first, own | passing)
+            tiles = TilePair(shape, 1, first, q_first, resident | streamed)
             values, factor = hidden(spec, products, tiles, step >= visits.full)
 
             def begin(sums, ready):
-                plgpu.wgmma(sums[0], own["v"], d_out.transpose((1, 0)))
-                p, slope_p = probabilities(spec, values, factor, column(passing["lse"], 1), 1)
+                plgpu.wgmma(sums[0], resident["v"], d_out.transpose((1, 0)))
+                p, slope_p = probabilities(spec, values, factor, column(streamed["lse"], 1), 1)
                 add_product(sums[2], p, d_out)
                 ds = slope_p * ready(0, later=1)
                 add_product(sums[1], ds, query)
 
-            start = repeat(column(passing["start"], 1), 1, shape)
+            start = repeat(column(streamed["start"], 1), 1, shape)
             _, *sums = sums_on([start, *sums], begin)
             ring.release(0, step)
             return sums
@@ -248,42 +248,42 @@ def d_keys(spec: KernelSpec, x, dk, dv, scratch) -> None:
     specialise(spec, compute, move)
 
 
-def matrix(count: int, rows: int, size: int, dtype, passing: int = 64):
+def matrix(count: int, rows: int, size: int, dtype, streamed: int = 64):
     """`count` tiles in shared memory, in the order that matrix units and the copy engine read.
 
-    passing: rows of a passing tile, over which products sum as they do over head sizes.
+    streamed: rows of a streamed tile, over which products sum as they do over head sizes.
     """
-    width = math.gcd(size, passing, 64)  # numbers that are shuffled together: 32 to 128 bytes
+    width = math.gcd(size, streamed, 64)  # numbers that are shuffled together: 32 to 128 bytes
     swizzle = width * jnp.dtype(dtype).itemsize
     tiling = plgpu.TilingTransform((8, width))
     transforms = tiling, plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM((count, rows, size), dtype, transforms=transforms)
 
 
-def tiles(x, names, count: int, rows: int, passing: int) -> dict:
+def tiles(x, names, count: int, rows: int, streamed: int) -> dict:
     """Shared memory for `count` tiles of operands: matrices, and vectors of one number a row."""
     return {
-        name: matrix(count, rows, x[name].shape[-1], x[name].dtype, passing)
+        name: matrix(count, rows, x[name].shape[-1], x[name].dtype, streamed)
         if name in MATRICES
         else plgpu.SMEM((count, rows), x[name].dtype)
         for name in names
     }
 
 
-def shared_memory(spec: KernelSpec, x, own, ring, passing_rows: int) -> tuple[dict, dict]:
+def shared_memory(spec: KernelSpec, x, resident, ring, streamed_rows: int) -> tuple[dict, dict]:
     """The shared memory and the barriers of a program.
 
     Args:
-      own: names of operands of which each compute warpgroup holds 64 rows.
+      resident: names of operands of which each compute warpgroup holds 64 rows.
       ring: two sets of names of operands that pass.
     """
     tiling = spec.tiling
-    memory = tiles(x, own, tiling.groups, ROWS, passing_rows)
-    memory["count"] = plgpu.SMEM((tiling.groups, passing_rows), jnp.int32)
-    passing = [name for names in ring for name in names]
-    memory |= tiles(x, passing, tiling.stages, passing_rows, passing_rows)
+    memory = tiles(x, resident, tiling.groups, ROWS, streamed_rows)
+    memory["count"] = plgpu.SMEM((tiling.groups, streamed_rows), jnp.int32)
+    streamed = [name for names in ring for name in names]
+    memory |= tiles(x, streamed, tiling.stages, streamed_rows, streamed_rows)
     barriers = {
-        "own_rows": plgpu.Barrier(num_arrivals=len(own), num_barriers=tiling.groups),
+        "resident_rows": plgpu.Barrier(num_arrivals=len(resident), num_barriers=tiling.groups),
         "filled": [
             plgpu.Barrier(num_arrivals=len(names), num_barriers=tiling.stages) for names in ring
         ],
@@ -299,29 +299,29 @@ def launch(
     spec: KernelSpec,
     x,
     outputs,
-    own,
+    resident,
     ring,
     grid,
-    passing: TileAxis,
+    streamed: TileAxis,
     interpret,
     **extra,
 ):
     """Runs `kernel(spec, refs of x, *refs of outputs, scratch)`.
 
     Args:
-      x: operands by name; those that are None are left out of it, of `own` and of `ring`.
+      x: operands by name; those that are None are left out of it, of `resident` and of `ring`.
       extra: further entries of `scratch`.
     """
-    x = x | {"count": jnp.arange(passing.tile, dtype=jnp.int32)}
+    x = x | {"count": jnp.arange(streamed.tile, dtype=jnp.int32)}
     x = {name: value for name, value in x.items() if value is not None}
-    own = tuple(name for name in own if name in x)
+    resident = tuple(name for name in resident if name in x)
     ring = tuple(tuple(name for name in names if name in x) for names in ring)
-    memory, barriers = shared_memory(spec, x, own, ring, passing.tile)
+    memory, barriers = shared_memory(spec, x, resident, ring, streamed.tile)
     names = tuple(x)
 
     def entry(*refs, **scratch):
         inputs, results = refs[: len(names)], refs[len(names) :]
-        scratch = {"names": ring, "own_names": own, **scratch}
+        scratch = {"names": ring, "resident_names": resident, **scratch}
         kernel(spec, dict(zip(names, inputs, strict=True)), *results, scratch)
 
     entry.__name__ = f"flash_{kernel.__name__}"
@@ -348,26 +348,29 @@ def run_forward(spec: KernelSpec, x, interpret):
     if size != h:  # else the output uses the queries' memory
         extra["out"] = matrix(tiling.groups, ROWS, size, x["q"].dtype)
     outputs = like((b, t, n, size), x["q"].dtype), like((b, n, t), F32)
-    own, ring = ("q", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
+    resident, ring = ("q", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
     grid = n, tiling.queries.count, b
-    return launch(forward, spec, x, outputs, own, ring, grid, tiling.keys, interpret, **extra)
+    return launch(forward, spec, x, outputs, resident, ring, grid, tiling.keys, interpret, **extra)
 
 
 def run_d_queries(spec: KernelSpec, x, interpret):
     """dq [B, T, N, H]."""
     tiling, (b, _, n, _) = spec.tiling, x["q"].shape
-    own, ring = ("q", "d_out", "lse", "start", "count", *Q_VECTORS), (("k", *K_VECTORS), ("v",))
+    resident, ring = (
+        ("q", "d_out", "lse", "start", "count", *Q_VECTORS),
+        (("k", *K_VECTORS), ("v",)),
+    )
     outputs, grid = [like(x["q"].shape, x["q"].dtype)], (n, tiling.queries.count, b)
-    return launch(d_queries, spec, x, outputs, own, ring, grid, tiling.keys, interpret)[0]
+    return launch(d_queries, spec, x, outputs, resident, ring, grid, tiling.keys, interpret)[0]
 
 
 def run_d_keys(spec: KernelSpec, x, interpret):
     """dk [B, S, K, H] and dv [B, S, K, Hv]."""
     tiling, (b, _, heads, _) = spec.tiling, x["k"].shape
-    own, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "start", *Q_VECTORS),)
+    resident, ring = ("k", "v", "count", *K_VECTORS), (("q", "d_out", "lse", "start", *Q_VECTORS),)
     outputs = [like(x[name].shape, x[name].dtype) for name in ("k", "v")]
     grid = heads, tiling.keys.count, b
-    return launch(d_keys, spec, x, outputs, own, ring, grid, tiling.queries, interpret)
+    return launch(d_keys, spec, x, outputs, resident, ring, grid, tiling.queries, interpret)
 
 
 def like(shape, dtype) -> jax.ShapeDtypeStruct:

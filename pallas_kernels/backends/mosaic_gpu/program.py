@@ -93,7 +93,7 @@ def add_product(total, a, b) -> None:
 
 
 class ProgramIndex(NamedTuple):
-    """The batch row, query head, key head and staying tile of a program."""
+    """The batch row, query head, key head and resident tile of a program."""
 
     row: object
     head: object
@@ -102,7 +102,7 @@ class ProgramIndex(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The tiles that a block of the staying side meets: `full` of `seen` need no element test.
+    """The tiles that a block of the resident side meets: `full` of `seen` need no element test.
 
     start: the offset of the block's list among those at `list_index` in `index`.
     repeats: the number of heads that meet the same tiles, one after the other.
@@ -125,7 +125,7 @@ class Visits(NamedTuple):
         return div(self._entry(step), self.blocks)
 
     def tile(self, step):
-        """The number of a step's passing tile."""
+        """The number of a step's streamed tile."""
         block = self._entry(step) if self.blocks is None else rem(self._entry(step), self.blocks)
         return block * self.pieces + rem(div(step, self.repeats), self.pieces)
 
@@ -134,18 +134,23 @@ class Visits(NamedTuple):
 
 
 def list_visits(
-    spec: KernelSpec, x, program: ProgramIndex, staying: TileAxis, passing: TileAxis, heads: int = 1
+    spec: KernelSpec,
+    x,
+    program: ProgramIndex,
+    resident: TileAxis,
+    streamed: TileAxis,
+    heads: int = 1,
 ) -> Visits:
     """heads: the number of query heads that pass by, each with its tiles."""
     rows, lists = x["index"].shape[:2]
     head = 0 if lists == 1 else program.key_head if lists == spec.key_heads else program.head
     list_index = program.row if rows > 1 else 0, head
-    block = *list_index, div(program.tile, staying.pieces)
-    blocks = passing.count // passing.pieces if spec.joined and heads > 1 else None
+    block = *list_index, div(program.tile, resident.pieces)
+    blocks = streamed.count // streamed.pieces if spec.joined and heads > 1 else None
     repeats = heads if blocks is None else 1
-    full, seen = (x[name][block] * (passing.pieces * repeats) for name in ("full", "seen"))
+    full, seen = (x[name][block] * (streamed.pieces * repeats) for name in ("full", "seen"))
     return Visits(
-        x["index"], list_index, x["first"][block], passing.pieces, repeats, blocks, full, seen
+        x["index"], list_index, x["first"][block], streamed.pieces, repeats, blocks, full, seen
     )
 
 
@@ -163,7 +168,7 @@ def part(x, name: str, program: ProgramIndex, first, count: int):
 
 @dataclass(frozen=True)
 class Ring:
-    """Stages of passing tiles; `names` are sets of operands that are filled and freed together."""
+    """Stages of streamed tiles; `names` are sets of operands that are filled and freed together."""
 
     names: tuple[tuple[str, ...], ...]
     scratch: dict
@@ -217,22 +222,22 @@ def fetch(x, scratch, names, program: ProgramIndex, first, group) -> None:
     """Copies the rows of a compute warpgroup to shared memory, and waits for them."""
     for name in names:
         source = part(x, name, program, first, ROWS)
-        plgpu.copy_gmem_to_smem(source, scratch[name].at[group], scratch["own_rows"].at[group])
-    plgpu.barrier_wait(scratch["own_rows"].at[group])
+        plgpu.copy_gmem_to_smem(source, scratch[name].at[group], scratch["resident_rows"].at[group])
+    plgpu.barrier_wait(scratch["resident_rows"].at[group])
 
 
 class TilePair(NamedTuple):
-    """A tile of queries and one of keys; the first axis of their products is the one that stays.
+    """A tile of queries and one of keys; the first axis of their products is the resident one.
 
-    staying: its first row. passing: a function that returns the first row of the other.
+    resident: its first row. streamed: a function that returns the first row of the other.
     vectors: indices and segments in shared memory, and 0, 1, ... for the axis that passes: numbers
       computed from the thread's index would occupy registers while they are not needed.
     """
 
     shape: tuple[int, int]
     q_axis: int
-    staying: object
-    passing: Callable
+    resident: object
+    streamed: Callable
     vectors: dict
 
     def seen(self, spec: KernelSpec):
@@ -243,8 +248,8 @@ class TilePair(NamedTuple):
 
         def number(axis: int):
             if axis == 0:
-                return iota(0, self.shape) + self.staying
-            return repeat(column(self.vectors["count"], 1) + self.passing(), 1, self.shape)
+                return iota(0, self.shape) + self.resident
+            return repeat(column(self.vectors["count"], 1) + self.streamed(), 1, self.shape)
 
         def index(name: str, axis: int):
             return vector(name, axis) if name in self.vectors else number(axis)

@@ -23,11 +23,11 @@ from pallas_kernels.backends.tpu.grid import (
     Call,
     Tiling,
     col_of,
+    pad_lanes,
     row_of,
     run_calls,
     run_kernel,
-    sized,
-    wide,
+    with_rows,
 )
 from pallas_kernels.backends.tpu.kernels import (
     MAX_LEVELS,
@@ -77,7 +77,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     # A row without keys is masked everywhere; any finite lse keeps it finite until then.
     x["lse"] = tiling.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
     x["di"] = tiling.to_rows(di)[:, :, None]
-    x["d_out"] = tiling.to_rows(wide(d_out.astype(q.dtype)))
+    x["d_out"] = tiling.to_rows(pad_lanes(d_out.astype(q.dtype)))
 
     def run(kernel, axis, outputs, scratch):
         fixed = dict(axis=axis, outputs=outputs, scratch=scratch, interpret=interpret)
@@ -210,9 +210,9 @@ def _prepare(q, k, v, operands, spec, tiling: Tiling):
 
     slopes = operands.bias.slopes if isinstance(operands.bias, Alibi) else None
     x = {
-        "q": tiling.to_rows(wide(q * jnp.asarray(before, q.dtype))),
-        "k": tiling.to_keys(wide(k)),
-        "v": tiling.to_keys(wide(v)),
+        "q": tiling.to_rows(pad_lanes(q * jnp.asarray(before, q.dtype))),
+        "k": tiling.to_keys(pad_lanes(k)),
+        "v": tiling.to_keys(pad_lanes(v)),
         "q_index": vector(operands.q_index, tiling.query_vector),
         "k_index": vector(operands.k_index, tiling.key_vector),
         "q_segments": vector(operands.q_segments, tiling.query_vector),
@@ -237,9 +237,9 @@ def launch(
     interpret,
 ):
     """Runs one kernel call; arguments as in `grid.run_kernel`, scratch as its outputs."""
-    staying = tiling.key_block if axis else tiling.rows
+    resident = tiling.key_block if axis else tiling.rows
     columns = {
-        name: pltpu.VMEM((staying, LANES), value.dtype)
+        name: pltpu.VMEM((resident, LANES), value.dtype)
         for name, value in x.items()
         if value is not None
         and name not in (*MATRICES, *SCALARS)
@@ -247,7 +247,7 @@ def launch(
     }
 
     def memory(item):
-        dtype, width, rows = sized(item, staying)
+        dtype, width, rows = with_rows(item, resident)
         return pltpu.VMEM((rows, width), dtype)
 
     return run_kernel(
@@ -256,7 +256,7 @@ def launch(
         x,
         call,
         axis=axis,
-        staying=staying,
+        resident=resident,
         operand=lambda name, value: _operand(name, value, tiling, call),
         outputs=outputs,
         scratch=(columns, *(None if item is None else memory(item) for item in scratch)),

@@ -173,8 +173,8 @@ def _kernel(spec: _DecodeSpec, lists: _BlockLists, index, full, seen, x, out, ls
 
     @pl.when(n == pl.num_programs(3) - 1)
     def _():
-        wide, sums = kernels.end_softmax(top, total, acc)
-        out[...], lse[...] = wide.astype(out.dtype), sums[:, :1]
+        normalised, sums = kernels.end_softmax(top, total, acc)
+        out[...], lse[...] = normalised.astype(out.dtype), sums[:, :1]
 
 
 def _prepare(q, k, v, operands, spec, tiling: Tiling):
@@ -264,21 +264,24 @@ def _operand(name: str, value, kernel_spec: _DecodeSpec, lists: _BlockLists):
     """The block of an operand that a step reads."""
     if value is None:
         return None
-    passing = {"k": kernel_spec.k_axis, "v": kernel_spec.v_axis, "k_index": 1, "k_segments": 1}.get(
-        name
-    )
+    key_axis = {
+        "k": kernel_spec.k_axis,
+        "v": kernel_spec.v_axis,
+        "k_index": 1,
+        "k_segments": 1,
+    }.get(name)
     # Indices and segments are the same for all heads, slopes for all batch rows.
     along = {"slopes": (1,)}.get(name, (0,) if value.ndim == 3 else (0, 1))
     sizes = list(value.shape[-2:])
-    if passing is not None:
-        sizes[passing] = kernel_spec.key_block
+    if key_axis is not None:
+        sizes[key_axis] = kernel_spec.key_block
 
     def index(part, b, h, n, *scalars):
         lead, block = [(b, h)[axis] for axis in along], [0, 0]
         if value.shape[0] == 1:
             lead[0] = 0
-        if passing is not None:
-            block[passing], _ = lists.visit(part, b, h, n, *scalars)
+        if key_axis is not None:
+            block[key_axis], _ = lists.visit(part, b, h, n, *scalars)
         return (*lead, *block)
 
     return pl.BlockSpec((*(None,) * len(along), *sizes), index)

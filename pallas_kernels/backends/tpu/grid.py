@@ -136,7 +136,7 @@ def _pad(x, axis: int, length: int):
     return jnp.pad(x, widths)
 
 
-def wide(x):
+def pad_lanes(x):
     """Returns `x` with its last axis padded to whole lanes."""
     return _pad(x, x.ndim - 1, lanes(x.shape[-1]))
 
@@ -417,27 +417,27 @@ def _join(parts, axis: int):
 
 
 def run_kernel(
-    kernel, name: str, x, call: Call, *, axis, staying, operand, outputs, scratch, interpret
+    kernel, name: str, x, call: Call, *, axis, resident, operand, outputs, scratch, interpret
 ):
     """Runs a kernel on a call's grid.
 
     Args:
-      axis: whether row blocks (0) or key blocks (1) stay while the others pass by.
-      staying: the length of a block that stays.
+      axis: whether row blocks (0) or key blocks (1) are resident while the others are streamed.
+      resident: the length of a resident block.
       operand: (name, value) -> the block of an operand that a step reads.
       outputs: (dtype, width) each, width None for a vector, or (dtype, width, rows) where the rows
-        are not those of the block that stays; None is left out.
+        are not those of the resident block; None is left out.
     """
     batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
 
     def shape(output):
-        dtype, width, rows = sized(output, staying)
+        dtype, width, rows = with_rows(output, resident)
         length = blocks * rows
         sizes = (1, length) if width is None else (length, width)
         return jax.ShapeDtypeStruct((batch, heads, *sizes), dtype)
 
     def block(output):
-        return _output(*sized(output, staying)[1:], call=call, axis=axis)
+        return _output(*with_rows(output, resident)[1:], call=call, axis=axis)
 
     def each(f):
         return tuple(None if output is None else f(output) for output in outputs)
@@ -462,9 +462,9 @@ def run_kernel(
     return run(jnp.asarray(call.steps), x)
 
 
-def sized(item, staying: int):
+def with_rows(item, resident: int):
     dtype, width, *rows = item
-    return dtype, width, *(rows or [staying])
+    return dtype, width, *(rows or [resident])
 
 
 def _output(width: int | None, rows: int, *, call: Call, axis: int):

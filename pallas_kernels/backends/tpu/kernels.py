@@ -3,8 +3,8 @@
 A step multiplies one block of R rows (queries of one key head, see `grid.Tiling`) by one block of
 keys. Scores are [rows, keys] in the forward pass and for dq and [keys, rows] for dk, dv, so the
 block that stays while others pass by is always the long side of the matrix products and no operand
-is ever transposed. Vectors over the passing side (indices, segments, lse) lie along lanes as they
-are; those over the staying side are turned into columns once, at its first step.
+is ever transposed. Vectors over the streamed side (indices, segments, lse) lie along lanes as they
+are; those over the resident side are turned into columns once, at its first step.
 
 T5's bias by buckets of distance needs no lookup per element and no table in VMEM. Over the distance
 q_index - k_index the bias is a step function: a few dozen levels, each one number per head, with
@@ -385,8 +385,8 @@ def forward(spec: KernelSpec, call: Call, steps, x, out, lse, columns, top, tota
 
     @pl.when(step.last)
     def _():
-        wide, sums = end_softmax(top, total, acc)
-        out[...] = wide.astype(out.dtype)
+        normalised, sums = end_softmax(top, total, acc)
+        out[...] = normalised.astype(out.dtype)
         lse[...] = sums.T[:1]
 
 

@@ -37,10 +37,10 @@ from pallas_kernels.backends.tpu.grid import (
     Tiling,
     Visits,
     col_of,
+    pad_lanes,
     row_of,
     run_calls,
     run_kernel,
-    wide,
 )
 from pallas_kernels.backends.tpu.kernels import dot, read
 from pallas_kernels.dispatch import Operands, unsupported_dtypes, visible_blocks
@@ -81,7 +81,7 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     di = online.row_cotangent(out, d_out, d_lse)
     x["lse"] = tiling.to_rows(jnp.where(jnp.isfinite(lse), lse, 0.0))[:, :, None]
     x["di"] = tiling.to_rows(di)[:, :, None]
-    x["d_out"] = tiling.to_rows(wide(d_out.astype(q.dtype)))
+    x["d_out"] = tiling.to_rows(pad_lanes(d_out.astype(q.dtype)))
     x["k"], x["v"] = _keys(k, tiling, blocks), _keys(v, tiling, blocks)
     h, hv = x["k"].shape[-1], x["v"].shape[-1]
 
@@ -94,8 +94,8 @@ def backward(q, k, v, out, lse, d_out, d_lse, operands, spec, *, platform="tpu",
     (dq,) = run(landmark_d_queries, 0, transposed, [(q.dtype, h)], [(h, tiling.rows)])
     sizes = [(tiling.key_block, h), (tiling.key_block, hv)]
     dk, dv = run(landmark_d_keys, 1, x, [(k.dtype, h), (v.dtype, hv)], sizes)
-    dk = blocks.narrow(tiling.from_keys(dk, k.shape[-1]))
-    dv = blocks.narrow(tiling.from_keys(dv, v.shape[-1]))
+    dk = blocks.unpad(tiling.from_keys(dk, k.shape[-1]))
+    dv = blocks.unpad(tiling.from_keys(dv, v.shape[-1]))
     return tiling.from_rows(dq)[..., : q.shape[-1]], dk, dv, None
 
 
@@ -130,7 +130,7 @@ def _plan(q, k, v, operands, spec, backward: bool) -> tuple[Tiling, LandmarkBloc
 
 
 def _keys(x, tiling: Tiling, blocks: LandmarkBlocks):
-    return tiling.to_keys(wide(blocks.spread(x)))
+    return tiling.to_keys(pad_lanes(blocks.pad(x)))
 
 
 def _prepare(q, k, operands: Operands, spec, tiling: Tiling, blocks: LandmarkBlocks):
@@ -151,7 +151,7 @@ def _prepare(q, k, operands: Operands, spec, tiling: Tiling, blocks: LandmarkBlo
         return None if x is None else tiling.query_vector(jnp.asarray(x, jnp.int32))
 
     return kernel_spec, {
-        "q": tiling.to_rows(wide(q * jnp.asarray(before, q.dtype))),
+        "q": tiling.to_rows(pad_lanes(q * jnp.asarray(before, q.dtype))),
         "q_index": vector(operands.q_index),
         "q_segments": vector(operands.q_segments),
         "k_index": blocks.vector(operands.k_index, tiling.key_count, NEVER),
@@ -169,7 +169,7 @@ def _launch(
         x,
         call,
         axis=axis,
-        staying=tiling.key_block if axis else tiling.rows,
+        resident=tiling.key_block if axis else tiling.rows,
         operand=lambda name, value: _operand(name, value, tiling, call),
         outputs=outputs,
         scratch=[pltpu.VMEM(sizes, F32) for sizes in scratch],
@@ -214,7 +214,7 @@ class LandmarkBlocks:
     count: int
     q_block: int  # queries of a table's block
 
-    def spread(self, x):
+    def pad(self, x):
         """[B, count * block, K, H] -> [B, count * height, K, H]."""
         if self.block == self.height:
             return x
@@ -222,8 +222,8 @@ class LandmarkBlocks:
         x = jnp.pad(x, [(0, 0), (0, 0), (0, self.height - self.block), (0, 0), (0, 0)])
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    def narrow(self, x):
-        """The inverse of `spread`, for keys that may be padded at the end."""
+    def unpad(self, x):
+        """The inverse of `pad`, for keys that may be padded at the end."""
         x = x[:, : self.count * self.height]
         x = x.reshape(x.shape[0], self.count, self.height, *x.shape[2:])[:, :, : self.block]
         return x.reshape(x.shape[0], -1, *x.shape[3:])
