@@ -118,10 +118,10 @@ LARGEST_EXACT = 64  # head size of float32: larger ones have no tile that does n
 
 @dataclass(frozen=True)
 class Warpgroups:
-    """Compute warpgroups of a Mosaic-GPU program, rows of a passing tile, stages of the ring."""
+    """Compute warpgroups of a Mosaic-GPU program, rows of a streamed tile, stages of the ring."""
 
     groups: int
-    passing: int
+    streamed: int
     stages: int
 
 
@@ -145,14 +145,14 @@ def mosaic_gpu(kind: str, size: int, capped: bool) -> Warpgroups:
     """
     tiles = MOSAIC_GPU[kind, -(-size // 64) * 64]
     if capped and (kind == "d_keys" or (kind == "d_queries" and size > 64)):
-        tiles = replace(tiles, passing=tiles.passing // 2)
+        tiles = replace(tiles, streamed=tiles.streamed // 2)
     return tiles
 
 
 def triton(kind: str, size: int, dtype, busy: bool = False) -> Tile:
     """The tile of a kernel of KINDS for heads that are read as a power of two, `size`.
 
-    busy: every score has more numbers beside it (indices, segments, soft cap, bias); the passing
+    busy: every score has more numbers beside it (indices, segments, soft cap, bias); the streamed
     side of a tile is halved then, because registers hold no more.
     """
     tiles = TRITON.get((architecture() or "sm86", max(size, 64), str(dtype)), EXACT)

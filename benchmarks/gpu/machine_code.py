@@ -125,7 +125,7 @@ def brought(word: str, kernel: str, size: int, dtype: str) -> float:
     """Bytes of the two tiles that pass by in a step, for each of the warpgroups that read them."""
     if word == "mosaic":
         tiles = tuning.mosaic_gpu(kernel, size, False)
-        return 4 * size * tiles.passing / tiles.groups
+        return 4 * size * tiles.streamed / tiles.groups
     with programs.described("h200"):
         tile = tuning.triton(kernel, size, dtype)
     return 4 * size * (tile.rows if kernel == "d_keys" else tile.keys) / (tile.warps / 4)

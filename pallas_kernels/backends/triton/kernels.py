@@ -155,9 +155,9 @@ def store(ref, start, value, width: int, end=None):
 
 def visit(spec: KernelSpec, x, step, carry, head=0):
     """Runs `carry = step(masked, start, carry)` over the program's listed blocks."""
-    passing = spec.rows if spec.transposed else spec.keys
+    streamed = spec.rows if spec.transposed else spec.keys
     head = head if spec.by_head else 0
-    full, seen = (x[name][head] * passing.steps for name in ("full", "seen"))
+    full, seen = (x[name][head] * streamed.steps for name in ("full", "seen"))
     first, low, high = x["first"][head], jnp.int32(0), seen
     if spec.parts > 1:
         share = lax.div(seen + (spec.parts - 1), spec.parts)
@@ -165,8 +165,8 @@ def visit(spec: KernelSpec, x, step, carry, head=0):
         high = jnp.minimum(low + share, seen)
 
     def start(n):
-        block = x["index"][head, first + lax.div(n, passing.steps)].astype(jnp.int32)
-        return (block * passing.steps + lax.rem(n, passing.steps)) * passing.unit
+        block = x["index"][head, first + lax.div(n, streamed.steps)].astype(jnp.int32)
+        return (block * streamed.steps + lax.rem(n, streamed.steps)) * streamed.unit
 
     def run(masked):
         return lambda n, carry: step(masked, start(n), carry)
