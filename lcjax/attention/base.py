@@ -96,7 +96,7 @@ class Pass(NamedTuple):
     q_positions: Num[Array, "B T"]
     k_positions: Num[Array, "B S"]
     mask: Mask  # over order indices, which keep counting where positions repeat or jump
-    together: bool = False  # all keys are at one position, that of the first
+    same_position: bool = False  # all keys are at one position, that of the first
 
 
 def partial_attention(
@@ -181,7 +181,7 @@ def pass_bias(
     bias, keys_unmoved = metadata.bias, attention_pass.k_positions is metadata.k_positions
     if bias is None or (keys_unmoved and attention_pass.q_positions is metadata.q_positions):
         return bias, None
-    if attention_pass.together:
+    if attention_pass.same_position:
         first_key = attention_pass.k_positions[:, :1]
         logits = bias.logits(attention_pass.q_positions, first_key)  # [B, N, T, 1]
         return None, jnp.swapaxes(logits[..., 0], 1, 2)
@@ -202,7 +202,7 @@ def near_and_far(metadata: AttentionMetadata, size: int, distance: int, far: Mas
 def pass_at_distance(metadata: AttentionMetadata, distance: int, mask: Mask) -> Pass:
     """A pass over the keys of `mask`, all of them at the same `distance`."""
     q_positions = jnp.full_like(metadata.q_positions, distance)
-    return Pass(q_positions, jnp.zeros_like(metadata.k_positions), mask, together=True)
+    return Pass(q_positions, jnp.zeros_like(metadata.k_positions), mask, same_position=True)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Request:
         num_landmarks = 0  # among the new tokens of a row
         if landmarks is not None:
             prompts = [in_prompt(prompt, landmarks) for prompt in prompts]
-            num_landmarks = max_new // landmarks.every + 1
+            num_landmarks = max_new // landmarks.tokens_per_block + 1
         lengths = np.array([len(prompt) for prompt in prompts])
         rotation = lm.rotations(lengths if self.exact else lengths + max_new + num_landmarks)
         logits, session = read_prompts(
@@ -157,8 +157,8 @@ def _places(count: np.ndarray, landmarks: Landmarks | None):
     """
     if landmarks is None:
         return None, count[:, None], None
-    position = (count + count // landmarks.every)[:, None]
-    is_full = (count + 1) % landmarks.every == 0
+    position = (count + count // landmarks.tokens_per_block)[:, None]
+    is_full = (count + 1) % landmarks.tokens_per_block == 0
     if not is_full.any():
         return None, position, None
     segments = np.stack([np.ones_like(is_full), is_full], 1).astype(np.int32)

@@ -185,7 +185,7 @@ def landmark_nll(
     is_scored = np.arange(first, tokens.shape[1]) < lengths[:, None]
     tokens, lengths = (np.array(fill_rows(model, x)) for x in (tokens, lengths))
     num_rows, num_tokens = tokens.shape
-    place = np.arange(num_tokens) + np.arange(num_tokens) // landmarks.every
+    place = np.arange(num_tokens) + np.arange(num_tokens) // landmarks.tokens_per_block
     width = place[-1]  # the last token is not read
     source = place[first:] - 1 if landmarks.loss == "predict" else place[first - 1 : -1]
     chunk = min(pattern.chunk or width, -(-width // pattern.block) * pattern.block)

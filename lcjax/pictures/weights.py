@@ -99,7 +99,7 @@ def mask_of(
     order = np.arange(length)
     for step in pattern.passes(moved):
         q_at, k_at = (np.asarray(x, np.float64)[0] for x in (step.q_positions, step.k_positions))
-        k_at = np.full_like(k_at, k_at[0]) if step.together else k_at
+        k_at = np.full_like(k_at, k_at[0]) if step.same_position else k_at
         apart, first = q_at[:, None] - k_at[None], 0
         for part, count in by_heads(step.mask, heads):
             visible = np.broadcast_to(part.element(order[:, None], order[None]), apart.shape)

@@ -72,7 +72,7 @@ def test_dropped_landmarks_close_every_block_of_a_row_of_whole_blocks():
     assert row["tokens"][0].tolist() == [10, 11, 12, 13, MARK, 14, 15, 16, 17, MARK]
     assert row["targets"][0].tolist() == [11, 12, 13, 14, 0, 15, 16, 17, 0, 0]
     assert row["weights"][0].tolist() == [1, 1, 1, 1, 0, 1, 1, 1, 0, 0]
-    with pytest.raises(InputError, match=r"data.length=512 .*landmarks.every=63.*504, 567"):
+    with pytest.raises(InputError, match="data.length=512 .*63 tokens.*504, 567"):
         insert(batch(text(512)), Landmarks(MARK, 63, "drop"))
 
 
@@ -123,7 +123,7 @@ def test_the_next_token_is_asked_of_the_landmark_only_where_it_learned_to_answer
     ("fields", "message"),
     [
         ({"token": -1}, "landmarks.token=-1"),
-        ({"every": 0}, "landmarks.every=0"),
+        ({"tokens_per_block": 0}, "landmarks.tokens_per_block=0"),
         ({"loss": "ignore"}, "predict, skip, drop"),
     ],
 )

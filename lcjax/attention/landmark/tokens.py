@@ -1,8 +1,8 @@
 """Landmark tokens among ordinary ones: in training rows, in prompts and while generating.
 
-A block is `every` ordinary tokens and the landmark that closes it (Mohtashami & Jaggi 2023, arXiv
-2305.16300, sec. 3.1). Landmarks have positions of their own, so the pattern's `block` is
-`every` + 1. Each document of a row is divided into blocks separately.
+A block is `tokens_per_block` ordinary tokens and the landmark that closes it (Mohtashami & Jaggi
+2023, arXiv 2305.16300, sec. 3.1). Landmarks have positions of their own, so the pattern's `block`
+is `tokens_per_block` + 1. Each document of a row is divided into blocks separately.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ class Landmarks:
     """
 
     token: int
-    every: int = 63
+    tokens_per_block: int = 63  # the landmark not included
     loss: str = "predict"
 
     def __post_init__(self):
         whole_number("landmarks.token", self.token, 0)
-        whole_number("landmarks.every", self.every, 1, "released models have 63, the paper 50")
+        whole_number(
+            "landmarks.tokens_per_block", self.tokens_per_block, 1,
+            "released models have 63, the paper 50",
+        )  # fmt: skip
         one_of("landmarks.loss", self.loss, LOSSES)
 
     @classmethod
@@ -67,15 +70,16 @@ class Landmarks:
           InputError: loss "drop" with a row that does not consist of whole blocks.
         """
         if self.loss != "drop":
-            return length + (length - 1) // self.every
-        below = length // self.every * self.every
+            return length + (length - 1) // self.tokens_per_block
+        size = self.tokens_per_block
+        below = length // size * size
         if below != length:
-            near = ", ".join(str(n) for n in (below, below + self.every) if n)
+            near = ", ".join(str(n) for n in (below, below + size) if n)
             raise InputError(
-                f"data.length={length} must be a multiple of landmarks.every={self.every} for "
-                f"landmarks.loss=drop; nearest: {near}"
+                f"data.length={length} must be a multiple of {size} tokens (pattern.block - 1) for"
+                f" pattern.loss=drop; nearest: {near}"
             )
-        return length + length // self.every
+        return length + length // size
 
 
 def insert(
@@ -136,7 +140,9 @@ def _closed_blocks(segments: Int[np.ndarray, " T"], landmarks: Landmarks) -> Boo
     Unless the loss is "drop", no landmark follows the last token of a document.
     """
     is_token = segments != 0
-    is_last = is_token & (_order_indices(segments) % landmarks.every == landmarks.every - 1)
+    is_last = is_token & (
+        _order_indices(segments) % landmarks.tokens_per_block == landmarks.tokens_per_block - 1
+    )
     if landmarks.loss == "drop":
         return is_last
     return is_last & np.append((segments[1:] == segments[:-1]) & is_token[:-1], False)
@@ -151,10 +157,10 @@ def _order_indices(segments: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
 
 def in_prompt(ids: Sequence[int], landmarks: Landmarks) -> list[int]:
     """Inserts a landmark after every full block of a prompt, also at its end."""
-    every, out = landmarks.every, []
-    for start in range(0, len(ids), every):
-        out += ids[start : start + every]
-        if start + every <= len(ids):
+    size, out = landmarks.tokens_per_block, []
+    for start in range(0, len(ids), size):
+        out += ids[start : start + size]
+        if start + size <= len(ids):
             out.append(landmarks.token)
     return out
 
@@ -177,7 +183,7 @@ def aligned(
       tokens and segments, int32; the number of padding tokens before each text; and the column
       whose logits predict the next token (`next_token_offset`), counted from the end.
     """
-    block = landmarks.every + 1
+    block = landmarks.tokens_per_block + 1
     width = -(-longest // block) * block
     tokens, segments = np.zeros((2, len(texts), width), np.int32)
     padding_after = np.array([-len(text) % block for text in texts])

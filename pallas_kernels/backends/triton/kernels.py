@@ -371,7 +371,7 @@ def _block_specs(x, spec: KernelSpec, heads: int):
 
 def _block_spec(name: str, value, spec: KernelSpec, heads: int):
     """The block of an array that program (i, h, b) reads; `heads`: how many h there are."""
-    shape, staying = value.shape, spec.keys if spec.transposed else spec.rows
+    shape, resident = value.shape, spec.keys if spec.transposed else spec.rows
     width = next_power_of_two(shape[-1])
     group = spec.group if spec.transposed and spec.group > 1 else None
 
@@ -397,7 +397,7 @@ def _block_spec(name: str, value, spec: KernelSpec, heads: int):
     def listed(i, h, b):
         i = i if spec.transposed else spec.rows.blocks - 1 - lax.div(i, spec.parts)
         head = h if spec.by_head else lax.div(h, heads // shape[1])
-        return row(b), head, 0 if name == "index" else lax.div(i, staying.steps)
+        return row(b), head, 0 if name == "index" else lax.div(i, resident.steps)
 
     lists = spec.group if spec.by_head else 1
     return pl.BlockSpec((None, lists, shape[2] if name == "index" else None), listed)
