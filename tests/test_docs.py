@@ -58,7 +58,9 @@ def commands(text: str) -> list[list[str]]:
 @pytest.fixture
 def working_folder(tmp_path, monkeypatch):
     """A working folder with stand-ins for the files that the examples read."""
-    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
+    section = ModelSection(
+        preset="tiny", memory=CepeSection(encoder="tiny-encoder", output_share=1.0)
+    )
     model, params, tokenizer = build(section)
     folder = tmp_path / "runs/study_cepe/main/model"
     save_hf(folder, params, model.config.replace(max_length=1024), tokenizer)

@@ -104,14 +104,14 @@ class AutoCompressorSection(MemorySection):
     # Of a text in training, segments that gradients flow through together, as the paper's 2 of 4
     # (with data.chunks.learned); null: all.
     gradient_segments: int | None = None
-    begin: int = 2  # the token whose embedding summary tokens begin with: EOS, for Llama
+    init_token: int = 2  # the token whose embedding summary tokens begin with: EOS, for Llama
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> AutoCompressor:
-        check_token(self.begin, config)
+        check_token(self.init_token, config)
         return AutoCompressor(self.chunk, self.summary, self.gradient_segments)
 
     def init_params(
         self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
     ) -> dict:
         """Adds the embeddings of the summary tokens."""
-        return init_embeddings(params, config, self.begin, mesh)
+        return init_embeddings(params, config, self.init_token, mesh)

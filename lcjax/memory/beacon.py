@@ -216,10 +216,10 @@ class BeaconSection(MemorySection):
     ratio: int = 32  # tokens that a beacon stands for, where nothing is trained (128 for 400K)
     # In training each window draws one of these; empty: ratio. 2 to 128 in the paper.
     ratios: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)
-    begin: int = 2  # the token whose embedding a beacon begins with: EOS, in Llama's vocabulary
+    init_token: int = 2  # the token whose embedding a beacon begins with: EOS, for Llama
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Beacon:
-        check_token(self.begin, config)
+        check_token(self.init_token, config)
         return Beacon(self.chunk, self.ratio, tuple(self.ratios))
 
     def init_params(
@@ -231,4 +231,4 @@ class BeaconSection(MemorySection):
             return {"attention": {"memory": layer["attention"]}}
 
         params = add_to_readers(params, config, init_layer, mesh)
-        return init_embeddings(params, config, self.begin, mesh)
+        return init_embeddings(params, config, self.init_token, mesh)

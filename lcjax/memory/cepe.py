@@ -30,7 +30,7 @@ from lcjax.memory.cross_attention import (
     RELEASED_CLASS,
     CrossAttention,
     CrossAttentionMemory,
-    check_out,
+    check_output_share,
     init_reader,
 )
 from lcjax.models.config import ModelConfig
@@ -195,13 +195,13 @@ class CepeSection(MemorySection):
     layers: int | None = None  # layers that read the context, from the last one down; null: all
     # The output projection begins with so much of self-attention's: 0 leaves the decoder as it was
     # (the paper), 1 is all of it (the released configs of the warm-up).
-    out: float = 0.0
+    output_share: float = 0.0
 
     def __post_init__(self):
         if self.layers is not None:
             way_out = "null: all; without any, leave model.memory out"
             whole_number("model.memory.layers", self.layers, 1, way_out)
-        check_out(self.out)
+        check_output_share(self.output_share)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Cepe:
         if not isinstance(encoder.pattern, Bidirectional):
@@ -224,7 +224,7 @@ class CepeSection(MemorySection):
         width = config.memory.states.width
 
         def init_layer(layer):
-            return {"memory": init_reader(layer, self.out, width)}
+            return {"memory": init_reader(layer, self.output_share, width)}
 
         weights = {name: branch for name, branch in encoder.items() if name != "mlm"}
         return add_to_readers(params, config, init_layer, mesh) | {"encoder": weights}

@@ -140,7 +140,7 @@ class CrossAttention(nn.Module):
         return attention_layout(self.mesh, self.config.context_parallel, tokens)
 
 
-def init_reader(layer: dict, out_share: float, width: int) -> dict:
+def init_reader(layer: dict, output_share: float, width: int) -> dict:
     """Returns a layer's first weights of `CrossAttention` to states of `width` channels.
 
     Queries are those of self-attention; keys and values its first E input rows, E the states'
@@ -149,7 +149,7 @@ def init_reader(layer: dict, out_share: float, width: int) -> dict:
 
     Args:
       layer: parameters of the decoder's layer, or of all layers in a stack.
-      out_share: the output projection is this part of self-attention's; with 0 the decoder
+      output_share: the output projection is this part of self-attention's; with 0 the decoder
         computes as before at first.
       width: E.
     """
@@ -160,20 +160,20 @@ def init_reader(layer: dict, out_share: float, width: int) -> dict:
         "query": {"kernel": attention["query"]["kernel"]},
         "key": {"kernel": key},
         "value": {"kernel": value},
-        "out": init_out(attention, out_share),
+        "out": init_output(attention, output_share),
     }
 
 
-def init_out(attention: dict, share: float) -> dict:
+def init_output(attention: dict, share: float) -> dict:
     """Returns an output projection that is `share` of self-attention's, in its dtype."""
     kernel = attention["out"]["kernel"]
     return {"kernel": kernel * jnp.asarray(share, kernel.dtype)}
 
 
-def check_out(out: float) -> None:
-    """Raises an InputError unless `out` is a share."""
-    if not 0 <= out <= 1:
+def check_output_share(share: float) -> None:
+    """Raises an InputError unless `share` is one."""
+    if not 0 <= share <= 1:
         raise InputError(
-            f"model.memory.out={out} must lie in 0 ... 1: the share of self-attention's output"
-            " projection that cross-attention begins with, 0 for none"
+            f"model.memory.output_share={share} must lie in 0 ... 1: the share of"
+            " self-attention's output projection that cross-attention begins with, 0 for none"
         )

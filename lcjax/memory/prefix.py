@@ -371,8 +371,8 @@ def check_token(token: int, config: ModelConfig) -> None:
     """Raises an InputError unless `token` is an id of the vocabulary."""
     if not 0 <= token < config.vocab_size:
         raise InputError(
-            f"model.memory.begin={token} must lie between 0 and {config.vocab_size - 1}: the token"
-            " whose embedding initialises those of the memory; the papers take EOS"
+            f"model.memory.init_token={token} must lie between 0 and {config.vocab_size - 1}: the"
+            " token whose embedding initialises those of the memory; the papers take EOS"
         )
 
 

@@ -44,8 +44,8 @@ from lcjax.memory.cross_attention import (
     RELEASED_CLASS,
     CrossAttention,
     CrossAttentionMemory,
-    check_out,
-    init_out,
+    check_output_share,
+    init_output,
 )
 from lcjax.models import cache as cache_lib
 from lcjax.models.config import ModelConfig
@@ -451,11 +451,11 @@ class SharedLlmSection(MemorySection):
     placement: str = "bottom"  # of the layers that read: bottom, top, interleaved
     positions: str = "paper"  # of chunks, or released (see `lcjax.memory.SharedLlm`)
     # The output projection begins with so much of self-attention's: 0 leaves the model as it was.
-    out: float = 0.0
+    output_share: float = 0.0
 
     def __post_init__(self):
         whole_number("model.memory.layers", self.layers, 1, "without any, leave model.memory out")
-        check_out(self.out)
+        check_output_share(self.output_share)
 
     def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> SharedLlm:
         return SharedLlm(
@@ -484,7 +484,7 @@ class SharedLlmSection(MemorySection):
             branch = {
                 "norm": layer["attention_norm"],
                 "query": attention["query"],
-                "out": init_out(attention, self.out),
+                "out": init_output(attention, self.output_share),
             }
             return {"memory": branch}
 

@@ -32,7 +32,7 @@ from lcjax.generation.replug import Replug
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection, QueryAware, SharedLlmSection, Tree
 
-TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
+TINY = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", output_share=1.0))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_methods_are_compared_by_what_they_read_beside_the_same_text(config, lm,
 
 @pytest.mark.slow
 def test_trees_are_searched_for_what_is_scored_under_any_policy(config):
-    section = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out=1.0)
+    section = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), output_share=1.0)
     own = ModelSection(preset="tiny", memory=section)
     model = LanguageModel.load(own)
     methods = (

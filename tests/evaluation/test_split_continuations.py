@@ -17,7 +17,9 @@ OPTIONS = [[ids(3, 4), ids(4, 1)], [ids(5, 4), ids(6, 2)]]
 
 @pytest.fixture(scope="module")
 def lm():
-    section = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
+    section = ModelSection(
+        preset="tiny", memory=CepeSection(encoder="tiny-encoder", output_share=1.0)
+    )
     return sharper(LanguageModel.load(section))
 
 

@@ -84,8 +84,8 @@ ROPES = {
 }
 FOLLOW = ["dynamic_ntk", "longrope", "clex", "e2_llm"]
 MEMORIES = {
-    "cepe": CepeSection(encoder="tiny-encoder", out=1.0),
-    "shared_llm": SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out=1.0),
+    "cepe": CepeSection(encoder="tiny-encoder", output_share=1.0),
+    "shared_llm": SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), output_share=1.0),
     "beacon": BeaconSection(chunk=16, ratio=4, ratios=(2, 4)),
     "auto_compressor": AutoCompressorSection(chunk=16, summary=3),
 }

@@ -61,7 +61,7 @@ def assert_close(found, wanted, tolerance=TOLERANCE):
     np.testing.assert_allclose(found, wanted, atol=tolerance, rtol=0)
 
 
-SECTION = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), out=1.0)
+SECTION = SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), output_share=1.0)
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def test_cross_attention_begins_as_the_released_code_has_it():
     made = CepeSection().init_params(plain, model.config, params["encoder"], None)
     for path, wanted in flatten(params).items():
         np.testing.assert_array_equal(flatten(made)[path], wanted, err_msg=path)
-    section = CepeSection(out=0.25)
+    section = CepeSection(output_share=0.25)
     quarter = flatten(section.init_params(plain, model.config, params["encoder"], None))
     shares = [path for path in quarter if path.endswith("/memory/out/kernel")]
     assert shares
@@ -141,7 +141,7 @@ def test_cross_attention_begins_as_the_released_code_has_it():
 @functools.cache
 def small(seed=0, layers=None, out=1.0):
     """A random model that listens to its context."""
-    section = CepeSection(encoder="tiny-encoder", layers=layers, out=out)
+    section = CepeSection(encoder="tiny-encoder", layers=layers, output_share=out)
     model, params, _ = build(ModelSection(preset="tiny", memory=section, seed=seed))
     return model, params
 
@@ -240,7 +240,7 @@ def test_what_is_trained_is_encoder_and_cross_attention_and_all_of_it_has_a_grad
     "sizes", [(8, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4)], ids=lambda sizes: "x".join(map(str, sizes))
 )
 def test_loss_and_gradients_are_the_same_on_any_mesh(sizes):
-    section = CepeSection(encoder="tiny-encoder", out=1.0)
+    section = CepeSection(encoder="tiny-encoder", output_share=1.0)
     assert_trained_alike_on(sizes, section, RULES, holes())
 
 
@@ -306,5 +306,5 @@ def test_bad_sections_are_refused_in_one_line(section, words):
 def test_a_memory_of_no_layers_is_refused():
     with pytest.raises(InputError, match="layers=0 must be a whole number of at least 1"):
         CepeSection(layers=0)
-    with pytest.raises(InputError, match="out=-0.5 must lie in 0 ... 1"):
-        CepeSection(out=-0.5)
+    with pytest.raises(InputError, match="output_share=-0.5 must lie in 0 ... 1"):
+        CepeSection(output_share=-0.5)

@@ -20,7 +20,7 @@ from lcjax.memory import CepeSection
 from lcjax.models import Decoder
 from lcjax.parallel.sharding import Mesh
 
-SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", out=1.0))
+SECTION = ModelSection(preset="tiny", memory=CepeSection(encoder="tiny-encoder", output_share=1.0))
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 
 

@@ -172,7 +172,7 @@ def taught_batch(rows=4, length=12, top=5):
 
 @pytest.mark.slow
 def test_the_loss_with_a_teacher_is_both_losses_over_the_same_tokens():
-    section = CepeSection(encoder="tiny-encoder", out=1.0)
+    section = CepeSection(encoder="tiny-encoder", output_share=1.0)
     model, params, _ = build(ModelSection(preset="tiny", memory=section))
     batch, config = taught_batch(), Distill(ce=0.5, kl=3.0, top=5)
     objective = language_model(model.config, PlainPositions(), distill=config)

@@ -28,7 +28,7 @@ class Letters(ByteTokenizer):
 
 
 def load(layers=None, **options):
-    section = CepeSection(encoder="tiny-encoder", out=1.0, layers=layers)
+    section = CepeSection(encoder="tiny-encoder", output_share=1.0, layers=layers)
     lm = LanguageModel.load(ModelSection(preset="tiny", memory=section), **options)
     sharper(lm)
     lm.tokenizer = Letters()

@@ -16,7 +16,7 @@ from lcjax.memory import (
 )
 
 SECTIONS = [
-    CepeSection(encoder="tiny-encoder", layers=1, out=0.5),
+    CepeSection(encoder="tiny-encoder", layers=1, output_share=0.5),
     SharedLlmSection(layers=2, chunk=64, ratios=(8, 4), policy=QueryAware()),
     SharedLlmSection(noise=None, policy=Random(), placement="top"),
     BeaconSection(chunk=64, ratio=8, ratios=(2, 4)),

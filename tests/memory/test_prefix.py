@@ -270,7 +270,7 @@ BAD = [
     (BEACON, {"ratio": -1}, "ratio=-1"),
     (BEACON, {"chunk": 4096}, "chunk=4096 leaves no room .* 128 .*set it to 64 or less"),
     (BEACON, {"chunk": 112}, "chunk=112 and the 28 slots .* 128 tokens .*set it to 64 or less"),
-    (BEACON, {"begin": 300}, "begin=300 must lie between 0 and"),
+    (BEACON, {"init_token": 300}, "init_token=300 must lie between 0 and"),
     (SUMMARY, {"summary": 0}, "summary=0"),
     (SUMMARY, {"gradient_segments": 1}, "gradient_segments=1 must be a whole number of at least 2"),
     (SUMMARY, {"summary": 600}, "summary=600 finds no room behind chunk=8.*at most"),

@@ -95,7 +95,7 @@ def run(model, params, tokens, chunks=None, mask=None, **options):
 
 
 def test_zeros_in_the_output_projection_change_nothing():
-    model, params = small(out=0.0)
+    model, params = small(output_share=0.0)
     tokens, chunks = text(0, 2, 9), text(1, 2, 3, 16)
     np.testing.assert_array_equal(run(model, params, tokens, chunks), run(model, params, tokens))
 
@@ -243,7 +243,7 @@ def test_layers_that_read_lie_where_they_are_said_to(placement, reading):
 def test_a_model_whose_queries_have_a_bias_reads_with_it():
     config = small()[0].config
     config = config.replace(qkv_bias=True, memory=None)
-    section = dataclasses.replace(SECTION, out=0.0)
+    section = dataclasses.replace(SECTION, output_share=0.0)
     memory = section.memory(config)
     model = Decoder(config.replace(memory=memory, scan_layers=False))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]

@@ -19,7 +19,9 @@ from lcjax.generation.sampling import Sampling
 from lcjax.memory import QueryAware, Random, Right, SharedLlmSection
 from lcjax.parallel.sharding import Mesh
 
-MEMORY = SharedLlmSection(layers=2, chunk=32, ratios=(4, 2, 1), policy=QueryAware(), out=1.0)
+MEMORY = SharedLlmSection(
+    layers=2, chunk=32, ratios=(4, 2, 1), policy=QueryAware(), output_share=1.0
+)
 GREEDY = Sampling(max_new_tokens=6, min_new_tokens=6)
 TOKENS = np.array([ids(1, 20), ids(2, 20), ids(3, 20)])
 CONTEXT = [[ids(4, 75), ids(5, 9)], [], [ids(6, 64)]]

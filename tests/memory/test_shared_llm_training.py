@@ -121,7 +121,7 @@ def test_loss_and_gradients_are_the_same_on_any_mesh(sizes, policy):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_lower_model_begins_as_the_first_layers_and_reading_as_self_attention(layers):
-    params = small(layers=layers, out=0.0)[1]
+    params = small(layers=layers, output_share=0.0)[1]
     lower, reading = params["encoder"], params["layers_0"]
     for name in ("embed", "final_norm"):
         jax.tree.map(np.testing.assert_array_equal, lower[name], params[name])
@@ -246,8 +246,8 @@ def test_training_with_a_context_takes_memory(remat):
         ({"chunk": 20}, "chunk=20 must be a multiple of 2.3 = 8.*nearest: 16, 24"),
         ({"ratios": (16, 2, 1)}, "one of 16 tokens is kept at level 1.*at most 8 there"),
         ({"ratios": ()}, "has 0 levels"),
-        ({"out": 2.0}, "out=2.0 must lie in 0 ... 1"),
-        ({"out": float("nan")}, "out=nan must lie in 0 ... 1"),
+        ({"output_share": 2.0}, "output_share=2.0 must lie in 0 ... 1"),
+        ({"output_share": float("nan")}, "output_share=nan must lie in 0 ... 1"),
         ({"noise": -1.0}, "noise=-1.0 must be above 0"),
         ({"placement": "middle"}, "placement='middle' is none of bottom, top, interleaved"),
         ({"positions": "none"}, "positions='none' is none of paper, released"),

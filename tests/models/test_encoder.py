@@ -86,7 +86,7 @@ def test_a_decoder_reads_with_an_encoder_of_its_own_layers(decoder, tmp_path):
     folder, _ = decoder
     model, params, tokenizer = build(ModelSection(path=folder, encoder_layers=2))
     checkpoints.save_hf(tmp_path / "encoder", params, model.config, tokenizer)
-    section = CepeSection(encoder=str(tmp_path / "encoder"), out=1.0)
+    section = CepeSection(encoder=str(tmp_path / "encoder"), output_share=1.0)
     lm = LanguageModel.load(folder, memory=section)
     tokens, context = np.array([ids(1, 20)]), [[ids(5, 30)]]
     assert lm.config.memory.states.num_layers == 2
