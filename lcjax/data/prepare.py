@@ -24,7 +24,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data.config import INDEX, PLAN, Source, TextSource
+from lcjax.data.config import INDEX, PLAN, Source, TextConfig, TextSource
 from lcjax.data.corpus import derived_seed, order, source_files
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document
@@ -115,7 +115,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
         dtype=_dtype(config.dtype, tokenizer),
         out=out,
     )
-    files = [source_files(s, config.on_bad_text).paths for s in settings.sources]
+    text = TextConfig(on_bad_text=config.on_bad_text)
+    files = [source_files(source, text).paths for source in settings.sources]
     identity = _identity(config, settings, tokenizer.fingerprint, [f.fingerprint for f in files])
     if (index := begin(out, identity)) is None:
         jobs = make_jobs(files, settings)
@@ -370,8 +371,8 @@ class Worker:
 
     def __init__(self, settings: Settings, tokenizer: Any):
         self.settings, self._tokenizer = settings, tokenizer
-        bad = settings.on_bad_text
-        self._sources = [source_files(source, bad) for source in settings.sources]
+        text = TextConfig(on_bad_text=settings.on_bad_text)
+        self._sources = [source_files(source, text) for source in settings.sources]
         self._reader: tuple[tuple[int, int] | None, Any] = (None, None)
 
     def documents(self, job: Job) -> Iterator[tuple[Document, float]]:

@@ -14,7 +14,7 @@ import numpy as np
 from lcjax.data.chunks import segment_positions
 from lcjax.data.config import TEACHER_INDEX, TEACHER_PLAN, DataConfig, TeacherSource
 from lcjax.data.files import FileCache, FileList
-from lcjax.data.readers import Document, Reader
+from lcjax.data.readers import Reader, SourceFiles
 from lcjax.data.token_files import DTYPES
 from lcjax.errors import InputError
 
@@ -47,7 +47,7 @@ def row_type(count: int, length: int, decoder: int, top: int, ids: str) -> np.dt
     )
 
 
-class TeacherFiles:
+class TeacherFiles(SourceFiles):
     """The shards of a folder of teacher rows."""
 
     def __init__(self, source: TeacherSource, tokenizer: Any = None):
@@ -93,17 +93,13 @@ class TeacherFiles:
     def open(self, index: int, cache: FileCache) -> "TeacherReader":
         return TeacherReader(*self.paths[index], self._type, cache)
 
-    def document(self, reader: "TeacherReader", index: int) -> Document:
-        return Document(reader.name(index), reader.record(index), "", 0)
-
 
 class TeacherReader(Reader):
     """The rows of one shard."""
 
     def __init__(self, name: str, path: Path, row_dtype: np.dtype, cache: FileCache):
-        super().__init__(name, path)
-        self._type, self._cache = row_dtype, cache
-        self._count = path.stat().st_size // row_dtype.itemsize
+        super().__init__(name, path, cache)
+        self._type, self._count = row_dtype, path.stat().st_size // row_dtype.itemsize
 
     def __len__(self) -> int:
         return self._count

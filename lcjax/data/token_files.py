@@ -6,7 +6,6 @@ document (`DOCUMENT`). A bare `.bin` file holds ids only. Its documents are sepa
 that they begin or end with (LongLoRA, LCEG: the first token of the file begins each document).
 """
 
-import abc
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from lcjax.data.config import INDEX, PLAN, TokenSource
 from lcjax.data.files import FileCache, FileList
-from lcjax.data.readers import Document, Reader
+from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
 
 FORMAT = 1
@@ -26,7 +25,7 @@ DOCUMENT = np.dtype([("start", "<i8"), ("characters", "<i8"), ("unit", "<f8"), (
 _SCAN = 1 << 24  # tokens searched at once for the starts of documents
 
 
-class TokenFiles:
+class TokenFiles(SourceFiles):
     """The shards of a folder, or one or more bare `.bin` files."""
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
@@ -90,18 +89,13 @@ class TokenFiles:
         dtype, labels = DTYPES[self._index["dtype"]], self._shard_labels[index]
         return ShardReader(name, path, dtype, labels, self.source.labels, cache)
 
-    def document(self, reader: "BareReader | ShardReader", index: int) -> Document:
-        return Document(
-            reader.name(index), reader.record(index), *reader.label_and_characters(index)
-        )
-
 
 class _TokenReader(Reader):
     """Documents as slices of a memory map of ids."""
 
     def __init__(self, name: str, path: Path, dtype: np.dtype, cache: FileCache):
-        super().__init__(name, path)
-        self._dtype, self._cache = dtype, cache
+        super().__init__(name, path, cache)
+        self._dtype = dtype
         self.starts, self.lengths = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def __len__(self) -> int:
@@ -111,10 +105,6 @@ class _TokenReader(Reader):
         """int32 ids."""
         start = int(self.starts[index])
         return self._map()[start : start + int(self.lengths[index])].astype(np.int32)
-
-    @abc.abstractmethod
-    def label_and_characters(self, index: int) -> tuple[str, int]:
-        """Returns the label of a document, and the characters of its text."""
 
     def num_special(self, bos: int | None, eos: int | None) -> np.ndarray:
         """Counts for each document whether it begins with `bos` and ends with `eos`: int64 [n]."""
@@ -148,9 +138,10 @@ class ShardReader(_TokenReader):
     def split_hash(self, index: int) -> float:
         return float(self._table["unit"][index])
 
-    def label_and_characters(self, index: int) -> tuple[str, int]:
+    def document(self, index: int) -> Document:
         row = self._table[index]
-        return self._labels[row["label"]], int(row["characters"])
+        label, characters = self._labels[row["label"]], int(row["characters"])
+        return Document(self.name(index), self.record(index), label, characters)
 
 
 class BareReader(_TokenReader):
@@ -178,9 +169,6 @@ class BareReader(_TokenReader):
             if not len(self.starts) or self.starts[0]:  # text before the first mark
                 self.starts = np.concatenate([[0], self.starts])
         self.lengths = np.diff(np.append(self.starts, len(ids)))
-
-    def label_and_characters(self, index: int) -> tuple[str, int]:
-        return self._name.split("/")[0].split(".")[0], 0
 
     def num_special(self, bos: int | None, eos: int | None) -> np.ndarray:
         ids, ends = self._map(), self.starts + self.lengths - 1

@@ -230,14 +230,6 @@ def test_a_missing_parquet_column_and_a_damaged_file_are_named(tmp_path):
     refuse(r"a.parquet is not a readable Parquet file", path)
 
 
-def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"x")
-    (tmp_path / "a.jsonl.zst").write_bytes(bytes.fromhex("28b52ffd2000010000"))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    refuse(r"reading .parquet files needs `pip install pyarrow`", tmp_path / "a.parquet")
-    refuse(r"reading .zst files needs `pip install pyarrow`", tmp_path / "a.jsonl.zst")
-
-
 def test_a_damaged_gzip_file_is_named(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:40])
