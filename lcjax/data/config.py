@@ -17,7 +17,7 @@ ON_BAD_RECORD = ("error", "skip")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
 INDEX, PLAN = "index.json", "plan.json"  # in a complete and an incomplete token folder
 TEACHER_INDEX, TEACHER_PLAN = "teacher.json", "teacher_plan.json"  # the same for teacher rows
-_NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
+NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Source(draccus.ChoiceRegistry):
         for item in fields(self):
             value = getattr(self, item.name)
             default = item.default if item.default is not MISSING else None
-            if item.name not in _NOT_CONTENT and value != default:
+            if item.name not in NOT_CONTENT and value != default:
                 parts.append(f"{item.name}={value}")
         return ", ".join(parts)
 

@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import grain
@@ -73,10 +73,12 @@ class SeqioCorpus(StreamedCorpus):
             in_split = self.in_split(_content_hash(values[-1]))
             yield tokenise((location, document)) if in_split else None, after
 
-    def rows(self, convert: Callable[..., Any], **order: Any) -> grain.IterDataset:
-        """Returns the rows of the feature converter `convert(context=, targets=)`."""
-        context, targets = self.source.context or None, self.source.feature
-        converter = convert(context=context, targets=targets)
+    def rows(
+        self, chunks: Chunks, length: int, bos_id: int | None, eos_id: int | None, **order: Any
+    ) -> grain.IterDataset:
+        """Returns the rows of the source's feature converter; arguments as of `context_chunks`."""
+        features = {"context": self.source.context or None, "targets": self.source.feature}
+        converter = context_chunks(chunks, length, bos_id=bos_id, eos_id=eos_id, **features)
         self._pipeline(**order)  # raises its errors here, not in a thread
 
         def read(state: dict[str, int]) -> Iterator[tuple[dict[str, np.ndarray], dict[str, int]]]:

@@ -299,7 +299,10 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, capsys):
         (["prepare", "--path=a"], "error: tokenizer is empty: give --tokenizer="),
         (["prepare", "--tokenizer=a"], "error: give --path= or sources"),
         (["prepare"], "error: give --path= or sources"),
-        (["prepare", "--path=a", "--tokenizer=b", "--out=c", "--dtype=int8"], "dtype=int8 is not"),
+        (
+            ["prepare", "--path=a", "--tokenizer=b", "--out=c", "--dtype=int8"],
+            "dtype='int8' is none of",
+        ),
     ]:
         assert command.main(words) == 2
         error = capsys.readouterr().err
