@@ -29,8 +29,7 @@ from lcjax.data.config import (
 )
 from lcjax.data.files import FileCache
 from lcjax.data.readers import Document, Reader, SourceFiles, TextFiles
-from lcjax.data.teacher_files import TeacherFiles
-from lcjax.data.token_files import TokenFiles
+from lcjax.data.token_files import TeacherFiles, token_files
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
 
@@ -270,7 +269,7 @@ def source_files(
     """
     match source:
         case TokenSource():
-            files = TokenFiles(source, tokenizer)
+            files = token_files(source, tokenizer)
         case TeacherSource():
             files = TeacherFiles(source, tokenizer)
             if isinstance(config, DataConfig):

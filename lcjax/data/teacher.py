@@ -26,7 +26,7 @@ from lcjax.data.config import TEACHER_INDEX, TEACHER_PLAN, DataConfig, TeacherSo
 from lcjax.data.corpus import check_sources
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.prepare import begin, write_json
-from lcjax.data.teacher_files import FORMAT, row_type
+from lcjax.data.token_files import FORMAT, row_type
 from lcjax.errors import InputError, whole_numbers
 from lcjax.files import atomic_file
 from lcjax.models import Decoder, head

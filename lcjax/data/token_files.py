@@ -1,9 +1,13 @@
-"""Sources of type tokens: text that was tokenised before, read from memory maps.
+"""Sources of types tokens and teacher: what was computed before, read from memory maps.
 
 `python -m lcjax.data prepare` writes a folder: `index.json`, and for every shard a `.bin` file with
 the ids of its documents, concatenated without special tokens, and a `.npy` file with one entry per
 document (`DOCUMENT`). A bare `.bin` file holds ids only. Its documents are separated by the token
 that they begin or end with (LongLoRA, LCEG: the first token of the file begins each document).
+
+`python -m lcjax.data teacher` writes a folder: `teacher.json`, and `.bin` shards of rows of equal
+size (`row_type`). A row holds the decoder's tokens and their targets, the chunks of context, and
+for every token the teacher's distribution of the next one.
 """
 
 import json
@@ -12,7 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from lcjax.data.config import INDEX, PLAN, TokenSource
+from lcjax.data.chunks import Row, segment_positions
+from lcjax.data.config import (
+    INDEX,
+    PLAN,
+    TEACHER_INDEX,
+    TEACHER_PLAN,
+    DataConfig,
+    TeacherSource,
+    TokenSource,
+)
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
@@ -25,51 +38,43 @@ DOCUMENT = np.dtype([("start", "<i8"), ("characters", "<i8"), ("unit", "<f8"), (
 _SCAN = 1 << 24  # tokens searched at once for the starts of documents
 
 
-class TokenFiles(SourceFiles):
-    """The shards of a folder, or one or more bare `.bin` files."""
+class TokenFolder(SourceFiles):
+    """The shards of a folder that `prepare` wrote."""
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
-        self.source = source
-        path = Path(source.path).expanduser()
-        index = path / INDEX
-        self._index = read_index(path) if index.is_file() else None
-        if self._index is None:
-            if source.upsample:
-                raise InputError(
-                    f"data.path={source.path} has ids only, and upsample counts the characters of"
-                    " the text: prepare it from the text"
-                )
-            self.paths = FileList(_bare_files(source, path))
-            self.labels = []
-        else:
-            shards = [s for s in self._index["shards"] if s["documents"]]
-            self.paths = FileList([(s["name"], path / f"{s['name']}.bin") for s in shards])
-            _check_shards(shards, self.paths, DTYPES[self._index["dtype"]])
-            self._shard_labels = [s["labels"] for s in shards]
-            self.labels = sorted({label for labels in self._shard_labels for label in labels})
-        if unknown := set(source.labels) - set(self.labels):
+        self.source, folder = source, Path(source.path).expanduser()
+        index = _read_index(folder, INDEX, "prepare")
+        _check_fields(index, folder / INDEX)
+        _check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
+        self._dtype = DTYPES[index["dtype"]]
+        shards = [shard for shard in index["shards"] if shard["documents"]]
+        self._labels = [shard["labels"] for shard in shards]
+        _check_labels(source, sorted({label for labels in self._labels for label in labels}))
+        counts = {shard["name"]: shard["tokens"] for shard in shards}
+        self.paths = _shards(folder, counts, self._dtype.itemsize, "prepare")
+
+    def open(self, index: int, cache: FileCache) -> Reader:
+        labels = self._labels[index]
+        return ShardReader(*self.paths[index], cache, self._dtype, labels, self.source.labels)
+
+
+class BareFiles(SourceFiles):
+    """One or more bare `.bin` files."""
+
+    def __init__(self, source: TokenSource, tokenizer: Any = None):
+        if source.upsample:
             raise InputError(
-                f"data.sources: labels={sorted(unknown)} are not in {source.path}, which has"
-                f" {', '.join(self.labels) or 'none'}"
+                f"data.path={source.path} has ids only, and upsample counts the characters of the"
+                " text: prepare it from the text"
             )
+        self.source, self.paths = source, FileList(_bare_files(source))
+        _check_labels(source, [])
         if tokenizer is not None:
-            self.check_tokenizer(tokenizer)
+            self._check_first_token({tokenizer.bos_id, *tokenizer.eos_ids} - {None})
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raises an `InputError` where the ids are those of another tokenizer."""
-        if self._index is None:
-            self._check_first_token(tokenizer)
-        if self._index is not None and self._index["tokenizer"] != tokenizer.fingerprint:
-            raise InputError(
-                f"{self.source.path} was made with the tokenizer {self._index['tokenizer_name']}"
-                f" ({self._index['tokenizer']}), the model's is another"
-                f" ({tokenizer.fingerprint}): prepare the text again with the model's"
-            )
-
-    def _check_first_token(self, tokenizer: Any) -> None:
-        """Checks that a bare file begins with a special token, which separates documents."""
+    def _check_first_token(self, special: set[int]) -> None:
+        """Checks that files begin with one of the special tokens, which separate documents."""
         source = self.source
-        special = {tokenizer.bos_id, *tokenizer.eos_ids} - {None}
         if not special or source.document_start is not None or source.document_end is not None:
             return
         for _, path in self.paths:
@@ -83,20 +88,21 @@ class TokenFiles(SourceFiles):
                 )
 
     def open(self, index: int, cache: FileCache) -> Reader:
-        name, path = self.paths[index]
-        if self._index is None:
-            return BareReader(name, path, self.source, cache)
-        dtype, labels = DTYPES[self._index["dtype"]], self._shard_labels[index]
-        return ShardReader(name, path, dtype, labels, self.source.labels, cache)
+        return BareReader(*self.paths[index], cache, self.source)
+
+
+def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
+    """Opens a folder of shards or bare files; checks the ids against `tokenizer`."""
+    is_folder = (Path(source.path).expanduser() / INDEX).is_file()
+    return (TokenFolder if is_folder else BareFiles)(source, tokenizer)
 
 
 class _TokenReader(Reader):
     """Documents as slices of a memory map of ids."""
 
-    def __init__(self, name: str, path: Path, dtype: np.dtype, cache: FileCache):
-        super().__init__(name, path, cache)
-        self._dtype = dtype
-        self.starts, self.lengths = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    _dtype: np.dtype
+    starts: np.ndarray  # int64 [n]: places of the documents in the file
+    lengths: np.ndarray  # int64 [n]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -121,12 +127,13 @@ class ShardReader(_TokenReader):
         self,
         name: str,
         path: Path,
+        cache: FileCache,
         dtype: np.dtype,
         labels: list[str],
         read_labels: list[str],
-        cache: FileCache,
     ):
-        super().__init__(name, path, dtype, cache)
+        super().__init__(name, path, cache)
+        self._dtype = dtype
         table = _read_table(path.with_suffix(".npy"))
         ends = np.append(table["start"][1:], path.stat().st_size // dtype.itemsize)
         lengths = ends - table["start"]
@@ -147,11 +154,10 @@ class ShardReader(_TokenReader):
 class BareReader(_TokenReader):
     """A `.bin` file without an index."""
 
-    def __init__(self, name: str, path: Path, source: TokenSource, cache: FileCache):
-        dtype = DTYPES[source.dtype]
-        super().__init__(name, path, dtype, cache)
-        size = path.stat().st_size
-        if size % dtype.itemsize:
+    def __init__(self, name: str, path: Path, cache: FileCache, source: TokenSource):
+        super().__init__(name, path, cache)
+        self._dtype, size = DTYPES[source.dtype], path.stat().st_size
+        if size % self._dtype.itemsize:
             raise InputError(
                 f"{path} has {size} bytes, no whole number of {source.dtype} ids: set dtype to"
                 f" {' or '.join(set(DTYPES) - {source.dtype})}, or fetch the file again"
@@ -178,22 +184,149 @@ class BareReader(_TokenReader):
         return np.minimum(count, self.lengths)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Reads the index of a folder of shards."""
+def _read_table(path: Path) -> np.ndarray:
+    """Maps the table of a shard's documents: [n] of `DOCUMENT`."""
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder / INDEX} cannot be read: {error}; prepare it again") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        table = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{path} cannot be read ({error}): prepare the text again") from None
+    if table.dtype != DOCUMENT or table.ndim != 1:
+        raise InputError(f"{path} is no table of documents: prepare the text again")
+    return table
+
+
+def _bare_files(source: TokenSource) -> list[tuple[str, Path]]:
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        return [(path.name, path)]
+    files = sorted(path.rglob("*.bin")) if path.is_dir() else []
+    _check_finished(path, PLAN, "prepare")
+    if not files:
         raise InputError(
-            f"{folder / INDEX} is no index of format {FORMAT}: write it again with"
-            " `python -m lcjax.data prepare`"
+            f"data.path={source.path} holds no tokens: give a folder that `python -m lcjax.data"
+            " prepare` wrote, or .bin files"
         )
-    _check_index(index, folder / INDEX)
+    return [(file.relative_to(path).as_posix(), file) for file in files]
+
+
+def _find_token(ids: np.ndarray, token: int) -> np.ndarray:
+    parts = [np.flatnonzero(ids[i : i + _SCAN] == token) + i for i in range(0, len(ids), _SCAN)]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def row_type(count: int, length: int, decoder: int, top: int, ids: str) -> np.dtype:
+    """Returns the dtype of a row on disk.
+
+    Args:
+      count: number of chunks.
+      length: tokens in a chunk.
+      decoder: tokens of the decoder.
+      top: number of probabilities; the probability of all other tokens is stored after them.
+      ids: dtype of token ids, a key of `DTYPES`.
+    """
+    token = DTYPES[ids]
+    return np.dtype(
+        [
+            ("chunks", token, (count, length)),
+            ("chunk_mask", "?", (count, length)),
+            ("tokens", token, (decoder,)),
+            ("targets", token, (decoder,)),
+            ("segments", "<i4", (decoder,)),
+            ("weights", "?", (decoder,)),
+            ("teacher_ids", token, (decoder, top)),
+            ("teacher_probabilities", "<f2", (decoder, top + 1)),
+        ]
+    )
+
+
+class TeacherFiles(SourceFiles):
+    """The shards of a folder of teacher rows."""
+
+    def __init__(self, source: TeacherSource, tokenizer: Any = None):
+        self.source, folder = source, Path(source.path).expanduser()
+        if not (folder / TEACHER_INDEX).is_file():
+            _check_finished(folder, TEACHER_PLAN, "teacher")
+            raise InputError(
+                f"data.sources: {folder} has no {TEACHER_INDEX}; name a folder that `python -m"
+                " lcjax.data teacher` wrote"
+            )
+        self.index = index = _read_index(folder, TEACHER_INDEX, "teacher")
+        _check_tokenizer(source, index, index.get("teacher"), tokenizer)
+        shape = {key: index[key] for key in ("count", "length", "decoder", "top", "ids")}
+        self._type = row_type(**shape)
+        counts = {shard["name"]: shard["rows"] for shard in index["shards"]}
+        self.paths = _shards(folder, counts, self._type.itemsize, "teacher")
+
+    def check_rows(self, config: DataConfig) -> None:
+        """Raises an `InputError` where the settings give rows of another shape."""
+        stored, chunks = self.index, config.chunks
+        shape = f"{{count: {stored['count']}, length: {stored['length']}}}"
+        if chunks is None:
+            raise InputError(
+                f"data.chunks=null, and the rows of {self.source.path} have chunks; set it to"
+                f" {shape}"
+            )
+        stored_chunks = stored["count"], stored["length"], "before"
+        if (chunks.count, chunks.length, chunks.text) != stored_chunks:
+            raise InputError(
+                f"data.chunks of {chunks.count} x {chunks.length}, text={chunks.text}, are not"
+                f" those of {self.source.path}; set data.chunks to {shape}"
+            )
+        if (length := chunks.tokens + stored["decoder"]) != config.length:
+            raise InputError(
+                f"data.length={config.length} is not that of the rows of {self.source.path}; set"
+                f" it to {length}"
+            )
+
+    def open(self, index: int, cache: FileCache) -> Reader:
+        return TeacherReader(*self.paths[index], cache, self._type)
+
+
+class TeacherReader(Reader):
+    """The rows of one shard."""
+
+    def __init__(self, name: str, path: Path, cache: FileCache, row_dtype: np.dtype):
+        super().__init__(name, path, cache)
+        self._type, self._count = row_dtype, path.stat().st_size // row_dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def record(self, index: int) -> Row:
+        """Returns the fields of a training batch, without the batch axis."""
+        start, size = index * self._type.itemsize, self._type.itemsize
+        row = np.frombuffer(self._cache.map(self._path)[start : start + size], self._type)[0]
+        integers = ("chunks", "tokens", "targets", "segments", "teacher_ids")
+        return {name: row[name].astype(np.int32) for name in integers} | {
+            "chunk_mask": row["chunk_mask"].copy(),
+            "positions": segment_positions(row["segments"]),
+            "weights": row["weights"].astype(np.float32),
+            "teacher_probabilities": row["teacher_probabilities"][:, :-1].copy(),
+            "teacher_rest": row["teacher_probabilities"][:, -1].copy(),
+        }
+
+
+def _read_index(folder: Path, file: str, command: str) -> dict[str, Any]:
+    """Reads the index of a folder that `python -m lcjax.data <command>` wrote."""
+    path, way_out = folder / file, f"write it again with `python -m lcjax.data {command}`"
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}; {way_out}") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise InputError(f"{path} is no index of format {FORMAT}: {way_out}")
     return index
 
 
-def _check_index(index: dict[str, Any], file: Path) -> None:
+def _check_finished(folder: Path, plan: str, command: str) -> None:
+    if (folder / plan).is_file():
+        raise InputError(
+            f"data.path={folder} is not finished: run the same `python -m lcjax.data {command}`"
+            " once more; it resumes"
+        )
+
+
+def _check_fields(index: dict[str, Any], file: Path) -> None:
     """Raises an InputError unless the index has the fields that `prepare` writes."""
     shards = index.get("shards")
     is_valid = (
@@ -207,9 +340,6 @@ def _check_index(index: dict[str, Any], file: Path) -> None:
             f"{file} was changed: its fields are not those that `python -m lcjax.data prepare`"
             " writes; prepare the text again"
         )
-    for shard in shards:
-        if Path(shard["name"]).name != shard["name"]:  # would read a file outside of the folder
-            raise InputError(f"{file}: the shard {shard['name']!r} must be a file of this folder")
 
 
 def _is_shard(shard: dict[str, Any]) -> bool:
@@ -222,43 +352,36 @@ def _is_shard(shard: dict[str, Any]) -> bool:
     )
 
 
-def _read_table(path: Path) -> np.ndarray:
-    """Maps the table of a shard's documents: [n] of `DOCUMENT`."""
-    try:
-        table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{path} cannot be read ({error}): prepare the text again") from None
-    if table.dtype != DOCUMENT or table.ndim != 1:
-        raise InputError(f"{path} is no table of documents: prepare the text again")
-    return table
+def _check_tokenizer(
+    source: TokenSource | TeacherSource, index: dict[str, Any], name: str, tokenizer: Any
+) -> None:
+    """Raises an `InputError` where stored ids are those of another tokenizer."""
+    if tokenizer is not None and index["tokenizer"] != tokenizer.fingerprint:
+        raise InputError(
+            f"{source.path} was made with the tokenizer of {name} ({index['tokenizer']}), the"
+            f" model's is another ({tokenizer.fingerprint}): make it again with the model's"
+        )
 
 
-def _check_shards(shards: list[dict], paths: FileList, dtype: np.dtype) -> None:
-    for shard, (_, path), size in zip(shards, paths, paths.sizes, strict=True):
-        if size != shard["tokens"] * dtype.itemsize:
+def _check_labels(source: TokenSource, labels: list[str]) -> None:
+    if unknown := set(source.labels) - set(labels):
+        raise InputError(
+            f"data.sources: labels={sorted(unknown)} are not in {source.path}, which has"
+            f" {', '.join(labels) or 'none'}"
+        )
+
+
+def _shards(folder: Path, counts: dict[str, int], size: int, command: str) -> FileList:
+    """Lists the shards of a folder: `counts` entries of `size` bytes each, by name."""
+    files = [(name, folder / f"{name}.bin") for name in counts]
+    for name, path in files:
+        if Path(name).name != name:  # would read a file outside of the folder
+            raise InputError(f"{folder}: the shard {name!r} must be a file of this folder")
+        num_bytes, expected = path.stat().st_size if path.is_file() else 0, counts[name] * size
+        if num_bytes != expected:
             raise InputError(
-                f"{path} has {size // dtype.itemsize:,} ids, and had {shard['tokens']:,} when it"
-                " was prepared: it was changed or cut; prepare the text again"
+                f"{path} has {num_bytes:,} bytes, and {counts[name]:,} entries of {size:,} take"
+                f" {expected:,}: it was cut or moved; copy it again, or write the folder again with"
+                f" `python -m lcjax.data {command}`"
             )
-
-
-def _bare_files(source: TokenSource, path: Path) -> list[tuple[str, Path]]:
-    if path.is_file():
-        return [(path.name, path)]
-    files = sorted(path.rglob("*.bin")) if path.is_dir() else []
-    if (path / PLAN).is_file():
-        raise InputError(
-            f"data.path={source.path} is not finished: run the same `python -m lcjax.data prepare`"
-            " once more; it resumes"
-        )
-    if not files:
-        raise InputError(
-            f"data.path={source.path} holds no tokens: give a folder that `python -m lcjax.data"
-            " prepare` wrote, or .bin files"
-        )
-    return [(file.relative_to(path).as_posix(), file) for file in files]
-
-
-def _find_token(ids: np.ndarray, token: int) -> np.ndarray:
-    parts = [np.flatnonzero(ids[i : i + _SCAN] == token) + i for i in range(0, len(ids), _SCAN)]
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+    return FileList(files)
