@@ -78,8 +78,10 @@ class Reader(abc.ABC):
 
     _before_number = ":"  # stands between the path and the number of a record in error messages
 
-    def __init__(self, name: str, path: Path, cache: FileCache, on_bad_text: str = "error"):
-        self._name, self._path, self._cache, self._on_bad_text = name, path, cache, on_bad_text
+    def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
+        """Opens file `index` of `files`; `cache` is that of the source."""
+        self._files, self._cache = files, cache
+        self._name, self._path = files.paths[index]
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -104,9 +106,8 @@ class Reader(abc.ABC):
         return unit_hash(self.name(index).encode())
 
     def _decode(self, data: bytes, index: int, offset: int = 0) -> str:
-        return decode(
-            data, location=self.location(index), offset=offset, on_bad_text=self._on_bad_text
-        )
+        on_bad_text = self._files.config.on_bad_text
+        return decode(data, location=self.location(index), offset=offset, on_bad_text=on_bad_text)
 
     def _handle(self) -> Any:
         """The open file, which the cache of the source holds."""
@@ -123,8 +124,13 @@ class SourceFiles(abc.ABC):
     paths: FileList
 
     @abc.abstractmethod
+    def reader_class(self, path: Path) -> type[Reader]:
+        """Returns the class that reads a file."""
+
     def open(self, index: int, cache: FileCache) -> Reader:
         """Opens one file."""
+        _, path = self.paths[index]
+        return self.reader_class(path)(self, index, cache)
 
     def document(self, reader: Reader, index: int) -> Document:
         """Returns the document in a record."""
@@ -152,8 +158,9 @@ class TextReader(Reader):
 class JsonLinesReader(Reader):
     """A file with one JSON object per line, indexed by byte offset (8 bytes of memory a line)."""
 
-    def __init__(self, name: str, path: Path, cache: FileCache, on_bad_text: str):
-        super().__init__(name, path, cache, on_bad_text)
+    def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
+        super().__init__(files, index, cache)
+        path = self._path
         self._content = content(path, cache)
         self._starts = line_starts(self._content.chunks(), path.name, path.stat().st_size)
 
@@ -209,11 +216,11 @@ class ParquetReader(Reader):
 
     _before_number = ": row "
 
-    def __init__(self, name: str, path: Path, cache: FileCache, fields: Mapping[str, str]):
-        super().__init__(name, path, cache)
+    def __init__(self, files: "RecordFiles", index: int, cache: FileCache):
+        super().__init__(files, index, cache)
         self._lock = threading.Lock()
         file = self._handle()
-        self._columns = _columns(fields, file.schema_arrow.names, path)
+        self._columns = _columns(files.fields, file.schema_arrow.names, self._path)
         meta = file.metadata
         rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         self._starts = np.cumsum([0, *rows])
@@ -248,10 +255,11 @@ class ArrowReader(Reader):
 
     _before_number = ": row "
 
-    def __init__(self, name: str, path: Path, cache: FileCache, fields: Mapping[str, str]):
-        super().__init__(name, path, cache)
+    def __init__(self, files: "RecordFiles", index: int, cache: FileCache):
+        super().__init__(files, index, cache)
         table = self._handle()
-        self._columns, self._num_rows = _columns(fields, table.column_names, path), table.num_rows
+        self._columns = _columns(files.fields, table.column_names, self._path)
+        self._num_rows = table.num_rows
 
     def __len__(self) -> int:
         return self._num_rows
@@ -294,8 +302,8 @@ class ArrayRecordReader(Reader):
 
     _before_number = ": record "
 
-    def __init__(self, name: str, path: Path, cache: FileCache, on_bad_text: str):
-        super().__init__(name, path, cache, on_bad_text)
+    def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
+        super().__init__(files, index, cache)
         self._length = len(self._handle())
         self._kind = _record_kind(self._bytes(0)) if self._length else "text"
 
@@ -420,34 +428,31 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
+_READERS = {
+    ".jsonl": JsonLinesReader,
+    ".array_record": ArrayRecordReader,
+    ".parquet": ParquetReader,
+    ".arrow": ArrowReader,
+}
+
+
 class RecordFiles(SourceFiles):
     """The files of a source of records."""
 
     def __init__(self, source: Source, config: TextConfig, fields: Mapping[str, str]):
         """`fields` maps fields of `source` to the fields of a record that they name."""
-        self.source, self._config, self._fields = source, config, fields
+        self.source, self.config, self.fields = source, config, fields
         self.paths, self._num_skipped = FileList(find_files(source.path)), 0
 
-    def open(self, index: int, cache: FileCache) -> Reader:
-        (name, path), on_bad_text = self.paths[index], self._config.on_bad_text
-        match kind(path):
-            case ".jsonl":
-                return JsonLinesReader(name, path, cache, on_bad_text)
-            case ".array_record":
-                return ArrayRecordReader(name, path, cache, on_bad_text)
-            case ".parquet":
-                return ParquetReader(name, path, cache, self._fields)
-            case ".arrow":
-                return ArrowReader(name, path, cache, self._fields)
-            case _:
-                return TextReader(name, path, cache, on_bad_text)
+    def reader_class(self, path: Path) -> type[Reader]:
+        return _READERS.get(kind(path), TextReader)
 
     def document(self, reader: Reader, index: int) -> Document:
         """Returns the document in a record; one without text for a bad record to be skipped."""
         try:
             return self._document(reader.record(index), reader.location(index), reader.name(index))
         except InputError as error:
-            if self._config.on_bad_record == "error":
+            if self.config.on_bad_record == "error":
                 raise
             self._num_skipped += 1
             count = self._num_skipped

@@ -46,16 +46,15 @@ class TokenFolder(SourceFiles):
         index = _read_index(folder, INDEX, "prepare")
         _check_fields(index, folder / INDEX)
         _check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
-        self._dtype = DTYPES[index["dtype"]]
+        self.dtype = DTYPES[index["dtype"]]
         shards = [shard for shard in index["shards"] if shard["documents"]]
-        self._labels = [shard["labels"] for shard in shards]
-        _check_labels(source, sorted({label for labels in self._labels for label in labels}))
+        self.shard_labels = [shard["labels"] for shard in shards]
+        _check_labels(source, sorted({label for labels in self.shard_labels for label in labels}))
         counts = {shard["name"]: shard["tokens"] for shard in shards}
-        self.paths = _shards(folder, counts, self._dtype.itemsize, "prepare")
+        self.paths = _shards(folder, counts, self.dtype.itemsize, "prepare")
 
-    def open(self, index: int, cache: FileCache) -> Reader:
-        labels = self._labels[index]
-        return ShardReader(*self.paths[index], cache, self._dtype, labels, self.source.labels)
+    def reader_class(self, path: Path) -> type[Reader]:
+        return ShardReader
 
 
 class BareFiles(SourceFiles):
@@ -67,7 +66,8 @@ class BareFiles(SourceFiles):
                 f"data.path={source.path} has ids only, and upsample counts the characters of the"
                 " text: prepare it from the text"
             )
-        self.source, self.paths = source, FileList(_bare_files(source))
+        self.source, self.dtype = source, DTYPES[source.dtype]
+        self.paths = FileList(_bare_files(source))
         _check_labels(source, [])
         if tokenizer is not None:
             self._check_first_token({tokenizer.bos_id, *tokenizer.eos_ids} - {None})
@@ -78,7 +78,7 @@ class BareFiles(SourceFiles):
         if not special or source.document_start is not None or source.document_end is not None:
             return
         for _, path in self.paths:
-            first = np.fromfile(path, DTYPES[source.dtype], 1)
+            first = np.fromfile(path, self.dtype, 1)
             if len(first) and int(first[0]) not in special:
                 raise InputError(
                     f"{path} begins with token {first[0]}, not with one of {sorted(special)}, so"
@@ -87,8 +87,8 @@ class BareFiles(SourceFiles):
                     " document"
                 )
 
-    def open(self, index: int, cache: FileCache) -> Reader:
-        return BareReader(*self.paths[index], cache, self.source)
+    def reader_class(self, path: Path) -> type[Reader]:
+        return BareReader
 
 
 def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
@@ -100,7 +100,6 @@ def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
 class _TokenReader(Reader):
     """Documents as slices of a memory map of ids."""
 
-    _dtype: np.dtype
     starts: np.ndarray  # int64 [n]: places of the documents in the file
     lengths: np.ndarray  # int64 [n]
 
@@ -117,29 +116,22 @@ class _TokenReader(Reader):
         return np.zeros(len(self), np.int64)
 
     def _map(self) -> np.ndarray:
-        return np.frombuffer(self._cache.map(self._path), self._dtype)
+        return np.frombuffer(self._cache.map(self._path), self._files.dtype)
 
 
 class ShardReader(_TokenReader):
-    """A shard that `prepare` wrote; `read_labels` are the labels to read, all if empty."""
+    """A shard that `prepare` wrote: its documents with the labels of the source, all if empty."""
 
-    def __init__(
-        self,
-        name: str,
-        path: Path,
-        cache: FileCache,
-        dtype: np.dtype,
-        labels: list[str],
-        read_labels: list[str],
-    ):
-        super().__init__(name, path, cache)
-        self._dtype = dtype
-        table = _read_table(path.with_suffix(".npy"))
-        ends = np.append(table["start"][1:], path.stat().st_size // dtype.itemsize)
-        lengths = ends - table["start"]
-        label_ids = [i for i, label in enumerate(labels) if label in read_labels]
+    def __init__(self, files: TokenFolder, index: int, cache: FileCache):
+        super().__init__(files, index, cache)
+        table = _read_table(self._path.with_suffix(".npy"))
+        lengths = np.diff(
+            np.append(table["start"], files.paths.sizes[index] // files.dtype.itemsize)
+        )
+        self._labels, read_labels = files.shard_labels[index], files.source.labels
+        label_ids = [i for i, label in enumerate(self._labels) if label in read_labels]
         rows = np.isin(table["label"], label_ids) if read_labels else slice(None)
-        self._table, self._labels = table[rows], labels
+        self._table = table[rows]
         self.starts, self.lengths = self._table["start"], lengths[rows]
 
     def split_hash(self, index: int) -> float:
@@ -154,12 +146,12 @@ class ShardReader(_TokenReader):
 class BareReader(_TokenReader):
     """A `.bin` file without an index."""
 
-    def __init__(self, name: str, path: Path, cache: FileCache, source: TokenSource):
-        super().__init__(name, path, cache)
-        self._dtype, size = DTYPES[source.dtype], path.stat().st_size
-        if size % self._dtype.itemsize:
+    def __init__(self, files: BareFiles, index: int, cache: FileCache):
+        super().__init__(files, index, cache)
+        source, size = files.source, files.paths.sizes[index]
+        if size % files.dtype.itemsize:
             raise InputError(
-                f"{path} has {size} bytes, no whole number of {source.dtype} ids: set dtype to"
+                f"{self._path} has {size} bytes, no whole number of {source.dtype} ids: set dtype to"
                 f" {' or '.join(set(DTYPES) - {source.dtype})}, or fetch the file again"
             )
         ids = self._map()
@@ -253,9 +245,9 @@ class TeacherFiles(SourceFiles):
         self.index = index = _read_index(folder, TEACHER_INDEX, "teacher")
         _check_tokenizer(source, index, index.get("teacher"), tokenizer)
         shape = {key: index[key] for key in ("count", "length", "decoder", "top", "ids")}
-        self._type = row_type(**shape)
+        self.row_type = row_type(**shape)
         counts = {shard["name"]: shard["rows"] for shard in index["shards"]}
-        self.paths = _shards(folder, counts, self._type.itemsize, "teacher")
+        self.paths = _shards(folder, counts, self.row_type.itemsize, "teacher")
 
     def check_rows(self, config: DataConfig) -> None:
         """Raises an `InputError` where the settings give rows of another shape."""
@@ -278,24 +270,19 @@ class TeacherFiles(SourceFiles):
                 f" it to {length}"
             )
 
-    def open(self, index: int, cache: FileCache) -> Reader:
-        return TeacherReader(*self.paths[index], cache, self._type)
+    def reader_class(self, path: Path) -> type[Reader]:
+        return TeacherReader
 
 
 class TeacherReader(Reader):
     """The rows of one shard."""
 
-    def __init__(self, name: str, path: Path, cache: FileCache, row_dtype: np.dtype):
-        super().__init__(name, path, cache)
-        self._type, self._count = row_dtype, path.stat().st_size // row_dtype.itemsize
-
     def __len__(self) -> int:
-        return self._count
+        return len(self._map())
 
     def record(self, index: int) -> Row:
         """Returns the fields of a training batch, without the batch axis."""
-        start, size = index * self._type.itemsize, self._type.itemsize
-        row = np.frombuffer(self._cache.map(self._path)[start : start + size], self._type)[0]
+        row = self._map()[index]
         integers = ("chunks", "tokens", "targets", "segments", "teacher_ids")
         return {name: row[name].astype(np.int32) for name in integers} | {
             "chunk_mask": row["chunk_mask"].copy(),
@@ -304,6 +291,9 @@ class TeacherReader(Reader):
             "teacher_probabilities": row["teacher_probabilities"][:, :-1].copy(),
             "teacher_rest": row["teacher_probabilities"][:, -1].copy(),
         }
+
+    def _map(self) -> np.ndarray:
+        return np.frombuffer(self._cache.map(self._path), self._files.row_type)
 
 
 def _read_index(folder: Path, file: str, command: str) -> dict[str, Any]:
