@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 
 Row = dict[str, np.ndarray]
 TEXTS = ("before", "same", "beginning")
@@ -57,8 +57,7 @@ class Chunks:
 
     def __post_init__(self):
         whole_numbers("chunks", self, 1, "count", "length", "decoder", "most")
-        if self.text not in TEXTS:
-            raise InputError(f"chunks.text={self.text} is not one of {', '.join(TEXTS)}")
+        one_of("chunks.text", self.text, TEXTS)
         if self.noise is not None and self.noise.leave >= self.length:
             raise InputError(
                 f"chunks.noise.leave={self.noise.leave} hides no token of chunks.length="

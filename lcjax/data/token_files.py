@@ -125,9 +125,8 @@ class ShardReader(_TokenReader):
     def __init__(self, files: TokenFolder, index: int, cache: FileCache):
         super().__init__(files, index, cache)
         table = _read_table(self._path.with_suffix(".npy"))
-        lengths = np.diff(
-            np.append(table["start"], files.paths.sizes[index] // files.dtype.itemsize)
-        )
+        num_ids = files.paths.sizes[index] // files.dtype.itemsize
+        lengths = np.diff(np.append(table["start"], num_ids))
         self._labels, read_labels = files.shard_labels[index], files.source.labels
         label_ids = [i for i, label in enumerate(self._labels) if label in read_labels]
         rows = np.isin(table["label"], label_ids) if read_labels else slice(None)
@@ -151,8 +150,8 @@ class BareReader(_TokenReader):
         source, size = files.source, files.paths.sizes[index]
         if size % files.dtype.itemsize:
             raise InputError(
-                f"{self._path} has {size} bytes, no whole number of {source.dtype} ids: set dtype to"
-                f" {' or '.join(set(DTYPES) - {source.dtype})}, or fetch the file again"
+                f"{self._path} has {size} bytes, no whole number of {source.dtype} ids: set dtype"
+                f" to {' or '.join(set(DTYPES) - {source.dtype})}, or fetch the file again"
             )
         ids = self._map()
         if source.document_end is not None:
@@ -251,23 +250,17 @@ class TeacherFiles(SourceFiles):
 
     def check_rows(self, config: DataConfig) -> None:
         """Raises an `InputError` where the settings give rows of another shape."""
-        stored, chunks = self.index, config.chunks
-        shape = f"{{count: {stored['count']}, length: {stored['length']}}}"
-        if chunks is None:
+        chunks, count, length = config.chunks, self.index["count"], self.index["length"]
+        shape = chunks and f"{chunks.count} x {chunks.length}, text={chunks.text}"
+        if shape != f"{count} x {length}, text=before":
             raise InputError(
-                f"data.chunks=null, and the rows of {self.source.path} have chunks; set it to"
-                f" {shape}"
+                f"data.chunks={shape or 'null'} is not that of the rows of {self.source.path}; set"
+                f" it to {{count: {count}, length: {length}}}"
             )
-        stored_chunks = stored["count"], stored["length"], "before"
-        if (chunks.count, chunks.length, chunks.text) != stored_chunks:
-            raise InputError(
-                f"data.chunks of {chunks.count} x {chunks.length}, text={chunks.text}, are not"
-                f" those of {self.source.path}; set data.chunks to {shape}"
-            )
-        if (length := chunks.tokens + stored["decoder"]) != config.length:
+        if (row_length := chunks.tokens + self.index["decoder"]) != config.length:
             raise InputError(
                 f"data.length={config.length} is not that of the rows of {self.source.path}; set"
-                f" it to {length}"
+                f" it to {row_length}"
             )
 
     def reader_class(self, path: Path) -> type[Reader]:

@@ -292,7 +292,7 @@ def test_bad_records_are_skipped_and_named(with_bad_records, stream, capsys):
         ({"pack": "tight"}, "data.pack='tight' is none of concat, first_fit, best_fit"),
         ({"overlong": "x"}, "data.overlong='x' is none of"),
         ({"on_bad_text": "x"}, "data.on_bad_text='x' is none of"),
-        ({"repeat": 0}, "data.repeat=0 must be .* at least 1; null repeats without end"),
+        ({"repeat": 0}, "data.repeat=0 must be .* at least 1; null leaves it open"),
         ({"seed": -1}, "data.seed=-1 must be a whole number of at least 0"),
         ({"seed": 2**32}, "data.seed=4294967296 must be a whole number of at most 4294967295"),
         ({"holdout": 1.0}, "data.holdout=1.0 must be a fraction"),

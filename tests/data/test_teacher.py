@@ -197,8 +197,8 @@ class Other(Bytes):
     ("fields", "match"),
     [
         ({"length": 29}, r"data.length=29 is not that of the rows of .*; set it to 28"),
-        ({"chunks": None}, r"data.chunks=null, .* have chunks; set it to {count: 3, length: 6}"),
-        ({"chunks": Chunks(2, 9)}, r"data.chunks of 2 x 9, text=before, are not those of"),
+        ({"chunks": None}, r"data.chunks=null is not that of .*; set it to {count: 3, length: 6}"),
+        ({"chunks": Chunks(2, 9)}, r"data.chunks=2 x 9, text=before is not that of"),
     ],
 )
 def test_rows_of_another_shape_are_refused(fields, match, made):
