@@ -432,18 +432,17 @@ class SourceRows:
     def pack(self, elements: grain.IterDataset, *, shuffle: bool = False) -> grain.IterDataset:
         """Packs tokenised documents into rows by the `pack` of the source or of the data."""
         config, length = self._config, self.length
-        if self._pack == "windows":
-            rows = grain.experimental.FlatMapIterDataset(elements, self._windows)
-            return rows.map(_one_segment)
         if self._pack == "concat":
             rows = grain.experimental.ConcatThenSplitIterDataset(
                 elements, length_struct={"pair": self.stride}
             )
             overlap = length // self.stride
             return rows if overlap == 1 else _OverlappingRows(rows, overlap)
-        if config.overlong == "split":
+        if self._pack == "windows":
+            elements = grain.experimental.FlatMapIterDataset(elements, self._windows)
+        elif config.overlong == "split":
             elements = grain.experimental.FlatMapIterDataset(elements, _SplitOverlong(length))
-        if self._pack == "single":
+        if self._pack in ("windows", "single"):
             return elements.map(functools.partial(_pad, length=length))
         return _PACKERS[self._pack](
             elements,
@@ -491,18 +490,17 @@ class Windows(grain.experimental.FlatMapTransform):
         return starts[:1] if self._first_only else starts
 
 
-def _one_segment(element: Element) -> Element:
-    """Adds the fields of a packer, with one segment."""
-    positions = np.arange(len(element["pair"]), dtype=np.int32)
-    return element | {"pair_segment_ids": np.ones_like(positions), "pair_positions": positions}
+def _row(pair: np.ndarray, segments: np.ndarray) -> Element:
+    """Returns what a packer returns for a row."""
+    positions = segment_positions(segments)
+    return {"pair": pair, "pair_segment_ids": segments, "pair_positions": positions}
 
 
 def _pad(element: Element, *, length: int) -> Element:
     """Pads a document of at most `length` tokens to a row of one segment."""
-    missing = length - len(element["pair"])
-    widths = {"pair": ((0, missing), (0, 0))}
-    row = _one_segment(element)
-    return {name: np.pad(x, widths.get(name, (0, missing))) for name, x in row.items()}
+    pair, missing = element["pair"], length - len(element["pair"])
+    segments = np.pad(np.ones(len(pair), np.int32), (0, missing))
+    return _row(np.pad(pair, ((0, missing), (0, 0))), segments)
 
 
 def _join(parts: list[Element]) -> Element:
@@ -516,9 +514,7 @@ def _join(parts: list[Element]) -> Element:
         ids = np.where(ids > 0, ids + last - int(continues), 0)
         segments.append(ids)
         last = max(last, int(ids.max()))
-    segments = np.concatenate(segments).astype(np.int32)
-    positions = segment_positions(segments)
-    return {"pair": pair, "pair_segment_ids": segments, "pair_positions": positions}
+    return _row(pair, np.concatenate(segments).astype(np.int32))
 
 
 class _OverlappingRows(grain.IterDataset):
@@ -590,18 +586,14 @@ class FixedRows:
         end = begin + self._source.length
         first = int(np.searchsorted(self._ends, begin, side="right"))
         last = int(np.searchsorted(self._ends, end, side="left"))
-        pairs, segments, positions = [], [], []
-        for segment, i in enumerate(range(first, last + 1), start=1):
+        pairs = []
+        for i in range(first, last + 1):
             document = self._source.corpus[int(self._documents[i])]
             pair = self._source.tokenise(document)["pair"]
             start = int(self._ends[i]) - len(pair)
-            pair = pair[max(begin - start, 0) : end - start]
-            pairs.append(pair)
-            segments.append(np.full(len(pair), segment, np.int32))
-            positions.append(np.arange(len(pair), dtype=np.int32))
-        names = ("pair", "pair_segment_ids", "pair_positions")
-        fields = zip(names, (pairs, segments, positions), strict=True)
-        return {name: np.concatenate(parts) for name, parts in fields}
+            pairs.append(pair[max(begin - start, 0) : end - start])
+        numbers = np.arange(1, len(pairs) + 1, dtype=np.int32)
+        return _row(np.concatenate(pairs), np.repeat(numbers, [len(pair) for pair in pairs]))
 
 
 def batch_fields(row: dict[str, np.ndarray], config: DataConfig) -> Batch:
