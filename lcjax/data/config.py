@@ -15,8 +15,9 @@ OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
 ON_BAD_RECORD = ("error", "skip")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
-INDEX, PLAN = "index.json", "plan.json"  # in a complete and an incomplete token folder
-TEACHER_INDEX, TEACHER_PLAN = "teacher.json", "teacher_plan.json"  # the same for teacher rows
+# Files that the commands of `python -m lcjax.data` write into a complete and an incomplete folder
+INDEX = {"prepare": "index.json", "teacher": "teacher.json"}
+PLAN = {"prepare": "plan.json", "teacher": "teacher_plan.json"}
 NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
 
 
@@ -365,7 +366,7 @@ def _converts(source: Source) -> bool:
 def _source_at(path: str) -> Source:
     """Returns the source at a path; folders written by `prepare` or `teacher` are recognised."""
     folder = Path(path).expanduser()
-    if any((folder / name).is_file() for name in (TEACHER_INDEX, TEACHER_PLAN)):
-        return TeacherSource(path)
-    is_prepared = any((folder / name).is_file() for name in (INDEX, PLAN))
-    return TokenSource(path) if is_prepared or folder.suffix == ".bin" else TextSource(path)
+    for command, source in (("teacher", TeacherSource), ("prepare", TokenSource)):
+        if any((folder / files[command]).is_file() for files in (INDEX, PLAN)):
+            return source(path)
+    return TokenSource(path) if folder.suffix == ".bin" else TextSource(path)

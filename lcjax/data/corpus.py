@@ -222,7 +222,10 @@ class Stream(StreamedCorpus):
                     if selection and selection.full:
                         break
             if not has_documents:
-                raise self._empty()
+                mode = f" with upsample.mode={upsample.mode}" if upsample else ""
+                raise InputError(
+                    f"data.path={self.source.name} gives no document in an epoch{mode}"
+                )
             position = StreamPosition(position.epoch + 1)
 
     def _epoch(
@@ -241,10 +244,6 @@ class Stream(StreamedCorpus):
                 if self.in_split(reader.split_hash(index)):
                     yield self.files.document(reader, index), StreamPosition(epoch, i, j + 1)
             first = 0
-
-    def _empty(self) -> InputError:
-        mode = f" with upsample.mode={self.source.upsample.mode}" if self.source.upsample else ""
-        return InputError(f"data.path={self.source.name} gives no document in an epoch{mode}")
 
 
 def order(count: int, *seeds: int) -> np.ndarray:

@@ -295,9 +295,6 @@ class SourceRows:
         self.length, self.stride = config.length, source.stride or config.length
         self.min_tokens = source.min_document_tokens or config.min_document_tokens
         self._pack = source.pack or config.pack
-        self._limits_length = (
-            self._pack in ("first_fit", "best_fit", "single") and config.overlong != "split"
-        )
         self._windows = Windows(self.length, self.stride, first_only=config.overlong == "truncate")
         # A tokenizer may have a BOS that only chat templates use, not texts.
         add_bos = tokenizer.add_bos if config.add_bos is None else config.add_bos
@@ -383,7 +380,11 @@ class SourceRows:
         config, drops = self._config, self._config.overlong == "drop"
         if config.chunks is not None and config.chunks.text == "beginning":
             pair = fit_document(pair, config.chunks, self.length, drop=drops)
-        elif self._limits_length and len(pair) > self.length:
+        elif (
+            len(pair) > self.length
+            and config.overlong != "split"
+            and self._pack not in ("concat", "windows")
+        ):
             pair = None if drops else pair[: self.length]
         return None if pair is None else {"pair": pair}
 

@@ -24,15 +24,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data.config import (
-    INDEX,
-    NOT_CONTENT,
-    ON_BAD_TEXT,
-    PLAN,
-    Source,
-    TextConfig,
-    TextSource,
-)
+from lcjax.data.config import INDEX, NOT_CONTENT, ON_BAD_TEXT, PLAN, Source, TextConfig, TextSource
 from lcjax.data.corpus import derived_seed, order, source_files
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, SourceFiles
@@ -111,11 +103,11 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     config = dataclasses.replace(config, dtype=_dtype(config.dtype, tokenizer))
     files = [source.paths for source in config.open_sources()]
     identity = _identity(config, tokenizer.fingerprint, [paths.fingerprint for paths in files])
-    if (index := begin(out, identity)) is None:
+    if (index := begin(out, identity, "prepare")) is None:
         jobs = make_jobs(files, config)
         _run(config, tokenizer, jobs)
         index = _finish(config, tokenizer, identity, len(jobs))
-        (out / PLAN).unlink()
+        (out / PLAN["prepare"]).unlink()
     print(length_table(index))
     print(f"{out}: train on it with --data.path={config.out}")
     return index
@@ -152,16 +144,13 @@ def _identity(config: PrepareConfig, tokenizer: str, text: list[str]) -> dict[st
     return json.loads(json.dumps(identity))
 
 
-def begin(
-    out: Path, identity: dict[str, Any], index: str = INDEX, plan: str = PLAN
-) -> dict[str, Any] | None:
+def begin(out: Path, identity: dict[str, Any], command: str) -> dict[str, Any] | None:
     """Creates a folder of shards, or checks that an existing one has the same identity.
 
     Args:
       out: the folder.
       identity: everything that determines its content.
-      index: name of the file that makes the folder complete.
-      plan: name of the file with the identity of an incomplete folder.
+      command: of `python -m lcjax.data`, `prepare` or `teacher`.
 
     Returns:
       The index of a complete folder, None for an incomplete one.
@@ -169,7 +158,7 @@ def begin(
     Raises:
       InputError: the folder has another identity, or holds other files.
     """
-    for file in (index, plan):
+    for file in (INDEX[command], PLAN[command]):
         if (out / file).is_file():
             content = json.loads((out / file).read_text(encoding="utf-8"))
             saved = content.get("asked", {})
@@ -179,11 +168,11 @@ def begin(
                         f"out={out} was made with {key} {saved.get(key)}, which is {value} now:"
                         " name another folder, or delete this one"
                     )
-            return content if file == index else None
+            return content if file == INDEX[command] else None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out={out} exists and is not empty: name another folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / plan, {"asked": identity})
+    write_json(out / PLAN[command], {"asked": identity})
     return None
 
 
@@ -413,7 +402,7 @@ def _finish(
     tokenizer.save(out / TOKENIZER)
     plot_lengths(index, out / "lengths.png")
     (out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
-    write_json(out / INDEX, index)
+    write_json(out / INDEX["prepare"], index)
     for i in range(num_jobs):
         (out / f"{i:06d}.json").unlink(missing_ok=True)
     return index

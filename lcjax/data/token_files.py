@@ -17,15 +17,7 @@ from typing import Any
 import numpy as np
 
 from lcjax.data.chunks import Row, segment_positions
-from lcjax.data.config import (
-    INDEX,
-    PLAN,
-    TEACHER_INDEX,
-    TEACHER_PLAN,
-    DataConfig,
-    TeacherSource,
-    TokenSource,
-)
+from lcjax.data.config import INDEX, PLAN, DataConfig, TeacherSource, TokenSource
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
@@ -43,8 +35,8 @@ class TokenFolder(SourceFiles):
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
         self.source, folder = source, Path(source.path).expanduser()
-        index = _read_index(folder, INDEX, "prepare")
-        _check_fields(index, folder / INDEX)
+        index = _read_index(folder, "prepare")
+        _check_fields(index, folder)
         _check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
         self.dtype = DTYPES[index["dtype"]]
         shards = [shard for shard in index["shards"] if shard["documents"]]
@@ -93,7 +85,7 @@ class BareFiles(SourceFiles):
 
 def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
     """Opens a folder of shards or bare files; checks the ids against `tokenizer`."""
-    is_folder = (Path(source.path).expanduser() / INDEX).is_file()
+    is_folder = (Path(source.path).expanduser() / INDEX["prepare"]).is_file()
     return (TokenFolder if is_folder else BareFiles)(source, tokenizer)
 
 
@@ -191,7 +183,7 @@ def _bare_files(source: TokenSource) -> list[tuple[str, Path]]:
     if path.is_file():
         return [(path.name, path)]
     files = sorted(path.rglob("*.bin")) if path.is_dir() else []
-    _check_finished(path, PLAN, "prepare")
+    _check_finished(path, "prepare")
     if not files:
         raise InputError(
             f"data.path={source.path} holds no tokens: give a folder that `python -m lcjax.data"
@@ -235,13 +227,13 @@ class TeacherFiles(SourceFiles):
 
     def __init__(self, source: TeacherSource, tokenizer: Any = None):
         self.source, folder = source, Path(source.path).expanduser()
-        if not (folder / TEACHER_INDEX).is_file():
-            _check_finished(folder, TEACHER_PLAN, "teacher")
+        if not (folder / INDEX["teacher"]).is_file():
+            _check_finished(folder, "teacher")
             raise InputError(
-                f"data.sources: {folder} has no {TEACHER_INDEX}; name a folder that `python -m"
+                f"data.sources: {folder} has no {INDEX['teacher']}; name a folder that `python -m"
                 " lcjax.data teacher` wrote"
             )
-        self.index = index = _read_index(folder, TEACHER_INDEX, "teacher")
+        self.index = index = _read_index(folder, "teacher")
         _check_tokenizer(source, index, index.get("teacher"), tokenizer)
         shape = {key: index[key] for key in ("count", "length", "decoder", "top", "ids")}
         self.row_type = row_type(**shape)
@@ -289,9 +281,9 @@ class TeacherReader(Reader):
         return np.frombuffer(self._cache.map(self._path), self._files.row_type)
 
 
-def _read_index(folder: Path, file: str, command: str) -> dict[str, Any]:
+def _read_index(folder: Path, command: str) -> dict[str, Any]:
     """Reads the index of a folder that `python -m lcjax.data <command>` wrote."""
-    path, way_out = folder / file, f"write it again with `python -m lcjax.data {command}`"
+    path, way_out = folder / INDEX[command], f"write it again with `python -m lcjax.data {command}`"
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -301,15 +293,15 @@ def _read_index(folder: Path, file: str, command: str) -> dict[str, Any]:
     return index
 
 
-def _check_finished(folder: Path, plan: str, command: str) -> None:
-    if (folder / plan).is_file():
+def _check_finished(folder: Path, command: str) -> None:
+    if (folder / PLAN[command]).is_file():
         raise InputError(
             f"data.path={folder} is not finished: run the same `python -m lcjax.data {command}`"
             " once more; it resumes"
         )
 
 
-def _check_fields(index: dict[str, Any], file: Path) -> None:
+def _check_fields(index: dict[str, Any], folder: Path) -> None:
     """Raises an InputError unless the index has the fields that `prepare` writes."""
     shards = index.get("shards")
     is_valid = (
@@ -320,8 +312,8 @@ def _check_fields(index: dict[str, Any], file: Path) -> None:
     )
     if not is_valid:
         raise InputError(
-            f"{file} was changed: its fields are not those that `python -m lcjax.data prepare`"
-            " writes; prepare the text again"
+            f"the index of {folder} was changed: its fields are not those that `python -m"
+            " lcjax.data prepare` writes; prepare the text again"
         )
 
 
