@@ -308,7 +308,7 @@ def _check_fields(index: dict[str, Any], folder: Path) -> None:
         index.get("dtype") in DTYPES
         and all(isinstance(index.get(name), str) for name in ("tokenizer", "tokenizer_name"))
         and isinstance(shards, list)
-        and all(isinstance(shard, dict) and _is_shard(shard) for shard in shards)
+        and all(map(_is_shard, shards))
     )
     if not is_valid:
         raise InputError(
@@ -317,13 +317,12 @@ def _check_fields(index: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _is_shard(shard: dict[str, Any]) -> bool:
-    counts, labels = (shard.get("documents"), shard.get("tokens")), shard.get("labels")
+def _is_shard(shard: Any) -> bool:
+    types = {"name": str, "documents": int, "tokens": int, "labels": list}
     return (
-        isinstance(shard.get("name"), str)
-        and all(type(count) is int and count >= 0 for count in counts)
-        and isinstance(labels, list)
-        and all(isinstance(label, str) for label in labels)
+        isinstance(shard, dict)
+        and all(type(shard.get(name)) is kind for name, kind in types.items())
+        and all(isinstance(label, str) for label in shard["labels"])
     )
 
 
