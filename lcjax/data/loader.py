@@ -352,24 +352,15 @@ class SourceRows:
         ids with or without BOS and EOS, or a conversation.
         """
         name, value = document
-        adds_bos, adds_eos = self.bos is not None, self.eos is not None
         if self._chat is not None:
             ids, is_learned = self._chat(name, value)
             self._check_ids(name, ids)
-        elif isinstance(value, str):
-            ids = np.array(self._tokenizer.encode(value) if value.strip() else [], np.int32)
-            is_learned = np.ones(len(ids), bool)
         else:
-            ids = self._without_special(name, value)
+            ids = self._document_ids(name, value)
             is_learned = np.ones(len(ids), bool)
         if len(ids) < self.min_tokens or not is_learned.any():
             return None
-        if self._chat is not None:
-            # A chat template has BOS and EOS of its own, and ids of a seqio task may have them.
-            has_template = not self.corpus.source.prompt
-            adds_bos = adds_bos and not has_template and ids[0] != self.bos
-            adds_eos = adds_eos and not has_template and ids[-1] != self.eos
-        bos, eos = [self.bos] if adds_bos else [], [self.eos] if adds_eos else []
+        bos, eos = self._missing_special(ids)
         tokens = np.concatenate([bos, ids, eos]).astype(np.int32)
         is_learned = np.pad(is_learned, (len(bos), len(eos)), constant_values=(False, True))
         targets = np.where(is_learned, tokens, -2 - tokens)[1:]
@@ -388,12 +379,25 @@ class SourceRows:
             pair = None if drops else pair[: self.length]
         return None if pair is None else {"pair": pair}
 
-    def _without_special(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Checks ids, and removes the BOS and EOS that are added later."""
-        self._check_ids(name, ids)
-        has_bos = self.bos is not None and len(ids) > 0 and ids[0] == self.bos
-        has_eos = self.eos is not None and len(ids) > int(has_bos) and ids[-1] == self.eos
-        return ids[int(has_bos) : len(ids) - int(has_eos)]
+    def _document_ids(self, name: str, value: str | np.ndarray) -> np.ndarray:
+        """Returns the ids of a document without the BOS and EOS, which are added later."""
+        if isinstance(value, str):
+            return np.array(self._tokenizer.encode(value) if value.strip() else [], np.int32)
+        self._check_ids(name, value)
+        has_bos = self.bos is not None and len(value) > 0 and value[0] == self.bos
+        has_eos = self.eos is not None and len(value) > int(has_bos) and value[-1] == self.eos
+        return value[int(has_bos) : len(value) - int(has_eos)]
+
+    def _missing_special(self, ids: np.ndarray) -> tuple[list[int], list[int]]:
+        """Returns the BOS and the EOS to add: lists of one token, or empty."""
+        bos = [] if self.bos is None else [self.bos]
+        eos = [] if self.eos is None else [self.eos]
+        if self._chat is None:
+            return bos, eos
+        if not self.corpus.source.prompt:
+            return [], []  # a chat template has BOS and EOS of its own
+        # The ids of a seqio task may contain them.
+        return [] if bos == [ids[0]] else bos, [] if eos == [ids[-1]] else eos
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._tokenizer.vocab_size:
