@@ -76,7 +76,7 @@ class Document(NamedTuple):
 class Reader(abc.ABC):
     """Base class of the readers of one file."""
 
-    _before_number = ":"  # stands between the path and the number of a record in error messages
+    _separator = ":"  # between the path and the number of a record, in error messages
 
     def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
         """Opens file `index` of `files`; `cache` is that of the source."""
@@ -99,7 +99,7 @@ class Reader(abc.ABC):
         return f"{self._name}:{index + 1}"
 
     def location(self, index: int) -> str:
-        return f"{self._path}{self._before_number}{index + 1}"
+        return f"{self._path}{self._separator}{index + 1}"
 
     def split_hash(self, index: int) -> float:
         """The hash in [0, 1) that decides about the validation split."""
@@ -214,7 +214,7 @@ def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
 class ParquetReader(Reader):
     """The rows of a Parquet file, read by row groups, which the cache of the source holds."""
 
-    _before_number = ": row "
+    _separator = ": row "
 
     def __init__(self, files: "RecordFiles", index: int, cache: FileCache):
         super().__init__(files, index, cache)
@@ -253,7 +253,7 @@ class ArrowReader(Reader):
     The file is mapped into memory through pyarrow; the package `datasets` is not needed.
     """
 
-    _before_number = ": row "
+    _separator = ": row "
 
     def __init__(self, files: "RecordFiles", index: int, cache: FileCache):
         super().__init__(files, index, cache)
@@ -300,7 +300,7 @@ class ArrayRecordReader(Reader):
     `tf.train.Example` (TFDS and MaxText write these), a JSON object, or a document in UTF-8.
     """
 
-    _before_number = ": record "
+    _separator = ": record "
 
     def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
         super().__init__(files, index, cache)
