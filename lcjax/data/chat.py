@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lcjax.data.config import ChatSource
-from lcjax.data.readers import Document, Reader, RecordFiles, field_value
+from lcjax.data.config import ChatSource, TextConfig
+from lcjax.data.readers import Document, RecordFiles, field_value
 from lcjax.errors import InputError
 
 Message = dict[str, str]
@@ -32,28 +32,23 @@ class ChatFiles(RecordFiles):
 
     source: ChatSource
 
-    def __init__(self, source: ChatSource, on_bad_text: str = "error", on_bad_record="error"):
-        super().__init__(source, (), on_bad_text, on_bad_record)
+    def __init__(self, source: ChatSource, config: TextConfig):
         names = [source.messages_field]
         if source.prompt:
             names = _field_names(source.prompt) + _field_names(source.answer)
-        self._fields = {f"field {i}": name for i, name in enumerate(dict.fromkeys(names))}
+        fields = {f"field {i}": name for i, name in enumerate(dict.fromkeys(names))}
+        super().__init__(source, config, fields)
 
-    def _document(self, reader: Reader, index: int) -> Document:
-        record, location, name = reader.record(index), reader.location(index), reader.name(index)
+    def _document(self, record: dict | str, location: str, name: str) -> Document:
         source = self.source
         if isinstance(record, str):
             if record.strip():
                 raise InputError(f"{location} is plain text, not a record: type chat reads records")
-            value, texts = [], []
-        elif source.prompt:
+            return Document(name, [])
+        if source.prompt:
             templates = source.prompt, source.answer
-            value = PromptAnswer(*(_fill(template, record, location) for template in templates))
-            texts = value
-        else:
-            value = _messages(record, source.messages_field, location)
-            texts = [message["content"] for message in value]
-        return Document(name, value, ".", sum(map(len, texts)))
+            return Document(name, PromptAnswer(*(_fill(t, record, location) for t in templates)))
+        return Document(name, _messages(record, source.messages_field, location))
 
 
 class ChatTokenise:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, one_of, whole_numbers
 
 Row = dict[str, np.ndarray]
 TEXTS = ("before", "same", "beginning")
@@ -46,7 +46,7 @@ class Chunks:
     length: int = 256  # tokens in a chunk
     # Text in the chunks. before: the tokens before the decoder's. same: the decoder's tokens, which
     # it learns to copy (the warm-up of CEPE). beginning: the first full chunks of a document, in a
-    # conversation those of the question (SharedLLM); see `CutBeginning`
+    # conversation those of the question (SharedLLM); see `cut_context`
     text: str = "before"
     noise: Noise | None = None  # hides parts of the context in training, not in validation
     decoder: int | None = None  # text=beginning: maximum number of tokens that the decoder reads
@@ -57,8 +57,7 @@ class Chunks:
 
     def __post_init__(self):
         whole_numbers("chunks", self, 1, "count", "length", "decoder", "most")
-        if self.text not in TEXTS:
-            raise InputError(f"chunks.text={self.text} is not one of {', '.join(TEXTS)}")
+        one_of("chunks.text", self.text, TEXTS)
         if self.noise is not None and self.noise.leave >= self.length:
             raise InputError(
                 f"chunks.noise.leave={self.noise.leave} hides no token of chunks.length="
@@ -141,52 +140,38 @@ def split_context(
     return flat.reshape(shape), mask.reshape(shape), tokens[start:]
 
 
-class CutContext:
-    """Row of `length` tokens -> `chunks`, `chunk_mask` and the decoder's part of all fields.
+def cut_context(row: Row, config: Chunks, decoder_length: int) -> Row:
+    """Splits a row into `chunks`, `chunk_mask` and the decoder's part of all fields.
 
-    For `chunks.text` "before" and "same". The targets were attached before any cut, so the last
-    place of a row keeps its target.
-    """
+    The targets were attached before any cut, so the last place of a row keeps its target.
 
-    def __init__(self, config: Chunks, length: int):
-        self._config, self._same = config, config.text == "same"
-        self._decoder_length = config.decoder_length(length)
-
-    def __call__(self, row: Row) -> Row:
-        config, end = self._config, int((row["segments"] > 0).sum())
-        decoder_length = 0 if self._same else self._decoder_length
-        chunks, mask, decoder_tokens = split_context(
-            row["tokens"][:end], config.count, config.length, decoder_length
-        )
-        start = end - len(decoder_tokens)
-        context = {"chunks": chunks, "chunk_mask": mask, **_chunk_targets(row, start, config)}
-        if not self._same:
-            row = _decoder_row(row, start, end, self._decoder_length)
-        return row | context
-
-
-class CutBeginning:
-    """Row of one document -> `chunks`, `chunk_mask` and the decoder's part of all fields.
-
-    For `chunks.text` "beginning". SharedLLM is tuned on instructions in this way ("Two are better
+    For `chunks.text` "beginning", SharedLLM is tuned on instructions in this way ("Two are better
     than one: context window extension with multi-grained self-injection", sec. 4.1 and its released
     code): the first max(q // P - 1, 1) chunks of P tokens of a question of q tokens are context.
     The decoder reads the rest of the question and the answer, and only the answer is learned. A
     text without a question is cut in the same way, and the text after its context is learned.
     Chunks of context are full; chunks before them are padding. Documents must come from
     `fit_document`.
+
+    Args:
+      row: the fields of a training batch, each [T].
+      config: the section `data.chunks`.
+      decoder_length: number of tokens that the decoder reads.
     """
-
-    def __init__(self, config: Chunks):
-        self._config = config
-
-    def __call__(self, row: Row) -> Row:
-        config, end = self._config, int((row["segments"] > 0).sum())
-        question = _question_length(row["weights"][:end] > 0) if end else 0
-        start = config.length * num_context_chunks(config, question, end)
-        chunks, mask, _ = split_context(row["tokens"][:start], config.count, config.length, 0)
-        context = {"chunks": chunks, "chunk_mask": mask, **_chunk_targets(row, start, config)}
-        return _decoder_row(row, start, end, config.decoder) | context
+    end = int((row["segments"] > 0).sum())
+    match config.text:
+        case "before":
+            start = max(end - decoder_length, 0)
+        case "same":
+            start = end
+        case "beginning":
+            question = _question_length(row["weights"][:end] > 0) if end else 0
+            start = config.length * num_context_chunks(config, question, end)
+    chunks, mask, _ = split_context(row["tokens"][:start], config.count, config.length, 0)
+    context = {"chunks": chunks, "chunk_mask": mask, **_chunk_targets(row, start, config)}
+    if config.text != "same":
+        row = _decoder_row(row, start, end, decoder_length)
+    return row | context
 
 
 def num_context_chunks(config: Chunks, question: int, tokens: int) -> int:
@@ -266,30 +251,19 @@ def _decoder_row(row: Row, start: int, end: int, length: int) -> Row:
     return row | {"segments": segments, "positions": segment_positions(segments)}
 
 
-class HideContext:
-    """Sets `chunk_mask` to false, and `chunk_weights` to 0, where `Noise` hides the context."""
-
-    def __init__(self, config: Noise):
-        self._config = config
-
-    def __call__(self, row: Row, random: np.random.Generator) -> Row:
-        lengths = self._visible_lengths(*row["chunk_mask"].shape, random)
-        is_visible = np.arange(row["chunk_mask"].shape[1]) < lengths[:, None]
-        row = row | {"chunk_mask": row["chunk_mask"] & is_visible}
-        if "chunk_weights" in row:
-            row["chunk_weights"] = row["chunk_weights"] * is_visible.astype(np.float32)
-        return row
-
-    def _visible_lengths(self, count: int, length: int, random: np.random.Generator) -> np.ndarray:
-        """Draws how many tokens of each chunk remain visible, int [count].
-
-        One random number per chunk decides between none, all and a prefix, as in the released code.
-        """
-        rate, whole = self._config.rate, self._config.whole
-        uniform = random.random(count)
-        hidden = random.integers(1, length - self._config.leave, count, endpoint=True)
-        lengths = np.where(uniform < rate, length - hidden, length)
-        return np.where(uniform < rate * whole, 0, lengths)
+def hide_context(row: Row, random: np.random.Generator, noise: Noise) -> Row:
+    """Sets `chunk_mask` to false, and `chunk_weights` to 0, where `noise` hides the context."""
+    count, length = row["chunk_mask"].shape
+    # One random number per chunk decides between none, all and a prefix, as in the released code.
+    uniform = random.random(count)
+    hidden = random.integers(1, length - noise.leave, count, endpoint=True)
+    visible = np.where(uniform < noise.rate, length - hidden, length)
+    visible = np.where(uniform < noise.rate * noise.whole, 0, visible)
+    is_visible = np.arange(length) < visible[:, None]
+    row = row | {"chunk_mask": row["chunk_mask"] & is_visible}
+    if "chunk_weights" in row:
+        row["chunk_weights"] = row["chunk_weights"] * is_visible.astype(np.float32)
+    return row
 
 
 def segment_positions(segments: np.ndarray) -> np.ndarray:

@@ -9,21 +9,23 @@ import draccus
 
 from lcjax.data.chunks import Chunks
 from lcjax.data.upsample import Upsample
-from lcjax.errors import InputError, one_of, random_seed, whole_number
+from lcjax.errors import InputError, one_of, random_seed, whole_number, whole_numbers
 
 OVERLONG = ("split", "truncate", "drop")
 ON_BAD_TEXT = ("error", "skip", "replace")
 ON_BAD_RECORD = ("error", "skip")
 PACKINGS = ("concat", "first_fit", "best_fit", "windows", "single")
-INDEX, PLAN = "index.json", "plan.json"  # in a complete and an incomplete token folder
-TEACHER_INDEX, TEACHER_PLAN = "teacher.json", "teacher_plan.json"  # the same for teacher rows
-_NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
+# Files that the commands of `python -m lcjax.data` write into a complete and an incomplete folder
+INDEX = {"prepare": "index.json", "teacher": "teacher.json"}
+PLAN = {"prepare": "plan.json", "teacher": "teacher_plan.json"}
+NOT_CONTENT = ("path", "weight")  # fields that do not change the content of a source
 
 
 @dataclass(frozen=True)
 class Source(draccus.ChoiceRegistry):
     """One body of text and its share of the training rows."""
 
+    stream, upsample = False, None  # no fields, but for the types that have them
     pack: str | None = field(default=None, kw_only=True)  # null: data.pack
     # Tokens from the beginning of a row to the next one; null: data.length, rows do not overlap
     stride: int | None = field(default=None, kw_only=True)
@@ -31,12 +33,9 @@ class Source(draccus.ChoiceRegistry):
     min_document_tokens: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
-        if self.pack is not None and self.pack not in PACKINGS:
-            raise InputError(f"pack={self.pack} is not one of {', '.join(PACKINGS)}")
-        for key in ("stride", "min_document_tokens"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise InputError(f"{key}={value} must be 1 or more, or null")
+        if self.pack is not None:
+            one_of("pack", self.pack, PACKINGS)
+        whole_numbers("", self, 1, "stride", "min_document_tokens")
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -53,7 +52,7 @@ class Source(draccus.ChoiceRegistry):
         for item in fields(self):
             value = getattr(self, item.name)
             default = item.default if item.default is not MISSING else None
-            if item.name not in _NOT_CONTENT and value != default:
+            if item.name not in NOT_CONTENT and value != default:
                 parts.append(f"{item.name}={value}")
         return ", ".join(parts)
 
@@ -89,12 +88,10 @@ class ChatSource(Source):
     answer: str = "{output}"  # with prompt: the text after it; EOS is added
     learn: str = "answers"  # answers, or all
     stream: bool = False  # one file after the other, as in type text
-    upsample: ClassVar[None] = None
 
     def __post_init__(self):
         super().__post_init__()
-        if self.learn not in ("answers", "all"):
-            raise InputError(f"learn={self.learn} is not one of answers, all")
+        one_of("learn", self.learn, ("answers", "all"))
         for key in ("prompt", "answer"):
             try:
                 list(string.Formatter().parse(getattr(self, key)))
@@ -125,8 +122,7 @@ class TokenSource(Source):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.dtype not in ("uint16", "uint32"):
-            raise InputError(f"dtype={self.dtype} is not one of uint16, uint32")
+        one_of("dtype", self.dtype, ("uint16", "uint32"))
         if self.document_start is not None and self.document_end is not None:
             raise InputError("document_start and document_end are both set: keep one of them")
         for key in ("stream", "upsample", "pack"):
@@ -141,8 +137,6 @@ class TeacherSource(Source):
 
     path: str = ""  # the folder
     weight: float = 1.0  # share of the rows, relative to the other sources
-    stream: ClassVar[bool] = False
-    upsample: ClassVar[None] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -285,17 +279,11 @@ class DataConfig(TextConfig):
         one_of("data.pack", self.pack, PACKINGS)
         one_of("data.overlong", self.overlong, OVERLONG)
         whole_number("data.length", self.length, 2, "a row holds a token and its target")
-        whole_number("data.packing_bins", self.packing_bins, 1, "they are filled at the same time")
-        whole_number("data.min_document_tokens", self.min_document_tokens, 1, "no empty documents")
-        whole_number("data.shuffle_rows", self.shuffle_rows, 0, "0 leaves the rows in order")
-        whole_number("data.threads", self.threads, 0, "0 reads in the caller's thread")
-        whole_number("data.prefetch", self.prefetch, 0, "0 computes no batch ahead")
-        if self.repeat is not None:
-            whole_number("data.repeat", self.repeat, 1, "null repeats without end")
+        whole_numbers("data", self, 1, "packing_bins", "min_document_tokens", "repeat")
+        whole_numbers("data", self, 0, "shuffle_rows", "threads", "prefetch")
         random_seed("data.seed", self.seed)
         for i, source in enumerate(self.sources):
-            self._check_stride(i, source)
-            self._check_converter(i, source)
+            self._check_source(f"data.sources.{i}", source)
         is_teacher = [isinstance(source, TeacherSource) for source in self.sources]
         if any(is_teacher) and not all(is_teacher):
             raise InputError(
@@ -356,17 +344,14 @@ class DataConfig(TextConfig):
         """Whether a row may hold several documents."""
         return bool(self._packings() - {"windows", "single"})
 
-    def _check_converter(self, i: int, source: Source) -> None:
+    def _check_source(self, key: str, source: Source) -> None:
         if _converts(source) and self.chunks is None:
             raise InputError(
-                f"data.sources.{i}.converter={source.converter} needs data.chunks: their number and"
-                " length"
+                f"{key}.converter={source.converter} needs data.chunks: their number and length"
             )
-
-    def _check_stride(self, i: int, source: Source) -> None:
         if source.stride is None:
             return
-        how, key = source.pack or self.pack, f"data.sources.{i}.stride={source.stride}"
+        how, key = source.pack or self.pack, f"{key}.stride={source.stride}"
         if how not in ("concat", "windows"):
             raise InputError(f"{key}: rows of {how} cannot overlap; set pack: concat or windows")
         if source.stride > self.length or (how == "concat" and self.length % source.stride):
@@ -381,7 +366,7 @@ def _converts(source: Source) -> bool:
 def _source_at(path: str) -> Source:
     """Returns the source at a path; folders written by `prepare` or `teacher` are recognised."""
     folder = Path(path).expanduser()
-    if any((folder / name).is_file() for name in (TEACHER_INDEX, TEACHER_PLAN)):
-        return TeacherSource(path)
-    is_prepared = any((folder / name).is_file() for name in (INDEX, PLAN))
-    return TokenSource(path) if is_prepared or folder.suffix == ".bin" else TextSource(path)
+    for command, source in (("teacher", TeacherSource), ("prepare", TokenSource)):
+        if any((folder / files[command]).is_file() for files in (INDEX, PLAN)):
+            return source(path)
+    return TokenSource(path) if folder.suffix == ".bin" else TextSource(path)

@@ -4,9 +4,11 @@
 other and holds the index of one file only. `open_split` chooses between them for every source.
 """
 
+import abc
 import bisect
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +29,7 @@ from lcjax.data.config import (
 )
 from lcjax.data.files import FileCache
 from lcjax.data.readers import Document, Reader, SourceFiles, TextFiles
-from lcjax.data.seqio_source import SeqioCorpus
-from lcjax.data.teacher_files import TeacherFiles
-from lcjax.data.token_files import TokenFiles
+from lcjax.data.token_files import TeacherFiles, token_files
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError
 
@@ -42,7 +42,7 @@ class Corpus:
     `indices` selects some of them, such as one side of the validation split.
     """
 
-    is_mixture = False  # whether it mixes sources at rates that hold for endless streams only
+    is_mixture = False
 
     def __init__(self, files: SourceFiles, readers: list[Reader] | None = None, indices=None):
         self.files, self.source, self.indices = files, files.source, indices
@@ -85,6 +85,84 @@ class Corpus:
         return self.readers[file], index - self._starts[file]
 
 
+Tokenise = Callable[[tuple[str, Any]], Any]  # (name, value) to an element of a dataset, or None
+
+
+class StreamedCorpus(abc.ABC):
+    """The documents of one source, or of one split of it, which can only be read in order."""
+
+    count = None  # known only after reading everything
+    is_mixture = False  # whether it mixes sources at rates that hold for endless streams only
+    files: SourceFiles | None = None
+    source: Source
+    start: dict[str, Any]  # the state before the first document
+    _holdout, _split = 0.0, "train"
+
+    def split(self, holdout: float, split: str) -> "StreamedCorpus":
+        """Returns the documents of the `train` or the `validation` split, as `Corpus` does."""
+        corpus = copy.copy(self)
+        corpus._holdout, corpus._split = holdout, split
+        return corpus
+
+    def in_split(self, split_hash: float) -> bool:
+        """Whether the document with this hash belongs to the split."""
+        return (split_hash < self._holdout) == (self._split == "validation")
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yields (name, value) of every document of one epoch, in the order of the source."""
+
+    @abc.abstractmethod
+    def read_elements(
+        self, tokenise: Tokenise, state: dict[str, Any], **order: Any
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yields `tokenise(document)` from `state` on, and the state after each.
+
+        `order` may have `shuffle: bool`, `seed: int`, and `repeat: int | None`, the epochs; without
+        them documents are read once and in order.
+        """
+
+    def elements(self, tokenise: Tokenise, **order: Any) -> grain.IterDataset:
+        """Returns a grain dataset of `tokenise(document)`; `order` as in `read_elements`."""
+        return StreamedDataset(functools.partial(self.read_elements, tokenise, **order), self.start)
+
+
+class StreamedDataset(grain.IterDataset):
+    """Elements that are read in order, with a restorable position.
+
+    `read(state)` yields (element, or None to leave it out; the state after it), and `start` is the
+    state before the first one.
+    """
+
+    def __init__(self, read: Callable[[dict], Iterator[tuple[Any, dict]]], start: dict[str, Any]):
+        super().__init__()
+        self._read, self._start = read, start
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _StreamedIterator(self._read, self._start)
+
+
+class _StreamedIterator(grain.DatasetIterator):
+    def __init__(self, read: Callable[[dict], Iterator[tuple[Any, dict]]], state: dict[str, Any]):
+        super().__init__()
+        self._read, self._state, self._elements = read, state, None
+
+    def __next__(self) -> Any:
+        if self._elements is None:
+            self._elements = self._read(self._state)
+        for element, state in self._elements:
+            self._state = state
+            if element is not None:
+                return element
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        return self._state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._state, self._elements = state, None
+
+
 class StreamPosition(NamedTuple):
     """Position of a stream: before document `document` of the `file`-th file of an epoch."""
 
@@ -93,7 +171,7 @@ class StreamPosition(NamedTuple):
     document: int = 0
 
 
-class Stream:
+class Stream(StreamedCorpus):
     """The documents of one source, or of one split of it, file after file.
 
     In an epoch the files come in random order, and the documents of a file in random order.
@@ -101,34 +179,27 @@ class Stream:
     and memory holds the index of one file, whatever the size of the corpus.
     """
 
-    count = None  # known only after reading everything
-    is_mixture = False
-
     def __init__(self, files: SourceFiles):
         self.files, self.source = files, files.source
-        self._holdout, self._split = 0.0, "train"
-
-    def split(self, holdout: float, split: str) -> "Stream":
-        """Returns the documents of the `train` or the `validation` split, as `Corpus` does."""
-        stream = copy.copy(self)
-        stream._holdout, stream._split = holdout, split
-        return stream
+        self.start = {"place": list(StreamPosition()), "selection": None}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, text) of every document of one epoch, in the order of the files."""
-        return (document.pair for document, _, _ in self.read(shuffle=False, repeat=1))
+        return (document.pair for document, _, _ in self.read())
 
-    def elements(
-        self, tokenise, *, shuffle: bool = False, seed: int = 0, repeat: int | None = 1
-    ) -> grain.IterDataset:
-        """Returns a grain dataset of `tokenise(document)`."""
-        return _StreamDataset(self, tokenise, shuffle=shuffle, seed=seed, repeat=repeat)
+    def read_elements(
+        self, tokenise: Tokenise, state: dict[str, Any], **order: Any
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        position, selection_state = StreamPosition(*state["place"]), state["selection"]
+        documents = self.read(position=position, selection_state=selection_state, **order)
+        for document, position, selection_state in documents:
+            after = {"place": list(position), "selection": selection_state}
+            yield tokenise(document.pair), after
 
     def read(
         self,
         *,
-        shuffle: bool,
-        repeat: int | None,
+        shuffle: bool = False,
+        repeat: int | None = 1,
         seed: int = 0,
         position: StreamPosition = StreamPosition(),
         selection_state: dict | None = None,
@@ -151,7 +222,10 @@ class Stream:
                     if selection and selection.full:
                         break
             if not has_documents:
-                raise self._empty()
+                mode = f" with upsample.mode={upsample.mode}" if upsample else ""
+                raise InputError(
+                    f"data.path={self.source.name} gives no document in an epoch{mode}"
+                )
             position = StreamPosition(position.epoch + 1)
 
     def _epoch(
@@ -167,18 +241,9 @@ class Stream:
             indices = order(count, seed, epoch, file) if shuffle else np.arange(count)
             for j in range(first, count):
                 index = int(indices[j])
-                if self._in_split(reader, index):
+                if self.in_split(reader.split_hash(index)):
                     yield self.files.document(reader, index), StreamPosition(epoch, i, j + 1)
             first = 0
-
-    def _in_split(self, reader: Reader, index: int) -> bool:
-        if self._holdout == 0.0:
-            return True
-        return (reader.split_hash(index) < self._holdout) == (self._split == "validation")
-
-    def _empty(self) -> InputError:
-        mode = f" with upsample.mode={self.source.upsample.mode}" if self.source.upsample else ""
-        return InputError(f"data.path={self.source.name} gives no document in an epoch{mode}")
 
 
 def order(count: int, *seeds: int) -> np.ndarray:
@@ -191,61 +256,27 @@ def derived_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) >> 1
 
 
-class _StreamDataset(grain.IterDataset):
-    """The elements of a stream, with a restorable position."""
-
-    def __init__(self, stream: Stream, tokenise, **order):
-        super().__init__()
-        self._stream, self._tokenise, self._order = stream, tokenise, order
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _StreamIterator(self._stream, self._tokenise, self._order)
-
-
-class _StreamIterator(grain.DatasetIterator):
-    def __init__(self, stream: Stream, tokenise, order: dict[str, Any]):
-        super().__init__()
-        self._stream, self._tokenise, self._order = stream, tokenise, order
-        self._position, self._selection_state, self._documents = StreamPosition(), None, None
-
-    def __next__(self):
-        if self._documents is None:
-            self._documents = self._stream.read(
-                **self._order, position=self._position, selection_state=self._selection_state
-            )
-        for document, position, selection_state in self._documents:
-            self._position, self._selection_state = position, selection_state
-            if (element := self._tokenise(document.pair)) is not None:
-                return element
-        raise StopIteration
-
-    def get_state(self) -> dict[str, Any]:
-        return {"place": list(self._position), "selection": self._selection_state}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._position, self._selection_state = StreamPosition(*state["place"]), state["selection"]
-        self._documents = None
-
-
-Documents = Corpus | Stream | SeqioCorpus
+Documents = Corpus | StreamedCorpus
 
 
 def source_files(
-    source: Source,
-    on_bad_text: str = "error",
-    tokenizer: Any = None,
-    on_bad_record: str = "error",
+    source: Source, config: TextConfig = TextConfig(), tokenizer: Any = None
 ) -> SourceFiles:
-    """Finds the files of a source without opening them; checks token ids against `tokenizer`."""
+    """Finds the files of a source without opening them.
+
+    Checks token ids against `tokenizer`, and the shape of stored rows against `config`.
+    """
     match source:
         case TokenSource():
-            files = TokenFiles(source, tokenizer)
+            files = token_files(source, tokenizer)
         case TeacherSource():
             files = TeacherFiles(source, tokenizer)
+            if isinstance(config, DataConfig):
+                files.check_rows(config)
         case ChatSource():
-            files = ChatFiles(source, on_bad_text, on_bad_record)
+            files = ChatFiles(source, config)
         case _:
-            files = TextFiles(source, on_bad_text, on_bad_record)
+            files = TextFiles(source, config)
     if files.paths.size == 0:
         raise _no_documents(source)
     return files
@@ -258,7 +289,7 @@ def check_sources(config: TextConfig) -> None:
     """
     for source in config.resolved_sources():
         if not isinstance(source, SeqioSource):
-            _check_rows(source_files(source, config.on_bad_text), config)
+            source_files(source, config)
 
 
 def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
@@ -277,18 +308,8 @@ def check_outside_data(key: str, folder: Path, config: TextConfig) -> None:
             )
 
 
-def _check_rows(files: SourceFiles, config: TextConfig) -> None:
-    """Checks that stored rows have the shape that the settings give."""
-    if isinstance(files, TeacherFiles) and isinstance(config, DataConfig):
-        files.check_rows(config)
-
-
 def open_corpus(
-    source: Source,
-    *,
-    on_bad_text: str = "error",
-    on_bad_record: str = "error",
-    tokenizer: Any = None,
+    source: Source, config: TextConfig = TextConfig(), tokenizer: Any = None
 ) -> Documents:
     """Opens a source.
 
@@ -297,11 +318,10 @@ def open_corpus(
       streamed or up-sampled; a SeqioCorpus for tasks of seqio.
     """
     if isinstance(source, SeqioSource):
-        corpus = SeqioCorpus(source, on_bad_text=on_bad_text)
-        if tokenizer is not None:
-            corpus.check_vocabulary(tokenizer)
-        return corpus
-    files = source_files(source, on_bad_text, tokenizer, on_bad_record)
+        from lcjax.data.seqio_source import SeqioCorpus
+
+        return SeqioCorpus(source, config, tokenizer)
+    files = source_files(source, config, tokenizer)
     if source.stream or source.upsample:
         return Stream(files)
     corpus = Corpus(files)
@@ -320,18 +340,7 @@ def open_split(config: TextConfig, split: str = "train", tokenizer: Any = None) 
         raise InputError(f"split={split} is not one of train, validation")
     if split == "validation" and config.holdout == 0.0:
         raise InputError("data.holdout=0.0 leaves nothing for validation: set it to, say, 0.01")
-    sources = [
-        open_corpus(
-            source,
-            on_bad_text=config.on_bad_text,
-            on_bad_record=config.on_bad_record,
-            tokenizer=tokenizer,
-        )
-        for source in config.resolved_sources()
-    ]
-    for corpus in sources:
-        if isinstance(corpus, Corpus):
-            _check_rows(corpus.files, config)
+    sources = [open_corpus(source, config, tokenizer) for source in config.resolved_sources()]
     corpora = [corpus.split(config.holdout, split) for corpus in sources]
     if split == "validation":
         corpora = [corpus for corpus in corpora if corpus.count != 0]
@@ -355,9 +364,7 @@ def scan(config: TextConfig) -> int:
     """
     count = 0
     for source in config.resolved_sources():
-        corpus = open_corpus(
-            source, on_bad_text=config.on_bad_text, on_bad_record=config.on_bad_record
-        )
+        corpus = open_corpus(source, config)
         label = f"checking {source.name}"
         for _ in tqdm(corpus, desc=label, total=corpus.count, unit="document", delay=2):
             count += 1
@@ -407,7 +414,7 @@ def all_empty(corpora: list[Documents], reason: str = "empty or skipped") -> Inp
 def corpus_identity(corpora: list[Documents]) -> dict[str, Any]:
     """Returns what identifies the text; a saved position is valid for an equal text only."""
     # The files of a seqio task are not known.
-    files = [None if isinstance(c, SeqioCorpus) else c.files.paths for c in corpora]
+    files = [corpus.files and corpus.files.paths for corpus in corpora]
     return {
         "data text fields": [corpus.source.reads for corpus in corpora],
         "data weights": [corpus.source.weight for corpus in corpora],

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 from lcjax.errors import InputError
 
@@ -244,11 +245,10 @@ class PlainContent:
         return self._cache.map(self._path)[start:end]
 
 
-class GzipContent:
+class GzipContent(PlainContent):
     """The unpacked bytes of a .gz file, which `chunks` writes to a temporary file for `read`."""
 
-    def __init__(self, path: Path, cache: FileCache):
-        self._path, self._cache, self._start = path, cache, 0
+    _start = 0  # of this file in the temporary file
 
     def chunks(self) -> Iterator[bytes]:
         spool = self._cache.spool
@@ -261,7 +261,7 @@ class GzipContent:
         return self._cache.read_spool(self._start + start, self._start + end)
 
 
-class ZstdContent:
+class ZstdContent(PlainContent):
     """The unpacked bytes of a .zst file; `read` unpacks only the frames that it needs.
 
     A zstd file is a sequence of frames (RFC 8878), each compressed on its own. Within a frame no
@@ -270,10 +270,8 @@ class ZstdContent:
     1 GiB for all files of a source.
     """
 
-    def __init__(self, path: Path, cache: FileCache):
-        self._path, self._cache = path, cache
-        self._ends = np.zeros(1, np.int64)  # frame ends in the unpacked content, after a first 0
-        self._bounds = np.zeros((0, 2), np.int64)  # start and end of each frame in the file
+    _bounds: np.ndarray  # int64 [frames, 2]: start and end of each frame in the file
+    _ends: np.ndarray  # int64 [frames + 1]: frame ends in the unpacked content, after a first 0
 
     def chunks(self) -> Iterator[bytes]:
         self._bounds = np.array(self._find_frames(), np.int64).reshape(-1, 2)
@@ -314,7 +312,6 @@ class ZstdContent:
             raise InputError(f"{self._path} is damaged or cut short: {reason}") from None
 
     def _stream(self, index: int) -> Iterator[bytes]:
-        pyarrow = _pyarrow()
         start, end = self._bounds[index].tolist()
         frame = memoryview(self._cache.map(self._path))[start:end]
         try:
@@ -369,7 +366,7 @@ def _frame_end(data: bytes, start: int) -> int:
     return offset + 4 * checksum
 
 
-def content(path: Path, cache: FileCache) -> PlainContent | GzipContent | ZstdContent:
+def content(path: Path, cache: FileCache) -> PlainContent:
     """Returns the uncompressed content of a file, by its suffix."""
     classes = {".gz": GzipContent, ".zst": ZstdContent}
     return classes.get(path.suffix.lower(), PlainContent)(path, cache)
@@ -397,13 +394,3 @@ def open_file(path: Path):
 def _map(path: Path) -> mmap.mmap:
     with open_file(path) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _pyarrow():
-    try:
-        import pyarrow
-    except ImportError:
-        raise InputError(
-            "reading .zst files needs `pip install pyarrow`; .gz needs no package"
-        ) from None
-    return pyarrow

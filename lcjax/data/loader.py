@@ -1,10 +1,15 @@
-"""Batches of rows for this process, from an iterator with an exact, restorable position."""
+"""From documents to batches with grain: tokenise, shuffle, repeat, pack, mix, and batch.
+
+A row travels as one array `pair` [T, 2], each token beside its target. A packer moves both
+together, so the target of a token does not depend on where a row is cut.
+"""
 
 import atexit
 import functools
+import itertools
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,11 +17,28 @@ import grain
 import numpy as np
 
 from lcjax.attention.landmark.tokens import Landmarks, insert
-from lcjax.data.chunks import HideContext
-from lcjax.data.config import DataConfig, Masking
-from lcjax.data.corpus import Documents, all_empty, corpus_identity, open_split
-from lcjax.data.rows import Batch, PadBatch, Tokenise, make_batch_fields, mixed_rows, rows_in_order
+from lcjax.data.chat import ChatTokenise
+from lcjax.data.chunks import cut_context, fit_document, hide_context, segment_positions
+from lcjax.data.config import (
+    ChatSource,
+    DataConfig,
+    Masking,
+    SeqioSource,
+    TeacherSource,
+    TokenSource,
+)
+from lcjax.data.corpus import (
+    Documents,
+    StreamedCorpus,
+    all_empty,
+    corpus_identity,
+    derived_seed,
+    open_split,
+)
 from lcjax.errors import InputError
+
+Batch = dict[str, np.ndarray]
+Element = dict[str, np.ndarray]  # "pair", and once packed "pair_segment_ids", "pair_positions"
 
 # Fields that may change when a run resumes: speed, and the number of epochs.
 _MUTABLE_FIELDS = ("threads", "prefetch", "repeat")
@@ -80,24 +102,25 @@ def make_loader(
         raise InputError(
             f"rows={indices} must be some of 0 ... {batch_size - 1}, the rows of a batch"
         )
-    corpora = open_split(config, split, tokenizer)
-    tokenises = [Tokenise(config, tokenizer, corpus.source) for corpus in corpora]
+    sources = [SourceRows(c, config, tokenizer) for c in open_split(config, split, tokenizer)]
     is_train = split == "train"
     _check_num_tokens(
-        corpora,
-        tokenises,
+        sources,
         required=batch_size * config.length if is_train else 1,
         repeat=config.repeat if is_train else 1,
     )
-    build = mixed_rows if is_train else rows_in_order
-    dataset = build(corpora, config, tokenises).map(make_batch_fields(config))
+    dataset = mixed_rows(sources, config) if is_train else rows_in_order(sources)
+    dataset = dataset.map(functools.partial(batch_fields, config=config))
     if config.masking is not None:
         if landmarks is not None:
             raise InputError("data.masking hides tokens that landmarks attend to: leave it out")
         dataset = dataset.random_map(RandomMask(config.masking, tokenizer), seed=config.seed)
     if config.chunks is not None and config.chunks.noise is not None and is_train:
-        dataset = dataset.random_map(HideContext(config.chunks.noise), seed=config.seed)
-    batches = dataset.batch(batch_size, batch_fn=PadBatch(batch_size))
+        hide = functools.partial(hide_context, noise=config.chunks.noise)
+        dataset = dataset.random_map(hide, seed=config.seed)
+    # The last batch is completed with rows of padding.
+    pad = functools.partial(grain.experimental.batch_and_pad, batch_size=batch_size)
+    batches = dataset.batch(batch_size, batch_fn=pad)
     batches = batches.map(lambda batch: {key: value[indices] for key, value in batch.items()})
     if landmarks is not None:
         if config.chunks is not None:
@@ -108,31 +131,7 @@ def make_loader(
     batches = grain.experimental.ThreadPrefetchIterDataset(
         batches, prefetch_buffer_size=config.prefetch
     )
-    return Loader(iter(batches), _identity(config, corpora, tokenizer, split, landmarks))
-
-
-class RandomMask:
-    """Masks tokens of a row; targets and weights remain at masked places only."""
-
-    def __init__(self, config: Masking, tokenizer: Any):
-        self._rate = config.rate
-        self._mask_id = tokenizer.vocab_size if config.token is None else config.token
-        names = ("bos_id", "pad_id", "unk_id")  # tokenizers need not have all of them
-        special = {getattr(tokenizer, name, None) for name in names} | {*tokenizer.eos_ids}
-        self._never = sorted((special | {self._mask_id, *config.keep}) - {None})
-
-    def __call__(
-        self, row: dict[str, np.ndarray], random: np.random.Generator
-    ) -> dict[str, np.ndarray]:
-        tokens = row["tokens"]
-        # One random number for every place, so that the text does not change the masked places.
-        is_masked = random.random(tokens.shape) < self._rate
-        is_masked &= (row["segments"] > 0) & ~np.isin(tokens, self._never)
-        return row | {
-            "tokens": np.where(is_masked, np.int32(self._mask_id), tokens),
-            "targets": np.where(is_masked, tokens, 0),
-            "weights": is_masked.astype(np.float32),
-        }
+    return Loader(iter(batches), _identity(sources, config, tokenizer, split, landmarks))
 
 
 class Loader(grain.DatasetIterator):
@@ -189,26 +188,24 @@ def _close(reference: weakref.ref) -> None:
         loader.close()
 
 
-def _check_num_tokens(
-    corpora: list[Documents], tokenises: list[Tokenise], *, required: int, repeat: int | None
-) -> None:
+def _check_num_tokens(sources: list["SourceRows"], *, required: int, repeat: int | None) -> None:
     """Raises an `InputError` where the text has fewer than `required` tokens.
 
     Otherwise the loader would loop for ever, or fill a batch with copies. Reads no more documents
     than the check needs.
     """
     epochs, total = repeat or 1, 0
-    for corpus, tokenise in zip(corpora, tokenises, strict=True):
+    for source in sources:
         num_tokens = 0
-        for tokens in tokenise.counts(corpus):
+        for tokens in source.counts():
             num_tokens += tokens
             if num_tokens and (total + num_tokens) * epochs >= required:
                 break
         if num_tokens == 0:
-            raise all_empty([corpus], tokenise.reason_empty)
+            raise all_empty([source.corpus], source.reason_empty)
         total += num_tokens
     # One pass over a mixture ends with its smallest task, so it does not count all tokens.
-    is_endless = repeat is None and any(corpus.is_mixture for corpus in corpora)
+    is_endless = repeat is None and any(source.corpus.is_mixture for source in sources)
     if total * epochs < required and not is_endless:
         raise InputError(
             f"data holds {total:,} tokens, too few for one batch of {required:,} (batch size x"
@@ -218,9 +215,9 @@ def _check_num_tokens(
 
 
 def _identity(
+    sources: list["SourceRows"],
     config: DataConfig,
-    corpora: list[Documents],
-    tokenizer,
+    tokenizer: Any,
     split: str,
     landmarks: Landmarks | None,
 ) -> dict[str, Any]:
@@ -228,11 +225,424 @@ def _identity(
     fields = {f"data.{k}": v for k, v in asdict(config).items() if k not in _MUTABLE_FIELDS}
     # The location of the text may change, its content may not.
     del fields["data.path"], fields["data.sources"]
-    fields |= corpus_identity(corpora)
+    fields |= corpus_identity([source.corpus for source in sources])
     fields["tokenizer"] = tokenizer.fingerprint
     fields["split"] = split
     fields["landmarks"] = None if landmarks is None else asdict(landmarks)
     return fields
+
+
+def mixed_rows(sources: list["SourceRows"], config: DataConfig) -> grain.IterDataset:
+    """Packs each source separately, then draws rows by weight, so that shares hold in tokens.
+
+    Mixing documents instead would give sources of long documents more than their share.
+    """
+    streams = []
+    for i, source in enumerate(sources):
+        seed = derived_seed(config.seed, i)
+        streams.append(source.rows(shuffle=config.shuffle, seed=seed, repeat=config.repeat))
+    rows = streams[0]
+    if len(streams) > 1:
+        rows = grain.IterDataset.mix(streams, [source.corpus.source.weight for source in sources])
+    if config.shuffle_rows > 1:
+        rows = grain.experimental.WindowShuffleIterDataset(
+            rows, window_size=config.shuffle_rows, seed=derived_seed(config.seed, len(sources))
+        )
+    return rows
+
+
+def rows_in_order(sources: list["SourceRows"]) -> grain.IterDataset:
+    """Reads all documents once, source after source.
+
+    Neighbouring sources with equal settings are packed together.
+    """
+
+    def packing(source: SourceRows) -> tuple:
+        return source.is_packed, source.corpus.source.pack, source.corpus.source.stride
+
+    parts = []
+    for (is_packed, *_), group in itertools.groupby(sources, packing):
+        group = list(group)
+        if is_packed:
+            elements = _concatenate([source.elements() for source in group])
+            parts.append(group[0].pack(elements))
+        else:
+            parts += [source.rows() for source in group]
+    return _concatenate(parts)
+
+
+def _concatenate(parts: list[grain.IterDataset]) -> grain.IterDataset:
+    if len(parts) == 1:
+        return parts[0]
+    return grain.experimental.InterleaveIterDataset(parts, cycle_length=1)
+
+
+_PACKERS = {
+    "first_fit": grain.experimental.FirstFitPackIterDataset,
+    "best_fit": grain.experimental.BestFitPackIterDataset,
+}
+
+
+class SourceRows:
+    """The rows of one source: its documents, tokenised and packed.
+
+    Rows of a teacher, of a seqio converter, and of tokens with `rows: true` are not packed.
+    """
+
+    def __init__(self, corpus: Documents, config: DataConfig, tokenizer: Any):
+        source = corpus.source
+        self.corpus, self._config, self._tokenizer = corpus, config, tokenizer
+        self.length, self.stride = config.length, source.stride or config.length
+        self.min_tokens = source.min_document_tokens or config.min_document_tokens
+        self._pack = source.pack or config.pack
+        self._windows = Windows(self.length, self.stride, first_only=config.overlong == "truncate")
+        # A tokenizer may have a BOS that only chat templates use, not texts.
+        add_bos = tokenizer.add_bos if config.add_bos is None else config.add_bos
+        self.bos = _special("bos", add_bos, tokenizer.bos_id)
+        self.eos = _special("eos", config.add_eos, next(iter(tokenizer.eos_ids), None))
+        is_seqio = isinstance(source, SeqioSource)
+        is_chat = isinstance(source, ChatSource) or (is_seqio and bool(source.prompt))
+        self._chat = ChatTokenise(tokenizer, source) if is_chat else None
+        self._is_converted = is_seqio and bool(source.converter)
+        is_cut = isinstance(source, TokenSource) and source.rows
+        self.is_packed = not (self._is_converted or is_cut or isinstance(source, TeacherSource))
+
+    def rows(self, **order: Any) -> grain.IterDataset:
+        """Returns the rows; `order` as of `StreamedCorpus.read_elements`."""
+        if self._is_converted:
+            # The task adds BOS and EOS of its own; add only those that the config demands.
+            config = self._config
+            special = {
+                "bos_id": self.bos if config.add_bos else None,
+                "eos_id": self.eos if config.add_eos else None,
+            }
+            return self.corpus.rows(config.chunks, config.decoder_length, **special, **order)
+        if isinstance(self.corpus.source, TeacherSource):
+            rows = grain.MapDataset.source(self.corpus).map(lambda document: document[1])
+            return self._ordered(rows, **order)
+        if not self.is_packed:
+            return self._ordered(grain.MapDataset.source(FixedRows(self)), **order)
+        return self.pack(self.elements(**order), shuffle=order.get("shuffle", False))
+
+    def elements(self, **order: Any) -> grain.IterDataset:
+        """Returns the tokenised documents; `order` as of `StreamedCorpus.read_elements`."""
+        if isinstance(self.corpus, StreamedCorpus):
+            return self.corpus.elements(self.tokenise, **order)
+        return self._ordered(grain.MapDataset.source(self.corpus).map(self.tokenise), **order)
+
+    def _ordered(
+        self,
+        dataset: grain.MapDataset,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        repeat: int | None = 1,
+    ) -> grain.IterDataset:
+        dataset = dataset.shuffle(seed=seed) if shuffle else dataset
+        # grain's own default of 500 documents ahead would be gigabytes of books.
+        threads = self._config.threads
+        options = grain.ReadOptions(threads, prefetch_buffer_size=4 * threads)
+        return dataset.repeat(repeat).to_iter_dataset(options)
+
+    def tokenise(self, document: tuple[str, Any]) -> Element | None:
+        """Returns {"pair": int32 [n, 2]}: each token of a document beside its target.
+
+        The last token has no target: -1. A target that is not learned is stored as -2 - target. The
+        result is None for a document that is left out. The value of a document may be a text, token
+        ids with or without BOS and EOS, or a conversation.
+        """
+        name, value = document
+        if self._chat is not None:
+            ids, is_learned = self._chat(name, value)
+            self._check_ids(name, ids)
+        else:
+            ids = self._document_ids(name, value)
+            is_learned = np.ones(len(ids), bool)
+        if len(ids) < self.min_tokens or not is_learned.any():
+            return None
+        bos, eos = self._missing_special(ids)
+        tokens = np.concatenate([bos, ids, eos]).astype(np.int32)
+        is_learned = np.pad(is_learned, (len(bos), len(eos)), constant_values=(False, True))
+        targets = np.where(is_learned, tokens, -2 - tokens)[1:]
+        return self._fit(np.stack([tokens, np.append(targets, np.int32(-1))], axis=1))
+
+    def _fit(self, pair: np.ndarray) -> Element | None:
+        """Shortens or drops a document that exceeds a row, for packings of whole documents."""
+        config, drops = self._config, self._config.overlong == "drop"
+        if config.chunks is not None and config.chunks.text == "beginning":
+            pair = fit_document(pair, config.chunks, self.length, drop=drops)
+        elif (
+            len(pair) > self.length
+            and config.overlong != "split"
+            and self._pack not in ("concat", "windows")
+        ):
+            pair = None if drops else pair[: self.length]
+        return None if pair is None else {"pair": pair}
+
+    def _document_ids(self, name: str, value: str | np.ndarray) -> np.ndarray:
+        """Returns the ids of a document without the BOS and EOS, which are added later."""
+        if isinstance(value, str):
+            return np.array(self._tokenizer.encode(value) if value.strip() else [], np.int32)
+        self._check_ids(name, value)
+        has_bos = self.bos is not None and len(value) > 0 and value[0] == self.bos
+        has_eos = self.eos is not None and len(value) > int(has_bos) and value[-1] == self.eos
+        return value[int(has_bos) : len(value) - int(has_eos)]
+
+    def _missing_special(self, ids: np.ndarray) -> tuple[list[int], list[int]]:
+        """Returns the BOS and the EOS to add: lists of one token, or empty."""
+        bos = [] if self.bos is None else [self.bos]
+        eos = [] if self.eos is None else [self.eos]
+        if self._chat is None:
+            return bos, eos
+        if not self.corpus.source.prompt:
+            return [], []  # a chat template has BOS and EOS of its own
+        # The ids of a seqio task may contain them.
+        return [] if bos == [ids[0]] else bos, [] if eos == [ids[-1]] else eos
+
+    def _check_ids(self, name: str, ids: np.ndarray) -> None:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._tokenizer.vocab_size:
+            raise InputError(
+                f"{name} has the token {int(ids.max())}, and the tokenizer only"
+                f" {self._tokenizer.vocab_size}: these are ids of another tokenizer, or dtype is"
+                " wrong"
+            )
+
+    @property
+    def reason_empty(self) -> str:
+        """The reason for an error where no document remains."""
+        if self._pack == "windows":
+            return f"pack=windows needs documents of data.length={self.length} tokens"
+        return f"empty, skipped, or below data.min_document_tokens={self.min_tokens}"
+
+    def counts(self) -> Iterator[int]:
+        """Yields the number of tokens that enter rows, for every document or converted row."""
+        if isinstance(self.corpus.source, TeacherSource):
+            return itertools.repeat(self.length, self.corpus.count)
+        if self._is_converted:
+            return (self.length for _ in self.rows())
+        return (self._num_tokens(self.tokenise(document)) for document in self.corpus)
+
+    def _num_tokens(self, element: Element | None) -> int:
+        if element is None:
+            return 0
+        num_tokens = len(element["pair"])
+        match self._pack:
+            case "single":
+                return -(-num_tokens // self.length) * self.length
+            case "windows":
+                return len(self._windows.starts(num_tokens)) * self.length
+            case _:
+                return num_tokens
+
+    def pack(self, elements: grain.IterDataset, *, shuffle: bool = False) -> grain.IterDataset:
+        """Packs tokenised documents into rows by the `pack` of the source or of the data."""
+        config, length = self._config, self.length
+        if self._pack == "concat":
+            rows = grain.experimental.ConcatThenSplitIterDataset(
+                elements, length_struct={"pair": self.stride}
+            )
+            overlap = length // self.stride
+            return rows if overlap == 1 else _OverlappingRows(rows, overlap)
+        if self._pack == "windows":
+            elements = grain.experimental.FlatMapIterDataset(elements, self._windows)
+        elif config.overlong == "split":
+            elements = grain.experimental.FlatMapIterDataset(elements, _SplitOverlong(length))
+        if self._pack in ("windows", "single"):
+            return elements.map(functools.partial(_pad, length=length))
+        return _PACKERS[self._pack](
+            elements,
+            length_struct={"pair": length},
+            num_packing_bins=config.packing_bins,
+            seed=config.seed,
+            shuffle_bins=shuffle,
+        )
+
+
+def _special(name: str, add: bool | None, token: int | None) -> int | None:
+    if add and token is None:
+        raise InputError(f"data.add_{name}=true, but the tokenizer has no {name.upper()} token")
+    return None if add is False else token
+
+
+class _SplitOverlong(grain.experimental.FlatMapTransform):
+    """Splits documents into pieces of at most a row; targets cross from one piece to the next."""
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def flat_map(self, element):
+        pair = element["pair"]
+        return [{"pair": pair[i : i + self._length]} for i in range(0, len(pair), self._length)]
+
+
+class Windows(grain.experimental.FlatMapTransform):
+    """Every full row within a document, `stride` apart; shorter documents give none.
+
+    CEPE's train-filter (Yen et al. 2024, arXiv 2402.16617, sec. 3.1), where a row is the text of
+    the encoder and of the decoder.
+    """
+
+    def __init__(self, length: int, stride: int, *, first_only: bool = False):
+        self._length, self._stride, self._first_only = length, stride, first_only
+
+    def flat_map(self, element: Element) -> list[Element]:
+        starts = self.starts(len(element["pair"]))
+        return [{"pair": element["pair"][i : i + self._length]} for i in starts]
+
+    def starts(self, num_tokens: int) -> range:
+        """Returns the starts of the windows of a document."""
+        starts = range(0, num_tokens - self._length + 1, self._stride)
+        return starts[:1] if self._first_only else starts
+
+
+def _row(pair: np.ndarray, segments: np.ndarray) -> Element:
+    """Returns what a packer returns for a row."""
+    positions = segment_positions(segments)
+    return {"pair": pair, "pair_segment_ids": segments, "pair_positions": positions}
+
+
+def _pad(element: Element, *, length: int) -> Element:
+    """Pads a document of at most `length` tokens to a row of one segment."""
+    pair, missing = element["pair"], length - len(element["pair"])
+    segments = np.pad(np.ones(len(pair), np.int32), (0, missing))
+    return _row(np.pad(pair, ((0, missing), (0, 0))), segments)
+
+
+def _join(parts: list[Element]) -> Element:
+    """Joins neighbouring rows; a document that continues in the next part stays one segment."""
+    pair = np.concatenate([part["pair"] for part in parts])
+    segments, last = [], 0
+    for part, previous in zip(parts, [None, *parts[:-1]], strict=True):
+        ids = part["pair_segment_ids"]
+        # The last place of a part has a target exactly if its document continues.
+        continues = previous is not None and ids[0] and previous["pair"][-1, 1] != -1
+        ids = np.where(ids > 0, ids + last - int(continues), 0)
+        segments.append(ids)
+        last = max(last, int(ids.max()))
+    return _row(pair, np.concatenate(segments).astype(np.int32))
+
+
+class _OverlappingRows(grain.IterDataset):
+    """Rows of `count` parts, each of which begins one part after the previous row."""
+
+    def __init__(self, parts: grain.IterDataset, count: int):
+        super().__init__(parts)
+        self._count = count
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _OverlappingIterator(iter(self._parent), self._count)
+
+
+class _OverlappingIterator(grain.DatasetIterator):
+    def __init__(self, parts: grain.DatasetIterator, count: int):
+        super().__init__(parts)
+        self._count, self._buffer = count, []
+        self._states: list[Any] = [parts.get_state()]  # before each part of the buffer, and after
+
+    def __next__(self) -> Element:
+        if len(self._buffer) == self._count:
+            self._buffer, self._states = self._buffer[1:], self._states[1:]
+        while len(self._buffer) < self._count:
+            self._buffer.append(next(self._parent))
+            self._states.append(self._parent.get_state())
+        return _join(self._buffer)
+
+    def get_state(self) -> dict[str, Any]:
+        """The state before the first part of the next row, which is read again."""
+        return {"parts": self._states[int(len(self._buffer) == self._count)]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parts"])
+        self._buffer, self._states = [], [state["parts"]]
+
+
+class FixedRows:
+    """Row i holds the tokens from `i * stride` on of all documents, concatenated in stored order.
+
+    Long-context studies prepare their data in this way (LongLoRA, Fu et al., LCEG): text is cut
+    into rows anywhere, and rows are read in random order. The tokens of a row are computed from its
+    index; nothing is packed. A last row that is not full is left out, as is one whose last token
+    has no target (LCEG cuts a row only if the next token exists).
+    """
+
+    def __init__(self, source: SourceRows):
+        self._source, corpus = source, source.corpus
+        special, length = (source.bos, source.eos), source.length
+        lengths = np.concatenate([reader.lengths for reader in corpus.readers])
+        stored = np.concatenate([reader.num_special(*special) for reader in corpus.readers])
+        if corpus.indices is not None:
+            lengths, stored = lengths[corpus.indices], stored[corpus.indices]
+        self._documents = np.flatnonzero(lengths - stored >= source.min_tokens)
+        num_special = sum(token is not None for token in special)
+        self._ends = np.cumsum((lengths - stored + num_special)[self._documents])
+        total = int(self._ends[-1]) if len(self._ends) else 0
+        self._count = max(0, (total - 1 - length) // source.stride + 1) if total > length else 0
+        if not self._count:
+            raise InputError(
+                f"data.path={corpus.source.name}: {total:,} tokens fill no row of data.length="
+                f"{length}; lower it"
+            )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> Element:
+        begin = int(row) * self._source.stride
+        end = begin + self._source.length
+        first = int(np.searchsorted(self._ends, begin, side="right"))
+        last = int(np.searchsorted(self._ends, end, side="left"))
+        pairs = []
+        for i in range(first, last + 1):
+            document = self._source.corpus[int(self._documents[i])]
+            pair = self._source.tokenise(document)["pair"]
+            start = int(self._ends[i]) - len(pair)
+            pairs.append(pair[max(begin - start, 0) : end - start])
+        numbers = np.arange(1, len(pairs) + 1, dtype=np.int32)
+        return _row(np.concatenate(pairs), np.repeat(numbers, [len(pair) for pair in pairs]))
+
+
+def batch_fields(row: dict[str, np.ndarray], config: DataConfig) -> Batch:
+    """Turns a row of any source into the fields of a training batch."""
+    if "pair" not in row:
+        return row  # rows of a teacher and of a converter have these fields from the start
+    segments, positions = row["pair_segment_ids"], row["pair_positions"]
+    tokens, targets = row["pair"][:, 0], row["pair"][:, 1]
+    is_text = segments > 0
+    if not config.document_mask:
+        segments = is_text.astype(np.int32)
+        positions = np.where(is_text, np.arange(len(is_text), dtype=np.int32), 0)
+    batch = {
+        "tokens": np.ascontiguousarray(tokens),
+        "targets": np.maximum(np.where(targets < -1, -2 - targets, targets), 0),
+        "segments": segments,
+        "positions": positions,
+        "weights": (is_text & (targets >= 0)).astype(np.float32),
+    }
+    return cut_context(batch, config.chunks, config.decoder_length) if config.chunks else batch
+
+
+class RandomMask:
+    """Masks tokens of a row; targets and weights remain at masked places only."""
+
+    def __init__(self, config: Masking, tokenizer: Any):
+        self._rate = config.rate
+        self._mask_id = tokenizer.vocab_size if config.token is None else config.token
+        names = ("bos_id", "pad_id", "unk_id")  # tokenizers need not have all of them
+        special = {getattr(tokenizer, name, None) for name in names} | {*tokenizer.eos_ids}
+        self._never = sorted((special | {self._mask_id, *config.keep}) - {None})
+
+    def __call__(
+        self, row: dict[str, np.ndarray], random: np.random.Generator
+    ) -> dict[str, np.ndarray]:
+        tokens = row["tokens"]
+        # One random number for every place, so that the text does not change the masked places.
+        is_masked = random.random(tokens.shape) < self._rate
+        is_masked &= (row["segments"] > 0) & ~np.isin(tokens, self._never)
+        return row | {
+            "tokens": np.where(is_masked, np.int32(self._mask_id), tokens),
+            "targets": np.where(is_masked, tokens, 0),
+            "weights": is_masked.astype(np.float32),
+        }
 
 
 def _slices_as_tuples(state: Any) -> Any:

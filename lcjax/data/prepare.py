@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +24,13 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data.config import INDEX, PLAN, Source, TextSource
+from lcjax.data.config import INDEX, NOT_CONTENT, ON_BAD_TEXT, PLAN, Source, TextConfig, TextSource
 from lcjax.data.corpus import derived_seed, order, source_files
 from lcjax.data.files import FileCache, FileList
-from lcjax.data.readers import Document
+from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
-from lcjax.errors import InputError
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.files import atomic_file
 
 TOKENIZER = "tokenizer"  # folder beside the shards
@@ -54,12 +54,10 @@ class PrepareConfig:
     workers: int = 0  # processes; 0: one for each core
 
     def __post_init__(self):
-        if self.dtype not in ("auto", "uint16", "uint32"):
-            raise InputError(f"dtype={self.dtype} is not one of auto, uint16, uint32")
-        if self.on_bad_text not in ("error", "skip", "replace"):
-            raise InputError(f"on_bad_text={self.on_bad_text} is not one of error, skip, replace")
-        if self.min_document_tokens < 1 or self.workers < 0:
-            raise InputError("min_document_tokens must be 1 or more, workers 0 or more")
+        one_of("dtype", self.dtype, ("auto", *DTYPES))
+        one_of("on_bad_text", self.on_bad_text, ON_BAD_TEXT)
+        whole_numbers("", self, 1, "min_document_tokens")
+        whole_numbers("", self, 0, "workers")
         if bool(self.path) == bool(self.sources):
             raise InputError("give --path= or sources (one of them, not both): what to tokenise")
         for key in ("tokenizer", "out"):
@@ -71,6 +69,14 @@ class PrepareConfig:
 
     def text_sources(self) -> list[TextSource]:
         return self.sources or [TextSource(self.path)]
+
+    def open_sources(self) -> list[SourceFiles]:
+        text = TextConfig(on_bad_text=self.on_bad_text)
+        return [source_files(source, text) for source in self.text_sources()]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out).expanduser()
 
 
 class Job(NamedTuple):
@@ -84,18 +90,6 @@ class Job(NamedTuple):
     size: int  # bytes on disk, for the progress bar
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings that all jobs share."""
-
-    sources: tuple[TextSource, ...]
-    seed: int | None  # None: files and documents stay in order
-    min_tokens: int
-    on_bad_text: str
-    dtype: str
-    out: Path
-
-
 def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Writes the missing shards of a token folder.
 
@@ -105,23 +99,15 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     Raises:
       InputError: the folder belongs to other text or settings, or no document remains.
     """
-    out = Path(config.out).expanduser()
-    tokenizer = _tokenizer(config.tokenizer)
-    settings = Settings(
-        sources=tuple(config.text_sources()),
-        seed=config.seed if config.shuffle else None,
-        min_tokens=config.min_document_tokens,
-        on_bad_text=config.on_bad_text,
-        dtype=_dtype(config.dtype, tokenizer),
-        out=out,
-    )
-    files = [source_files(s, config.on_bad_text).paths for s in settings.sources]
-    identity = _identity(config, settings, tokenizer.fingerprint, [f.fingerprint for f in files])
-    if (index := begin(out, identity)) is None:
-        jobs = make_jobs(files, settings)
-        _run(config, settings, tokenizer, jobs)
-        index = _finish(config, settings, tokenizer, identity, len(jobs))
-        (out / PLAN).unlink()
+    tokenizer, out = _tokenizer(config.tokenizer), config.folder
+    config = dataclasses.replace(config, dtype=_dtype(config.dtype, tokenizer))
+    files = [source.paths for source in config.open_sources()]
+    identity = _identity(config, tokenizer.fingerprint, [paths.fingerprint for paths in files])
+    if (index := begin(out, identity, "prepare")) is None:
+        jobs = make_jobs(files, config)
+        _run(config, tokenizer, jobs)
+        index = _finish(config, tokenizer, identity, len(jobs))
+        (out / PLAN["prepare"]).unlink()
     print(length_table(index))
     print(f"{out}: train on it with --data.path={config.out}")
     return index
@@ -144,36 +130,27 @@ def _dtype(dtype: str, tokenizer: Any) -> str:
     return ("uint16" if fits_uint16 else "uint32") if dtype == "auto" else dtype
 
 
-def _identity(
-    config: PrepareConfig, settings: Settings, tokenizer: str, text: list[str]
-) -> dict[str, Any]:
+def _identity(config: PrepareConfig, tokenizer: str, text: list[str]) -> dict[str, Any]:
     """Returns everything that determines the shards."""
-    fields = {
-        "sources": [
-            {k: v for k, v in dataclasses.asdict(s).items() if k not in ("path", "weight")}
-            for s in settings.sources
-        ],
-        "shuffle": config.shuffle,
-        "seed": config.seed,
-        "min_document_tokens": config.min_document_tokens,
-        "on_bad_text": config.on_bad_text,
-        "dtype": settings.dtype,
+    fields = dataclasses.asdict(config)
+    sources = [dataclasses.asdict(source) for source in config.text_sources()]
+    names = ("shuffle", "seed", "min_document_tokens", "on_bad_text", "dtype")
+    identity = {
+        "sources": [{k: v for k, v in s.items() if k not in NOT_CONTENT} for s in sources],
+        **{name: fields[name] for name in names},
         "tokenizer": tokenizer,
         "text of the corpus": text,
     }
-    return json.loads(json.dumps(fields))
+    return json.loads(json.dumps(identity))
 
 
-def begin(
-    out: Path, identity: dict[str, Any], index: str = INDEX, plan: str = PLAN
-) -> dict[str, Any] | None:
+def begin(out: Path, identity: dict[str, Any], command: str) -> dict[str, Any] | None:
     """Creates a folder of shards, or checks that an existing one has the same identity.
 
     Args:
       out: the folder.
       identity: everything that determines its content.
-      index: name of the file that makes the folder complete.
-      plan: name of the file with the identity of an incomplete folder.
+      command: of `python -m lcjax.data`, `prepare` or `teacher`.
 
     Returns:
       The index of a complete folder, None for an incomplete one.
@@ -181,7 +158,7 @@ def begin(
     Raises:
       InputError: the folder has another identity, or holds other files.
     """
-    for file in (index, plan):
+    for file in (INDEX[command], PLAN[command]):
         if (out / file).is_file():
             content = json.loads((out / file).read_text(encoding="utf-8"))
             saved = content.get("asked", {})
@@ -191,77 +168,69 @@ def begin(
                         f"out={out} was made with {key} {saved.get(key)}, which is {value} now:"
                         " name another folder, or delete this one"
                     )
-            return content if file == index else None
+            return content if file == INDEX[command] else None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out={out} exists and is not empty: name another folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / plan, {"asked": identity})
+    write_json(out / PLAN[command], {"asked": identity})
     return None
 
 
-def make_jobs(sources: list[FileList], settings: Settings) -> list[Job]:
+def make_jobs(sources: list[FileList], config: PrepareConfig) -> list[Job]:
     """Divides the files into jobs of similar size.
 
     The jobs depend on the files and the settings, not on the number of processes.
     """
     total = sum(files.size for files in sources)
     limit = min(max(total // _NUM_JOBS, _MIN_JOB_BYTES), _MAX_JOB_BYTES)
-    jobs: list[Job] = []
+    jobs: list[tuple] = []  # without their numbers
     for source, files in enumerate(sources):
         group, size = [], 0
-
-        def close():
-            nonlocal group, size
-            if group:
-                jobs.append(Job(len(jobs), source, tuple(group), 0, 1, size))  # noqa: B023
-            group, size = [], 0
-
-        for file in _order(len(files), settings, source):
+        for file in _order(len(files), config, source).tolist():
             num_bytes, path = files.sizes[file], files[file][1]
-            if size + num_bytes > limit:
-                close()
+            if group and size + num_bytes > limit:
+                jobs.append((source, tuple(group), 0, 1, size))
+                group, size = [], 0
             # A .gz has no random access: each part would unpack all of it.
             parts = 1 if path.suffix.lower() == ".gz" else -(-num_bytes // (2 * limit))
             if parts > 1:
                 share = num_bytes // parts
-                jobs += [
-                    Job(len(jobs) + part, source, (int(file),), part, parts, share)
-                    for part in range(parts)
-                ]
-                continue
-            group, size = [*group, int(file)], size + num_bytes
-        close()
-    return jobs
+                jobs += [(source, (file,), part, parts, share) for part in range(parts)]
+            else:
+                group, size = [*group, file], size + num_bytes
+        if group:
+            jobs.append((source, tuple(group), 0, 1, size))
+    return [Job(number, *job) for number, job in enumerate(jobs)]
 
 
-def _order(count: int, settings: Settings, source: int, *tags: int) -> np.ndarray:
+def _order(count: int, config: PrepareConfig, source: int, *tags: int) -> np.ndarray:
     """The order of the first epoch of a stream with the same seed."""
-    if settings.seed is None:
+    if not config.shuffle:
         return np.arange(count)
-    return order(count, derived_seed(settings.seed, source), 0, *tags)
+    return order(count, derived_seed(config.seed, source), 0, *tags)
 
 
-def _run(config: PrepareConfig, settings: Settings, tokenizer: Any, jobs: list[Job]) -> None:
+def _run(config: PrepareConfig, tokenizer: Any, jobs: list[Job]) -> None:
     num_workers = config.workers or os.cpu_count() or 1
     num_done = tokens = 0
-    # Forking a process with threads, such as those of jax, may hang it.
-    context = multiprocessing.get_context("spawn")
-    arguments = {
-        "initializer": _start_worker,
-        "initargs": (settings, tokenizer),
-        "mp_context": context,
-    }
     if num_workers == 1:
-        pool = _SameProcess(settings, tokenizer)
+        _start_worker(config, tokenizer)
+        pool = ThreadPoolExecutor(1)
     else:
-        pool = ProcessPoolExecutor(min(num_workers, len(jobs)), **arguments)
+        pool = ProcessPoolExecutor(
+            min(num_workers, len(jobs)),
+            # Forking a process with threads, such as those of jax, may hang it.
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(config, tokenizer),
+        )
     size = sum(job.size for job in jobs)
     # In a log file one line a minute is enough.
     interval = 0.1 if sys.stderr.isatty() else 60.0
-    bar_options = {"unit": "B", "unit_scale": True, "desc": "tokenise", "mininterval": interval}
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenise", mininterval=interval)
     try:
-        with tqdm(total=size, **bar_options) as bar:
-            tasks = _select_documents(pool, settings, jobs)
+        with bar:
+            tasks = _select_documents(pool, config, jobs)
             for job, shard in _map_ahead(pool, _tokenise, tasks, 2 * num_workers):
                 num_done, tokens = num_done + 1, tokens + shard["tokens"]
                 bar.update(job.size)
@@ -279,26 +248,14 @@ def _run(config: PrepareConfig, settings: Settings, tokenizer: Any, jobs: list[J
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _SameProcess(Executor):
-    """Runs every task at once in this process: `workers: 1`."""
-
-    def __init__(self, settings: Settings, tokenizer: Any):
-        _start_worker(settings, tokenizer)
-
-    def submit(self, function: Callable, *arguments: Any) -> Future:
-        future: Future = Future()
-        future.set_result(function(*arguments))
-        return future
-
-
 def _select_documents(
-    pool: Executor, settings: Settings, jobs: list[Job]
+    pool: Executor, config: PrepareConfig, jobs: list[Job]
 ) -> Iterator[tuple[Job, np.ndarray | None]]:
     """Yields each job with the mask of its selected documents (None: all).
 
     Ends the jobs of a source once its up-sampled epoch is full.
     """
-    for number, source in enumerate(settings.sources):
+    for number, source in enumerate(config.text_sources()):
         source_jobs = [job for job in jobs if job.source == number]
         if source.upsample is None:
             yield from ((job, None) for job in source_jobs)
@@ -337,10 +294,10 @@ def _map_ahead(
 _worker: "Worker"
 
 
-def _start_worker(settings: Settings, tokenizer: Any) -> None:
+def _start_worker(config: PrepareConfig, tokenizer: Any) -> None:
     """Initialises every process of the pool."""
     global _worker
-    _worker = Worker(settings, tokenizer)
+    _worker = Worker(config, tokenizer)
     if (parent := multiprocessing.parent_process()) is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends the workers
         # A killed parent cannot end its workers, which would wait for work for ever.
@@ -356,7 +313,7 @@ def _scan(job: Job, _: None) -> tuple[np.ndarray, list[str]]:
 
 def _tokenise(job: Job, is_selected: np.ndarray | None) -> dict[str, Any]:
     """Writes the shard of a job where it is missing, and returns its description."""
-    return _read_shard(_worker.settings.out, job.number) or _worker.write(job, is_selected)
+    return _read_shard(_worker.config.folder, job.number) or _worker.write(job, is_selected)
 
 
 def _read_shard(out: Path, number: int) -> dict[str, Any] | None:
@@ -368,10 +325,8 @@ def _read_shard(out: Path, number: int) -> dict[str, Any] | None:
 class Worker:
     """The state of a process between jobs."""
 
-    def __init__(self, settings: Settings, tokenizer: Any):
-        self.settings, self._tokenizer = settings, tokenizer
-        bad = settings.on_bad_text
-        self._sources = [source_files(source, bad) for source in settings.sources]
+    def __init__(self, config: PrepareConfig, tokenizer: Any):
+        self.config, self._tokenizer, self._sources = config, tokenizer, config.open_sources()
         self._reader: tuple[tuple[int, int] | None, Any] = (None, None)
 
     def documents(self, job: Job) -> Iterator[tuple[Document, float]]:
@@ -382,20 +337,20 @@ class Worker:
                 self._reader = (job.source, file), files.open(file, FileCache())
             reader = self._reader[1]
             count = len(reader)
-            indices = _order(count, self.settings, job.source, file)
+            indices = _order(count, self.config, job.source, file)
             first, last = (count * part // job.parts for part in (job.part, job.part + 1))
             for index in indices[first:last].tolist():
                 yield files.document(reader, index), reader.split_hash(index)
 
     def write(self, job: Job, is_selected: np.ndarray | None) -> dict[str, Any]:
         """Writes the ids, the table of documents, and the description that completes the shard."""
-        out, name = self.settings.out, f"{job.number:06d}"
-        dtype, labels, rows, lengths = DTYPES[self.settings.dtype], {}, [], []
+        out, name = self.config.folder, f"{job.number:06d}"
+        dtype, labels, rows, lengths = DTYPES[self.config.dtype], {}, [], []
         start = 0
         with atomic_file(out / f"{name}.bin", "wb", sync=True) as file:
             for i, (document, split_hash) in enumerate(self.documents(job)):
                 ids = self._ids(document) if is_selected is None or is_selected[i] else ()
-                if len(ids) < self.settings.min_tokens:
+                if len(ids) < self.config.min_document_tokens:
                     continue
                 file.write(np.asarray(ids, dtype).tobytes())
                 label = labels.setdefault(document.label, len(labels))
@@ -421,17 +376,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _finish(
-    config: PrepareConfig,
-    settings: Settings,
-    tokenizer: Any,
-    identity: dict[str, Any],
-    num_jobs: int,
+    config: PrepareConfig, tokenizer: Any, identity: dict[str, Any], num_jobs: int
 ) -> dict[str, Any]:
     """Writes the report, and last the index over all shards."""
-    shards = [shard for i in range(num_jobs) if (shard := _read_shard(settings.out, i))]
+    out = config.folder
+    shards = [shard for i in range(num_jobs) if (shard := _read_shard(out, i))]
     index = {
         "format": FORMAT,
-        "dtype": settings.dtype,
+        "dtype": config.dtype,
         "tokenizer": tokenizer.fingerprint,
         "tokenizer_name": config.tokenizer,
         "vocab_size": tokenizer.vocab_size,
@@ -443,15 +395,16 @@ def _finish(
     }
     if not index["tokens"]:
         raise InputError(
-            f"no document is left (empty, below min_document_tokens={settings.min_tokens}, or not"
-            " selected by upsample): nothing was prepared"
+            "no document is left (empty, below"
+            f" min_document_tokens={config.min_document_tokens}, or not selected by upsample):"
+            " nothing was prepared"
         )
-    tokenizer.save(settings.out / TOKENIZER)
-    plot_lengths(index, settings.out / "lengths.png")
-    (settings.out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
-    write_json(settings.out / INDEX, index)
+    tokenizer.save(out / TOKENIZER)
+    plot_lengths(index, out / "lengths.png")
+    (out / "report.md").write_text(length_table(index) + "\n", encoding="utf-8")
+    write_json(out / INDEX["prepare"], index)
     for i in range(num_jobs):
-        (settings.out / f"{i:06d}.json").unlink(missing_ok=True)
+        (out / f"{i:06d}.json").unlink(missing_ok=True)
     return index
 
 
@@ -465,33 +418,38 @@ def lengths_by_label(
     lengths: np.ndarray, labels: np.ndarray, names: Iterable[str]
 ) -> dict[str, dict[str, list[int]]]:
     """Counts documents and tokens of a shard by label and by length bin."""
-    bins = np.log2(np.maximum(lengths, 1)).astype(int)
     counts = {}
     for number, name in enumerate(names):
-        is_label = labels == number
-        documents = np.bincount(bins[is_label], minlength=_BINS)
-        tokens = np.zeros(_BINS, np.int64)
-        np.add.at(tokens, bins[is_label], lengths[is_label])
-        counts[name] = {"documents": documents.tolist(), "tokens": tokens.tolist()}
+        tokens = lengths[labels == number]
+        bins = np.log2(np.maximum(tokens, 1)).astype(int)
+        counts[name] = {
+            "documents": np.bincount(bins, minlength=_BINS).tolist(),
+            "tokens": np.bincount(bins, tokens, minlength=_BINS).astype(int).tolist(),
+        }
     return counts
 
 
-def total_lengths(shards: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
+def total_lengths(shards: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
     """Sums the counts of all shards."""
-    sums: dict[str, dict[str, list[int]]] = {}
-    for shard in shards:
-        for label, counts in shard["lengths"].items():
-            label_sums = sums.setdefault(label, {key: [0] * _BINS for key in counts})
-            for key, values in counts.items():
-                label_sums[key] = [a + b for a, b in zip(label_sums[key], values, strict=True)]
-    return dict(sorted(sums.items()))
+    lengths = [shard["lengths"] for shard in shards]
+    labels = sorted({label for counts in lengths for label in counts})
+    return {label: _sum(counts[label] for counts in lengths if label in counts) for label in labels}
+
+
+def _sum(counts: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
+    counts = list(counts)
+    return {
+        key: np.sum([count[key] for count in counts], axis=0).tolist()
+        for key in ("documents", "tokens")
+    }
 
 
 def length_table(index: dict[str, Any]) -> str:
     """Returns the tokens of every label, and a histogram of document lengths, as Markdown."""
     rows = [(name, *_sums(counts)) for name, counts in _largest(index["lengths"]).items()]
+    everything = _sum(index["lengths"].values())
     if len(rows) > 1:
-        rows.append(("all", *_sums(_all(index))))
+        rows.append(("all", *_sums(everything)))
     total = max(1, index["tokens"])
     lines = [
         "| source | documents | tokens | share | mean | "
@@ -505,7 +463,7 @@ def length_table(index: dict[str, Any]) -> str:
             f"| {name} | {documents:,} | {tokens:,} | {tokens / total:.2%}"
             f" | {tokens / max(1, documents):,.0f} | {parts} |"
         )
-    return "\n".join([*lines, "", *_histogram(_all(index)["tokens"])])
+    return "\n".join([*lines, "", *_histogram(everything["tokens"])])
 
 
 def _largest(lengths: dict[str, dict]) -> dict[str, dict]:
@@ -515,14 +473,7 @@ def _largest(lengths: dict[str, dict]) -> dict[str, dict]:
         return lengths
     rest = names[_MAX_LABELS:]
     largest = {name: lengths[name] for name in names[:_MAX_LABELS]}
-    return largest | {f"{len(rest)} others": _all({"lengths": {n: lengths[n] for n in rest}})}
-
-
-def _all(index: dict[str, Any]) -> dict[str, list[int]]:
-    return {
-        key: np.sum([counts[key] for counts in index["lengths"].values()], axis=0).tolist()
-        for key in ("documents", "tokens")
-    }
+    return largest | {f"{len(rest)} others": _sum(lengths[name] for name in rest)}
 
 
 def _sums(counts: dict[str, list[int]]) -> tuple[int, ...]:
@@ -549,7 +500,7 @@ def plot_lengths(index: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    (bins,) = np.nonzero(_all(index)["tokens"])
+    (bins,) = np.nonzero(_sum(index["lengths"].values())["tokens"])
     bins = np.arange(bins[0], bins[-1] + 1)
     bottom = np.zeros(len(bins))
     for number, (name, counts) in enumerate(_largest(index["lengths"]).items()):

@@ -11,12 +11,16 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import grain
 import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 from tqdm import tqdm
 
-from lcjax.data.config import Source, TextSource
+from lcjax.data.config import Source, TextConfig, TextSource
 from lcjax.data.files import FileCache, FileList, content, find_files, gzip_chunks, kind
 from lcjax.errors import InputError
 
@@ -60,9 +64,9 @@ class Document(NamedTuple):
     """A document, and the fields that decide whether it is read."""
 
     name: str
-    value: Any  # text, token ids, or a conversation
-    label: str
-    characters: int
+    value: Any  # text, token ids, a conversation, or a teacher's row
+    label: str = ""  # names a share of an up-sampling
+    characters: int = 0  # length of the text, for an up-sampling
 
     @property
     def pair(self) -> tuple[str, Any]:
@@ -72,8 +76,12 @@ class Document(NamedTuple):
 class Reader(abc.ABC):
     """Base class of the readers of one file."""
 
-    def __init__(self, name: str, path: Path):
-        self._name, self._path = name, path
+    _separator = ":"  # between the path and the number of a record, in error messages
+
+    def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
+        """Opens file `index` of `files`; `cache` is that of the source."""
+        self._files, self._cache = files, cache
+        self._name, self._path = files.paths[index]
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -81,40 +89,56 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def record(self, index: int) -> Any:
-        """Returns one record: a str, or a mapping of fields."""
+        """Returns one record: a str, a mapping of fields, or token ids."""
+
+    def document(self, index: int) -> Document:
+        """Returns a record that is a document as it is stored."""
+        return Document(self.name(index), self.record(index))
 
     def name(self, index: int) -> str:
         return f"{self._name}:{index + 1}"
 
     def location(self, index: int) -> str:
-        return f"{self._path}:{index + 1}"
+        return f"{self._path}{self._separator}{index + 1}"
 
     def split_hash(self, index: int) -> float:
         """The hash in [0, 1) that decides about the validation split."""
         return unit_hash(self.name(index).encode())
 
+    def _decode(self, data: bytes, index: int, offset: int = 0) -> str:
+        on_bad_text = self._files.config.on_bad_text
+        return decode(data, location=self.location(index), offset=offset, on_bad_text=on_bad_text)
 
-class SourceFiles(Protocol):
+    def _handle(self) -> Any:
+        """The open file, which the cache of the source holds."""
+        return self._cache.handles.get(self._path, self._open)
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+
+class SourceFiles(abc.ABC):
     """The files of one source, and how documents are read from them."""
 
     source: Source
     paths: FileList
 
+    @abc.abstractmethod
+    def reader_class(self, path: Path) -> type[Reader]:
+        """Returns the class that reads a file."""
+
     def open(self, index: int, cache: FileCache) -> Reader:
         """Opens one file."""
-        ...
+        _, path = self.paths[index]
+        return self.reader_class(path)(self, index, cache)
 
     def document(self, reader: Reader, index: int) -> Document:
         """Returns the document in a record."""
-        ...
+        return reader.document(index)
 
 
 class TextReader(Reader):
     """A file that is one document."""
-
-    def __init__(self, name: str, path: Path, on_bad_text: str, cache: FileCache):
-        super().__init__(name, path)
-        self._on_bad_text, self._cache = on_bad_text, cache
 
     def __len__(self) -> int:
         return 1
@@ -128,15 +152,15 @@ class TextReader(Reader):
     def record(self, index: int) -> str:
         is_gzip = self._path.suffix.lower() == ".gz"  # read at once, without the temporary file
         chunks = gzip_chunks(self._path) if is_gzip else content(self._path, self._cache).chunks()
-        return decode(b"".join(chunks), location=str(self._path), on_bad_text=self._on_bad_text)
+        return self._decode(b"".join(chunks), index)
 
 
 class JsonLinesReader(Reader):
     """A file with one JSON object per line, indexed by byte offset (8 bytes of memory a line)."""
 
-    def __init__(self, name: str, path: Path, on_bad_text: str, cache: FileCache):
-        super().__init__(name, path)
-        self._on_bad_text = on_bad_text
+    def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
+        super().__init__(files, index, cache)
+        path = self._path
         self._content = content(path, cache)
         self._starts = line_starts(self._content.chunks(), path.name, path.stat().st_size)
 
@@ -146,10 +170,8 @@ class JsonLinesReader(Reader):
     def record(self, index: int) -> dict[str, Any] | str:
         """Returns the object of a line, or an empty document for a blank line."""
         start, end = int(self._starts[index]), int(self._starts[index + 1])
-        data = self._content.read(start, end)
-        location = self.location(index)
-        line = decode(data, location=location, offset=start, on_bad_text=self._on_bad_text)
-        return _parse_json(line, location) if line.strip() else ""
+        line = self._decode(self._content.read(start, end), index, offset=start)
+        return _parse_json(line, self.location(index)) if line.strip() else ""
 
 
 def _parse_json(line: str, location: str) -> dict[str, Any]:
@@ -192,12 +214,13 @@ def line_starts(chunks: Iterable[bytes], label: str, size: int) -> np.ndarray:
 class ParquetReader(Reader):
     """The rows of a Parquet file, read by row groups, which the cache of the source holds."""
 
-    def __init__(self, name: str, path: Path, fields: Mapping[str, str], cache: FileCache):
-        super().__init__(name, path)
-        self._cache = cache
+    _separator = ": row "
+
+    def __init__(self, files: "RecordFiles", index: int, cache: FileCache):
+        super().__init__(files, index, cache)
         self._lock = threading.Lock()
-        file = self._file()
-        self._columns = _columns(fields, file.schema_arrow.names, path)
+        file = self._handle()
+        self._columns = _columns(files.fields, file.schema_arrow.names, self._path)
         meta = file.metadata
         rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         self._starts = np.cumsum([0, *rows])
@@ -205,30 +228,21 @@ class ParquetReader(Reader):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def location(self, index: int) -> str:
-        return f"{self._path}: row {index + 1}"
-
     def record(self, index: int) -> dict[str, Any]:
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
         with self._lock:  # a ParquetFile is not safe to read from two threads
             table = self._cache.blocks.get((self._path, group), lambda: self._read(group))
-        row = index - int(self._starts[group])
-        return {name: table.column(name)[row].as_py() for name in table.column_names}
+        return _row(table, index - int(self._starts[group]))
 
-    def _file(self):
-        return self._cache.handles.get(self._path, self._open)
-
-    def _open(self):
-        pyarrow = _pyarrow(".parquet")
+    def _open(self) -> pyarrow.parquet.ParquetFile:
         try:
             return pyarrow.parquet.ParquetFile(self._path, memory_map=True)
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{self._path} is not a readable Parquet file: {error}") from None
 
-    def _read(self, group: int):
-        pyarrow, file = _pyarrow(".parquet"), self._file()
+    def _read(self, group: int) -> pyarrow.Table:
         try:
-            return file.read_row_group(group, columns=self._columns)
+            return self._handle().read_row_group(group, columns=self._columns)
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{self._path}: row group {group} is damaged: {error}") from None
 
@@ -239,28 +253,21 @@ class ArrowReader(Reader):
     The file is mapped into memory through pyarrow; the package `datasets` is not needed.
     """
 
-    def __init__(self, name: str, path: Path, fields: Mapping[str, str], cache: FileCache):
-        super().__init__(name, path)
-        self._cache = cache
-        table = self._table()
-        self._columns = _columns(fields, table.column_names, path)
+    _separator = ": row "
+
+    def __init__(self, files: "RecordFiles", index: int, cache: FileCache):
+        super().__init__(files, index, cache)
+        table = self._handle()
+        self._columns = _columns(files.fields, table.column_names, self._path)
         self._num_rows = table.num_rows
 
     def __len__(self) -> int:
         return self._num_rows
 
-    def location(self, index: int) -> str:
-        return f"{self._path}: row {index + 1}"
-
     def record(self, index: int) -> dict[str, Any]:
-        table = self._table()
-        return {name: table.column(name)[index].as_py() for name in self._columns}
+        return _row(self._handle().select(self._columns), index)
 
-    def _table(self):
-        return self._cache.handles.get(self._path, self._open)
-
-    def _open(self):
-        pyarrow = _pyarrow(".arrow")
+    def _open(self) -> pyarrow.Table:
         try:
             memory_map = pyarrow.memory_map(str(self._path))
             try:
@@ -269,6 +276,10 @@ class ArrowReader(Reader):
                 return pyarrow.ipc.open_file(memory_map).read_all()
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{self._path} is not a readable Arrow file: {error}") from None
+
+
+def _row(table: pyarrow.Table, index: int) -> dict[str, Any]:
+    return {name: table.column(name)[index].as_py() for name in table.column_names}
 
 
 def _columns(fields: Mapping[str, str], names: Sequence[str], path: Path) -> list[str]:
@@ -282,16 +293,6 @@ def _columns(fields: Mapping[str, str], names: Sequence[str], path: Path) -> lis
     return list(dict.fromkeys(columns))
 
 
-def _pyarrow(suffix: str) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(f"reading {suffix} files needs `pip install pyarrow`") from None
-    return pyarrow
-
-
 class ArrayRecordReader(Reader):
     """The records of an ArrayRecord file, through grain.
 
@@ -299,56 +300,44 @@ class ArrayRecordReader(Reader):
     `tf.train.Example` (TFDS and MaxText write these), a JSON object, or a document in UTF-8.
     """
 
-    def __init__(self, name: str, path: Path, on_bad_text: str, cache: FileCache):
-        super().__init__(name, path)
-        self._cache, self._on_bad_text = cache, on_bad_text
-        self._length = len(self._file())
+    _separator = ": record "
+
+    def __init__(self, files: "SourceFiles", index: int, cache: FileCache):
+        super().__init__(files, index, cache)
+        self._length = len(self._handle())
         self._kind = _record_kind(self._bytes(0)) if self._length else "text"
 
     def __len__(self) -> int:
         return self._length
 
-    def location(self, index: int) -> str:
-        return f"{self._path}: record {index + 1}"
-
     def record(self, index: int) -> dict[str, Any] | str:
-        data, location = self._bytes(index), self.location(index)
+        data = self._bytes(index)
         if self._kind == "example":
             example = parse_example(data)
             if example is None:
                 raise InputError(
-                    f"{location} is no tf.train.Example, but the first record of the file is one"
+                    f"{self.location(index)} is no tf.train.Example, but the first record of the"
+                    " file is one"
                 )
-            return {key: self._feature(value, location) for key, value in example.items()}
-        text = decode(data, location=location, on_bad_text=self._on_bad_text)
-        return _parse_json(text, location) if self._kind == "json" and text else text
+            return {key: self._feature(values, index) for key, values in example.items()}
+        text = self._decode(data, index)
+        return _parse_json(text, self.location(index)) if self._kind == "json" and text else text
 
-    def _feature(self, values: list, location: str) -> Any:
+    def _feature(self, values: list, index: int) -> Any:
         """Decodes bytes; a list of one value becomes that value."""
         if values and isinstance(values[0], bytes):
-            values = [
-                decode(value, location=location, on_bad_text=self._on_bad_text) for value in values
-            ]
+            values = [self._decode(value, index) for value in values]
         return values[0] if len(values) == 1 else values
 
     def _bytes(self, index: int) -> bytes:
         try:
-            return self._file()[index]
+            return self._handle()[index]
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"{self.location(index)} is damaged: {_one_line(error)}") from None
 
-    def _file(self) -> Any:
-        return self._cache.handles.get(self._path, self._open)
-
-    def _open(self) -> Any:
-        import grain
-
+    def _open(self) -> grain.sources.ArrayRecordDataSource:
         try:
             return grain.sources.ArrayRecordDataSource([str(self._path)])
-        except ImportError:
-            raise InputError(
-                "reading .array_record files needs `pip install array-record`"
-            ) from None
         except (RuntimeError, ValueError, OSError) as error:
             raise InputError(
                 f"{self._path} is not a readable ArrayRecord file: {_one_line(error)}"
@@ -439,58 +428,43 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-class RecordFiles(abc.ABC):
+_READERS = {
+    ".jsonl": JsonLinesReader,
+    ".array_record": ArrayRecordReader,
+    ".parquet": ParquetReader,
+    ".arrow": ArrowReader,
+}
+
+
+class RecordFiles(SourceFiles):
     """The files of a source of records."""
 
-    def __init__(
-        self,
-        source: Source,
-        settings: Iterable[str],
-        on_bad_text: str = "error",
-        on_bad_record: str = "error",
-    ):
-        """`settings` are the fields of `source` that name fields of a record."""
-        self.source, self._on_bad_text = source, on_bad_text
-        self._skips_bad_records, self._num_skipped = on_bad_record == "skip", 0
-        self._fields: dict[str, str] = {
-            setting: name for setting in settings if (name := getattr(source, setting))
-        }
-        self.paths = FileList(find_files(source.path))
+    def __init__(self, source: Source, config: TextConfig, fields: Mapping[str, str]):
+        """`fields` maps fields of `source` to the fields of a record that they name."""
+        self.source, self.config, self.fields = source, config, fields
+        self.paths, self._num_skipped = FileList(find_files(source.path)), 0
 
-    def open(self, index: int, cache: FileCache) -> Reader:
-        (name, path), on_bad_text = self.paths[index], self._on_bad_text
-        match kind(path):
-            case ".jsonl":
-                return JsonLinesReader(name, path, on_bad_text, cache)
-            case ".array_record":
-                return ArrayRecordReader(name, path, on_bad_text, cache)
-            case ".parquet":
-                return ParquetReader(name, path, self._fields, cache)
-            case ".arrow":
-                return ArrowReader(name, path, self._fields, cache)
-            case _:
-                return TextReader(name, path, on_bad_text, cache)
+    def reader_class(self, path: Path) -> type[Reader]:
+        return _READERS.get(kind(path), TextReader)
 
     def document(self, reader: Reader, index: int) -> Document:
         """Returns the document in a record; one without text for a bad record to be skipped."""
         try:
-            return self._document(reader, index)
+            return self._document(reader.record(index), reader.location(index), reader.name(index))
         except InputError as error:
-            if not self._skips_bad_records:
+            if self.config.on_bad_record == "error":
                 raise
-            self._warn_of_skipped(error)
-            return Document(reader.name(index), "", ".", 0)
+            self._num_skipped += 1
+            count = self._num_skipped
+            # Names the first bad records, then only those whose number is a power of 10.
+            if count <= _MAX_NAMED or str(count).strip("0") == "1":
+                name = self.source.name
+                print(f"skipped bad record {count:,} of {name}: {error}", file=sys.stderr)
+            return Document(reader.name(index), "", ".")
 
     @abc.abstractmethod
-    def _document(self, reader: Reader, index: int) -> Document:
+    def _document(self, record: dict | str, location: str, name: str) -> Document:
         """Returns the document in a record, or raises an InputError."""
-
-    def _warn_of_skipped(self, error: InputError) -> None:
-        """Names the first bad records, then only those whose number is a power of 10."""
-        self._num_skipped += 1
-        count = self._num_skipped
-        if count <= _MAX_NAMED or str(count).strip("0") == "1":
-            print(f"skipped bad record {count:,} of {self.source.name}: {error}", file=sys.stderr)
 
 
 class TextFiles(RecordFiles):
@@ -498,11 +472,11 @@ class TextFiles(RecordFiles):
 
     source: TextSource
 
-    def __init__(self, source: TextSource, on_bad_text: str = "error", on_bad_record="error"):
-        super().__init__(source, ("text_field", "label_field"), on_bad_text, on_bad_record)
+    def __init__(self, source: TextSource, config: TextConfig):
+        fields = {"text_field": source.text_field, "label_field": source.label_field}
+        super().__init__(source, config, {key: name for key, name in fields.items() if name})
 
-    def _document(self, reader: Reader, index: int) -> Document:
-        record, location, name = reader.record(index), reader.location(index), reader.name(index)
+    def _document(self, record: dict | str, location: str, name: str) -> Document:
         text = _text(record, self.source.text_field, location)
         return Document(name, text, self._label(record, location, name), len(text))
 

@@ -4,11 +4,10 @@ seqio and TensorFlow are imported only when such a source is opened, or a conver
 """
 
 import contextlib
-import copy
 import difflib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import grain
@@ -16,7 +15,8 @@ import numpy as np
 
 from lcjax.data.chat import PromptAnswer
 from lcjax.data.chunks import Chunks
-from lcjax.data.config import SeqioSource
+from lcjax.data.config import SeqioSource, TextConfig
+from lcjax.data.corpus import StreamedCorpus, StreamedDataset, Tokenise
 from lcjax.data.readers import decode, unit_hash
 from lcjax.errors import InputError
 
@@ -30,7 +30,7 @@ _PROBES = (
 Value = str | np.ndarray | PromptAnswer  # text, int32 ids, or a prompt and its answer
 
 
-class SeqioCorpus:
+class SeqioCorpus(StreamedCorpus):
     """The documents of one split of a Task or Mixture of seqio, as a stream.
 
     A task is a TensorFlow pipeline, which can only be read in order. Its shuffling and mixing are
@@ -41,58 +41,54 @@ class SeqioCorpus:
     split when the hash of its content, a number in [0, 1), is below `holdout`.
     """
 
-    count = size = None  # known only after reading everything
-
-    def __init__(self, source: SeqioSource, *, on_bad_text: str = "error"):
-        self.source, self._on_bad_text = source, on_bad_text
-        self._holdout, self._split = 0.0, "train"
+    def __init__(self, source: SeqioSource, config: TextConfig = TextConfig(), tokenizer=None):
+        self.source, self._on_bad_text, self.start = source, config.on_bad_text, {"examples": 0}
         self._provider = _provider(source)
         self.is_mixture = isinstance(self._provider, import_seqio()[0].Mixture)
         self._reads_ids = source.tokens or bool(source.converter)
         self._features = [f for f in (source.prompt, source.context, source.feature) if f]
-        specs = self._pipeline(shuffle=False, seed=0, repeat=1).element_spec
+        specs = self._pipeline().element_spec
         self._keys = [self._find_key(name, specs) for name in self._features]
-
-    def split(self, holdout: float, split: str) -> "SeqioCorpus":
-        """Returns the documents of the `train` or the `validation` split."""
-        corpus = copy.copy(self)
-        corpus._holdout, corpus._split = holdout, split
-        return corpus
+        if tokenizer is not None:
+            self._check_vocabulary(tokenizer)
 
     def __iter__(self) -> Iterator[tuple[str, Value]]:
-        """Yields (name, value) of every document once, in the order of the task's source."""
-        return (document for document in self.read() if document is not None)
+        elements = self.read_elements(lambda document: document, self.start)
+        return (document for document, _ in elements if document is not None)
 
-    def read(self, *, skip: int = 0, **order: Any) -> Iterator[tuple[str, Value] | None]:
-        """Yields documents after the first `skip` examples; None for those of the other split."""
-        examples = self._pipeline(**order)
+    def elements(self, tokenise: Tokenise, **order: Any) -> grain.IterDataset:
+        self._pipeline(**order)  # raises its errors here, not in a thread
+        return super().elements(tokenise, **order)
+
+    def read_elements(
+        self, tokenise: Tokenise, state: dict[str, int], **order: Any
+    ) -> Iterator[tuple[Any, dict[str, int]]]:
+        """Yields `tokenise(document)`, None for documents of the other split, and the state."""
         keys = self._keys
-        examples = examples.map(lambda example: tuple(example[key] for key in keys)).skip(skip)
-        for number, features in enumerate(self._numpy(examples), start=skip + 1):
-            location = f"{self._label}:{number}"
+        examples = self._pipeline(**order).map(lambda example: tuple(example[key] for key in keys))
+        for features, after in self._numbered(examples, state):
+            location = f"{self._label}:{after['examples']}"
             values = [self._value(value, location) for value in features]
             document = PromptAnswer(*values) if self.source.prompt else values[-1]
-            yield (location, document) if self._in_split(values[-1]) else None
+            in_split = self.in_split(_content_hash(values[-1]))
+            yield tokenise((location, document)) if in_split else None, after
 
-    def rows(self, convert: Callable[..., Any], **order: Any) -> grain.IterDataset:
-        """Returns the rows of the feature converter `convert(context=, targets=)`."""
-        context, targets = self.source.context or None, self.source.feature
-        converter = convert(context=context, targets=targets)
+    def rows(
+        self, chunks: Chunks, length: int, bos_id: int | None, eos_id: int | None, **order: Any
+    ) -> grain.IterDataset:
+        """Returns the rows of the source's feature converter; arguments as of `context_chunks`."""
+        features = {"context": self.source.context or None, "targets": self.source.feature}
+        converter = context_chunks(chunks, length, bos_id=bos_id, eos_id=eos_id, **features)
         self._pipeline(**order)  # raises its errors here, not in a thread
 
-        def read(skip: int) -> Iterator[dict[str, np.ndarray]]:
+        def read(state: dict[str, int]) -> Iterator[tuple[dict[str, np.ndarray], dict[str, int]]]:
             examples = self._filter_split(self._pipeline(**order)).map(self._converter_features)
             rows = converter(examples, dict.fromkeys(converter.TASK_FEATURES, None))
-            return self._numpy(rows.skip(skip))
+            return self._numbered(rows, state)
 
-        return _SeqioDataset(read, lambda row: row)
+        return StreamedDataset(read, self.start)
 
-    def elements(self, tokenise: Callable, **order: Any) -> grain.IterDataset:
-        """Returns a grain dataset of `tokenise(document)`."""
-        self._pipeline(**order)  # raises its errors here, not in a thread
-        return _SeqioDataset(lambda skip: self.read(skip=skip, **order), tokenise)
-
-    def check_vocabulary(self, tokenizer) -> None:
+    def _check_vocabulary(self, tokenizer) -> None:
         """Raises an `InputError` where the ids of the task are not those of the tokenizer."""
         for feature in self._features if self._reads_ids else ():
             vocabulary = self._provider.output_features[feature].vocabulary
@@ -115,18 +111,12 @@ class SeqioCorpus:
             return decode(value, location=location, on_bad_text=self._on_bad_text)
         return value.astype(np.int32)
 
-    def _in_split(self, document: str | np.ndarray) -> bool:
-        if self._holdout == 0.0:
-            return True
-        data = document.encode() if isinstance(document, str) else document.tobytes()
-        return (unit_hash(data) < self._holdout) == (self._split == "validation")
-
     def _filter_split(self, examples: Any) -> Any:
         """Filters a `tf.data.Dataset` of examples by the split."""
         import tensorflow as tf
 
         def in_split(ids: np.ndarray) -> np.bool_:
-            return np.bool_(self._in_split(ids.astype(np.int32)))
+            return np.bool_(self.in_split(_content_hash(ids.astype(np.int32))))
 
         if self._holdout == 0.0:
             return examples
@@ -142,21 +132,27 @@ class SeqioCorpus:
         named = zip(self._features, self._keys, strict=True)
         return {name: tf.cast(example[key], tf.int32) for name, key in named}
 
-    def _numpy(self, examples: Any) -> Iterator[Any]:
-        """Yields the elements as NumPy arrays, in an order that depends on the seed only."""
+    def _numbered(
+        self, examples: Any, state: dict[str, int]
+    ) -> Iterator[tuple[Any, dict[str, int]]]:
+        """Yields the elements after `state` as NumPy arrays, each with the state after it.
+
+        Their order depends on the seed only.
+        """
         import tensorflow as tf
 
         options = tf.data.Options()
         options.deterministic = True
-        iterator = examples.with_options(options).as_numpy_iterator()
+        examples = examples.skip(state["examples"]).with_options(options)
+        numbered = enumerate(examples.as_numpy_iterator(), start=state["examples"] + 1)
         while True:
             try:
-                element = next(iterator, None)
+                number, element = next(numbered, (0, None))
             except tf.errors.OpError as error:
                 raise InputError(f"{self._label}: {_one_line(error)}") from error
             if element is None:
                 return
-            yield element
+            yield element, {"examples": number}
 
     def _pipeline(self, *, shuffle: bool = False, seed: int = 0, repeat: int | None = 1) -> Any:
         """Builds the task's `tf.data.Dataset`.
@@ -203,38 +199,8 @@ class SeqioCorpus:
         )
 
 
-class _SeqioDataset(grain.IterDataset):
-    """The elements of a stream, with a restorable position."""
-
-    def __init__(self, read: Callable[[int], Iterator], tokenise: Callable):
-        super().__init__()
-        self._read, self._tokenise = read, tokenise
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _SeqioIterator(self._read, self._tokenise)
-
-
-class _SeqioIterator(grain.DatasetIterator):
-    def __init__(self, read: Callable[[int], Iterator], tokenise: Callable):
-        super().__init__()
-        self._read, self._tokenise = read, tokenise
-        self._examples, self._stream = 0, None
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        if self._stream is None:
-            self._stream = self._read(self._examples)
-        for document in self._stream:
-            self._examples += 1
-            element = None if document is None else self._tokenise(document)
-            if element is not None:
-                return element
-        raise StopIteration
-
-    def get_state(self) -> dict[str, int]:
-        return {"examples": self._examples}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self._examples, self._stream = int(state["examples"]), None
+def _content_hash(document: str | np.ndarray) -> float:
+    return unit_hash(document.encode() if isinstance(document, str) else document.tobytes())
 
 
 def _same_ids(vocabulary: Any, tokenizer: Any) -> bool:

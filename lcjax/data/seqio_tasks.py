@@ -56,7 +56,6 @@ def register(name: str, config: DataConfig, tokenizer: Tokenizer | str) -> list[
         return load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
 
     feature = seqio.Feature(_vocabulary(get_tokenizer), add_eos=False)
-    names = ("context", "targets") if _has_context(config) else ("targets",)
     tasks = [f"{name}_{i}" for i in range(len(sources))]
     for task, source in zip(tasks, sources, strict=True):
         splits = ["train", "validation"] if config.holdout else ["train"]
@@ -64,7 +63,7 @@ def register(name: str, config: DataConfig, tokenizer: Tokenizer | str) -> list[
             task,
             seqio.FunctionDataSource(_reader(config, source, get_tokenizer), splits=splits),
             preprocessors=[],
-            output_features=dict.fromkeys(names, feature),
+            output_features=dict.fromkeys(_features(config), feature),
         )
     rates = [(task, source.weight) for task, source in zip(tasks, sources, strict=True)]
     seqio.MixtureRegistry.add(name, rates)
@@ -90,9 +89,10 @@ def register_papers(folder: str = "data") -> None:
     seqio.MixtureRegistry.add("lcjax_cepe", [("lcjax_cepe_filter", 2.0), ("lcjax_cepe_cat", 1.0)])
 
 
-def _has_context(config: DataConfig) -> bool:
-    """Whether rows have a context before the decoder's tokens."""
-    return config.chunks is not None and config.chunks.text == "before"
+def _features(config: DataConfig) -> tuple[str, ...]:
+    """Returns the features of an example; `context` holds the tokens before the decoder's."""
+    has_context = config.chunks is not None and config.chunks.text == "before"
+    return ("context", "targets") if has_context else ("targets",)
 
 
 def _check(i: int, source: Source, config: DataConfig) -> None:
@@ -112,8 +112,7 @@ def _check(i: int, source: Source, config: DataConfig) -> None:
 def _reader(config: DataConfig, source: Source, tokenizer: Callable[[], Tokenizer]) -> Callable:
     """Returns the function from split, shuffle and seed to a dataset, for seqio."""
     _, tf = import_seqio()
-    names = ("context", "targets") if _has_context(config) else ("targets",)
-    signature = dict.fromkeys(names, tf.TensorSpec([None], tf.int32))
+    signature = dict.fromkeys(_features(config), tf.TensorSpec([None], tf.int32))
 
     def read(split: str, shuffle_files: bool, seed: int | None = None) -> Any:
         order = {"shuffle": shuffle_files, "seed": int(seed or 0) % 2**32, "repeat": 1}
@@ -131,7 +130,7 @@ def _examples(
     with contextlib.closing(make_loader(config, tokenizer, 1, split=split)) as loader:
         for batch in loader:
             example = {"targets": batch["tokens"][batch["segments"] > 0]}
-            if _has_context(config):
+            if "context" in _features(config):
                 example["context"] = batch["chunks"][batch["chunk_mask"]]
             yield example
 

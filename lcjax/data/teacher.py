@@ -22,11 +22,11 @@ from tqdm.auto import tqdm
 from lcjax.attention import Landmark
 from lcjax.checkpoints.build import ModelSection, build, check_source
 from lcjax.checkpoints.run_folder import fingerprint
-from lcjax.data.config import TEACHER_INDEX, TEACHER_PLAN, DataConfig, TeacherSource
+from lcjax.data.config import INDEX, PLAN, DataConfig, TeacherSource
 from lcjax.data.corpus import check_sources
 from lcjax.data.loader import Loader, make_loader
 from lcjax.data.prepare import begin, write_json
-from lcjax.data.teacher_files import FORMAT, row_type
+from lcjax.data.token_files import FORMAT, row_type
 from lcjax.errors import InputError, whole_numbers
 from lcjax.files import atomic_file
 from lcjax.models import Decoder, head
@@ -95,10 +95,10 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
     loader = make_loader(config.data, tokenizer, config.batch_size)
     out, identity = Path(config.out).expanduser(), _identity(config, model, params, loader)
     if distributed.is_main_process():
-        begin(out, identity, TEACHER_INDEX, TEACHER_PLAN)
+        begin(out, identity, "teacher")
     distributed.barrier("teacher's folder ready")
-    if (out / TEACHER_INDEX).is_file():
-        index = json.loads((out / TEACHER_INDEX).read_text(encoding="utf-8"))
+    if (out / INDEX["teacher"]).is_file():
+        index = json.loads((out / INDEX["teacher"]).read_text(encoding="utf-8"))
     else:
         read = functools.partial(_add_probabilities, model, params, config, rows)
         ShardWriter(config, out, tokenizer, loader, read).run()
@@ -288,8 +288,8 @@ def _finish(
         "asked": identity,
     }
     if distributed.is_main_process():
-        write_json(out / TEACHER_INDEX, index)
-        (out / TEACHER_PLAN).unlink()
+        write_json(out / INDEX["teacher"], index)
+        (out / PLAN["teacher"]).unlink()
         for shard in shards:
             (out / f"{shard['name']}.json").unlink()
             if not shard["rows"]:

@@ -1,21 +1,25 @@
-"""Sources of type tokens: text that was tokenised before, read from memory maps.
+"""Sources of types tokens and teacher: what was computed before, read from memory maps.
 
 `python -m lcjax.data prepare` writes a folder: `index.json`, and for every shard a `.bin` file with
 the ids of its documents, concatenated without special tokens, and a `.npy` file with one entry per
 document (`DOCUMENT`). A bare `.bin` file holds ids only. Its documents are separated by the token
 that they begin or end with (LongLoRA, LCEG: the first token of the file begins each document).
+
+`python -m lcjax.data teacher` writes a folder: `teacher.json`, and `.bin` shards of rows of equal
+size (`row_type`). A row holds the decoder's tokens and their targets, the chunks of context, and
+for every token the teacher's distribution of the next one.
 """
 
-import abc
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lcjax.data.config import INDEX, PLAN, TokenSource
+from lcjax.data.chunks import Row, segment_positions
+from lcjax.data.config import INDEX, PLAN, DataConfig, TeacherSource, TokenSource
 from lcjax.data.files import FileCache, FileList
-from lcjax.data.readers import Document, Reader
+from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
 
 FORMAT = 1
@@ -26,55 +30,47 @@ DOCUMENT = np.dtype([("start", "<i8"), ("characters", "<i8"), ("unit", "<f8"), (
 _SCAN = 1 << 24  # tokens searched at once for the starts of documents
 
 
-class TokenFiles:
-    """The shards of a folder, or one or more bare `.bin` files."""
+class TokenFolder(SourceFiles):
+    """The shards of a folder that `prepare` wrote."""
 
     def __init__(self, source: TokenSource, tokenizer: Any = None):
-        self.source = source
-        path = Path(source.path).expanduser()
-        index = path / INDEX
-        self._index = read_index(path) if index.is_file() else None
-        if self._index is None:
-            if source.upsample:
-                raise InputError(
-                    f"data.path={source.path} has ids only, and upsample counts the characters of"
-                    " the text: prepare it from the text"
-                )
-            self.paths = FileList(_bare_files(source, path))
-            self.labels = []
-        else:
-            shards = [s for s in self._index["shards"] if s["documents"]]
-            self.paths = FileList([(s["name"], path / f"{s['name']}.bin") for s in shards])
-            _check_shards(shards, self.paths, DTYPES[self._index["dtype"]])
-            self._shard_labels = [s["labels"] for s in shards]
-            self.labels = sorted({label for labels in self._shard_labels for label in labels})
-        if unknown := set(source.labels) - set(self.labels):
+        self.source, folder = source, Path(source.path).expanduser()
+        index = _read_index(folder, "prepare")
+        _check_fields(index, folder)
+        _check_tokenizer(source, index, index["tokenizer_name"], tokenizer)
+        self.dtype = DTYPES[index["dtype"]]
+        shards = [shard for shard in index["shards"] if shard["documents"]]
+        self.shard_labels = [shard["labels"] for shard in shards]
+        _check_labels(source, sorted({label for labels in self.shard_labels for label in labels}))
+        counts = {shard["name"]: shard["tokens"] for shard in shards}
+        self.paths = _shards(folder, counts, self.dtype.itemsize, "prepare")
+
+    def reader_class(self, path: Path) -> type[Reader]:
+        return ShardReader
+
+
+class BareFiles(SourceFiles):
+    """One or more bare `.bin` files."""
+
+    def __init__(self, source: TokenSource, tokenizer: Any = None):
+        if source.upsample:
             raise InputError(
-                f"data.sources: labels={sorted(unknown)} are not in {source.path}, which has"
-                f" {', '.join(self.labels) or 'none'}"
+                f"data.path={source.path} has ids only, and upsample counts the characters of the"
+                " text: prepare it from the text"
             )
+        self.source, self.dtype = source, DTYPES[source.dtype]
+        self.paths = FileList(_bare_files(source))
+        _check_labels(source, [])
         if tokenizer is not None:
-            self.check_tokenizer(tokenizer)
+            self._check_first_token({tokenizer.bos_id, *tokenizer.eos_ids} - {None})
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raises an `InputError` where the ids are those of another tokenizer."""
-        if self._index is None:
-            self._check_first_token(tokenizer)
-        if self._index is not None and self._index["tokenizer"] != tokenizer.fingerprint:
-            raise InputError(
-                f"{self.source.path} was made with the tokenizer {self._index['tokenizer_name']}"
-                f" ({self._index['tokenizer']}), the model's is another"
-                f" ({tokenizer.fingerprint}): prepare the text again with the model's"
-            )
-
-    def _check_first_token(self, tokenizer: Any) -> None:
-        """Checks that a bare file begins with a special token, which separates documents."""
+    def _check_first_token(self, special: set[int]) -> None:
+        """Checks that files begin with one of the special tokens, which separate documents."""
         source = self.source
-        special = {tokenizer.bos_id, *tokenizer.eos_ids} - {None}
         if not special or source.document_start is not None or source.document_end is not None:
             return
         for _, path in self.paths:
-            first = np.fromfile(path, DTYPES[source.dtype], 1)
+            first = np.fromfile(path, self.dtype, 1)
             if len(first) and int(first[0]) not in special:
                 raise InputError(
                     f"{path} begins with token {first[0]}, not with one of {sorted(special)}, so"
@@ -83,26 +79,21 @@ class TokenFiles:
                     " document"
                 )
 
-    def open(self, index: int, cache: FileCache) -> Reader:
-        name, path = self.paths[index]
-        if self._index is None:
-            return BareReader(name, path, self.source, cache)
-        dtype, labels = DTYPES[self._index["dtype"]], self._shard_labels[index]
-        return ShardReader(name, path, dtype, labels, self.source.labels, cache)
+    def reader_class(self, path: Path) -> type[Reader]:
+        return BareReader
 
-    def document(self, reader: "BareReader | ShardReader", index: int) -> Document:
-        return Document(
-            reader.name(index), reader.record(index), *reader.label_and_characters(index)
-        )
+
+def token_files(source: TokenSource, tokenizer: Any = None) -> SourceFiles:
+    """Opens a folder of shards or bare files; checks the ids against `tokenizer`."""
+    is_folder = (Path(source.path).expanduser() / INDEX["prepare"]).is_file()
+    return (TokenFolder if is_folder else BareFiles)(source, tokenizer)
 
 
 class _TokenReader(Reader):
     """Documents as slices of a memory map of ids."""
 
-    def __init__(self, name: str, path: Path, dtype: np.dtype, cache: FileCache):
-        super().__init__(name, path)
-        self._dtype, self._cache = dtype, cache
-        self.starts, self.lengths = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    starts: np.ndarray  # int64 [n]: places of the documents in the file
+    lengths: np.ndarray  # int64 [n]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -112,58 +103,47 @@ class _TokenReader(Reader):
         start = int(self.starts[index])
         return self._map()[start : start + int(self.lengths[index])].astype(np.int32)
 
-    @abc.abstractmethod
-    def label_and_characters(self, index: int) -> tuple[str, int]:
-        """Returns the label of a document, and the characters of its text."""
-
     def num_special(self, bos: int | None, eos: int | None) -> np.ndarray:
         """Counts for each document whether it begins with `bos` and ends with `eos`: int64 [n]."""
         return np.zeros(len(self), np.int64)
 
     def _map(self) -> np.ndarray:
-        return np.frombuffer(self._cache.map(self._path), self._dtype)
+        return np.frombuffer(self._cache.map(self._path), self._files.dtype)
 
 
 class ShardReader(_TokenReader):
-    """A shard that `prepare` wrote; `read_labels` are the labels to read, all if empty."""
+    """A shard that `prepare` wrote: its documents with the labels of the source, all if empty."""
 
-    def __init__(
-        self,
-        name: str,
-        path: Path,
-        dtype: np.dtype,
-        labels: list[str],
-        read_labels: list[str],
-        cache: FileCache,
-    ):
-        super().__init__(name, path, dtype, cache)
-        table = _read_table(path.with_suffix(".npy"))
-        ends = np.append(table["start"][1:], path.stat().st_size // dtype.itemsize)
-        lengths = ends - table["start"]
-        label_ids = [i for i, label in enumerate(labels) if label in read_labels]
+    def __init__(self, files: TokenFolder, index: int, cache: FileCache):
+        super().__init__(files, index, cache)
+        table = _read_table(self._path.with_suffix(".npy"))
+        num_ids = files.paths.sizes[index] // files.dtype.itemsize
+        lengths = np.diff(np.append(table["start"], num_ids))
+        self._labels, read_labels = files.shard_labels[index], files.source.labels
+        label_ids = [i for i, label in enumerate(self._labels) if label in read_labels]
         rows = np.isin(table["label"], label_ids) if read_labels else slice(None)
-        self._table, self._labels = table[rows], labels
+        self._table = table[rows]
         self.starts, self.lengths = self._table["start"], lengths[rows]
 
     def split_hash(self, index: int) -> float:
         return float(self._table["unit"][index])
 
-    def label_and_characters(self, index: int) -> tuple[str, int]:
+    def document(self, index: int) -> Document:
         row = self._table[index]
-        return self._labels[row["label"]], int(row["characters"])
+        label, characters = self._labels[row["label"]], int(row["characters"])
+        return Document(self.name(index), self.record(index), label, characters)
 
 
 class BareReader(_TokenReader):
     """A `.bin` file without an index."""
 
-    def __init__(self, name: str, path: Path, source: TokenSource, cache: FileCache):
-        dtype = DTYPES[source.dtype]
-        super().__init__(name, path, dtype, cache)
-        size = path.stat().st_size
-        if size % dtype.itemsize:
+    def __init__(self, files: BareFiles, index: int, cache: FileCache):
+        super().__init__(files, index, cache)
+        source, size = files.source, files.paths.sizes[index]
+        if size % files.dtype.itemsize:
             raise InputError(
-                f"{path} has {size} bytes, no whole number of {source.dtype} ids: set dtype to"
-                f" {' or '.join(set(DTYPES) - {source.dtype})}, or fetch the file again"
+                f"{self._path} has {size} bytes, no whole number of {source.dtype} ids: set dtype"
+                f" to {' or '.join(set(DTYPES) - {source.dtype})}, or fetch the file again"
             )
         ids = self._map()
         if source.document_end is not None:
@@ -179,59 +159,12 @@ class BareReader(_TokenReader):
                 self.starts = np.concatenate([[0], self.starts])
         self.lengths = np.diff(np.append(self.starts, len(ids)))
 
-    def label_and_characters(self, index: int) -> tuple[str, int]:
-        return self._name.split("/")[0].split(".")[0], 0
-
     def num_special(self, bos: int | None, eos: int | None) -> np.ndarray:
         ids, ends = self._map(), self.starts + self.lengths - 1
         count = np.zeros(len(self), np.int64)
         for token, places in ((bos, self.starts), (eos, ends)):
             count += 0 if token is None else ids[places] == token
         return np.minimum(count, self.lengths)
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """Reads the index of a folder of shards."""
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder / INDEX} cannot be read: {error}; prepare it again") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise InputError(
-            f"{folder / INDEX} is no index of format {FORMAT}: write it again with"
-            " `python -m lcjax.data prepare`"
-        )
-    _check_index(index, folder / INDEX)
-    return index
-
-
-def _check_index(index: dict[str, Any], file: Path) -> None:
-    """Raises an InputError unless the index has the fields that `prepare` writes."""
-    shards = index.get("shards")
-    is_valid = (
-        index.get("dtype") in DTYPES
-        and all(isinstance(index.get(name), str) for name in ("tokenizer", "tokenizer_name"))
-        and isinstance(shards, list)
-        and all(isinstance(shard, dict) and _is_shard(shard) for shard in shards)
-    )
-    if not is_valid:
-        raise InputError(
-            f"{file} was changed: its fields are not those that `python -m lcjax.data prepare`"
-            " writes; prepare the text again"
-        )
-    for shard in shards:
-        if Path(shard["name"]).name != shard["name"]:  # would read a file outside of the folder
-            raise InputError(f"{file}: the shard {shard['name']!r} must be a file of this folder")
-
-
-def _is_shard(shard: dict[str, Any]) -> bool:
-    counts, labels = (shard.get("documents"), shard.get("tokens")), shard.get("labels")
-    return (
-        isinstance(shard.get("name"), str)
-        and all(type(count) is int and count >= 0 for count in counts)
-        and isinstance(labels, list)
-        and all(isinstance(label, str) for label in labels)
-    )
 
 
 def _read_table(path: Path) -> np.ndarray:
@@ -245,24 +178,12 @@ def _read_table(path: Path) -> np.ndarray:
     return table
 
 
-def _check_shards(shards: list[dict], paths: FileList, dtype: np.dtype) -> None:
-    for shard, (_, path), size in zip(shards, paths, paths.sizes, strict=True):
-        if size != shard["tokens"] * dtype.itemsize:
-            raise InputError(
-                f"{path} has {size // dtype.itemsize:,} ids, and had {shard['tokens']:,} when it"
-                " was prepared: it was changed or cut; prepare the text again"
-            )
-
-
-def _bare_files(source: TokenSource, path: Path) -> list[tuple[str, Path]]:
+def _bare_files(source: TokenSource) -> list[tuple[str, Path]]:
+    path = Path(source.path).expanduser()
     if path.is_file():
         return [(path.name, path)]
     files = sorted(path.rglob("*.bin")) if path.is_dir() else []
-    if (path / PLAN).is_file():
-        raise InputError(
-            f"data.path={source.path} is not finished: run the same `python -m lcjax.data prepare`"
-            " once more; it resumes"
-        )
+    _check_finished(path, "prepare")
     if not files:
         raise InputError(
             f"data.path={source.path} holds no tokens: give a folder that `python -m lcjax.data"
@@ -274,3 +195,167 @@ def _bare_files(source: TokenSource, path: Path) -> list[tuple[str, Path]]:
 def _find_token(ids: np.ndarray, token: int) -> np.ndarray:
     parts = [np.flatnonzero(ids[i : i + _SCAN] == token) + i for i in range(0, len(ids), _SCAN)]
     return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def row_type(count: int, length: int, decoder: int, top: int, ids: str) -> np.dtype:
+    """Returns the dtype of a row on disk.
+
+    Args:
+      count: number of chunks.
+      length: tokens in a chunk.
+      decoder: tokens of the decoder.
+      top: number of probabilities; the probability of all other tokens is stored after them.
+      ids: dtype of token ids, a key of `DTYPES`.
+    """
+    token = DTYPES[ids]
+    return np.dtype(
+        [
+            ("chunks", token, (count, length)),
+            ("chunk_mask", "?", (count, length)),
+            ("tokens", token, (decoder,)),
+            ("targets", token, (decoder,)),
+            ("segments", "<i4", (decoder,)),
+            ("weights", "?", (decoder,)),
+            ("teacher_ids", token, (decoder, top)),
+            ("teacher_probabilities", "<f2", (decoder, top + 1)),
+        ]
+    )
+
+
+class TeacherFiles(SourceFiles):
+    """The shards of a folder of teacher rows."""
+
+    def __init__(self, source: TeacherSource, tokenizer: Any = None):
+        self.source, folder = source, Path(source.path).expanduser()
+        if not (folder / INDEX["teacher"]).is_file():
+            _check_finished(folder, "teacher")
+            raise InputError(
+                f"data.sources: {folder} has no {INDEX['teacher']}; name a folder that `python -m"
+                " lcjax.data teacher` wrote"
+            )
+        self.index = index = _read_index(folder, "teacher")
+        _check_tokenizer(source, index, index.get("teacher"), tokenizer)
+        shape = {key: index[key] for key in ("count", "length", "decoder", "top", "ids")}
+        self.row_type = row_type(**shape)
+        counts = {shard["name"]: shard["rows"] for shard in index["shards"]}
+        self.paths = _shards(folder, counts, self.row_type.itemsize, "teacher")
+
+    def check_rows(self, config: DataConfig) -> None:
+        """Raises an `InputError` where the settings give rows of another shape."""
+        chunks, count, length = config.chunks, self.index["count"], self.index["length"]
+        shape = chunks and f"{chunks.count} x {chunks.length}, text={chunks.text}"
+        if shape != f"{count} x {length}, text=before":
+            raise InputError(
+                f"data.chunks={shape or 'null'} is not that of the rows of {self.source.path}; set"
+                f" it to {{count: {count}, length: {length}}}"
+            )
+        if (row_length := chunks.tokens + self.index["decoder"]) != config.length:
+            raise InputError(
+                f"data.length={config.length} is not that of the rows of {self.source.path}; set"
+                f" it to {row_length}"
+            )
+
+    def reader_class(self, path: Path) -> type[Reader]:
+        return TeacherReader
+
+
+class TeacherReader(Reader):
+    """The rows of one shard."""
+
+    def __len__(self) -> int:
+        return len(self._map())
+
+    def record(self, index: int) -> Row:
+        """Returns the fields of a training batch, without the batch axis."""
+        row = self._map()[index]
+        integers = ("chunks", "tokens", "targets", "segments", "teacher_ids")
+        return {name: row[name].astype(np.int32) for name in integers} | {
+            "chunk_mask": row["chunk_mask"].copy(),
+            "positions": segment_positions(row["segments"]),
+            "weights": row["weights"].astype(np.float32),
+            "teacher_probabilities": row["teacher_probabilities"][:, :-1].copy(),
+            "teacher_rest": row["teacher_probabilities"][:, -1].copy(),
+        }
+
+    def _map(self) -> np.ndarray:
+        return np.frombuffer(self._cache.map(self._path), self._files.row_type)
+
+
+def _read_index(folder: Path, command: str) -> dict[str, Any]:
+    """Reads the index of a folder that `python -m lcjax.data <command>` wrote."""
+    path, way_out = folder / INDEX[command], f"write it again with `python -m lcjax.data {command}`"
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}; {way_out}") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise InputError(f"{path} is no index of format {FORMAT}: {way_out}")
+    return index
+
+
+def _check_finished(folder: Path, command: str) -> None:
+    if (folder / PLAN[command]).is_file():
+        raise InputError(
+            f"data.path={folder} is not finished: run the same `python -m lcjax.data {command}`"
+            " once more; it resumes"
+        )
+
+
+def _check_fields(index: dict[str, Any], folder: Path) -> None:
+    """Raises an InputError unless the index has the fields that `prepare` writes."""
+    shards = index.get("shards")
+    is_valid = (
+        index.get("dtype") in DTYPES
+        and all(isinstance(index.get(name), str) for name in ("tokenizer", "tokenizer_name"))
+        and isinstance(shards, list)
+        and all(map(_is_shard, shards))
+    )
+    if not is_valid:
+        raise InputError(
+            f"the index of {folder} was changed: its fields are not those that `python -m"
+            " lcjax.data prepare` writes; prepare the text again"
+        )
+
+
+def _is_shard(shard: Any) -> bool:
+    types = {"name": str, "documents": int, "tokens": int, "labels": list}
+    return (
+        isinstance(shard, dict)
+        and all(type(shard.get(name)) is kind for name, kind in types.items())
+        and all(isinstance(label, str) for label in shard["labels"])
+    )
+
+
+def _check_tokenizer(
+    source: TokenSource | TeacherSource, index: dict[str, Any], name: str, tokenizer: Any
+) -> None:
+    """Raises an `InputError` where stored ids are those of another tokenizer."""
+    if tokenizer is not None and index["tokenizer"] != tokenizer.fingerprint:
+        raise InputError(
+            f"{source.path} was made with the tokenizer of {name} ({index['tokenizer']}), the"
+            f" model's is another ({tokenizer.fingerprint}): make it again with the model's"
+        )
+
+
+def _check_labels(source: TokenSource, labels: list[str]) -> None:
+    if unknown := set(source.labels) - set(labels):
+        raise InputError(
+            f"data.sources: labels={sorted(unknown)} are not in {source.path}, which has"
+            f" {', '.join(labels) or 'none'}"
+        )
+
+
+def _shards(folder: Path, counts: dict[str, int], size: int, command: str) -> FileList:
+    """Lists the shards of a folder: `counts` entries of `size` bytes each, by name."""
+    files = [(name, folder / f"{name}.bin") for name in counts]
+    for name, path in files:
+        if Path(name).name != name:  # would read a file outside of the folder
+            raise InputError(f"{folder}: the shard {name!r} must be a file of this folder")
+        num_bytes, expected = path.stat().st_size if path.is_file() else 0, counts[name] * size
+        if num_bytes != expected:
+            raise InputError(
+                f"{path} has {num_bytes:,} bytes, and {counts[name]:,} entries of {size:,} take"
+                f" {expected:,}: it was cut or moved; copy it again, or write the folder again with"
+                f" `python -m lcjax.data {command}`"
+            )
+    return FileList(files)

@@ -10,7 +10,7 @@ from lcjax import checkpoints
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints.build import resolve
 from lcjax.data import Loader, TeacherSource, make_loader
-from lcjax.data.teacher_files import TeacherFiles
+from lcjax.data.token_files import TeacherFiles
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig, preset
 from lcjax.models.distill import check_top

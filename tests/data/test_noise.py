@@ -8,15 +8,15 @@ import pytest
 from data_support import Bytes, make_texts, write_jsonl
 
 from lcjax.data import Chunks, DataConfig, Noise, TextSource, make_loader
-from lcjax.data.chunks import HideContext
+from lcjax.data.chunks import hide_context
 from lcjax.errors import InputError
 
 
 def masks(noise, count, length, rows, seed=0):
     """bool [rows, count, length] of rows that are all text."""
-    hide, random = HideContext(noise), np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     row = {"chunk_mask": np.ones((count, length), bool)}
-    return np.stack([hide(row, random)["chunk_mask"] for _ in range(rows)])
+    return np.stack([hide_context(row, random, noise)["chunk_mask"] for _ in range(rows)])
 
 
 def test_the_papers_noise_hides_0_165_of_the_context():
@@ -53,7 +53,8 @@ def test_the_ends_of_the_rates_are_nothing_and_everything(rate, whole, kept):
 
 def test_padding_stays_padding():
     mask = np.arange(24).reshape(4, 6) >= 8
-    visible = HideContext(Noise())({"chunk_mask": mask}, np.random.default_rng(1))["chunk_mask"]
+    row, random = {"chunk_mask": mask}, np.random.default_rng(1)
+    visible = hide_context(row, random, Noise())["chunk_mask"]
     assert not (visible & ~mask).any()
 
 

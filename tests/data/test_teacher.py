@@ -142,7 +142,7 @@ def test_after_a_kill_the_same_command_makes_the_same_folder(path, made, tmp_pat
         patch.setattr(teacher, "_add_probabilities", killed)
         with pytest.raises(KeyboardInterrupt, match="16 rows are in .*; the same command resumes"):
             teach(config)
-    with pytest.raises(InputError, match=r"rows is not finished; run the same .* once more"):
+    with pytest.raises(InputError, match=r"rows is not finished: run the same .* once more"):
         make_loader(student_config(tmp_path / "rows"), ByteTokenizer(), 1)
     (tmp_path / "rows" / "000002.bin.tmp").write_bytes(b"half")
     teach(config)
@@ -197,8 +197,8 @@ class Other(Bytes):
     ("fields", "match"),
     [
         ({"length": 29}, r"data.length=29 is not that of the rows of .*; set it to 28"),
-        ({"chunks": None}, r"data.chunks=null, .* have chunks; set it to {count: 3, length: 6}"),
-        ({"chunks": Chunks(2, 9)}, r"data.chunks of 2 x 9, text=before, are not those of"),
+        ({"chunks": None}, r"data.chunks=null is not that of .*; set it to {count: 3, length: 6}"),
+        ({"chunks": Chunks(2, 9)}, r"data.chunks=2 x 9, text=before is not that of"),
     ],
 )
 def test_rows_of_another_shape_are_refused(fields, match, made):
@@ -218,13 +218,13 @@ def test_a_shard_that_was_cut_or_moved_is_refused(path, made, tmp_path):
     config = student_config(tmp_path)
     shard = tmp_path / "000001.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(InputError, match=r"000001.bin has [\d,]+ bytes, and 8 rows of .* take"):
+    with pytest.raises(InputError, match=r"000001.bin has [\d,]+ bytes, and 8 entries of .* take"):
         make_loader(config, ByteTokenizer(), 1)
     shard.unlink()
-    with pytest.raises(InputError, match=r"000001.bin is missing: .*; copy it again"):
+    with pytest.raises(InputError, match=r"000001.bin has 0 bytes, .*; copy it again"):
         make_loader(config, ByteTokenizer(), 1)
     (tmp_path / "teacher.json").write_text("{}")
-    with pytest.raises(InputError, match=r"no index of format 1; make the rows again"):
+    with pytest.raises(InputError, match=r"no index of format 1: write it again"):
         make_loader(config, ByteTokenizer(), 1)
     with pytest.raises(InputError, match=r"nowhere has no teacher.json; name a folder that"):
         make_loader(student_config(tmp_path / "nowhere"), ByteTokenizer(), 1)

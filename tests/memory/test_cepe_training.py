@@ -15,7 +15,7 @@ from lcjax import cost
 from lcjax.attention import Bidirectional
 from lcjax.checkpoints.build import ModelSection, build
 from lcjax.data.teacher import TeacherConfig
-from lcjax.data.teacher_files import row_type
+from lcjax.data.token_files import row_type
 from lcjax.errors import InputError
 from lcjax.memory import CepeSection
 from lcjax.models import preset
