@@ -157,6 +157,14 @@ def test_a_text_too_short_to_choose_from_is_read_as_without():
     )
 
 
+@pytest.mark.parametrize("length", [16, 18])
+def test_a_text_just_long_enough_to_choose_from_is_chosen_from(length):
+    q, k, v = arrays()
+    want = attended(chosen_by_lm_infinite(q[0], k[0], CHOOSING), v[0])[:length]
+    got = run(*(x[:, :length] for x in (q, k, v)), CHOOSING)[0]
+    np.testing.assert_allclose(got, want, **TOLERANCE)
+
+
 def test_queries_choose_alike_whether_many_or_one_go_at_a_time(monkeypatch):
     q, k, v = arrays()
     want = run(q, k, v, CHOOSING)
