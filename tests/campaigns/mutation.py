@@ -32,7 +32,7 @@ NEAREST = {
     "lcjax/attention/*": ["tests/attention"],
     "lcjax/rope/*": ["tests/rope"],
     "lcjax/models/*": ["tests/models", "tests/generation/test_generate.py"],
-    "lcjax/memory/*": ["tests/memory"],
+    "lcjax/memory/*": ["tests/memory", "tests/cost"],
     "lcjax/generation/*": ["tests/generation"],
     "lcjax/training/step.py": ["tests/training/test_step.py"],
     "lcjax/training/optim.py": ["tests/training/test_optim.py", "tests/training/test_step.py"],
