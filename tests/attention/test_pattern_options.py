@@ -221,4 +221,6 @@ def test_chosen_keys_of_a_model_with_alibi_have_the_bias_of_their_distance():
 
 def test_a_cache_keeps_everything_that_can_be_chosen():
     assert CHOOSING.cache_window() is None and CHOOSING.moves_keys
-    assert LMInfinite(window=9, sinks=3).cache_window() == (3, 9)
+    plain = LMInfinite(window=9, sinks=3)
+    assert plain.cache_window() == (3, 9)
+    assert plain.is_position_based and not CHOOSING.is_position_based
