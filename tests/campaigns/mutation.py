@@ -31,7 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 NEAREST = {
     "lcjax/attention/*": ["tests/attention"],
     "lcjax/rope/*": ["tests/rope"],
-    "lcjax/models/*": ["tests/models", "tests/generation/test_generate.py"],
+    "lcjax/models/*": [
+        "tests/models",
+        "tests/generation/test_generate.py",
+        "tests/generation/test_shared_prefix.py",
+    ],
     "lcjax/memory/*": ["tests/memory", "tests/cost"],
     "lcjax/generation/*": ["tests/generation"],
     "lcjax/training/step.py": ["tests/training/test_step.py"],
