@@ -1,5 +1,7 @@
 """What a pattern refuses: one line that names the key, the value, the rule and the way out."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ REFUSED = [
     (LMInfinite, {"sinks": 0}, "pattern.sinks=0 must be a whole number of at least 1"),
     (LMInfinite, {"distance": 1.5}, "pattern.distance=1.5 must be a whole number of at least 1"),
     (LMInfinite, {"top_k": 0}, "pattern.top_k=0 must be a whole number of at least 1"),
-    (LMInfinite, {"top_k": 1, "top_k_position": -1}, "pattern.top_k_position=-1 must be a whole"),
+    (LMInfinite, {"top_k": 1, "top_k_position": -1}, "pattern.top_k_position=-1 .* at least 0"),
     (LMInfinite, {"top_k_position": 9}, "pattern.top_k_position=9 places .* set it, or leave"),
     (ReRoPE, {"window": -1}, "pattern.window=-1 must be a whole number of at least 1"),
     (Streaming, {"sinks": -1}, "pattern.sinks=-1 must be a whole number of at least 0"),
@@ -35,7 +37,7 @@ REFUSED = [
     (SelfExtend, {"group": True}, "pattern.group=True must be a whole number of at least 1"),
     (SelfExtend, {"scale_base": 1}, "pattern.scale_base=1 must be a whole number of at least 2"),
     (DualChunk, {"train_length": 0}, "pattern.train_length=0 must be a whole number of at least 1"),
-    (DualChunk, {"chunk": 1}, "pattern.chunk=1 must be a whole number of at least 2"),
+    (DualChunk, {"chunk": 1, "local": 1}, "pattern.chunk=1 must be a whole number of at least 2"),
     (DualChunk, {"chunk": 12, "local": 12}, "pattern.local=12 must be below pattern.chunk=12"),
     (ShiftedSparse, {"group": 1}, "pattern.group=1 must be a whole number of at least 2"),
     (ShiftedSparse, {"group": 8, "fraction": 0.5}, "pattern.group=8 and pattern.fraction=0.5"),
@@ -51,6 +53,8 @@ def test_a_field_out_of_range_is_refused_in_one_line(pattern, fields, message):
     with pytest.raises(InputError, match=message) as error:
         pattern(**fields)
     assert "\n" not in str(error.value)
+    if limit := re.search(r"pattern\.(\w+)=.* at least (\d+)", message):
+        pattern(**fields | {limit[1]: int(limit[2])})
 
 
 def _places(length, heads=4):

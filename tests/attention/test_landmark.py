@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 
 from lcjax.attention import AttentionMetadata
-from lcjax.attention.landmark.pattern import CachedBlocks, Landmark
+from lcjax.attention.landmark.pattern import SELECT, CachedBlocks, Landmark
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
 from lcjax.models.layers import Context
 from lcjax.rope import Rotation
-
-pytestmark = pytest.mark.slow
 
 ROTATION = Rotation(jnp.asarray(10_000.0 ** -np.linspace(0, 1, 8, endpoint=False), jnp.float32))
 BLOCK = 4
@@ -118,7 +116,7 @@ def oracle(q, k, v, past, pattern):
     [
         (26, 1, 2, "per_token_and_head"),
         (23, 7, 4, "per_head_and_chunk"),
-        (5, 12, 3, "per_head_and_chunk"),
+        pytest.param(5, 12, 3, "per_head_and_chunk", marks=pytest.mark.slow),
     ],
 )
 def test_retrieval_equals_the_specification(past, new, top_k, select):
@@ -131,6 +129,41 @@ def test_retrieval_equals_the_specification(past, new, top_k, select):
     np.testing.assert_allclose(got, want, **golden.TOLERANCE)
 
 
+@pytest.mark.parametrize("select", SELECT)
+def test_a_query_reads_the_blocks_whose_landmarks_fit_it_and_of_equal_ones_the_later(select):
+    """Without rotation; values of a block are its number, and keys beside landmarks are 0."""
+    blocks = 6
+    q = np.random.default_rng(0).normal(size=(1, 1, 2, 16)).astype(np.float32)
+    landmark = np.arange(blocks * BLOCK + 2) % BLOCK == BLOCK - 1
+    number = np.arange(blocks * BLOCK + 2) // BLOCK
+    cases = [({2}, [2]), ({0, 3}, [0, 3]), ({1, 2, 4}, [2, 4]), (set(range(blocks)), [4, 5])]
+    fits = np.array([landmark & np.isin(number, list(planted)) for planted, _ in cases])
+    k = np.where(fits[..., None, None], 20 * q, 0).astype(np.float32)
+    v = np.broadcast_to(np.float32(number)[:, None, None], k.shape)
+    pattern = Landmark(block=BLOCK, top_k=2, train_length=64, select=select)
+    still = ROTATION._replace(inv_freq=jnp.zeros(8))
+    out = run(
+        jnp.asarray(np.repeat(q, len(cases), 0)), jnp.asarray(k), jnp.asarray(v), pattern, still
+    )
+    wanted = [np.mean(chosen) for _, chosen in cases]
+    np.testing.assert_allclose(
+        out[:, 0], np.broadcast_to(np.reshape(wanted, (-1, 1, 1)), (4, 2, 16)), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("top_k", [5, 7])
+def test_as_many_blocks_as_there_are_is_attention_to_all(top_k):
+    rng = np.random.default_rng(4)
+    k, v = (jnp.asarray(rng.normal(size=(1, 22, 2, 16)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(1, 1, 4, 16)), jnp.float32)
+    chosen = run(q, k, v, Landmark(block=BLOCK, top_k=top_k, train_length=64))
+    everything = run(q, k, v, Landmark(block=BLOCK, top_k=None))
+    np.testing.assert_allclose(chosen, everything, **golden.TOLERANCE)
+    fewer = run(q, k, v, Landmark(block=BLOCK, top_k=4, train_length=64))
+    assert np.abs(fewer - everything).max() > 1e-3
+
+
+@pytest.mark.slow
 def test_rows_of_a_batch_have_pasts_of_their_own():
     rng = np.random.default_rng(0)
     k, v = rng.normal(size=(2, 1, 40, 2, 16)).astype(np.float32)
@@ -148,6 +181,7 @@ def test_rows_of_a_batch_have_pasts_of_their_own():
     assert not np.asarray(out)[1, 0].any() and np.isfinite(out).all()
 
 
+@pytest.mark.slow
 def test_few_queries_at_a_time_give_the_same(monkeypatch):
     rng = np.random.default_rng(1)
     k, v = (jnp.asarray(rng.normal(size=(2, 50, 2, 16)), jnp.float32) for _ in range(2))
@@ -161,6 +195,7 @@ def test_few_queries_at_a_time_give_the_same(monkeypatch):
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_cache_read_in_chunks_gives_every_chunk_its_past():
     pattern = Landmark(block=BLOCK, top_k=2, train_length=32)
     assert pattern.chunk == 20

@@ -157,6 +157,14 @@ def test_a_text_too_short_to_choose_from_is_read_as_without():
     )
 
 
+@pytest.mark.parametrize("length", [16, 18])
+def test_a_text_just_long_enough_to_choose_from_is_chosen_from(length):
+    q, k, v = arrays()
+    want = attended(chosen_by_lm_infinite(q[0], k[0], CHOOSING), v[0])[:length]
+    got = run(*(x[:, :length] for x in (q, k, v)), CHOOSING)[0]
+    np.testing.assert_allclose(got, want, **TOLERANCE)
+
+
 def test_queries_choose_alike_whether_many_or_one_go_at_a_time(monkeypatch):
     q, k, v = arrays()
     want = run(q, k, v, CHOOSING)
@@ -213,4 +221,6 @@ def test_chosen_keys_of_a_model_with_alibi_have_the_bias_of_their_distance():
 
 def test_a_cache_keeps_everything_that_can_be_chosen():
     assert CHOOSING.cache_window() is None and CHOOSING.moves_keys
-    assert LMInfinite(window=9, sinks=3).cache_window() == (3, 9)
+    plain = LMInfinite(window=9, sinks=3)
+    assert plain.cache_window() == (3, 9)
+    assert plain.is_position_based and not CHOOSING.is_position_based

@@ -106,6 +106,7 @@ DAMAGE = {
     "empty_files": lambda f: [os.truncate(p, 0) for p in f.rglob("*") if p.is_file()],
     "no_files": lambda f: [shutil.rmtree(p) for p in f.iterdir() if p.is_dir()],
     "cut_position": lambda f: os.truncate(f / "data" / "position.json", 4),
+    "no_position": lambda f: (f / "data" / "position.json").unlink(),
 }
 MORE_DAMAGE = "cut_manifest", "empty_files", "no_manifest"
 

@@ -63,6 +63,14 @@ def test_scores_are_those_of_the_official_scorers(case):
         assert score(case) == pytest.approx(case["value"], abs=1e-6)
 
 
+def test_a_verdict_must_be_the_whole_answer():
+    for verdict in ("yes", "no", "noanswer"):
+        assert metrics.qa_f1_verdict(f"{verdict} because", verdict) == 0
+        assert metrics.qa_f1_verdict(verdict, f"{verdict} because") == 0
+        assert metrics.qa_f1_verdict(f"The {verdict}.", verdict) == 1
+    assert metrics.qa_f1_verdict("maybe because", "maybe") == pytest.approx(2 / 3)
+
+
 # Computed with the PyPI package rouge 1.0.1, rouge-score 0.1.2 with its stemmer (ROUGE-1, ROUGE-2,
 # ROUGE-L, ROUGE-Lsum) and NLTK's stemmer.
 @pytest.mark.parametrize(

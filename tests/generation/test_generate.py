@@ -211,6 +211,9 @@ def test_keep_top_p_keeps_the_smallest_set_that_reaches_top_p():
     probability = np.array([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]])
     is_kept = np.isfinite(np.asarray(_keep_top_p(jnp.log(probability), 0.8)))
     np.testing.assert_array_equal(is_kept, [[False, True, True, True], [True, False, False, False]])
+    # A token that reaches top_p exactly is the last one.
+    exact = _keep_top_p(jnp.log(jnp.array([[0.5, 0.25, 0.25]])), 0.5)
+    np.testing.assert_array_equal(np.isfinite(np.asarray(exact)), [[True, False, False]])
 
 
 class _Scripted:

@@ -73,6 +73,15 @@ def test_scores_are_those_of_the_mixture_of_single_passes(lm):
         np.testing.assert_allclose(found[row, 1:], wanted, atol=2e-4)
 
 
+def test_a_passage_beyond_the_trained_length_stretches_only_its_own_text(lm):
+    """Dynamic NTK rotates by the length of each text, passage and all."""
+    passages = [ids(3, 9), ids(4, 30)]
+    short = lm.with_method(rope=DynamicNTK(factor=8.0, original_length=16))
+    found = Replug(short).nll(TOKENS[:1], context=[passages])
+    each = np.array([alone(short, passage, TOKENS[0])[1:] for passage in passages])
+    np.testing.assert_allclose(found[0, 1:], -np.log(np.exp(-each).mean(0)), atol=2e-4)
+
+
 def test_one_passage_is_read_in_front_whatever_its_score_and_equal_ones_are_one(lm):
     one = Replug(lm).nll(TOKENS[1:], context=PASSAGES[1:], scores=[[-3.0]])
     np.testing.assert_allclose(one[0, 1:], alone(lm, *PASSAGES[1], TOKENS[1])[1:], atol=1e-5)

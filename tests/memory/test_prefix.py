@@ -277,6 +277,14 @@ BAD = [
 ]
 
 
+def test_a_window_and_its_summary_may_be_as_long_as_the_model_reads():
+    section = dataclasses.replace(SUMMARY, summary=preset("tiny").max_length - SUMMARY.chunk)
+    resolve(ModelSection(memory=section), preset("tiny"))
+    with pytest.raises(InputError, match=f"at most {section.summary}$"):
+        section = dataclasses.replace(section, summary=section.summary + 1)
+        resolve(ModelSection(memory=section), preset("tiny"))
+
+
 @pytest.mark.parametrize(("section", "changes", "words"), BAD)
 def test_bad_sections_are_refused_in_one_line(section, changes, words):
     with pytest.raises(InputError, match=words) as caught:

@@ -60,6 +60,34 @@ def test_logits_equal_the_released_code(name):
     assert_close(read(model, params, text, of_golden(name), {})[0], golden.arrays(name)["logits"])
 
 
+def test_positions_as_released_number_chunks_by_their_collected_tokens():
+    """Its keys of chunk i are rotated to i // M, M tokens collected of a chunk, queries to n + 1.
+
+    The stored keys are those before chunks are rotated.
+    """
+    name = golden.CASES[1]
+    (model, params), (tokens, chunks) = golden.model(name), golden.tokens(name)
+    memory = dataclasses.replace(model.config.memory, positions="released")
+    released = Decoder(model.config.replace(memory=memory))
+    at = golden.arrays(name)["query_length"].astype(np.int32) - 1
+    options = {"query": asked(model, params, tokens, at)}
+    mask, size = np.ones(chunks.shape, bool), memory.num_slots(memory.chunk)
+    numbers = np.array([[0, size - 1, size, 3 * size - 1]], np.int32)
+    found = encode(released, params, chunks, mask, options | {"numbers": numbers})
+    places = np.repeat([0, 0, 1, 2], size)
+    for layer, (keys, _) in enumerate(found.layers):
+        stored = golden.arrays(name)[f"tree_k_layer{layer}"]  # [C, K, M, H]
+        stored = stored.transpose(0, 2, 1, 3).reshape(len(places), *keys.shape[1::2])
+        wanted = oracle.turned(stored, places, model.config.rope.theta)
+        assert_close(keys[0], wanted.swapaxes(0, 1))
+    found = encode(released, params, chunks, mask, options)
+    paper = encode(model, params, chunks, mask, options | {"numbers": np.zeros((1, 4), np.int32)})
+    paper = dataclasses.replace(paper, num_chunks=paper.num_chunks + 1)
+    wanted = read(model, params, tokens, paper, {})[0]
+    assert_close(read(released, params, tokens, found, {})[0], wanted)
+    assert np.abs(wanted - golden.arrays(name)["logits"]).max() > 1e-3
+
+
 @pytest.mark.slow
 def test_loss_equals_the_released_code():
     model, params = golden.model("paper_lm_n3")

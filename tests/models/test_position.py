@@ -29,10 +29,11 @@ from lcjax.rope.rotation import no_rotation
 from lcjax.training.objective import language_model
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes
 
-pytestmark = pytest.mark.slow
-
 TINY = preset("tiny").replace(max_length=80, num_heads=6, num_kv_heads=2)
-EVERY = pytest.mark.parametrize("name", ["alibi", "t5", "sinusoidal", "learned"])
+SLOW = pytest.mark.slow
+EVERY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW) for name in ("alibi", "sinusoidal")] + ["t5", "learned"]
+)
 FIRST, T, LONG = 20, 48, 80  # a rolling cache has 64 slots
 SEGMENTS = np.array([[1] * FIRST + [2] * (T - FIRST), [2] * (T - FIRST) + [0] * FIRST])
 
@@ -74,6 +75,7 @@ def test_packed_documents_equal_separate_ones_and_order_matters(name):
     np.testing.assert_array_equal(swapped[1], out[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sinusoidal", "learned"])
 def test_embeddings_count_in_the_document_as_given_positions_do(name):
     model, params = made(name)
@@ -82,6 +84,7 @@ def test_embeddings_count_in_the_document_as_given_positions_do(name):
     np.testing.assert_array_equal(given, read(model, params, tokens(), SEGMENTS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [("alibi", None), ("alibi", Streaming(3, 6)), ("t5", Sliding(9)), ("learned", Sliding(9))],
@@ -152,6 +155,7 @@ def run(pattern, bias):
 AWAY = np.subtract.outer(np.arange(40), np.arange(40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "seen", "distance"),
     [
@@ -215,6 +219,7 @@ def test_sinusoids_equal_the_stored_ones_and_are_added_to_scaled_embeddings():
     np.testing.assert_allclose(got[0], 8 * x[0] + sinusoids(jnp.arange(4), 64), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_table_of_positions_ends():
     model, params = made("learned")
     with pytest.raises(InputError, match="81 tokens are more than the 80 positions"):
@@ -229,6 +234,7 @@ def test_a_table_of_positions_ends():
         read(model, params, tokens(1, 8), None, jnp.arange(8.0)[None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -256,6 +262,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(make, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_bias_that_no_rule_moves_is_an_error_of_the_program():
     pattern, at = Streaming(), jnp.arange(4)[None]
     bias = RelativeBias(jnp.zeros((32, 6)))
@@ -265,6 +272,7 @@ def test_a_bias_that_no_rule_moves_is_an_error_of_the_program():
         pattern.attend(q, k, v, metadata)
 
 
+@pytest.mark.slow
 def test_the_positions_that_a_checkpoint_was_trained_with_stay():
     section = ModelSection(path="x", position="alibi")
     with pytest.raises(InputError, match="weights of x were trained with position=rope"):

@@ -278,3 +278,11 @@ def test_bad_values_get_one_line_that_names_them(make, message):
     with pytest.raises(InputError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rope", [Linear(factor=1), NTK(alpha=1), E2LLM(factor=1), DynamicNTK(factor=0.1)], ids=str
+)
+def test_values_at_their_limits_are_those_of_a_model_that_is_not_extended(rope):
+    rope = rope.resolve(theta=1e4, length=8)
+    np.testing.assert_allclose(rope.frequencies(4, 1)[0], [1.0, 1e-2], rtol=1e-6)

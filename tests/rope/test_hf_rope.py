@@ -1,5 +1,6 @@
 """Hugging Face configs: what is read, what is written, and that transformers computes the same."""
 
+import dataclasses
 import json
 
 import jax
@@ -200,6 +201,13 @@ PHI3 = {
 )  # fmt: skip
 def test_published_configs_are_read(config, rope):
     assert from_hf(config) == rope
+
+
+def test_a_trained_length_of_longrope_stands_at_the_top_of_the_config_too():
+    rope = LongRope(theta=1e4, short_factor=(1.0, 1.1), long_factor=(2.0, 3.0))
+    assert "original_max_position_embeddings" not in rope.to_hf(4)
+    entries = dataclasses.replace(rope, original_length=4096).to_hf(4)
+    assert entries["original_max_position_embeddings"] == 4096
 
 
 def test_a_loader_resolves_what_a_config_leaves_open():

@@ -140,6 +140,35 @@ def test_a_gradient_that_is_not_long_enough_is_taken():
     assert not many_steps(patient, batches)[1][-1]["spike"]
 
 
+def test_the_usual_norm_is_a_running_average_that_a_spike_enters_clipped():
+    """The loss is slope * w, so the gradient norm of every step is its batch's slope."""
+    settings = dataclasses.replace(QUICK, spike=3.0)
+    optimizer = optim.optimizer(settings)
+    params = {"w": {"kernel": jnp.ones(1)}}
+    state = init_state(params, optimizer, one_device(), seed=0, ema=False)
+    step = functools.partial(
+        train_step, objective=lambda params, _, batch, key: (
+            (batch["slope"] * params["w"]["kernel"]).sum(), batch["weights"].sum()
+        ),
+        optimizer=optimizer, schedule=optim.schedule(settings), spike=settings.spike,
+    )  # fmt: skip
+    step = jax.jit(step)
+    slopes = np.random.default_rng(0).uniform(1, 2, 24)
+    slopes[[4, 20, 22]] = 9.0, 8.0, np.nan  # while the average is not reliable; a spike; no number
+    usual, num_skipped = 0.0, 0
+    for number, slope in enumerate(slopes):
+        state, info = step(state, {}, {"slope": jnp.float32([slope]), "weights": jnp.ones(1)})
+        np.testing.assert_allclose(info["usual_norm"], usual, rtol=1e-5)
+        is_spike = number >= 20 and slope > 3 * usual
+        assert info["spike"] == is_spike == (number == 20)
+        num_skipped += is_spike or np.isnan(slope)
+        if not np.isnan(slope):
+            norm = min(slope, 3 * usual) if number >= 20 else slope
+            usual = norm if number == 0 else 0.98 * usual + 0.02 * norm
+        np.testing.assert_allclose(state.usual, usual, rtol=1e-5)
+        assert state.skipped == num_skipped
+
+
 sums = jax.jit(accumulate, static_argnums=(0, 5))
 
 

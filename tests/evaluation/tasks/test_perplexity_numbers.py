@@ -82,6 +82,22 @@ def test_losses_that_are_not_numbers_are_counted_and_the_rest_is_shown_apart():
     assert found["nan_tokens"] == sum(record["nan"] for record in records)
 
 
+def test_the_standard_error_of_the_loss_is_that_of_a_ratio_over_documents():
+    """Documents of 1 and 2 windows: sums 2 and 10 of weights 1 and 4, so a mean of 12 / 5."""
+    task = Perplexity()
+    (record, *_) = score(task, Limits((LENGTH,), stride=STRIDE))
+    windows = [(0, 1.0, 6.0), (1, 3.0, 9.0), (1, 1.0, 3.0)]  # document, weight, nll of 3 tokens
+    records = [
+        record | {"document": document, "weight": weight, "nll": nll, "scored": 3, "nan": 0}
+        for document, weight, nll in windows
+    ]
+    found = task.summarise(records)
+    assert found["loss"] == pytest.approx((2 + 9 + 1) / 5)
+    squares = (2 - 1 * 12 / 5) ** 2 + (10 - 4 * 12 / 5) ** 2
+    assert found["loss_standard_error"] == pytest.approx(math.sqrt(2 / 1 * squares) / 5)
+    assert math.isnan(task.summarise(records[1:])["loss_standard_error"])
+
+
 def test_sums_by_position_take_four_bytes_each_and_stay_the_same_in_the_file():
     task, limits = Perplexity(protocol="slide_full"), Limits((300,), stride=200)
     records = score(task, limits, length=300, corpus_texts=texts((700, 650), seed=3))
