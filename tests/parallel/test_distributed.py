@@ -142,7 +142,7 @@ def two_checkpoints(folder):
     state = {"x": jax.numpy.arange(4.0)}
     with Checkpoints(folder) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, state, {"next": step})
+            checkpoints.save(step, state, {"identity": {}, "position": {"next": step}})
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
