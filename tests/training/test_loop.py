@@ -371,6 +371,7 @@ def test_adapters_embeddings_and_norms_of_a_run_load_merged_over_their_base(
     frozen = sum(params["layers"]["mlp"][name]["kernel"].nbytes for name in ("gate", "up", "down"))
     assert size < 4 * (sum(leaf.nbytes for leaf in flatten(params).values()) - frozen)
     note = json.loads((folder / "base.json").read_text())
+    del note["sha256"]  # as of older versions
     (folder / "base.json").write_text(json.dumps(note | {"seed": 1}))
     with pytest.raises(InputError, match="has other weights than when the run"):
         load_run(folder)
