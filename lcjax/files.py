@@ -1,11 +1,13 @@
 """Writes files and folders that are complete or absent, whenever the process is killed.
 
-Both are written under another name and renamed at the end. A folder is replaced only where this
-library wrote every file in it: `FolderFormat` says what one kind of writer puts into its folder.
+Both are written under another name and renamed when their content is on the disk, so a machine that
+stops leaves no empty file under the final name either. A folder is replaced only where this library
+wrote every file in it: `FolderFormat` says what one kind of writer puts into its folder.
 """
 
 import contextlib
 import dataclasses
+import errno
 import fnmatch
 import glob
 import itertools
@@ -25,24 +27,36 @@ _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may 
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike, mode: str = "w", *, sync: bool = False) -> Iterator[IO]:
+def atomic_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """A file `<path>.tmp` to write to, which becomes `path` when the block ends without an error.
 
     Args:
       path: is replaced if it exists; its folder is created.
       mode: "w" (UTF-8) or "wb".
-      sync: whether the content reaches the disk before the name does, so that a machine that stops
-        leaves no empty file either.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
     with open(draft, mode, encoding=None if "b" in mode else "utf-8") as file:
         yield file
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    if os.name != "posix":  # elsewhere folders cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # FUSE and network file systems
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:
@@ -228,6 +242,8 @@ def atomic_folder(folder: Path, contents: FolderFormat, overwrite: bool) -> Iter
         _sweep(folder, contents)
         partial.mkdir()
         yield partial
+        for path in (*partial.rglob("*"), partial):
+            _sync(path)
         check_destination(folder, contents, overwrite)
         _publish(partial, folder, contents, overwrite)
     except OSError as error:
@@ -278,6 +294,7 @@ def _publish(partial: Path, folder: Path, contents: FolderFormat, overwrite: boo
         if replaces and any(old.iterdir()):  # under this name no other program adds files
             check_replaceable(old, contents, label=folder)
         partial.rename(folder)  # also onto an empty folder
+        _sync(folder.parent)
     except BaseException:
         if replaces:
             old.rename(folder)

@@ -4,24 +4,36 @@ The only module that uses orbax (API v1). A checkpoint is a folder `<run>/checkp
 the train state and the position in the data. orbax writes it under a temporary name and renames
 it when it is complete, so a killed process or a full disk leaves the earlier ones as they were.
 Several processes write one checkpoint together, and restore the same one or none.
+
+When a checkpoint is complete, each process adds a file with the SHA-256 sums of the files that it
+wrote, in the background too. They are compared before anything is restored, so a flipped bit is
+found. `sha256sum -c checksums.0` in a checkpoint's folder does the same. For 1.2 GB on 2 CPU cores
+the sums took a fifth of the time of a save and a third of that of a restore. Checkpoints without
+sums are restored unchecked: those of older versions, and one whose process was killed before them.
 """
 
 import asyncio
+import concurrent.futures
+import hashlib
 import json
 import logging
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
+from lcjax.files import write_whole
 from lcjax.parallel import distributed
 
 FOLDER = "checkpoints"
+_CHECKSUMS = "checksums.{}"  # in the folder of a checkpoint; one for each process
+_OF_PROCESS = re.compile(r"ocdbt\.process_(\d+)")  # folder of the arrays that a process wrote
 # What orbax and tensorstore raise for files that are cut short, missing or not theirs.
 _DAMAGE = (OSError, ValueError, LookupError)
 _WRITE_FAILURE = (OSError, ValueError)
@@ -37,7 +49,10 @@ class CheckpointError(InputError):
 
 
 class _Position:
-    """The data position as one JSON file; the same on every process, written by the first."""
+    """The data position as one JSON file; the same on every process, written by the first.
+
+    It is a state of `lcjax.data.Loader`, with `last_finite` of `Checkpoints` beside it.
+    """
 
     _file = "position.json"
 
@@ -56,22 +71,57 @@ class _Position:
 
     async def load(self, directory):
         async def read():
-            self.value = json.loads(await asyncio.to_thread((directory / self._file).read_text))
+            value = json.loads(await asyncio.to_thread((directory / self._file).read_text))
+            fields = value if isinstance(value, dict) else {}
+            if not all(isinstance(fields.get(key), dict) for key in ("identity", "position")):
+                raise CheckpointError(f"data/{self._file} is no position in the data")
+            if fields.get("last_finite") is not None:
+                whole_number(f"data/{self._file}: last_finite", fields["last_finite"], 0)
+            self.value = value
 
         return read()
 
 
+class _Rotation:
+    """Preserves the newest `keep` checkpoints, and the newest one up to step `last_finite`."""
+
+    def __init__(self, keep: int):
+        self._keep, self.last_finite = keep, None
+
+    def should_preserve(self, checkpoints: Sequence, *, context: Any) -> list[bool]:
+        del context
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        preserved = {*steps[-self._keep :], _newest(steps, self.last_finite)}
+        return [step in preserved for step in steps]
+
+
+def _newest(steps: Sequence[int], last: int | None) -> int | None:
+    """The newest of `steps` that is not after `last`."""
+    return max((step for step in steps if last is not None and step <= last), default=None)
+
+
 class Checkpoints:
-    """The checkpoints of one run folder; use it as a context manager."""
+    """The checkpoints of one run folder; use it as a context manager.
+
+    Attributes:
+      last_finite: the newest step whose state gave a finite loss and gradient in the step after it,
+        None if none did. The training loop sets it, and `restore` reads it. A state can be ruined
+        long before a loss shows it, so the newest checkpoint up to this step is preserved beside
+        the newest `keep`.
+    """
 
     def __init__(self, folder: str | Path, *, keep: int = 2):
         _quiet_orbax()
         self._folder = Path(folder).absolute() / FOLDER
+        self.last_finite: int | None = None
+        self._rotation = _Rotation(keep)
+        self._executor = concurrent.futures.ThreadPoolExecutor(1)
+        self._unfinished: concurrent.futures.Future | None = None  # the last save
         self._orbax = ocp.training.Checkpointer(
             self._folder,
             # When to save is the training loop's decision.
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            preservation_policy=self._rotation,
             cleanup_tmp_directories=True,
         )
         _check_shared(self._folder, self.steps)
@@ -81,14 +131,22 @@ class Checkpoints:
 
     def __exit__(self, kind, *_) -> None:
         try:
+            self.wait()
             self._orbax.close()
         except _WRITE_FAILURE as error:
             if kind is None:  # else the first error is the one to see
                 raise self._failure(error) from error
+        finally:
+            self._executor.shutdown()
 
     @property
     def steps(self) -> list[int]:
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    @property
+    def finite_step(self) -> int | None:
+        """The step of the newest checkpoint from which a later step was finite."""
+        return _newest(self.steps, self.last_finite)
 
     def save(self, step: int, state: Any, position: dict) -> None:
         """Copies `state` to the host and returns; files are written in the background.
@@ -97,17 +155,28 @@ class Checkpoints:
         """
         if step in self.steps:
             return
+        self.wait()
+        self._rotation.last_finite = self.last_finite
+        data = _Position(position | {"last_finite": self.last_finite})
         try:
-            self._orbax.save_checkpointables_async(
-                step, {"state": state, "data": _Position(position)}, force=True
+            response = self._orbax.save_checkpointables_async(
+                step, {"state": state, "data": data}, force=True
             )
         except _WRITE_FAILURE as error:
             raise self._failure(error) from error
 
+        def finish():
+            response.result()
+            _write_checksums(self._folder / str(step))
+
+        self._unfinished = self._executor.submit(finish)
+
     def wait(self) -> None:
         """Returns when the last save is complete on disk; raises if it could not be."""
+        unfinished, self._unfinished = self._unfinished, None
         try:
-            self._orbax.wait()
+            if unfinished is not None:
+                unfinished.result()
         except _WRITE_FAILURE as error:
             raise self._failure(error) from error
 
@@ -128,7 +197,9 @@ class Checkpoints:
                 continue
             for damaged_step, error in errors.items():
                 self._set_aside(damaged_step, error)
-            return step, *loaded
+            state, position = loaded
+            self.last_finite = position.pop("last_finite", None)
+            return step, state, position
         if steps:
             # Nothing is moved: when all of them fail, the cause may lie elsewhere.
             raise CheckpointError(
@@ -163,6 +234,49 @@ class Checkpoints:
 def _steps_in(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in ascending order."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
+def _write_checksums(path: Path) -> None:
+    """Writes the sums of the files of a complete checkpoint that this process wrote.
+
+    The first process also takes the files that all have in common.
+    """
+    process = jax.process_index()
+
+    def writer(file: Path) -> int:
+        match = _OF_PROCESS.search(str(file.relative_to(path)))
+        return int(match[1]) if match else 0
+
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and writer(file) == process]
+    sums = zip(_sha256_sums(files), files, strict=True)
+    lines = (f"{sum}  {file.relative_to(path).as_posix()}\n" for sum, file in sums)
+    write_whole(path / _CHECKSUMS.format(process), "".join(lines))
+
+
+def _verify_checksums(path: Path) -> None:
+    """Raises a CheckpointError if a file is not as it was written.
+
+    Each process reads a part of the files.
+    """
+    lines = [
+        line
+        for file in sorted(path.glob(_CHECKSUMS.format("*")))
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    entries = [line.partition("  ") for line in lines[jax.process_index() :: jax.process_count()]]
+    sums = _sha256_sums([path / name for _, _, name in entries])
+    for (expected, _, name), actual in zip(entries, sums, strict=True):
+        if actual != expected:
+            raise CheckpointError(f"{name} is not as it was written: another SHA-256 sum")
+
+
+def _sha256_sums(files: Sequence[Path]) -> list[str]:
+    def digest(file: Path) -> str:
+        with file.open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor() as executor:
+        return list(executor.map(digest, files))
 
 
 def load_state(folder: str | Path, abstract_state: Any, *, step: int | None = None) -> Any:
@@ -234,6 +348,7 @@ def _may_be_whole(error: Exception) -> bool:
 
 
 def _load(path: Path, abstract_state: Any, *, with_data: bool) -> tuple[Any, dict | None]:
+    _verify_checksums(path)  # before orbax, which logs much about files that it cannot read
     position = _Position()
     abstract = {"state": abstract_state} | ({"data": position} if with_data else {})
     # Each process reads its parts alone: one that fails would leave the others waiting for it.

@@ -7,6 +7,8 @@ where the frozen ones came from.
 import dataclasses
 import hashlib
 import json
+import typing
+from dataclasses import MISSING
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ from lcjax import config as config_lib
 from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.errors import InputError
-from lcjax.files import write_whole
+from lcjax.files import read_json, write_whole
 from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.config import ModelConfig
@@ -26,6 +28,7 @@ from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.tree import flatten, split, union
 
 MODEL_CONFIG, BASE = "model.yaml", "base.json"
+_CHECKSUM = "sha256"  # key of `base.json`: of its other fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +46,39 @@ class Base:
 
     @classmethod
     def read(cls, folder: Path) -> "Base":
+        """Reads the file of a run folder.
+
+        Raises:
+          InputError: if it is absent, or not as `write` leaves it. A file of older versions has no
+            checksum.
+        """
         file = folder / BASE
         if not file.exists():
             raise InputError(f"{folder} is no run folder: it has no {BASE}")
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        try:
-            return cls(**fields | {"trained": tuple(fields["trained"])})
-        except (KeyError, TypeError):
+        fields = read_json(file)
+        checksum = fields.pop(_CHECKSUM, None)
+        types = typing.get_type_hints(cls) | {"trained": list}
+        required = {field.name for field in dataclasses.fields(cls) if field.default is MISSING}
+        if not (
+            required <= fields.keys() <= types.keys()
+            and all(isinstance(value, types[name]) for name, value in fields.items())
+            and all(isinstance(path, str) for path in fields["trained"])
+            and checksum in (None, _checksum(fields))
+        ):
             raise InputError(
-                f"{file} is not as this version writes it: it has {', '.join(fields)}; start the"
-                " run's own command again, which completes it"
-            ) from None
+                f"{file} is damaged, or of another version; remove it and start the command of the"
+                " run again, which writes it"
+            )
+        return cls(**fields | {"trained": tuple(fields["trained"])})
 
     def write(self, folder: Path) -> None:
-        text = json.dumps(dataclasses.asdict(self), indent=1)
+        fields = json.loads(json.dumps(dataclasses.asdict(self)))
+        text = json.dumps(fields | {_CHECKSUM: _checksum(fields)}, indent=1)
         write_whole(folder / BASE, text + "\n")  # other processes may be reading it
+
+
+def _checksum(fields: dict) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def run_config(folder: Path) -> ModelConfig:
@@ -139,8 +160,7 @@ def _round(params: dict, dtype: str) -> None:
 
 def check_frozen(folder: Path, base: Base) -> None:
     """Refuses to merge trained weights into another base than the one of their training."""
-    file = folder / BASE
-    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["frozen"] != base.frozen:
+    if (folder / BASE).exists() and Base.read(folder).frozen != base.frozen:
         raise InputError(
             f"model.path={base.path} has other weights than when the run in {folder} began;"
             " put the old ones back, or start another run.folder"

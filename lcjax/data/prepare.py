@@ -347,7 +347,7 @@ class Worker:
         out, name = self.config.folder, f"{job.number:06d}"
         dtype, labels, rows, lengths = DTYPES[self.config.dtype], {}, [], []
         start = 0
-        with atomic_file(out / f"{name}.bin", "wb", sync=True) as file:
+        with atomic_file(out / f"{name}.bin", "wb") as file:
             for i, (document, split_hash) in enumerate(self.documents(job)):
                 ids = self._ids(document) if is_selected is None or is_selected[i] else ()
                 if len(ids) < self.config.min_document_tokens:
@@ -371,7 +371,7 @@ class Worker:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file atomically."""
-    with atomic_file(path, sync=True) as file:
+    with atomic_file(path) as file:
         json.dump(value, file, indent=1)
 
 

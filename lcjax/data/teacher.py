@@ -244,7 +244,7 @@ class ShardWriter:
                 break
         count, state = sum(map(len, parts)), self._loader.get_state()
         if distributed.is_main_process():
-            with atomic_file(self._out / f"{name}.bin", "wb", sync=True) as file:
+            with atomic_file(self._out / f"{name}.bin", "wb") as file:
                 file.writelines(rows.tobytes() for rows in parts)
             shard = {"name": name, "rows": count, "ended": self._data_ended, "position": state}
             write_json(self._out / f"{name}.json", shard)

@@ -1,6 +1,7 @@
 """Records on disk: one JSON line per scored unit, appended after every batch.
 
-Tables and figures are made from records alone, and a stopped run continues from them.
+Tables and figures are made from records alone, and a stopped run continues from them. Measured time
+and memory are in files of their own, so records and tables do not depend on when a run was stopped.
 """
 
 import hashlib
@@ -31,13 +32,18 @@ MARKER = "run.json"  # settings of the records
 WEIGHTS = "weights"  # key of the marker: identity of each method's checkpoint
 REPORT = "report.html"
 CONFIG = "config.yaml"
+COSTS = "costs"  # folder
+# Measured fields of a record.
+COST = ("seconds", "compile_seconds", "peak_bytes", "peak_bytes_at_most")
+_NO_COST = {"seconds": 0.0, "compile_seconds": 0.0, "peak_bytes": None, "peak_bytes_at_most": None}
 _FILES = (MARKER, CONFIG, "summary.json", REPORT, ERROR)
-_FOLDERS = ("records", "tables", "figures", "export")
+_FOLDERS = ("records", COSTS, "tables", "figures", "export")
 RUN_FOLDER = FolderFormat(
     name="the folder of an evaluation",
     files=(
         *(*_FILES, LOCK, GUARD, "records/*.jsonl", "tables/*.md", "tables/*.csv", "tables/*.tex"),
         *("figures/*.png", "figures/*.svg"),
+        *(f"{COSTS}/*.jsonl", f"{COSTS}/*.csv", f"{COSTS}/*.md"),
         # Official scorers write their results next to the answers.
         *("export/lm_eval/**", "export/longbench/**", "export/ruler/**"),
     ),
@@ -119,7 +125,8 @@ class Store:
             for path in [self.folder / name for name in (*_FILES, *_FOLDERS)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self._replaces = False
-        (self.folder / "records").mkdir(parents=True, exist_ok=True)
+        for name in ("records", COSTS):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
         more = {WEIGHTS: self._weights} if self._weights else {}
         describe(self.folder, self._config, self._settings, **more)
 
@@ -174,7 +181,7 @@ class Store:
         if end < len(data) and distributed.is_main_process():
             with path.open("r+b") as file:
                 file.truncate(end)
-        records, damaged = parse(data[:end])
+        records, damaged = parse(data[:end], costs_file(self.folder, task))
         if damaged:
             raise InputError(
                 f"{path}:{damaged[0]} is not a record; delete that line, it will be computed again"
@@ -182,16 +189,34 @@ class Store:
         return records
 
     def append(self, task: str, records: Sequence[Record]) -> None:
-        """Appends records to the file of a task; only the first process writes."""
+        """Appends records to the files of a task; only the first process writes."""
         if not distributed.is_main_process():
             return
-        with self.path(task).open("a", encoding="utf-8") as file:
-            file.write(to_lines(records))
+        results, costs = split_costs(records)
+        # A process that is killed in between leaves costs without a record, which are not read.
+        for path, rows in ((costs_file(self.folder, task), costs), (self.path(task), results)):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(to_lines(rows))
 
 
 def records_file(folder: Path, task: str) -> Path:
     """The file with the records of a task."""
     return folder / "records" / f"{task}.jsonl"
+
+
+def costs_file(folder: Path, task: str) -> Path:
+    """The file with the measured time and memory of the records of a task."""
+    return folder / COSTS / f"{task}.jsonl"
+
+
+def split_costs(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Returns the records without measured fields, and these fields under the same keys."""
+    results, costs = [], []
+    for record in records:
+        results.append({key: value for key, value in record.items() if key not in COST})
+        names = ("method", "length", "window", *COST)
+        costs.append({key: record[key] for key in names if key in record})
+    return results, costs
 
 
 def to_lines(records: Iterable[Mapping], *, ascii: bool = True) -> str:
@@ -200,8 +225,17 @@ def to_lines(records: Iterable[Mapping], *, ascii: bool = True) -> str:
     return "".join(lines)
 
 
-def parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
-    """Returns the last record of each unit, and the line numbers of invalid lines."""
+def parse(data: bytes, costs: Path) -> tuple[dict[Key, Record], list[int]]:
+    """Returns the last record of each unit with its costs, and the numbers of invalid lines."""
+    records, damaged = _parse(data)
+    measured = _parse(costs.read_bytes())[0] if costs.exists() else {}
+    # Records of older versions hold their costs themselves.
+    return {
+        key: {**_NO_COST, **measured.get(key, {}), **record} for key, record in records.items()
+    }, damaged
+
+
+def _parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
     records: dict[Key, Record] = {}
     damaged = []
     for number, line in enumerate(data.splitlines(), 1):

@@ -21,10 +21,12 @@ from lcjax.evaluation.records import (
     MARKER,
     WEIGHTS,
     by_cell,
+    costs_file,
     describe,
     fingerprint,
     parse,
     records_file,
+    split_costs,
     to_lines,
 )
 from lcjax.evaluation.report.report import NOTES
@@ -87,7 +89,7 @@ def read(folder: str | Path) -> Results:
         )
     config = config_lib.parse(EvalConfig, [f"--config={folder / CONFIG}"])
     marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    tasks = {task: _records(records_file(folder, task.label)) for task in config.tasks}
+    tasks = {task: _records(folder, task.label) for task in config.tasks}
     tasks = {task: records for task, records in tasks.items() if records}
     methods = {method.name for method in config.methods}
     for task, records in tasks.items():
@@ -116,9 +118,11 @@ def _environment(folder: Path) -> dict[str, Any]:
     return {key: summary.get(key) for key in ("versions", "commit", "device", "models")}
 
 
-def _records(path: Path) -> list[Record]:
-    """The records of a file; lines that are not records are reported on stderr and skipped."""
-    records, damaged = parse(path.read_bytes()) if path.exists() else ({}, [])
+def _records(folder: Path, task: str) -> list[Record]:
+    """The records of a task; lines that are not records are reported on stderr and skipped."""
+    path = records_file(folder, task)
+    costs = costs_file(folder, task)
+    records, damaged = parse(path.read_bytes(), costs) if path.exists() else ({}, [])
     for number in damaged:
         print(f"warning: {path}:{number} is not a record and is left out", file=sys.stderr)
     return list(records.values())
@@ -176,7 +180,9 @@ def score(
     if "trainings" in run.settings:  # the config only names them by file
         settings["trainings"] = run.settings["trainings"]
     for task, records in tasks.items():
-        write_whole(records_file(out, task.label), to_lines(records))
+        results, costs = split_costs(records)
+        write_whole(costs_file(out, task.label), to_lines(costs))
+        write_whole(records_file(out, task.label), to_lines(results))
     marker = {TRAINED_IN: os.path.relpath(run.models_folder, out), WEIGHTS: run.weights}
     describe(out, config, settings, **marker)
     return report.write(

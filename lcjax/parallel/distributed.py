@@ -4,10 +4,12 @@ Every process runs the same script on the same config and holds a part of the de
 of a cluster with GPUs). What one of them alone may do, such as writing a log, process 0 does.
 """
 
+import ctypes
 import dataclasses
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -26,6 +28,7 @@ from lcjax import config as config_lib
 from lcjax.errors import InputError, whole_number, whole_numbers
 from pallas_kernels import measured
 
+_handlers: list[Any] = []  # ctypes does not own the functions that C may call
 _GRACE = 10  # seconds that a process which fails waits for the others to fail as well
 
 
@@ -81,15 +84,17 @@ def main(
         if not jax.distributed.is_initialized():
             raise
         traceback.print_exc()
-        print(
-            f"error: process {jax.process_index()} of {jax.process_count()} failed as shown above;"
-            " if another one ended first, its log says why. The same command goes on from what is"
-            " saved",
-            file=sys.stderr,
-        )
+        print(_failure(jax.process_index(), jax.process_count()), file=sys.stderr)
         report.code = 1
     _leave(report.code)
     return report.code
+
+
+def _failure(index: int, count: int) -> str:
+    return (
+        f"error: process {index} of {count} failed as shown above; if another one ended first, its"
+        " log says why. The same command goes on from what is saved"
+    )
 
 
 def start(section: Distributed, *, agreed_stop: bool = False) -> None:
@@ -133,6 +138,8 @@ def start(section: Distributed, *, agreed_stop: bool = False) -> None:
         ) from error
     finally:
         timer.cancel()
+    if jax.distributed.is_initialized():
+        _exit_at_abort()
 
 
 def _check_port(section: Distributed) -> None:
@@ -165,6 +172,28 @@ def _exit_at_timeout(section: Distributed) -> None:
         flush=True,
     )
     os._exit(2)
+
+
+def _exit_at_abort() -> None:
+    """Makes this process end with a line of its own where JAX aborts it.
+
+    JAX does so when another process has died: in a thread of C++, with a stack trace. Handlers of
+    Python's own `signal` would never run. `libc` calls this one in the thread that aborts.
+    """
+    if os.name != "posix":
+        return
+    line = _failure(runtime.global_state.process_id, runtime.global_state.num_processes) + "\n"
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def handler(_):
+        os.write(2, line.encode())
+        os._exit(1)
+
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes = ctypes.c_int, type(handler)
+    set_handler.restype = ctypes.c_void_p
+    set_handler(signal.SIGABRT, handler)
+    _handlers.append(handler)
 
 
 def _is_cluster() -> bool:

@@ -154,7 +154,8 @@ class TrainSection:
     loss_chunk: int | None = None  # positions per chunk of logits; null: chosen by size
     log_every: int = 10
     save_every: int = 500
-    keep: int = 2  # number of checkpoints to keep, the newest ones
+    # Number of newest checkpoints to keep, beside the newest one from which a step was finite.
+    keep: int = 2
     export: bool = True  # write <run>/model, a Hugging Face folder, at the end
     # Dtype of <run>/model; null: model.param_dtype, or the dtype of the checkpoint.
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None

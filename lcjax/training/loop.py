@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -19,13 +20,14 @@ from lcjax import config as config_lib
 from lcjax import cost
 from lcjax.checkpoints.build import check_source
 from lcjax.checkpoints.hf_save import check_exportable
-from lcjax.checkpoints.orbax_io import Checkpoints
+from lcjax.checkpoints.orbax_io import FOLDER, Checkpoints
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, check_frozen
 from lcjax.data import Loader, check_outside_data, check_sources, scan
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig
 from lcjax.models.lora import is_adapter
 from lcjax.parallel import distributed
+from lcjax.parallel.offload import to_device
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import make_mesh, replicated
 from lcjax.rope.positions import PlainPositions
@@ -237,17 +239,19 @@ class Training:
         while len(self.pending) > max_pending:
             pending = self.pending.popleft()
             step, info = pending.number, jax.device_get(pending.info)
-            if not info["finite"]:
+            if info["finite"]:
+                self.checkpoints.last_finite = step - 1
+            else:
                 self._handle_nonfinite(pending, info)
             if info["spike"]:
                 self.progress.write(
                     f"skipped step {step}: gradient norm {info['grad_norm']:.3g} against the usual"
                     f" {info['usual_norm']:.3g} (train.spike={train.spike})"
                 )
-            self.meter.add(info)
+            self.meter.add(info, len(self.pending))
             self.progress.advance(step)
             if step % train.log_every == 0 or step in (1, train.steps):
-                metrics = self.meter.read()
+                metrics = self.meter.read(len(self.pending))
                 self.tracker.log(step, metrics)
                 self.progress.report(step, metrics)
 
@@ -260,15 +264,38 @@ class Training:
             f"step {step}: loss {float(info['loss'])}, gradient norm {float(info['grad_norm'])};"
             f" the batch and its place in the data are in {file}"
         )
-        if info["num_nonfinite"] < self.halt_after:
+        # At a halt neither this step nor those dispatched after it have changed the state.
+        is_state_finite = _is_finite(self.state)
+        if is_state_finite and info["num_nonfinite"] < self.halt_after:
             self.progress.write(f"skipped {message}")
             return
-        # Neither this step nor those dispatched after it have changed the state.
-        self.checkpoints.save(step - 1, self.state, pending.position)
-        self.checkpoints.wait()
-        raise NonFiniteError(
-            f"stopped at {message}; the checkpoint of step {step - 1} is from before it: resume"
-            " with train.on_nan=skip, or with run.accept=[train.lr] and a lower train.lr"
+        if is_state_finite:
+            self.checkpoints.save(step - 1, self.state, pending.position)
+            self.checkpoints.wait()
+        raise NonFiniteError(f"stopped at {message}; {self._advice(step, is_state_finite)}")
+
+    def _advice(self, step: int, is_state_finite: bool) -> str:
+        """Says what may help after the non-finite step `step`, at which the run stops."""
+        accept = "" if "train.lr" in self.config.run.accept else " and run.accept=[train.lr]"
+        lower = f"a lower train.lr{accept}"
+        last = self.checkpoints.finite_step
+        if is_state_finite and self.config.train.on_nan == "stop":
+            good = f"; the last one from which a step was finite is that of step {last}"
+            return (
+                f"the checkpoint of step {step - 1} is from before it: resume with"
+                f" train.on_nan=skip, or with {lower}{good * (last is not None)}"
+            )
+        if not is_state_finite:
+            cause = "the weights or the optimizer's moments are not finite, so no skip can help"
+        else:
+            cause = f"{self.halt_after} steps in a row were not finite: the weights may be ruined"
+        if last is None:
+            return f"{cause}, and no checkpoint is from before that; start again with {lower}"
+        later = ", ".join(str(number) for number in self.checkpoints.steps if number > last)
+        move = f"move {later} out of {self.folder / FOLDER}, and " if later else ""
+        return (
+            f"{cause}; the last checkpoint from which a step was finite is that of step {last}:"
+            f" {move}resume with {lower}"
         )
 
     def _save(self, step: int) -> None:
@@ -345,6 +372,17 @@ class Training:
             save_peft(adapter, trained, self.model, base=base, overwrite=True)
         params, dtype = union(trained, self.frozen), config.train.export_dtype
         save_hf(folder, params, self.model, self.tokenizer, dtype=dtype, overwrite=True)
+
+
+def _is_finite(state: TrainState) -> bool:
+    """Whether all numbers of a state are finite; all processes must call this function."""
+    numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return all(jax.device_get([_is_leaf_finite(x) for x in numbers]))
+
+
+@jax.jit
+def _is_leaf_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(to_device(x)).all()
 
 
 class Validation:

@@ -95,30 +95,39 @@ class Meter:
     def __init__(self, flops_per_token: float, peak: float, peak_source: str):
         self._flops, self._peak, self.peak_source = flops_per_token, peak, peak_source
         self._clock: float | None = None  # starts after the first step, which includes compilation
-        self._timed_tokens = 0.0
+        self._timed_tokens: list[float] = []  # of each step since the clock started
         self._clear()
 
     def _clear(self) -> None:
         self._losses: list[dict[str, float]] = []  # per step: the loss and its parts
         self._last: dict = {}
 
-    def add(self, info: dict) -> None:
-        """Adds the info of one step, which must be on the host."""
+    def add(self, info: dict, num_pending: int = 0) -> None:
+        """Adds the info of one step, which must be on the host; `num_pending` as in `read`."""
         if info["finite"]:
             losses = {"loss": info["loss"]} | info["parts"]
             self._losses.append({name: float(value) for name, value in losses.items()})
         self._last = info
         if self._clock is None:
-            self._clock = time.perf_counter()
+            self.restart(num_pending)
         else:
-            self._timed_tokens += float(info["tokens"])
+            self._timed_tokens.append(float(info["tokens"]))
 
-    def restart(self) -> None:
+    def restart(self, num_pending: int = 0) -> None:
         """Restarts the clock, to exclude time that was not training, such as a validation."""
-        self._clock, self._timed_tokens = time.perf_counter(), 0.0
+        self._clock, self._timed_tokens = time.perf_counter(), []
+        self._num_pending = num_pending
 
-    def read(self) -> dict[str, float]:
-        """Returns the mean loss, the last gradient norm and learning rate, tokens/s and MFU."""
+    def read(self, num_pending: int = 0) -> dict[str, float]:
+        """Returns the mean loss, the last gradient norm and learning rate, tokens/s and MFU.
+
+        The devices may have computed steps that were pending when the clock started before the
+        host looked at it. So these steps do not count, except as many as are pending again: the
+        time since then includes work on them. Tokens/s and MFU are left out if no step counts.
+
+        Args:
+          num_pending: number of steps that are dispatched and not added yet.
+        """
         count, names = len(self._losses), self._losses[-1] if self._losses else ()
         metrics = {
             "loss": math.nan,
@@ -129,11 +138,12 @@ class Meter:
             "skipped": int(self._last["skipped"]),
         }
         seconds = time.perf_counter() - self._clock
-        if self._timed_tokens:
-            metrics["tokens_per_second"] = self._timed_tokens / seconds
+        timed_tokens = self._timed_tokens[max(0, self._num_pending - num_pending) :]
+        if timed_tokens:
+            metrics["tokens_per_second"] = sum(timed_tokens) / seconds
             # Attention is counted as if every row were one document.
             metrics["mfu"] = metrics["tokens_per_second"] * self._flops / self._peak
-        self.restart()
+        self.restart(num_pending)
         self._clear()
         return metrics
 

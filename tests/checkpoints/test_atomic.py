@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lcjax.errors import InputError
-from lcjax.files import FolderFormat, atomic_folder
+from lcjax.files import FolderFormat, atomic_folder, write_whole
 
 WAIT = [sys.executable, "-c", "input()"]
 FORMAT = FolderFormat(
@@ -33,6 +34,31 @@ def write(folder, text="new", overwrite=False):
     with atomic_folder(folder, FORMAT, overwrite) as partial:
         (partial / "file").write_text(text)
         (partial / "note.json").write_text('{"ours": true}')
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """The inodes that reach the disk, and the renames ("rename"), in order."""
+    events, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda f: events.append(os.fstat(f).st_ino) or fsync(f))
+    for name in ("replace", "rename"):
+        move = getattr(Path, name)
+        monkeypatch.setattr(
+            Path, name, lambda *args, move=move: events.append("rename") or move(*args)
+        )
+    return events
+
+
+def test_a_file_reaches_the_disk_before_its_name_and_the_name_before_the_end(tmp_path, events):
+    write_whole(tmp_path / "a", "text")
+    assert events == [(tmp_path / "a").stat().st_ino, "rename", tmp_path.stat().st_ino]
+
+
+def test_a_folder_reaches_the_disk_before_its_name_and_the_name_before_the_end(tmp_path, events):
+    write(tmp_path / "m")
+    inodes = {path.stat().st_ino for path in (tmp_path / "m", *(tmp_path / "m").iterdir())}
+    assert set(events[:3]) == inodes and len(inodes) == 3
+    assert events[3:] == ["rename", tmp_path.stat().st_ino]
 
 
 def leave(folder, name="half"):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lcjax.checkpoints import orbax_io
 from lcjax.checkpoints.orbax_io import CheckpointError, Checkpoints, load_state
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 
@@ -39,10 +40,14 @@ def abstract(state):
     )
 
 
+def position_of(step):
+    return {"identity": {"file": "a"}, "position": {"next": step}}
+
+
 def save(folder, *steps, keep=3):
     with Checkpoints(folder, keep=keep) as checkpoints:
         for step in steps:
-            checkpoints.save(step, make_state(step), {"next": step, "file": "a"})
+            checkpoints.save(step, make_state(step), position_of(step))
 
 
 def assert_is(state, value):
@@ -61,13 +66,13 @@ def test_state_key_and_data_position_come_back_and_old_ones_go(tmp_path):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.steps == [2, 3]
         step, state, position = checkpoints.restore(abstract(make_state(0)))
-    assert step == 3 and position == {"next": 3, "file": "a"}
+    assert step == 3 and position == position_of(3)
     assert_is(state, 3)
 
 
 def test_a_state_saved_on_one_mesh_is_restored_onto_another(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(5, make_state(5, make_mesh(Mesh(1, 4, 2))), {})
+        checkpoints.save(5, make_state(5, make_mesh(Mesh(1, 4, 2))), position_of(5))
     other = make_state(0, make_mesh(Mesh(2, 2, 2)))
     with Checkpoints(tmp_path) as checkpoints:
         state = checkpoints.restore(abstract(other))[1]
@@ -89,7 +94,7 @@ def test_leaves_saved_in_16_bits_are_restored_as_wide_as_is_asked(tmp_path):
     state = make_state(1)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state["params"])
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state | {"params": half}, {})
+        checkpoints.save(1, state | {"params": half}, position_of(1))
     found = load_state(tmp_path, abstract(state))["params"]["up"]["kernel"]
     assert found.dtype == jnp.float32
     np.testing.assert_array_equal(found, half["up"]["kernel"].astype(jnp.float32))
@@ -121,11 +126,80 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, dama
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.warns(UserWarning, match=r"checkpoints/2 is damaged .*moved to 2.damaged"):
             step, state, position = checkpoints.restore(abstract(make_state(0)))
-        assert step == 1 and position["next"] == 1
+        assert step == 1 and position == position_of(1)
         assert_is(state, 1)
-        checkpoints.save(2, make_state(2), {"next": 2})  # its place is free again
+        checkpoints.save(2, make_state(2), position_of(2))  # its place is free again
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.restore(abstract(make_state(0)))[0] == 2
+
+
+def files_of(checkpoint):
+    return sorted(file for file in checkpoint.rglob("*") if file.is_file())
+
+
+def test_a_flipped_bit_in_any_file_falls_back_and_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(orbax_io, "_PAUSE", 0)
+    save(tmp_path, 1, 2)
+    names = [file.relative_to(tmp_path) for file in files_of(tmp_path / "checkpoints" / "2")]
+    assert len(names) > 8
+    random = np.random.default_rng(0)
+    for number, name in enumerate(names):
+        copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}_{number}")) / name
+        data = bytearray(copy.read_bytes())
+        data[random.integers(len(data))] ^= 1 << random.integers(7)
+        copy.write_bytes(data)
+        named = "" if copy.name.startswith("checksums") else str(Path(*name.parts[2:]))
+        with pytest.warns(UserWarning, match=rf"2 is damaged \(.*{named}"):
+            assert_is(load_state(copy.parents[len(name.parts) - 1], abstract(make_state(0))), 1)
+
+
+def without_checksums(checkpoint):
+    (checkpoint / "checksums.0").unlink()  # as of older versions, or killed just before them
+
+
+def test_a_checkpoint_without_checksums_is_restored(tmp_path):
+    save(tmp_path, 1)
+    without_checksums(tmp_path / "checkpoints" / "1")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert_is(checkpoints.restore(abstract(make_state(0)))[1], 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", '{"identity": {}, "position": 3}', '{"identity": {}, "position": {}, '
+    '"last_finite": "2"}'],
+)  # fmt: skip
+def test_what_is_no_position_falls_back_also_without_checksums(tmp_path, text):
+    save(tmp_path, 1, 2)
+    without_checksums(tmp_path / "checkpoints" / "2")
+    (tmp_path / "checkpoints/2/data/position.json").write_text(text)
+    warning = r"2 is damaged \(data/position.json"
+    with Checkpoints(tmp_path) as checkpoints, pytest.warns(UserWarning, match=warning):
+        assert checkpoints.restore(abstract(make_state(0)))[0] == 1
+
+
+def test_the_checksums_are_those_of_sha256sum(tmp_path):
+    save(tmp_path, 1)
+    command = ["sha256sum", "--check", "--strict", "checksums.0"]
+    checked = subprocess.run(command, cwd=tmp_path / "checkpoints/1", capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    assert len(checked.stdout.splitlines()) == len(files_of(tmp_path / "checkpoints/1")) - 1
+
+
+def test_the_newest_checkpoint_from_which_a_step_was_finite_is_kept_beside_the_newest(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step, last_finite in ((1, None), (2, 1), (3, 2), (4, 2), (5, 2)):
+            checkpoints.last_finite = last_finite
+            checkpoints.save(step, make_state(step), position_of(step))
+        checkpoints.wait()
+        assert checkpoints.steps == [2, 4, 5] and checkpoints.finite_step == 2
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.restore(abstract(make_state(0)))
+        assert checkpoints.last_finite == 2
+        checkpoints.save(6, make_state(6), position_of(6))
+        checkpoints.last_finite = 6
+        checkpoints.save(7, make_state(7), position_of(7))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "7"]
 
 
 def test_loading_for_inference_falls_back_too_and_moves_nothing(tmp_path):
@@ -201,7 +275,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_says_what_to_do(tmp_path, cap
             pytest.raises(CheckpointError, match=r"could not be written.*step 1 is complete"),
             Checkpoints(tmp_path) as checkpoints,
         ):
-            checkpoints.save(2, big, {"next": 2})
+            checkpoints.save(2, big, position_of(2))
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

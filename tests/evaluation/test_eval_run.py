@@ -85,6 +85,26 @@ def test_a_killed_run_continues_without_scoring_anything_twice(config):
     assert len(log) == calls
 
 
+def test_results_of_a_killed_run_are_byte_equal_to_those_of_a_whole_one(config):
+    def results(folder):
+        files = [file for file in folder.rglob("*") if file.suffix in (".json", ".jsonl", ".csv")]
+        files += folder.rglob("*.md")
+        names = {file.relative_to(folder): file for file in files if file.parent.name != "costs"}
+        return {name: file.read_bytes() for name, file in names.items()}
+
+    folder = Path(config.run.folder)
+    run(config, load=fake())
+    whole = results(folder)
+    assert {name.parts[0] for name in whole} == {"run.json", "summary.json", "records", "tables"}
+    folder.rename(folder.with_name("whole"))
+    with pytest.raises(KeyboardInterrupt):
+        run(config, load=fake(fail_after=7))
+    run(config, load=fake())
+    assert results(folder) == whole
+    costs = list((folder / "costs").iterdir())
+    assert {file.suffix for file in costs} == {".jsonl", ".csv", ".md"}
+
+
 def test_the_batch_and_the_mesh_may_change_when_a_run_continues(config):
     with pytest.raises(KeyboardInterrupt):
         run(config, load=fake(fail_after=3))
@@ -246,7 +266,7 @@ def test_a_peak_of_the_device_belongs_to_the_cell_in_which_it_rose(config, monke
     assert [cell["peak_bytes_at_most"] for cell in report.cells] == [9_000] * 4
     assert report.text.count(" / ≤ 0.00 |") == 3
     assert "one peak per process" in report.text and "so this is a bound" in report.text
-    header, *_, last = (Path(config.run.folder) / "tables/perplexity_slide_press.csv").open()
+    header, *_, last = (Path(config.run.folder) / "costs/perplexity_slide_press.csv").open()
     cell = dict(zip(header.strip().split(","), last.strip().split(","), strict=True))
     assert (cell["peak_bytes"], cell["peak_bytes_at_most"]) == ("", "9000")
 

@@ -114,6 +114,29 @@ def test_processes_that_do_not_come_end_the_others_with_one_line(process):
     assert len(run.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_whose_peer_dies_ends_with_a_line_that_says_what_to_do(killed):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    code = (
+        "import os, sys, time; from lcjax.parallel.distributed import *;"
+        f"start(Distributed('{address}', 2, int(sys.argv[1]), heartbeat=5));"
+        f"barrier('connected'); int(sys.argv[1]) == {killed} and os.kill(os.getpid(), 9);"
+        "time.sleep(60)"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(n)], stderr=subprocess.PIPE, text=True)
+        for n in (0, 1)
+    ]
+    logs = [process.communicate(timeout=60)[1] for process in processes]
+    other = 1 - killed
+    assert processes[other].returncode == 1, logs[other]
+    last = logs[other].splitlines()[-1]
+    assert last.startswith(f"error: process {other} of 2 failed as shown above; if another one")
+
+
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("", 0)) as server:
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
@@ -142,7 +165,7 @@ def two_checkpoints(folder):
     state = {"x": jax.numpy.arange(4.0)}
     with Checkpoints(folder) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, state, {"next": step})
+            checkpoints.save(step, state, {"identity": {}, "position": {"next": step}})
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )

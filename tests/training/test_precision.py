@@ -132,5 +132,5 @@ def test_a_note_of_another_version_says_how_to_complete_it(tmp_path):
     with pytest.raises(InputError, match="is no run folder: it has no base.json"):
         load_run(tmp_path)
     (tmp_path / "base.json").write_text('{"model": "x", "frozen": null}')
-    with pytest.raises(InputError, match=r"it has model, frozen; start the run's own command"):
+    with pytest.raises(InputError, match=r"of another version; remove it and start the command"):
         Base.read(tmp_path)

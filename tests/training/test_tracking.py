@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from lcjax.errors import InputError
+from lcjax.training import tracking
 from lcjax.training.config import Profile, TrackSection
 from lcjax.training.tracking import JsonLines, Meter, Progress, Trace, open_tracker, plot_loss, read
 
@@ -183,3 +184,15 @@ def test_the_meter_averages_finite_losses_and_leaves_compilation_out_of_the_spee
     metrics = meter.read()
     assert metrics["loss"] == 3.0
     assert metrics["mfu"] == pytest.approx(metrics["tokens_per_second"] * 10 / 1e6)
+
+
+def test_a_step_that_may_have_been_computed_before_its_clock_started_has_no_speed(monkeypatch):
+    """On short steps the last one is complete as soon as the host has read the one before."""
+    times = iter([0.0, 1.0, 1.0, 1.5, 1.5, 1.75, 1.75, 2.5, 2.5])
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: next(times))
+    meter = Meter(flops_per_token=10.0, peak=1e6, peak_source="")
+    speeds = []
+    for num_pending in (1, 1, 1, 0):  # the last step is read without another one being dispatched
+        meter.add(info(1.0), num_pending)
+        speeds.append(meter.read(num_pending).get("tokens_per_second"))
+    assert speeds == [None, 100 / 0.5, 100 / 0.25, None]

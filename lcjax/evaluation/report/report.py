@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
+from lcjax.evaluation.records import COST, COSTS, FORMAT, REPORT, by_cell, clean, fingerprint
 from lcjax.evaluation.report import differences, page, plots
 from lcjax.evaluation.report.tables import (
     format_aggregates,
@@ -26,6 +26,7 @@ from lcjax.files import write_whole
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 NOTES = "tables/training.md"
+_MEASURED = ("tokens_per_second", *COST)  # fields of a cell
 _COMMON = ("protocol", "stride", "bos", "trained", "tokenizer")
 _OPTIONAL = ("budget", "decoder")  # of tasks with prompts, of methods that split windows
 
@@ -82,7 +83,7 @@ def write(
     notes: str = "",
     environment: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Writes summary.json, tables/, figures/ and report.html.
+    """Writes summary.json, tables/, costs/, figures/ and report.html.
 
     Every method is also compared with the first one, over the examples that both have answered.
 
@@ -142,8 +143,11 @@ def _section(
         by_method.setdefault(method, {})[length] = group
     first, *others = by_method
     gaps = differences.paired_differences(task, by_method, dict.fromkeys(others, first))
-    text = "\n".join([_tables(task, cells, aggregates), *differences.text(task, gaps)])
-    saved = _save_tables(folder / "tables", task, cells, text)
+    results, compared = _tables(task, cells, aggregates), differences.text(task, gaps)
+    cost = _cost_text(cells)
+    saved = _save_tables(folder / "tables", task, cells, "\n".join([results, *compared]))
+    saved += _save_costs(folder / COSTS, task, cells, cost)
+    text = "\n".join([results, cost, *compared])
     figures = task.figures(cells, records, folder / "figures")
     return page.Section(task, cells, records, aggregates, figures, gaps), text, saved
 
@@ -155,7 +159,7 @@ def _entry(section: page.Section) -> Record:
     return {
         "task": section.task.label,
         "metric": metric,
-        "cells": section.cells,
+        "cells": _without_cost(section.cells),
         "aggregates": section.aggregates,
     }
 
@@ -191,7 +195,7 @@ def versions() -> dict[str, str]:
 
 
 def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
-    """Markdown: the number, the numbers that explain it, and the cost."""
+    """Markdown: the number, and the numbers that explain it."""
     first = cells[0]
     facts = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
     if first["stride"] is not None:
@@ -209,7 +213,12 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
     if aggregates:
         heads, rows = format_aggregates(aggregates)
         parts.append(markdown([["method", *heads], *([name, *row] for name, row in rows.items())]))
-    parts.append("Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n")
+    return "\n".join(parts)
+
+
+def _cost_text(cells: Sequence[Record]) -> str:
+    """Markdown: speed and memory."""
+    parts = ["Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n"]
     parts.append(markdown(_cost_grid(cells)))
     if any(cell["peak_bytes"] is None for cell in cells):
         parts.append(
@@ -242,6 +251,18 @@ def _memory(cell: Record) -> str:
 def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
     files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv", "tex")]
     write_whole(files[0], text)
-    write_whole(files[1], to_csv(cells))
+    write_whole(files[1], to_csv(_without_cost(cells)))
     write_whole(files[2], latex(cells, "value", task.metric))
     return files
+
+
+def _save_costs(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
+    files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv")]
+    write_whole(files[0], text + "\n")
+    names = ("task", "method", "length", *_MEASURED)
+    write_whole(files[1], to_csv([{name: cell[name] for name in names} for cell in cells]))
+    return files
+
+
+def _without_cost(cells: Sequence[Record]) -> list[Record]:
+    return [{k: v for k, v in cell.items() if k not in _MEASURED} for cell in cells]
