@@ -1,22 +1,41 @@
-"""`python -m lcjax.convert SRC DST`: any readable checkpoint -> a Hugging Face folder."""
+"""`python -m lcjax.convert SRC DST`: any readable checkpoint -> a Hugging Face folder.
+
+--rope.type=yarn --rope.factor=8 exports a RoPE method that needs no training with the weights; its
+keys are those of `model.rope` (`python train.py --help`), and --import FILE.py registers your own.
+"""
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from tqdm.auto import tqdm
 
+from lcjax import config as config_lib
+from lcjax.checkpoints.build import untrained_rope
 from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
 from lcjax.checkpoints.load import load
 from lcjax.checkpoints.weights import DTYPES
 from lcjax.errors import InputError
 from lcjax.files import check_destination
+from lcjax.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class _Method:
+    """The method that is exported with the weights."""
+
+    rope: Rope | None = None  # null: the checkpoint's own
 
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        _convert(_parser().parse_args(arguments))
+        parser = _parser()
+        args, words = parser.parse_known_args(arguments)
+        if unknown := [w for w in words if not w.startswith(("--rope.", "--rope=", "--import="))]:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        _convert(args, config_lib.parse(_Method, words))
     except (InputError, OSError) as error:  # a full disk, a file where a folder should be
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -29,7 +48,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m lcjax.convert", description=__doc__)
+    parser = _Parser(
+        prog="python -m lcjax.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("src", help="Hugging Face folder, adapters, .gguf, run folder, hub id")
     parser.add_argument("dst", type=Path, help="folder to write: config, safetensors, tokenizer")
     parser.add_argument("--base", help="of SRC with adapters only (LoRA); default: what it names")
@@ -57,7 +80,7 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-def _convert(args: argparse.Namespace) -> None:
+def _convert(args: argparse.Namespace, method: _Method) -> None:
     _check_destination(args)
     with _bar("reading") as bar:
         params, config, tokenizer = load(
@@ -68,6 +91,8 @@ def _convert(args: argparse.Namespace) -> None:
             allow_pickle=args.allow_pickle,
             progress=bar.update,
         )
+    if method.rope is not None:
+        config = config.replace(rope=untrained_rope(method.rope, config, params))
     with _bar("writing") as bar:
         save_hf(args.dst, params, config, tokenizer, overwrite=args.force, progress=bar.update)
     print(f"{args.dst}: {config.num_layers} layers, {config.param_dtype}")

@@ -128,6 +128,20 @@ def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
     return rope.resolve(theta=config.rope.theta, length=length)
 
 
+def untrained_rope(rope: Rope, config: ModelConfig, params: dict) -> Rope:
+    """`resolve_rope` for weights that are used as they are.
+
+    Raises:
+      InputError: `rope` is learned, and `params` have no arrays of it.
+    """
+    if rope.learned and "rope" not in params:
+        raise InputError(
+            f"rope type {rope.type} is learned, and this checkpoint has no weights for it; train"
+            " it first, or load a checkpoint that has them"
+        )
+    return resolve_rope(rope, config)
+
+
 def check_source(section: ModelSection) -> None:
     """Refuses a section that names no model, or one that is not there; reads no weights."""
     if section.path is None and section.preset is None:

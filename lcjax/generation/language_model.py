@@ -7,6 +7,7 @@ print(lm.chat("What is a dog?"))
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 import jax
@@ -15,8 +16,8 @@ import numpy as np
 from lcjax import cost
 from lcjax.attention import Pattern
 from lcjax.attention.landmark.tokens import Landmarks
-from lcjax.checkpoints import Tokenizer
-from lcjax.checkpoints.build import ModelSection, Settings, build, resolve_rope
+from lcjax.checkpoints import Tokenizer, save_hf
+from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
 from lcjax.errors import InputError, whole_number
 from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
@@ -38,6 +39,7 @@ from lcjax.generation.scoring import (
     landmark_nll,
     score_continuations,
     score_texts,
+    text_logits,
 )
 from lcjax.generation.session import CachedPrefix, can_share_prefix, check_token_rows
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
@@ -159,22 +161,41 @@ class LanguageModel(Scorer):
         other.length, other._rotations = length, {}
         changes: dict[str, Any] = {}
         if rope is not None:
-            changes["rope"] = resolve_rope(rope, self.config)
+            changes["rope"] = untrained_rope(rope, self.config, self.params)
         if pattern is not None:
             changes["pattern"] = pattern.for_inference()
         if memory is not None:
             check_memory(self.config.memory)
             changes["memory"] = memory.for_inference()
         other.config = self.config.replace(**changes)
-        if other.config.rope.learned and "rope" not in self.params:
-            raise InputError(
-                f"rope type {other.config.rope.type} is learned, and this checkpoint has no"
-                " weights for it; train it first, or load a checkpoint that has them"
-            )
         model = self.model
         method = {name: getattr(other.config, name) for name in ("pattern", "memory")}
         other.model = Decoder(model.config.replace(**method), model.mesh)
         return other
+
+    def save(self, folder: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
+        """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
+
+        `load` opens it with the same method. transformers does too if it knows the method: RoPE
+        methods up to `config.rope.hf_limit` tokens, and the sliding window of Mistral and Qwen2.
+
+        Args:
+          folder: is created.
+          dtype: of the weights; None: as they are.
+          overwrite: whether to replace a folder that lcjax wrote.
+
+        Raises:
+          InputError: no Hugging Face config describes this method (most patterns), or `folder`
+            exists.
+        """
+        if self.length is not None and self.follows_length:
+            raise InputError(
+                f"length={self.length} of with_method cannot be saved: the rotation of a checkpoint"
+                " follows the length of each request; save lm.with_method(length=None)"
+            )
+        return save_hf(
+            folder, self.params, self.config, self.tokenizer, dtype=dtype, overwrite=overwrite
+        )
 
     def rotation(self, length: int) -> Rotation:
         """The rotation of queries and keys in a request of `length` tokens."""
@@ -333,6 +354,44 @@ class LanguageModel(Scorer):
         for row, row_nll in zip(nll, scores, strict=True):
             row[first : first + len(row_nll)] = row_nll
         return nll
+
+    def logits(
+        self,
+        tokens: np.ndarray,
+        *,
+        lengths: np.ndarray | None = None,
+        context: Contexts | Sequence[ContextRow] | None = None,
+    ) -> np.ndarray:
+        """Computes the logits of the token after each of `tokens`, float32 [B, T, V].
+
+        They take 4 B T V bytes: 16 GB for 128K tokens of a vocabulary of 32K. `nll` projects a few
+        positions at a time.
+
+        Args:
+          tokens: int [B, T], padded on the right.
+          lengths: int [B], number of tokens of each row, as in `nll`; logits after them are 0.
+          context: as in `nll`. Where the encoding depends on a question and has none, it is
+            searched for the row itself.
+
+        Raises:
+          InputError: as `nll`; and for a model with landmarks, which predicts some tokens after a
+            landmark that `tokens` do not contain.
+        """
+        self.config.pattern.check_scores()
+        if Landmarks.read_by(self.config.pattern) is not None:
+            raise InputError(
+                "logits: a model with landmarks reads them between the tokens, so logits do not"
+                " belong to one token each; use nll or generate"
+            )
+        tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
+        rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+        memory = self._memory(context, rows)
+        rotation = self.rotations(np.maximum(lengths, 1))
+        texts = [Text(row, 0, row) for row in rows]  # targets only count: logits have none
+        logits = np.zeros((*tokens.shape, self.config.vocab_size), np.float32)
+        for out, row_logits in zip(logits, score_texts(self, text_logits, texts, rotation, memory)):
+            out[: len(row_logits)] = row_logits
+        return logits
 
     def continuations(
         self,

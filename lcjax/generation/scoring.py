@@ -36,6 +36,7 @@ from lcjax.generation.session import (
 )
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
+from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows
@@ -108,6 +109,12 @@ def _score_rows(model: Decoder, score, params, rows: TextRows, rotation: Rotatio
     hidden, _ = model.apply({"params": params}, tokens, rotation=rotation, memory=memory, **options)
     hidden = jnp.take_along_axis(hidden, rows.places[..., None], 1)
     return score(hidden, head(params, model.config), targets)
+
+
+def text_logits(hidden: jax.Array, projection: Projection, targets: jax.Array) -> jax.Array:
+    """A `score` of `score_texts`: float32 logits [R, m, V], whatever the targets."""
+    del targets
+    return projection(hidden)
 
 
 def _lay_out(

@@ -1,5 +1,6 @@
 """A language model on several devices, its layers, and what it computes only once."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_lm import sharper
 
+from lcjax.attention import InfLLM, Landmark, LMInfinite
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection, Settings
 from lcjax.errors import InputError
@@ -23,7 +25,7 @@ from lcjax.memory import CepeSection
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.rope import Clex, DynamicNTK, Yarn
+from lcjax.rope import E2LLM, NTK, Clex, DynamicNTK, Linear, Yarn
 
 SECTION = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
 
@@ -165,6 +167,56 @@ def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, 
     got = alone.nll(tokens, first=first)
     np.testing.assert_allclose(got[:, first:], _exact_scores(alone, tokens, first), atol=1e-4)
     assert not got[:, :first].any()
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "inf_llm", "cepe", "mesh"])
+def test_logits_give_the_scores_of_each_row_alone(alone, spread, method):
+    pattern = InfLLM(window=6, sinks=2, block=3, top_k=2, representatives=2, chunk=8)
+    lm, options = {"mesh": spread}.get(method, alone), {}
+    if method == "inf_llm":
+        lm = alone.with_method(pattern=pattern)
+    if method == "cepe":
+        lm = LanguageModel.load(ModelSection(preset="tiny", memory=CepeSection("tiny-encoder")))
+        options = {"context": lm.encode_contexts([[_ids(9, 30)], [], [_ids(8, 5)]])}
+    tokens, lengths = np.array([_ids(row, 150) for row in range(3)]), np.array([150, 40, 0])
+    logits = lm.logits(tokens, lengths=lengths, **options)
+    assert logits.dtype == np.float32 and logits.shape == (3, 150, lm.config.vocab_size)
+    log_p = np.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    nll = lm.nll(tokens, lengths=lengths, **options)[:, 1:]
+    np.testing.assert_allclose(np.where(nll != 0, -log_p, 0), nll, atol=5e-5)
+    assert logits[1, 39].any() and not logits[1, 40:].any() and not logits[2].any()
+
+
+def test_logits_of_a_model_with_landmarks_are_refused(alone):
+    landmark = alone.with_method(pattern=Landmark(block=8, top_k=1, train_length=32, token=258))
+    with pytest.raises(InputError, match="logits: a model with landmarks"):
+        landmark.logits([_ids(1, 20)])
+
+
+@pytest.mark.parametrize(
+    "rope", [Yarn(factor=4.0), Linear(factor=2.0), NTK(alpha=4.0), DynamicNTK(factor=2.0), E2LLM()]
+)
+def test_a_method_that_needs_no_training_is_saved_with_the_model(alone, tmp_path, rope):
+    tokens = np.array([_ids(1, 200)])
+    lm = alone.with_method(rope=rope)
+    with contextlib.nullcontext() if lm.config.rope.hf_limit is None else pytest.warns():
+        assert lm.save(tmp_path / "model") == tmp_path / "model"
+    again = LanguageModel.load(str(tmp_path / "model"))
+    np.testing.assert_allclose(again.nll(tokens), lm.nll(tokens), atol=5e-5)
+    assert again.tokenizer.encode("a cat") == lm.tokenizer.encode("a cat")
+    with pytest.raises(InputError, match="exists and is not empty"):
+        lm.save(tmp_path / "model")
+    assert lm.save(tmp_path / "model", dtype="bfloat16", overwrite=True).is_dir()
+
+
+def test_what_no_config_describes_is_not_saved(alone, tmp_path):
+    for method, message in (
+        ({"pattern": LMInfinite(window=6, sinks=2)}, "cannot be exported"),
+        ({"length": 100}, "length=100 of with_method cannot be saved"),
+    ):
+        with pytest.raises(InputError, match=message):
+            alone.with_method(**method).save(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
 
 
 def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
