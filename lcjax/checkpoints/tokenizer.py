@@ -105,6 +105,7 @@ class _PublishedTokenizer:
         raise NotImplementedError
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        check_messages(messages)
         return render_template(
             self._specials.chat_template,
             messages,
@@ -152,6 +153,7 @@ class JsonTokenizer(_PublishedTokenizer):
         return fingerprint(self._backend(False).get_vocab(with_added_tokens=True), self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        check_text(text)
         return self._backend(allow_special).encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -208,6 +210,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
         return fingerprint(vocab | self.special_ids, self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        check_text(text)
         if not allow_special or not self.special_ids:
             return self._processor.encode(text)
         names = sorted(self.special_ids, key=len, reverse=True)
@@ -279,6 +282,7 @@ class ByteTokenizer:
         return fingerprint(_byte_vocabulary() | special, self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        check_text(text)
         if not allow_special:
             return list(text.encode())
         ids: list[int] = []
@@ -298,6 +302,7 @@ class ByteTokenizer:
         return out.decode("utf-8", "replace")
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        check_messages(messages)
         turns = [f"{m['role']}: {m['content']}\n" for m in messages]
         return "".join(turns) + ("assistant: " if add_generation_prompt else "")
 
@@ -311,6 +316,35 @@ class ByteTokenizer:
         backend.add_special_tokens(list(_SPECIAL))
         specials = Specials(self.bos_id, self.eos_ids, self.pad_id, add_bos=True)
         JsonTokenizer(backend, specials).save(folder)
+
+
+def check_text(text: str) -> None:
+    """Raises an InputError unless `text` is a string that UTF-8 can hold."""
+    if not isinstance(text, str):
+        raise InputError(f"text={text!r:.40} must be a string")
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        surrogate = ascii(text[error.start])
+        raise InputError(
+            f"text has the lone surrogate {surrogate} at character {error.start}, which UTF-8"
+            " cannot hold; remove it"
+        ) from None
+
+
+def check_messages(messages: list[Message]) -> None:
+    """Raises an InputError unless `messages` are dictionaries with role and content as text."""
+    is_list = isinstance(messages, list | tuple) and messages
+    if not is_list or not all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise InputError(
+            f"messages={messages!r:.60} must be a question, or a list of messages such as"
+            ' {"role": "user", "content": "..."}'
+        )
 
 
 def _byte_vocabulary() -> dict[str, int]:

@@ -18,12 +18,15 @@ from pathlib import Path
 import draccus
 import yaml
 
-from lcjax.config.decode import Text, read_yaml, section
+from lcjax.config.decode import Text, check_instance, constructor, read_yaml, section
 from lcjax.config.help import help_text
 from lcjax.errors import InputError, suggestion
 from lcjax.files import write_whole
 
-__all__ = ["ERROR", "ErrorReport", "RunFolder", "dump", "import_modules", "main", "parse"]
+__all__ = [
+    "ERROR", "ErrorReport", "RunFolder", "check_instance", "constructor", "dump", "import_modules",
+    "main", "parse",
+]  # fmt: skip
 
 ERROR = "error.txt"  # the traceback of a failure that was none of the settings
 T = typing.TypeVar("T")

@@ -172,6 +172,35 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
         raise InputError(_placed(str(error), name)) from error
 
 
+def check_instance(key: str, value: object, base: type) -> None:
+    """Raises an InputError unless `value` is None or an instance of the registry `base`.
+
+    Where `value` names a class (`"yarn"`, `{"type": "yarn"}`, `Yarn`), the error shows what to pass
+    instead: `lcjax.rope.Yarn(factor=...)`.
+    """
+    if value is None or isinstance(value, base):
+        return
+    known = base.get_known_choices()
+    kind = value.get("type") if isinstance(value, dict) else value
+    matches = [cls for name, cls in known.items() if kind is cls or kind == name]
+    way_out = f"pass {constructor(matches[0])}" if matches else suggestion(kind, known)
+    raise InputError(f"{key}={value!r:.60} must be an instance of {base.__name__}; {way_out}")
+
+
+def constructor(cls: type) -> str:
+    """Returns a call of a registered class with its required fields: `lcjax.rope.Yarn(factor=...)`.
+
+    Its package is the public one, `lcjax.rope` and not `lcjax.rope.yarn`.
+    """
+    package = ".".join(cls.__module__.split(".")[:2])
+    required = (
+        f"{field.name}=..."
+        for field in dataclasses.fields(cls)
+        if field.default is field.default_factory is dataclasses.MISSING
+    )
+    return f"{package}.{cls.__name__}({', '.join(required)})"
+
+
 def _entries_with(key: str, known: dict[str, type], dot: str) -> str:
     """Names the entries of a registry that have a key, and the option that chooses the first."""
     names = [

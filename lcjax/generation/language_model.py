@@ -6,6 +6,7 @@ print(lm.chat("What is a dog?"))
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -18,7 +19,8 @@ from lcjax.attention import Pattern
 from lcjax.attention.landmark.tokens import Landmarks
 from lcjax.checkpoints import Tokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
-from lcjax.errors import InputError, whole_number
+from lcjax.config import check_instance
+from lcjax.errors import InputError, suggestion, whole_number
 from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
     ContextRow,
@@ -41,7 +43,12 @@ from lcjax.generation.scoring import (
     score_texts,
     text_logits,
 )
-from lcjax.generation.session import CachedPrefix, can_share_prefix, check_token_rows
+from lcjax.generation.session import (
+    CachedPrefix,
+    can_share_prefix,
+    check_rows,
+    check_token_rows,
+)
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
@@ -91,6 +98,10 @@ class LanguageModel(Scorer):
         `mesh` spreads weights, rows and caches over devices (`Mesh(tensor=8, fsdp=1)`, or one of
         JAX's with the axes data, fsdp and tensor); everything is on the default device if None.
         """
+        for name, value in settings.items():
+            if name not in (known := Settings.__annotations__):
+                guess = suggestion(name, {*known, "mesh"})
+                raise InputError(f"{name}={value!r:.40} is no option of LanguageModel.load; {guess}")
         if isinstance(source, ModelSection):
             source = dataclasses.replace(source, **settings)
         else:
@@ -102,6 +113,20 @@ class LanguageModel(Scorer):
         if config.stacked:
             unstack_layers_in_place(params, config)
         return cls(Decoder(config.replace(scan_layers=False), model.mesh), params, tokenizer)
+
+    def __repr__(self) -> str:
+        config = self.config
+        num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        parts = [
+            f"{num_params / 1e6:.3g}M parameters in {config.param_dtype}",
+            f"{config.num_layers} layers, trained length {config.max_length}",
+            f"position={config.position}",
+        ]
+        methods = {name: getattr(config, name) for name in ("rope", "pattern", "memory")}
+        parts += [f"{name}={type(x).__name__}" for name, x in methods.items() if x is not None]
+        if self.mesh is not None:
+            parts.append(f"{self.mesh.size} devices")
+        return f"LanguageModel({', '.join(parts)})"
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
@@ -157,6 +182,12 @@ class LanguageModel(Scorer):
         Raises:
           InputError: the weights do not fit the method.
         """
+        for name, value, base in (
+            ("rope", rope, Rope), ("pattern", pattern, Pattern), ("memory", memory, Memory)
+        ):  # fmt: skip
+            check_instance(name, value, base)
+        if length is not None:
+            whole_number("length", length, 1, "None takes that of each call")
         other = copy.copy(self)
         other.length, other._rotations = length, {}
         changes: dict[str, Any] = {}
@@ -245,8 +276,7 @@ class LanguageModel(Scorer):
             last token is compared with the context. None: the question of `after`, or else every
             call searches with its own text. `search_contexts` searches with another question.
         """
-        if isinstance(contexts, str):
-            raise InputError(f"context={contexts[:20]!r} must be a list with one entry per row")
+        check_rows("context", contexts, '[["a document"]], with an entry for each row')
         memory = self.config.memory
         if memory is None and not any(len(row) for row in contexts):
             return Contexts(None, *[(0,) * len(contexts)] * 2, self.params)
@@ -455,8 +485,9 @@ class LanguageModel(Scorer):
         With a `mixture` several prompts are one text (`lcjax.generation.replug`). A `prefix` is
         what all prompts begin with, read before (`lcjax.generation.shared_prefix`).
         """
-        if isinstance(prompts, str):
-            raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
+        check_rows("prompts", prompts, '["a prompt"]')
+        if not isinstance(sampling, Sampling):
+            raise InputError(f"sampling={sampling!r:.60} must be a Sampling(max_new_tokens=...)")
         context, num_rows = self._encode_if_needed(context), len(prompts)
         has_context = [False] * num_rows if context is None else context.precede(num_rows)
         ids = [
@@ -486,11 +517,6 @@ class LanguageModel(Scorer):
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise InputError(
-                f"messages={messages!r:.60} must be a question, or a list of messages such as"
-                ' {"role": "user", "content": "..."}'
-            )
         text = self.tokenizer.render_chat(messages)
         ids = self.tokenizer.encode(text, allow_special=True)
         if context is not None:

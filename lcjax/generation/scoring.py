@@ -26,6 +26,7 @@ from lcjax.generation import session as session_lib
 from lcjax.generation.session import (
     CachedPrefix,
     Session,
+    check_rows,
     check_token_ids,
     fill_rows,
     nll_and_match,
@@ -226,19 +227,23 @@ def check_continuations(
     prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], vocab_size: int
 ) -> None:
     """Raises an InputError for empty prompts or continuations, and for tokens out of range."""
+    check_rows("prompts", prompts, "[[1, 2]], token ids")
+    check_rows("continuations", continuations, "[[[3], [4, 5]]], with a list for each prompt")
+    for number, row in enumerate(continuations):
+        check_rows(f"continuations[{number}]", row, "[[3], [4, 5]], token ids")
     if len(prompts) != len(continuations) or not len(prompts):
         raise InputError(
             f"continuations={len(continuations)} lists for {len(prompts)} prompts; give a list of"
             " continuations for each prompt, and at least one prompt"
         )
-    if not all(len(prompt) for prompt in prompts):
-        raise InputError("prompts: one has no token to predict from; begin it with BOS")
-    if not all(len(row) and all(len(ids) for ids in row) for row in continuations):
-        raise InputError("continuations: each prompt needs at least one, and each a token")
     for number, (prompt, row) in enumerate(zip(prompts, continuations)):
         check_token_ids(f"prompts[{number}]", prompt, vocab_size)
         for place, ids in enumerate(row):
             check_token_ids(f"continuations[{number}][{place}]", ids, vocab_size)
+    if not all(len(prompt) for prompt in prompts):
+        raise InputError("prompts: one has no token to predict from; begin it with BOS")
+    if not all(len(row) and all(len(ids) for ids in row) for row in continuations):
+        raise InputError("continuations: each prompt needs at least one, and each a token")
 
 
 def score_continuations(

@@ -258,6 +258,61 @@ def test_what_is_no_token_is_refused_wherever_text_comes_in(alone, token):
         assert "\n" not in str(error.value)
 
 
+def test_an_argument_of_another_type_is_named_in_one_line(alone):
+    sampling = Sampling(max_new_tokens=2)
+    beside = LanguageModel.load(ModelSection(preset="tiny", memory=CepeSection("tiny-encoder")))
+    load, method = functools.partial(LanguageModel.load, "absent"), alone.with_method
+    for call, message in (
+        (lambda: method(rope="yarn"), r"rope='yarn' .* pass lcjax\.rope\.Yarn\(factor=\.\.\.\)"),
+        (lambda: method(rope="yaarn"), "rope='yaarn' .* did you mean yarn?"),
+        (lambda: method(rope={"type": "linear"}), r"pass lcjax\.rope\.Linear\(factor"),
+        (lambda: method(rope=Yarn), "pass lcjax.rope.Yarn"),
+        (lambda: method(pattern="landmark"), r"pass lcjax\.attention\.Landmark\("),
+        (lambda: method(memory="cepe"), r"pass lcjax\.memory\.Cepe\(states=\.\.\., layers="),
+        (lambda: method(length=-5), "length=-5 must be a whole number of at least 1"),
+        (lambda: load(rope="yarn"), r"model\.rope='yarn' .* pass lcjax\.rope\.Yarn"),
+        (lambda: load(pattern="lm_infinite"), "pass lcjax.attention.LMInfinite"),
+        (lambda: load(memory="cepe"), r"pass lcjax\.memory\.CepeSection\(\)"),
+        (lambda: load(roope=1), "roope=1 is no option of LanguageModel.load; did you mean rope"),
+        (lambda: load(meshes=1), "did you mean mesh"),
+        (lambda: load(seed=-1), "model.seed=-1 must"),
+        (lambda: alone.generate(None), "prompts=None must be a list"),
+        (lambda: alone.generate(np.int32(3)), "prompts=np.int32.3. must be a list"),
+        (lambda: alone.generate([None]), r"prompts\[0\]=None must be a list of token ids"),
+        (lambda: alone.generate(["a"], {"seed": 1}), "sampling=.*must be a Sampling"),
+        (lambda: alone.generate([5, "a"], sampling), r"prompts\[0\]=5 must be"),
+        (lambda: alone.generate(["a\ud800"], sampling), "text has the lone surrogate .* character 1"),
+        (lambda: alone.encode(None), "text=None must be a string"),
+        (lambda: alone.chat(5), "messages=5 must be a question"),
+        (lambda: alone.chat([{"role": "user"}]), "messages=.*must be a question"),
+        (lambda: alone.chat([{"role": "user", "content": 5}]), "messages=.*must be a question"),
+        (lambda: alone.continuations(None, [[[1]]]), "prompts=None must be a list"),
+        (lambda: alone.continuations([[1]], [5]), r"continuations\[0\]=5 must be a list"),
+        (lambda: alone.continuations([5], [[[1]]]), r"prompts\[0\]=5 must be a list"),
+        (lambda: beside.encode_contexts(None), "context=None must be a list"),
+        (lambda: beside.encode_contexts([None]), "a row=None must be a list"),
+        (lambda: Replug(alone).generate(None, context=[[]]), "prompts=None must be a list"),
+        (lambda: Replug(alone).generate(["a"], context=None), "context=None must be a list"),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_a_model_is_printed_as_one_line(spread):
+    assert repr(spread) == (
+        "LanguageModel(0.119M parameters in float32, 2 layers, trained length 128, position=rope,"
+        " rope=DynamicNTK, pattern=Causal, 8 devices)"
+    )
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5, 3), (1, 2, 5, 64)])
+def test_a_decoder_says_which_shape_of_tokens_it_takes(alone, shape):
+    with pytest.raises(InputError, match=r"tokens of shape .* must be token ids \[B, T\]") as error:
+        alone.model.apply({"params": alone.params}, jnp.zeros(shape, jnp.int32))
+    assert "\n" not in str(error.value)
+
+
 def test_tokens_and_lengths_that_do_not_fit_are_refused_in_one_line(alone):
     tokens = np.ones((2, 8), np.int32)
     for changes, message in (
