@@ -59,8 +59,8 @@ def read_json(path: Path, default: Any = None) -> Any:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; is this a Hugging Face model folder?") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON, or truncated ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON, truncated or nested too deeply ({error})") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: must hold a JSON object, not a {type(values).__name__}")
     return values

@@ -101,7 +101,8 @@ class LanguageModel(Scorer):
         for name, value in settings.items():
             if name not in (known := Settings.__annotations__):
                 guess = suggestion(name, {*known, "mesh"})
-                raise InputError(f"{name}={value!r:.40} is no option of LanguageModel.load; {guess}")
+                call = f"{name}={value!r:.40} is no option of LanguageModel.load"
+                raise InputError(f"{call}; {guess}")
         if isinstance(source, ModelSection):
             source = dataclasses.replace(source, **settings)
         else:
@@ -204,7 +205,9 @@ class LanguageModel(Scorer):
         other.model = Decoder(model.config.replace(**method), model.mesh)
         return other
 
-    def save(self, folder: str | Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
+    def save(
+        self, folder: str | Path, *, dtype: str | None = None, overwrite: bool = False
+    ) -> Path:
         """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
 
         `load` opens it with the same method. transformers does too if it knows the method: RoPE

@@ -131,7 +131,7 @@ class Rope(draccus.ChoiceRegistry):
             raise InputError(f"rope.{field}={value} ({self.type}) must {rule}")
 
     def check_numbers(self) -> None:
-        """Raises an InputError for number fields whose values are not finite or absurdly large.
+        """Raises an InputError for numbers that are not finite or absurdly large, and for flags.
 
         None is valid where the type of the field allows it.
         """
@@ -139,6 +139,8 @@ class Rope(draccus.ChoiceRegistry):
         for field in dataclasses.fields(self):
             kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
             value = getattr(self, field.name)
+            if kinds == (bool,):
+                self.require(isinstance(value, bool), field.name, "be true or false")
             if not {int, float} & set(kinds) or (value is None and type(None) in kinds):
                 continue
             is_tuple = Ellipsis in kinds  # tuple[float, ...]
@@ -154,7 +156,8 @@ class Rope(draccus.ChoiceRegistry):
                 rule += f", such as {field.default}"
             self.require(holds, field.name, rule + (", or null" if type(None) in kinds else ""))
             most = _MAX_THETA if field.name == "theta" else _MAX_NUMBER
-            self.require(max(map(abs, values), default=0) <= most, field.name, f"be {most:g} or less")
+            largest = max(map(abs, values), default=0)
+            self.require(largest <= most, field.name, f"be {most:g} or less")
 
     def check_range(
         self, inv_freq: Float[np.ndarray, " R//2"], scale: float
@@ -356,7 +359,7 @@ def _read(config: dict) -> Rope:
     if kind in _NEED_TRAINED_LENGTH:
         _fill_lengths(rope, config)
     by_name = {name: c for c in Rope.get_known_choices().values() for name in c.hf_types}
-    if kind not in by_name:
+    if not isinstance(kind, str) or kind not in by_name:
         raise InputError(
             f"rope_type={kind!r} of the Hugging Face config is not known; "
             f"known: {', '.join(sorted(by_name))}"
@@ -391,7 +394,7 @@ def _decode(values: dict) -> Rope:
     """The method of `_encode` and its `type`."""
     kind = values.pop("type", None)
     choices = Rope.get_known_choices()
-    if kind not in choices:
+    if not isinstance(kind, str) or kind not in choices:
         raise InputError(f"{_KEY}.type={kind!r} is not known; known: {', '.join(sorted(choices))}")
     fields = dataclasses.fields(choices[kind])
     if unknown := sorted(set(values) - {f.name for f in fields}):

@@ -66,6 +66,27 @@ def test_every_stored_type_is_the_weight_up_to_its_rounding(tmp_path, kind, erro
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=error)
 
 
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0])
+def test_a_tensor_that_is_not_finite_is_named(tmp_path, kind):
+    config = tiny_config(**WIDE)
+    params = random_params(config)
+    down = params["layers"]["mlp"]["down"]
+    down["kernel"] = down["kernel"].at[1, 5, 7].set(jnp.nan)
+    write_gguf(tmp_path / "m.gguf", params, config, kind=kind)
+    with pytest.raises(
+        InputError, match=r"m\.gguf: model\.layers\.1\.mlp\.down_proj\.weight holds NaN"
+    ):
+        load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("norm", [float("nan"), -1.0, 1e30])
+def test_a_norm_epsilon_that_cannot_be_is_refused(tmp_path, norm):
+    config = tiny_config(norm_epsilon=norm)
+    write_gguf(tmp_path / "m.gguf", random_params(config), config)
+    with pytest.raises(InputError, match=r"m\.gguf: rms_norm_eps=.* must be a number from 0 to"):
+        load(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS])
 def test_block_types_are_read_row_by_row_as_gguf_reads_them_whole(tmp_path, kind):
     block, size = gguf.GGML_QUANT_SIZES[kind]

@@ -281,7 +281,7 @@ def test_an_argument_of_another_type_is_named_in_one_line(alone):
         (lambda: alone.generate([None]), r"prompts\[0\]=None must be a list of token ids"),
         (lambda: alone.generate(["a"], {"seed": 1}), "sampling=.*must be a Sampling"),
         (lambda: alone.generate([5, "a"], sampling), r"prompts\[0\]=5 must be"),
-        (lambda: alone.generate(["a\ud800"], sampling), "text has the lone surrogate .* character 1"),
+        (lambda: alone.generate(["a\ud800"], sampling), "lone surrogate .* character 1"),
         (lambda: alone.encode(None), "text=None must be a string"),
         (lambda: alone.chat(5), "messages=5 must be a question"),
         (lambda: alone.chat([{"role": "user"}]), "messages=.*must be a question"),

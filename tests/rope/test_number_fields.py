@@ -9,13 +9,8 @@ import pytest
 from lcjax.attention import Pattern
 from lcjax.errors import InputError
 from lcjax.rope import (
-    E2LLM,
     NTK,
-    Clex,
-    Default,
-    DynamicNTK,
     Linear,
-    Llama3,
     LongRope,
     Positions,
     Rope,
