@@ -115,14 +115,10 @@ def _check_destination(args: argparse.Namespace) -> None:
 
 
 def _overlap(source: Path, dst: Path) -> bool:
-    """Whether one of two paths is, or holds, the other; false where nothing is to be replaced."""
-    if not dst.is_dir() or not any(dst.iterdir()):
-        return False
-    return any(
-        parent.samefile(inner)
-        for outer, inner in ((source, dst), (dst, source))
-        for parent in (outer, *outer.parents)
-    )
+    """Whether `dst` is `source`, lies in it, or holds it and other files."""
+    if any(parent.exists() and parent.samefile(source) for parent in (dst, *dst.parents)):
+        return True
+    return dst.is_dir() and any(parent.samefile(dst) for parent in source.parents)
 
 
 def _bar(what: str) -> tqdm:

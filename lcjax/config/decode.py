@@ -67,7 +67,9 @@ def read_yaml(path: Path) -> dict:
         names = f"it has {', '.join(files[:_MAX_FILES])}{ellipsis}" if files else "it has no .yaml"
         raise InputError(f"{folder}{where} is a folder; give a file: {names}") from None
     except RecursionError:
-        raise InputError(f"{path} includes itself; take one `!include` out") from None
+        raise InputError(
+            f"{path} includes itself, or is nested too deeply; take one `!include` or level out"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         why = " ".join(str(error).split())
         raise InputError(f"{path} cannot be read as YAML: {why}") from None

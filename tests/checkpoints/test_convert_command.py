@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from convert_support import assert_same, saved
+from gguf_support import write_gguf
 
 from lcjax.checkpoints import load
 from lcjax.convert import main
@@ -82,10 +83,23 @@ def test_a_destination_that_is_holds_or_lies_in_the_source_is_refused(
     assert_same(load(tmp_path / "a" / "b")[0], params)
 
 
-def test_a_new_folder_inside_the_source_may_be_written(tmp_path):
-    params, _ = saved(tmp_path / "src")
-    assert main([str(tmp_path / "src"), str(tmp_path / "src" / "copy")]) == 0
-    assert_same(load(tmp_path / "src" / "copy")[0], params)
+@pytest.mark.parametrize("dst", ["src/copy", "src/deep/copy", "src/empty", "link/copy", "src"])
+def test_a_new_folder_inside_the_source_is_refused(tmp_path, capsys, dst):
+    saved(tmp_path / "src")
+    (tmp_path / "src" / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "src")
+    before = sorted(tmp_path.rglob("*"))
+    assert main([str(tmp_path / "src"), str(tmp_path / dst)]) == 2
+    said = capsys.readouterr().err
+    assert "lies in SRC=" in said and said.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_beside_a_file_of_the_source_may_be_written(tmp_path):
+    params, config = saved(tmp_path / "src")
+    write_gguf(tmp_path / "m.gguf", params, config)
+    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "copy")]) == 0
+    assert_same(load(tmp_path / "copy")[0], params)
 
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):
