@@ -7,7 +7,6 @@ output of `render_chat`, do the strings of special tokens become those tokens.
 """
 
 import dataclasses
-import datetime
 import hashlib
 import json
 import re
@@ -17,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lcjax.checkpoints.chat_template import render_template
 from lcjax.errors import InputError
 from lcjax.files import write_json
 
@@ -358,43 +358,6 @@ def fingerprint(vocabulary: dict[str, int], encode: Callable[[str], list[int]]) 
     """Returns a hash of all tokens and of the ids of a text that shows how text is split."""
     values = [sorted(vocabulary.items()), encode(_PROBE)]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-
-
-def render_template(template: str | None, messages: list[dict[str, str]], **variables: Any) -> str:
-    """Returns the conversation as the model was trained to read it.
-
-    The Jinja environment is that of transformers: blocks are trimmed, and templates may call
-    `raise_exception`, `strftime_now` and `tojson`. It is a sandbox, because templates come from
-    strangers.
-    """
-    if template is None:
-        raise InputError(
-            "this tokenizer has no chat_template; give the prompt as plain text, or use an "
-            "instruction-tuned checkpoint"
-        )
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(template).render(messages=messages, **variables)
-    except jinja2.TemplateError as error:
-        raise InputError(f"chat_template: {error}; check the roles of the messages") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # Jinja's own filter escapes characters for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise InputError(f"chat_template: {message}")
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
