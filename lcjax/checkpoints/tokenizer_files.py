@@ -11,7 +11,7 @@ from typing import Any
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer, Specials, Tokenizer
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.files import read_json
 
 _BPE, _BYTE = 2, 6  # numbers of sentencepiece's model type and token type
@@ -206,18 +206,26 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
 
 
 def _gguf_sentencepiece(file: GGUFFile) -> SentencePieceTokenizer:
-    model = model_from_pieces(
-        file.need("tokenizer.ggml.tokens"),
-        file.need("tokenizer.ggml.scores"),
-        file.need("tokenizer.ggml.token_type"),
-        add_prefix=file.get("tokenizer.ggml.add_space_prefix", True),
+    pieces, *others = (
+        file.need(f"tokenizer.ggml.{key}") for key in ("tokens", "scores", "token_type")
     )
+    if any(len(other) != len(pieces) for other in others):
+        raise InputError(
+            f"{file.path}: tokenizer.ggml.scores and token_type must have an entry for each of the"
+            f" {len(pieces)} tokens; download it again"
+        )
+    add_prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    model = model_from_pieces(pieces, *others, add_prefix=add_prefix)
     return SentencePieceTokenizer(model, _gguf_specials(file, add_bos=True), where=file.path)
 
 
 def _gguf_specials(file: GGUFFile, *, add_bos: bool) -> Specials:
     def get(name: str) -> int | None:
-        return file.get(f"tokenizer.ggml.{name}_token_id")
+        index = file.get(key := f"tokenizer.ggml.{name}_token_id")
+        if index is not None:
+            most = len(file.need("tokenizer.ggml.tokens")) - 1
+            whole_number(f"{file.path}: {key}", index, 0, "convert it again", most=most)
+        return index
 
     ends = (get("eos"), get("eot"), get("eom"))
     return Specials(
@@ -250,11 +258,18 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
         )
     tokens = file.need("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
-    model = models.BPE(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,
-        ignore_merges=pre == "llama-bpe",  # Llama-3: a word in the vocabulary is one token
-    )
+    try:
+        model = models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=pre == "llama-bpe",  # Llama-3: a word in the vocabulary is one token
+        )
+    except Exception as error:  # the package raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{file.path}: tokenizer.ggml.merges do not fit its tokens ({reason}); download it"
+            " again"
+        ) from error
     backend = Tokenizer(model)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
