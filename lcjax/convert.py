@@ -18,7 +18,7 @@ from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
 from lcjax.checkpoints.load import load
 from lcjax.checkpoints.weights import DTYPES
 from lcjax.errors import InputError
-from lcjax.files import check_destination
+from lcjax.files import check_destination, check_path
 from lcjax.rope import Rope
 
 
@@ -101,6 +101,7 @@ def _convert(args: argparse.Namespace, method: _Method) -> None:
 def _check_destination(args: argparse.Namespace) -> None:
     """Refuses a destination that cannot be written or that holds the source, before loading."""
     dst = args.dst
+    check_path("DST", dst)
     nearest = next(parent for parent in (dst, *dst.absolute().parents) if parent.exists())
     if not nearest.is_dir():
         raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")

@@ -21,7 +21,7 @@ import yaml
 from lcjax.config.decode import Text, check_instance, constructor, read_yaml, section
 from lcjax.config.help import help_text
 from lcjax.errors import InputError, suggestion
-from lcjax.files import write_whole
+from lcjax.files import check_path, write_whole
 
 __all__ = [
     "ERROR", "ErrorReport", "RunFolder", "check_instance", "constructor", "dump", "import_modules",
@@ -43,6 +43,7 @@ class RunFolder:
     def __post_init__(self):
         if not self.folder.strip():
             raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/first")
+        check_path("run.folder", self.folder)
 
 
 def import_modules(words: Sequence[str]) -> list[str]:

@@ -450,6 +450,20 @@ def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_p
     assert load(tmp_path, mesh=mesh, param_dtype="bfloat16") == (tmp_path, mesh, "bfloat16")
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "a\ud800"])
+def test_a_path_that_cannot_be_is_refused_on_the_way_in_and_out(tmp_path, name):
+    params, config = saved(tmp_path / "model")
+    for call in (
+        lambda: load(name),
+        lambda: load_config(name),
+        lambda: load_tokenizer(name),
+        lambda: save_hf(tmp_path / name, params, config),
+    ):
+        with pytest.raises(InputError, match="must be a path") as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
 def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path):
     with pytest.raises(InputError, match=r"no such file or folder; give .*smollm2-135m-instruct"):
         load(tmp_path / "absent")
