@@ -198,6 +198,12 @@ class LanguageModel(Scorer):
             changes["pattern"] = pattern.for_inference()
         if memory is not None:
             check_memory(self.config.memory)
+            kind = type(self.config.memory)
+            if not isinstance(memory, kind):
+                raise InputError(
+                    f"memory={memory!r:.60} must be a {kind.__name__}, which the weights are of;"
+                    " change its settings with dataclasses.replace(lm.config.memory, ...)"
+                )
             changes["memory"] = memory.for_inference()
         other.config = self.config.replace(**changes)
         model = self.model

@@ -21,7 +21,7 @@ from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.sampling import Sampling
-from lcjax.memory import CepeSection
+from lcjax.memory import Beacon, CepeSection
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import Mesh, make_mesh
@@ -269,6 +269,7 @@ def test_an_argument_of_another_type_is_named_in_one_line(alone):
         (lambda: method(rope=Yarn), "pass lcjax.rope.Yarn"),
         (lambda: method(pattern="landmark"), r"pass lcjax\.attention\.Landmark\("),
         (lambda: method(memory="cepe"), r"pass lcjax\.memory\.Cepe\(states=\.\.\., layers="),
+        (lambda: beside.with_method(memory=Beacon(chunk=8)), "must be a Cepe, which the weights"),
         (lambda: method(length=-5), "length=-5 must be a whole number of at least 1"),
         (lambda: load(rope="yarn"), r"model\.rope='yarn' .* pass lcjax\.rope\.Yarn"),
         (lambda: load(pattern="lm_infinite"), "pass lcjax.attention.LMInfinite"),
