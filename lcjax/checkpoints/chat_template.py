@@ -7,9 +7,11 @@ budget, or takes too long, is an error.
 """
 
 import datetime
+import functools
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,8 +50,9 @@ def render_template(template: str | None, messages: list[dict[str, str]], **vari
             "instruction-tuned checkpoint"
         )
     try:
-        environment = _Environment()
-        return environment.prepared(template).render(messages=messages, **variables)
+        compiled = _compile(template)
+        compiled.environment.begin()
+        return compiled.render(messages=messages, **variables)
     except InputError:
         raise
     except Exception as error:  # whatever operation a template tries on whatever value
@@ -57,8 +60,24 @@ def render_template(template: str | None, messages: list[dict[str, str]], **vari
         raise InputError(f"chat_template: {reason}; check the roles of the messages") from error
 
 
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    """Compiles a template that counts its work."""
+    environment = _Environment()
+    environment.begin()  # compiling evaluates constants
+    tree = environment.parse(source)
+    if (other := tree.find(_OTHER_FILES)) is not None:
+        raise InputError(
+            f"chat_template: line {other.lineno} reads another file, which no chat template may;"
+            " put its text into the template"
+        )
+    tree = _Count().visit(tree)
+    tree.set_environment(environment)
+    return environment.from_string(tree)
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    """Renders one template once."""
+    """Counts the work of templates; each thread that renders has a budget."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -73,25 +92,17 @@ class _Environment(ImmutableSandboxedEnvironment):
             _Count.JOIN: lambda *parts: "".join(map(str, parts)),
             _Count.WRITE: lambda value: value,
         }
-        self._left = _BUDGET
-        self._deadline = time.thread_time() + _SECONDS
+        self._budget = threading.local()
 
-    def prepared(self, source: str) -> jinja2.Template:
-        """Compiles a template that counts its work."""
-        tree = self.parse(source)
-        if (other := tree.find(_OTHER_FILES)) is not None:
-            raise InputError(
-                f"chat_template: line {other.lineno} reads another file, which no chat template"
-                " may; put its text into the template"
-            )
-        tree = _Count().visit(tree)
-        tree.set_environment(self)
-        return self.from_string(tree)
+    def begin(self) -> None:
+        """Gives this thread a new budget."""
+        self._budget.left, self._budget.deadline = _BUDGET, time.thread_time() + _SECONDS
 
     def spend(self, amount: float) -> None:
         """Takes one step and `amount` characters from the budget."""
-        self._left -= amount + _STEP
-        if self._left < 0 or time.thread_time() > self._deadline:
+        budget = self._budget
+        budget.left -= amount + _STEP
+        if budget.left < 0 or time.thread_time() > budget.deadline:
             raise InputError(
                 "chat_template: it loops or grows beyond all conversations, and was stopped; use"
                 " the template that was published with the model"
@@ -145,7 +156,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _size(self, value: Any) -> int:
         """Characters of a value as text; counting ends where the budget does."""
         total, values = 0, [value]
-        while values and total <= self._left:
+        while values and total <= self._budget.left:
             value = values.pop()
             if isinstance(value, str):
                 total += len(value)
