@@ -1,22 +1,41 @@
-"""`python -m lcjax.convert SRC DST`: any readable checkpoint -> a Hugging Face folder."""
+"""`python -m lcjax.convert SRC DST`: any readable checkpoint -> a Hugging Face folder.
+
+--rope.type=yarn --rope.factor=8 exports a RoPE method that needs no training with the weights; its
+keys are those of `model.rope` (`python train.py --help`), and --import FILE.py registers your own.
+"""
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from tqdm.auto import tqdm
 
+from lcjax import config as config_lib
+from lcjax.checkpoints.build import untrained_rope
 from lcjax.checkpoints.hf_save import HF_FOLDER, save_hf
 from lcjax.checkpoints.load import load
 from lcjax.checkpoints.weights import DTYPES
 from lcjax.errors import InputError
-from lcjax.files import check_destination
+from lcjax.files import check_destination, check_path
+from lcjax.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class _Method:
+    """The method that is exported with the weights."""
+
+    rope: Rope | None = None  # null: the checkpoint's own
 
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        _convert(_parser().parse_args(arguments))
+        parser = _parser()
+        args, words = parser.parse_known_args(arguments)
+        if unknown := [w for w in words if not w.startswith(("--rope.", "--rope=", "--import="))]:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        _convert(args, config_lib.parse(_Method, words))
     except (InputError, OSError) as error:  # a full disk, a file where a folder should be
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -29,7 +48,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m lcjax.convert", description=__doc__)
+    parser = _Parser(
+        prog="python -m lcjax.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("src", help="Hugging Face folder, adapters, .gguf, run folder, hub id")
     parser.add_argument("dst", type=Path, help="folder to write: config, safetensors, tokenizer")
     parser.add_argument("--base", help="of SRC with adapters only (LoRA); default: what it names")
@@ -57,7 +80,7 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-def _convert(args: argparse.Namespace) -> None:
+def _convert(args: argparse.Namespace, method: _Method) -> None:
     _check_destination(args)
     with _bar("reading") as bar:
         params, config, tokenizer = load(
@@ -68,6 +91,8 @@ def _convert(args: argparse.Namespace) -> None:
             allow_pickle=args.allow_pickle,
             progress=bar.update,
         )
+    if method.rope is not None:
+        config = config.replace(rope=untrained_rope(method.rope, config, params))
     with _bar("writing") as bar:
         save_hf(args.dst, params, config, tokenizer, overwrite=args.force, progress=bar.update)
     print(f"{args.dst}: {config.num_layers} layers, {config.param_dtype}")
@@ -76,6 +101,7 @@ def _convert(args: argparse.Namespace) -> None:
 def _check_destination(args: argparse.Namespace) -> None:
     """Refuses a destination that cannot be written or that holds the source, before loading."""
     dst = args.dst
+    check_path("DST", dst)
     nearest = next(parent for parent in (dst, *dst.absolute().parents) if parent.exists())
     if not nearest.is_dir():
         raise InputError(f"{dst}: {nearest} is a file, so no folder can be made below it")
@@ -90,14 +116,10 @@ def _check_destination(args: argparse.Namespace) -> None:
 
 
 def _overlap(source: Path, dst: Path) -> bool:
-    """Whether one of two paths is, or holds, the other; false where nothing is to be replaced."""
-    if not dst.is_dir() or not any(dst.iterdir()):
-        return False
-    return any(
-        parent.samefile(inner)
-        for outer, inner in ((source, dst), (dst, source))
-        for parent in (outer, *outer.parents)
-    )
+    """Whether `dst` is `source`, lies in it, or holds it and other files."""
+    if any(parent.exists() and parent.samefile(source) for parent in (dst, *dst.parents)):
+        return True
+    return dst.is_dir() and any(parent.samefile(dst) for parent in source.parents)
 
 
 def _bar(what: str) -> tqdm:

@@ -22,6 +22,7 @@ import yaml
 
 from lcjax.errors import InputError
 
+_MAX_NAME = 255  # bytes of a file's name, on all usual file systems
 _MAX_LISTED = 5  # unknown files that an error names
 _MAX_COUNTED = 1_000  # unknown files after which counting ends: the folder may be a whole disk
 
@@ -73,11 +74,25 @@ def read_json(path: Path, default: Any = None) -> Any:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; is this a Hugging Face model folder?") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON, or truncated ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON, truncated or nested too deeply ({error})") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: must hold a JSON object, not a {type(values).__name__}")
     return values
+
+
+def check_path(key: str, path: str | os.PathLike) -> None:
+    """Raises an InputError for a path that no file system can hold."""
+    try:
+        parts = [os.fsencode(part) for part in Path(path).parts]
+        holds = all(len(part) <= _MAX_NAME and b"\0" not in part for part in parts)
+    except (TypeError, UnicodeEncodeError):  # not a path; lone surrogates
+        holds = False
+    if not holds:
+        raise InputError(
+            f"{key}={path!r:.60} must be a path, with names of at most {_MAX_NAME} bytes and"
+            " without NUL"
+        )
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -404,7 +404,7 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
 
     def save(q, k, v, operands, static):
         q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
-        out, lse = forward((q, k, v), operands, static)
+        out, lse = _once_differentiable(forward, (q, k, v), operands, static)
         if name is not None:
             out, lse = (checkpoint_name(x, name) for x in (out, lse))
         return (out, lse), (q, k, v, operands, out, lse)
@@ -413,7 +413,8 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
         q, k, v, operands, out, lse = residuals
         d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
         d_out = jnp.zeros_like(out) if d_out is None else d_out
-        dq, dk, dv, d_bias = backward((q, k, v, out, lse, d_out, d_lse), operands, static)
+        arrays = (q, k, v, out, lse, d_out, d_lse)
+        dq, dk, dv, d_bias = _once_differentiable(backward, arrays, operands, static)
         if d_bias is not None:
             d_bias = jax.tree.map(lambda d, x: d.astype(x.dtype), d_bias, operands.bias)
         return dq, dk, dv, Operands(bias=d_bias)
@@ -421,6 +422,26 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
     attention = jax.custom_vjp(attention, nondiff_argnums=(4,))
     attention.defvjp(save, pull_back, symbolic_zeros=True)
     return attention
+
+
+def _once_differentiable(function: Callable, arrays, operands: Operands, static):
+    """`function(arrays, operands, static)`, a part of a first derivative, without one of its own.
+
+    Kernels raise a bare NotImplementedError where they are differentiated.
+    """
+
+    @jax.custom_jvp
+    def call(arrays, operands):
+        return function(arrays, operands, static)
+
+    @call.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(
+            "second derivatives of attention are not supported (jax.hessian, grad of grad): its"
+            " kernels have a gradient and no more; differentiate pallas_kernels.reference instead"
+        )
+
+    return call(arrays, operands)
 
 
 def choose_and_run(direction: str, arrays, operands: Operands, static: tuple[str | None, Spec]):

@@ -256,6 +256,41 @@ def test_a_mistake_in_the_file_is_named_like_one_on_the_command_line(file):
     )
 
 
+@pytest.mark.parametrize("value", ["hello", "5", "true", "''", "2024-01-01", "[1, 2]"])
+@pytest.mark.parametrize("key", ["model", "model.rope", "methods.0"])
+def test_a_value_in_the_place_of_a_section_is_refused_when_flags_set_its_keys(tmp_path, key, value):
+    text = {
+        "model": f"model: {value}\n",
+        "model.rope": f"model: {{rope: {value}}}\n",
+        "methods.0": f"methods: [{value}]\n",
+    }[key]
+    (tmp_path / "run.yaml").write_text(text)
+    flags = [f"--{key}.{name}=a" for name in ("path", "type", "name")]
+    for flag in flags:
+        with pytest.raises(InputError, match=rf"{key}=.* must be a section|whole list") as error:
+            config.parse(Job, ["--config", str(tmp_path / "run.yaml"), flag])
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("folder", ["a" * 300, "runs/" + "é" * 128, "a\0b", "a\ud800"])
+def test_a_run_folder_that_no_file_system_can_hold_is_refused(folder):
+    with pytest.raises(InputError, match=r"run\.folder=.* must be a path") as error:
+        config.RunFolder(folder)
+    assert "\n" not in str(error.value) and "\0" not in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--train.batch_size=100000000", "--data.length=300000000"])
+def test_a_batch_that_cannot_be_counted_is_refused_by_arithmetic(flag):
+    with pytest.raises(InputError, match=r"train\.batch_size=.* x data\.length=.* tokens"):
+        config.parse(TrainConfig, ["--run.folder=r", "--data.path=d", flag])
+
+
+def test_an_empty_section_takes_the_keys_of_flags(tmp_path):
+    (tmp_path / "run.yaml").write_text("model:\n")
+    assert config.parse(Job, ["--config", str(tmp_path / "run.yaml"), "--model.path=a"]).model.path
+    assert config.parse(Job, ["--model=null", "--model.path=a"]).model.path == "a"
+
+
 def test_a_mapping_in_a_text_field_is_refused(file):
     file.write_text("model: {path: {a: 1}}\n")
     assert "model.path={'a': 1} is not valid; needs: str" in fails("--config", file)

@@ -23,6 +23,7 @@ from lcjax.checkpoints.build import ModelSection, build
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.task import Task
 from lcjax.memory import CepeSection, Memory, MemorySection
+from lcjax.rope import Rope
 from lcjax.training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +138,15 @@ def test_links_of_a_page_lead_to_files_and_headings(page):
         headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
         slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
         assert not anchor or anchor in slugs, link
+
+
+def test_the_tables_of_classes_are_those_of_the_registries():
+    tables = re.split(r"^\| `model\.\w+: \{type", PAGES["docs/library.md"], flags=re.MULTILINE)[1:]
+    for table, base in zip(tables, (Rope, Pattern, MemorySection), strict=True):
+        rows = dict(re.findall(r"^\| `(\w+)` \| `(.+)` \|$", table, re.MULTILINE))
+        choices = base.get_known_choices().items()
+        own = {name: cls for name, cls in choices if cls.__module__.startswith("lcjax.")}
+        assert rows == {name: config.constructor(cls) for name, cls in own.items()}
 
 
 @pytest.mark.parametrize("page", PAGES)

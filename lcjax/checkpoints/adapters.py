@@ -23,7 +23,7 @@ from lcjax.checkpoints.hub import SMOLLM2, is_hub_id, is_run
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import DTYPES, TensorInfo, WeightSource, check, describe_faults
-from lcjax.errors import InputError
+from lcjax.errors import InputError, is_finite_number
 from lcjax.files import FolderFormat, atomic_folder, check_destination, read_json, write_json
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
@@ -154,7 +154,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return is_finite_number(value) and value > 0
 
 
 def _open(folder: Path, stem: str, allow_pickle: bool) -> WeightSource | None:

@@ -11,7 +11,8 @@ import jax
 from lcjax import checkpoints
 from lcjax.attention import Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
-from lcjax.errors import InputError
+from lcjax.config import check_instance
+from lcjax.errors import InputError, random_seed
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import PRESETS, Decoder, ModelConfig, preset, unstack_layers
 from lcjax.models.config import check_choice
@@ -46,6 +47,8 @@ class ModelSection:
     seed: int = 0  # of random weights, and of what a learned rope adds to a checkpoint
 
     def __post_init__(self):
+        for field, base in (("rope", Rope), ("pattern", Pattern), ("memory", MemorySection)):
+            check_instance(f"model.{field}", getattr(self, field), base)
         if self.path is not None and self.preset is not None:
             raise InputError(
                 f"model.path={self.path!r} and model.preset={self.preset!r}: give only one"
@@ -57,6 +60,7 @@ class ModelSection:
                 f"model.encoder_layers={self.encoder_layers} makes an encoder of the checkpoint"
                 " model.path, without a memory of its own; set one, leave model.memory out"
             )
+        random_seed("model.seed", self.seed)
         # Here and not only in ModelConfig: a checkpoint takes minutes to read.
         for field in ("dtype", "param_dtype", "remat", "context_parallel"):
             value = getattr(self, field)
@@ -126,6 +130,20 @@ def resolve_rope(rope: Rope, config: ModelConfig) -> Rope:
     """Fills what `rope` leaves open with the base and the trained length of the checkpoint."""
     length = getattr(config.rope, "original_length", None) or config.max_length
     return rope.resolve(theta=config.rope.theta, length=length)
+
+
+def untrained_rope(rope: Rope, config: ModelConfig, params: dict) -> Rope:
+    """`resolve_rope` for weights that are used as they are.
+
+    Raises:
+      InputError: `rope` is learned, and `params` have no arrays of it.
+    """
+    if rope.learned and "rope" not in params:
+        raise InputError(
+            f"rope type {rope.type} is learned, and this checkpoint has no weights for it; train"
+            " it first, or load a checkpoint that has them"
+        )
+    return resolve_rope(rope, config)
 
 
 def check_source(section: ModelSection) -> None:

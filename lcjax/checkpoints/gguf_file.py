@@ -72,6 +72,38 @@ _NEUTRAL = {
     "yarn_log_multiplier": (0.0,),
 }
 _BETAS = {"yarn_beta_fast", "yarn_beta_slow"}  # of the ramp, which only yarn has
+_MAX_LENGTH = 2**26  # bytes of a string, entries of an array; no published file has more
+_MAX_RANK = 4  # axes of a tensor in ggml
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# What the metadata keys hold that are read here, by their ends.
+_KINDS = {
+    ("block_count", "context_length", "key_length", "sliding_window", "dimension_count"): "number",
+    ("_epsilon", "freq_base", "scale_linear", "factor", "_beta_fast", "_beta_slow"): "number",
+    ("split.count", "_token_id", "scaling.alpha", "log_multiplier"): "number",
+    ("general.architecture", "scaling.type", "ggml.model", "ggml.pre", "chat_template"): "text",
+    ("ggml.tokens", "ggml.merges"): "list of text",
+    ("ggml.scores", "ggml.token_type"): "list of numbers",
+    ("add_bos_token", "add_space_prefix"): "flag",
+}
+_HOLDS = {
+    "number": _is_number,
+    "text": lambda v: isinstance(v, str),
+    "list of text": lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+    "list of numbers": lambda v: isinstance(v, list) and all(map(_is_number, v)),
+    "flag": lambda v: isinstance(v, bool),
+}
+
+
+def _check_kinds(path: Path, metadata: dict[str, Any]) -> None:
+    for key, value in metadata.items():
+        kinds = [kind for ends, kind in _KINDS.items() if key.endswith(ends)]
+        if kinds and not _HOLDS[kinds[0]](value):
+            raise InputError(f"{path}: {key}={value!r:.60} must be a {kinds[0]}; convert it again")
 
 
 class Tensor(NamedTuple):
@@ -97,6 +129,7 @@ class GGUFFile:
     def __init__(self, path: str | Path):
         self.path = str(path)
         self.metadata, self.stored = read_index(Path(path))
+        _check_kinds(Path(path), self.metadata)
         self.architecture = self.metadata.get("general.architecture")
         if self.architecture not in _FAMILIES:
             raise InputError(
@@ -152,7 +185,7 @@ class GGUFFile:
             kind = "mistral"  # llama.cpp has one architecture for both
         heads = self._count("{arch}.attention.head_count")
         width = self._count("{arch}.embedding_length")
-        head_dim = self.get("{arch}.attention.key_length", width // heads)
+        head_dim = self._count("{arch}.attention.key_length", width // heads)
         embedding = self.stored.get("token_embd.weight")
         if embedding is None:
             raise InputError(f"{self.path}: the tensor token_embd.weight is missing")
@@ -373,6 +406,8 @@ class _Cursor:
 
     def string(self) -> str:
         (size,) = self.scalars("Q")
+        if size > _MAX_LENGTH:
+            raise ValueError(f"a string of {size:,} bytes")
         start, stop = self.position, self.position + size
         if stop > len(self.data):
             raise EOFError
@@ -384,8 +419,8 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             (item,), (count,) = self.scalars("I"), self.scalars("Q")
-            if count > len(self.data):
-                raise EOFError
+            if count > _MAX_LENGTH:
+                raise ValueError(f"an array of {count:,} entries")
             if item in _SCALARS:
                 return list(self.scalars(_SCALARS[item], count))
             return [self.value(item) for _ in range(count)]
@@ -409,13 +444,14 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return _parse(path, data)
     except (struct.error, EOFError) as error:
         raise InputError(
-            f"{path}: truncated: the file of {size:,} bytes ends before its index says so; "
-            "download it again"
+            f"{path}: truncated or damaged: the file of {size:,} bytes ends before its index says "
+            "so; download it again"
         ) from error
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: damaged GGUF index ({error}); download it again") from error
+        reason = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
+        raise InputError(f"{path}: damaged GGUF index ({reason}); download it again") from error
 
 
 def _parse(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -432,6 +468,8 @@ def _parse(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tens
     for _ in range(num_tensors):
         name = cursor.string()
         (rank,) = cursor.scalars("I")
+        if not 1 <= rank <= _MAX_RANK:
+            raise ValueError(f"{name} has {rank} axes")
         shape = cursor.scalars("Q", rank)[::-1]
         (kind,), (offset,) = cursor.scalars("I"), cursor.scalars("Q")
         index.append((name, shape, kind, offset))
@@ -439,16 +477,22 @@ def _parse(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tens
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"general.alignment {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
-    tensors = {
-        name: _tensor(path, data, name, shape, kind, start + offset)
-        for name, shape, kind, offset in index
-    }
+    tensors, expected = {}, 0
+    layout = [(*item, *_layout(path, *item[:3])) for item in index]
+    for name, _, _, offset, _, rows, row_bytes in layout:  # llama.cpp refuses gaps as well
+        if offset != expected:
+            raise ValueError(f"{name} begins at byte {offset:,}, not {expected:,}")
+        expected = -(-(offset + rows * row_bytes) // alignment) * alignment
+    for name, shape, _, offset, kind, rows, row_bytes in layout:
+        begin, end = start + offset, start + offset + rows * row_bytes
+        if end > len(data):
+            raise EOFError
+        tensors[name] = Tensor(name, shape, kind, data[begin:end].reshape(rows, row_bytes))
     return metadata, tensors
 
 
-def _tensor(
-    path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, begin: int
-) -> Tensor:
+def _layout(path: Path, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int, int]:
+    """The quantisation of a tensor, its rows, and the bytes of a row."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if kind not in set(GGMLQuantizationType):
@@ -458,13 +502,6 @@ def _tensor(
         )
     quantisation = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[quantisation]
-    if not shape:
-        raise ValueError(f"{name} has no axes")
     if shape[-1] % block:
         raise ValueError(f"{name} has rows of {shape[-1]}, no multiple of {block}")
-    row_bytes = shape[-1] // block * block_bytes
-    rows = math.prod(shape[:-1])
-    if begin + rows * row_bytes > len(data):
-        raise EOFError
-    stored = data[begin : begin + rows * row_bytes].reshape(rows, row_bytes)
-    return Tensor(name, shape, quantisation.name, stored)
+    return quantisation.name, math.prod(shape[:-1]), shape[-1] // block * block_bytes

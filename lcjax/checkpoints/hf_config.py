@@ -3,8 +3,9 @@
 from typing import Any
 
 from lcjax.attention import Causal, Landmark, Pattern, Sliding
+from lcjax.checkpoints.hf_files import check_types
 from lcjax.checkpoints.hf_names import is_phi
-from lcjax.errors import InputError, whole_number
+from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
 from lcjax.rope import from_hf
 
@@ -15,7 +16,6 @@ _THETA = 10_000.0  # what transformers takes for all four when the config has no
 _DEFAULT_WINDOW = 4_096  # likewise of mistral and qwen2; `sliding_window: null` means none
 _MAX_LENGTH = "lcjax_max_length"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-_DTYPES = ("float32", "float16", "bfloat16")
 # Sizes by their keys, and what the config of a family holds without a key for it.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -43,6 +43,7 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
     Positions may be given the old way (`rope_scaling`) or the new one (`rope_parameters`). Models
     of Landmark attention have more keys than the Llama that they extend.
     """
+    check_types(hf, where)
     if hf.get("model_type") == _LANDMARK:
         config = config_from_hf(hf | {"model_type": "llama"}, where)
         return config.replace(pattern=_landmark_from_hf(hf, config.vocab_size, where))
@@ -63,7 +64,6 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
         value = hf.get(key)
         if value is None:
             raise InputError(f"{where}: the key {key!r} is missing; is this a model's config.json?")
-        whole_number(f"{where}: {key}", value, 1)
         return value
 
     heads = get("num_attention_heads")
@@ -93,9 +93,9 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
 
 
 def stated_dtype(hf: dict[str, Any]) -> str | None:
-    """Returns the dtype of the weights that a config names, if it can be read."""
-    name = str(hf.get("dtype") or hf.get("torch_dtype")).removeprefix("torch.")
-    return name if name in _DTYPES else None
+    """Returns the dtype of the weights that a config names."""
+    name = hf.get("dtype") or hf.get("torch_dtype")
+    return name and name.removeprefix("torch.")
 
 
 def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tuple) -> None:
@@ -107,11 +107,15 @@ def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tu
         )
 
 
+def _or_default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
 def _llama_fields(hf: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
     _require(hf, where, "hidden_act", "silu", ("silu", "swish"))
     attention_bias = kind == "llama" and bool(hf.get("attention_bias"))
     return {
-        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "norm_epsilon": _or_default(hf.get("rms_norm_eps"), 1e-6),
         "qkv_bias": attention_bias or kind == "qwen2",  # Qwen2 has them without a key for them
         "out_bias": attention_bias,
         "mlp_bias": kind == "llama" and bool(hf.get("mlp_bias")),
@@ -122,7 +126,7 @@ def _phi_fields(hf: dict[str, Any], where: str) -> dict[str, Any]:
     _require(hf, where, "hidden_act", "gelu_new", _GELU_TANH)
     _require(hf, where, "qk_layernorm", False, (False,))
     _require(hf, where, "tie_word_embeddings", False, (False,))
-    return _PHI | {"norm_epsilon": hf.get("layer_norm_eps", 1e-5)}
+    return _PHI | {"norm_epsilon": _or_default(hf.get("layer_norm_eps"), 1e-5)}
 
 
 def _pattern(hf: dict[str, Any], kind: str, where: str) -> Pattern:
@@ -160,8 +164,6 @@ def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landma
             f"vocab_size={vocab_size}; the released models have 32001"
         )
     every, length = hf.get("mem_freq", 50), hf.get("train_context_length", 512)
-    for key, value in (("mem_freq", every), ("train_context_length", length)):
-        whole_number(f"{where}: {key}", value, 1)
     if length // (every + 1) < 3:
         raise InputError(
             f"{where}: train_context_length={length} must hold 3 blocks of mem_freq + 1 = "

@@ -27,7 +27,7 @@ from lcjax.checkpoints.safetensors_io import INDEX, SINGLE, nbytes, write_file
 from lcjax.checkpoints.tokenizer import TOKENIZER_FILES, Tokenizer, check_vocabulary, write_json
 from lcjax.checkpoints.weights import DTYPES, TensorInfo
 from lcjax.errors import InputError
-from lcjax.files import FolderFormat, atomic_folder, check_destination
+from lcjax.files import FolderFormat, atomic_folder, check_destination, check_path
 from lcjax.memory.cepe import encoder_to_hf
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
@@ -94,6 +94,7 @@ def save_hf(
         refused.
       progress: is called with the bytes of each tensor.
     """
+    check_path("folder", folder)
     folder = Path(folder)
     dtype = dtype or config.param_dtype
     if dtype not in DTYPES:

@@ -12,6 +12,7 @@ from pathlib import Path
 from lcjax.checkpoints.safetensors_io import has_weights
 from lcjax.checkpoints.torch_pickle import bin_files, pickle_error
 from lcjax.errors import InputError
+from lcjax.files import check_path
 
 SMOLLM2 = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -34,6 +35,7 @@ def resolve(path_or_name: str | Path, *, weights: bool = True, allow_pickle: boo
     """
     if str(path_or_name) == SMOLLM2:
         return _smollm2_file()
+    check_path("model", path_or_name)
     path = Path(path_or_name).expanduser()
     if path.exists():
         return path

@@ -21,6 +21,7 @@ from lcjax.checkpoints.adapters import (
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import config_from_hf as read_config
 from lcjax.checkpoints.hf_config import stated_dtype
+from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.hub import is_run, resolve
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
@@ -35,7 +36,6 @@ from lcjax.checkpoints.weights import (
     stored_dtype,
 )
 from lcjax.errors import InputError
-from lcjax.files import read_json
 from lcjax.memory import Memory
 from lcjax.models.config import ModelConfig
 from lcjax.rope import from_hf
@@ -126,7 +126,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
         raise pickle_error(str(path), [file.name for file in pickles])
     else:
         source = TorchFolder(path)
-    if stated_dtype(read_json(path / "config.json")) is None:
+    if stated_dtype(read_hf_json(path / "config.json")) is None:
         config = config.replace(param_dtype=stored_dtype(source, config))
     return source, config, tokenizer
 
@@ -142,7 +142,7 @@ def _open_adapters(
         tokenizer = hf_tokenizer(folder)
     # LongLoRA adds [PAD] to the tokenizer, and with it a row that plain LoRA does not train.
     rows = tokenizer.vocab_size if context is not None else 0
-    hf = read_json(folder / "config.json", {})
+    hf = read_hf_json(folder / "config.json", {})
     stated = None
     if hf.get("rope_scaling") or hf.get("rope_parameters"):
         stated = from_hf(hf).resolve(theta=config.rope.theta, length=config.max_length)
@@ -207,7 +207,7 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
         )
         reason = next(reasons, "is this a Hugging Face model folder?")
         raise InputError(f"{file}: no such file; {reason}")
-    return config_from_hf(read_json(file), str(file))
+    return config_from_hf(read_hf_json(file), str(file))
 
 
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:

@@ -7,7 +7,6 @@ output of `render_chat`, do the strings of special tokens become those tokens.
 """
 
 import dataclasses
-import datetime
 import hashlib
 import json
 import re
@@ -17,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lcjax.checkpoints.chat_template import render_template
 from lcjax.errors import InputError
 from lcjax.files import write_json
 
@@ -105,6 +105,7 @@ class _PublishedTokenizer:
         raise NotImplementedError
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        check_messages(messages)
         return render_template(
             self._specials.chat_template,
             messages,
@@ -152,6 +153,7 @@ class JsonTokenizer(_PublishedTokenizer):
         return fingerprint(self._backend(False).get_vocab(with_added_tokens=True), self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        check_text(text)
         return self._backend(allow_special).encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -208,6 +210,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
         return fingerprint(vocab | self.special_ids, self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        check_text(text)
         if not allow_special or not self.special_ids:
             return self._processor.encode(text)
         names = sorted(self.special_ids, key=len, reverse=True)
@@ -279,6 +282,7 @@ class ByteTokenizer:
         return fingerprint(_byte_vocabulary() | special, self.encode)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        check_text(text)
         if not allow_special:
             return list(text.encode())
         ids: list[int] = []
@@ -298,6 +302,7 @@ class ByteTokenizer:
         return out.decode("utf-8", "replace")
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        check_messages(messages)
         turns = [f"{m['role']}: {m['content']}\n" for m in messages]
         return "".join(turns) + ("assistant: " if add_generation_prompt else "")
 
@@ -313,6 +318,35 @@ class ByteTokenizer:
         JsonTokenizer(backend, specials).save(folder)
 
 
+def check_text(text: str) -> None:
+    """Raises an InputError unless `text` is a string that UTF-8 can hold."""
+    if not isinstance(text, str):
+        raise InputError(f"text={text!r:.40} must be a string")
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        surrogate = ascii(text[error.start])
+        raise InputError(
+            f"text has the lone surrogate {surrogate} at character {error.start}, which UTF-8"
+            " cannot hold; remove it"
+        ) from None
+
+
+def check_messages(messages: list[Message]) -> None:
+    """Raises an InputError unless `messages` are dictionaries with role and content as text."""
+    is_list = isinstance(messages, list | tuple) and messages
+    if not is_list or not all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise InputError(
+            f"messages={messages!r:.60} must be a question, or a list of messages such as"
+            ' {"role": "user", "content": "..."}'
+        )
+
+
 def _byte_vocabulary() -> dict[str, int]:
     """GPT-2's printable character of each byte: itself where it prints, else from U+0100 on."""
     prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -324,43 +358,6 @@ def fingerprint(vocabulary: dict[str, int], encode: Callable[[str], list[int]]) 
     """Returns a hash of all tokens and of the ids of a text that shows how text is split."""
     values = [sorted(vocabulary.items()), encode(_PROBE)]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-
-
-def render_template(template: str | None, messages: list[dict[str, str]], **variables: Any) -> str:
-    """Returns the conversation as the model was trained to read it.
-
-    The Jinja environment is that of transformers: blocks are trimmed, and templates may call
-    `raise_exception`, `strftime_now` and `tojson`. It is a sandbox, because templates come from
-    strangers.
-    """
-    if template is None:
-        raise InputError(
-            "this tokenizer has no chat_template; give the prompt as plain text, or use an "
-            "instruction-tuned checkpoint"
-        )
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(template).render(messages=messages, **variables)
-    except jinja2.TemplateError as error:
-        raise InputError(f"chat_template: {error}; check the roles of the messages") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # Jinja's own filter escapes characters for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise InputError(f"chat_template: {message}")
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lcjax.checkpoints.gguf_file import GGUFFile
+from lcjax.checkpoints.hf_files import read_hf_json
 from lcjax.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer, Specials, Tokenizer
-from lcjax.errors import InputError
+from lcjax.errors import InputError, whole_number
 from lcjax.files import read_json
 
 _BPE, _BYTE = 2, 6  # numbers of sentencepiece's model type and token type
@@ -55,14 +56,13 @@ class _Folder:
 
     def __init__(self, path: Path):
         self.path = path
-        settings = read_json(path / "tokenizer_config.json", {})
-        older = read_json(path / "special_tokens_map.json", {})
+        settings = read_hf_json(path / "tokenizer_config.json", {})
+        older = read_hf_json(path / "special_tokens_map.json", {})
         names = [key for key in older if key.endswith("_token") and settings.get(key) is None]
         self.settings: dict[str, Any] = settings | {key: older[key] for key in names}
-        config = read_json(path / "config.json", {})
-        rows = config.get("vocab_size")
-        self.rows = rows if isinstance(rows, int) else None  # of the model's embedding
-        generation = read_json(path / "generation_config.json", {})
+        config = read_hf_json(path / "config.json", {})
+        self.rows: int | None = config.get("vocab_size")  # of the model's embedding
+        generation = read_hf_json(path / "generation_config.json", {})
         stated = {key: value for key, value in generation.items() if value is not None}
         self._model_files = config | stated
 
@@ -75,7 +75,7 @@ class _Folder:
         return tuple(
             index
             for index in (value if isinstance(value, list) else [value])
-            if isinstance(index, int) and index >= 0 and (self.rows is None or index < self.rows)
+            if index is not None and index >= 0 and (self.rows is None or index < self.rows)
         )
 
     def chat_template(self) -> str | None:
@@ -103,7 +103,7 @@ class _Folder:
             pad_id=next(iter(named("pad") + self.ids("pad")), None),
             unk_id=next(iter(named("unk")), None),
             chat_template=self.chat_template(),
-            add_bos=add_bos if stated is None else bool(stated),
+            add_bos=add_bos if stated is None else stated,
             # transformers writes 1e30 for "no limit"
             max_length=length if isinstance(length, int) and length < 10**9 else None,
         )
@@ -173,6 +173,10 @@ def _from_sentencepiece(files: _Folder) -> SentencePieceTokenizer:
     model = path.read_bytes()
     plain = SentencePieceTokenizer(model, where=str(path))
     added = dict(read_json(files.path / "added_tokens.json", {}))
+    if wrong := [text for text, index in added.items() if type(index) is not int or index < 0]:
+        raise InputError(
+            f"{files.path / 'added_tokens.json'}: {wrong[0]!r} must have a token id; correct it"
+        )
     for index, token in (files.settings.get("added_tokens_decoder") or {}).items():
         added[_text(token)] = int(index)
     for token in files.drop_tokens_without_rows(added, plain.vocab_size):
@@ -202,18 +206,26 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
 
 
 def _gguf_sentencepiece(file: GGUFFile) -> SentencePieceTokenizer:
-    model = model_from_pieces(
-        file.need("tokenizer.ggml.tokens"),
-        file.need("tokenizer.ggml.scores"),
-        file.need("tokenizer.ggml.token_type"),
-        add_prefix=file.get("tokenizer.ggml.add_space_prefix", True),
+    pieces, *others = (
+        file.need(f"tokenizer.ggml.{key}") for key in ("tokens", "scores", "token_type")
     )
+    if any(len(other) != len(pieces) for other in others):
+        raise InputError(
+            f"{file.path}: tokenizer.ggml.scores and token_type must have an entry for each of the"
+            f" {len(pieces)} tokens; download it again"
+        )
+    add_prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    model = model_from_pieces(pieces, *others, add_prefix=add_prefix)
     return SentencePieceTokenizer(model, _gguf_specials(file, add_bos=True), where=file.path)
 
 
 def _gguf_specials(file: GGUFFile, *, add_bos: bool) -> Specials:
     def get(name: str) -> int | None:
-        return file.get(f"tokenizer.ggml.{name}_token_id")
+        index = file.get(key := f"tokenizer.ggml.{name}_token_id")
+        if index is not None:
+            most = len(file.need("tokenizer.ggml.tokens")) - 1
+            whole_number(f"{file.path}: {key}", index, 0, "convert it again", most=most)
+        return index
 
     ends = (get("eos"), get("eot"), get("eom"))
     return Specials(
@@ -246,11 +258,18 @@ def _gguf_byte_level(file: GGUFFile) -> JsonTokenizer:
         )
     tokens = file.need("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
-    model = models.BPE(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,
-        ignore_merges=pre == "llama-bpe",  # Llama-3: a word in the vocabulary is one token
-    )
+    try:
+        model = models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=pre == "llama-bpe",  # Llama-3: a word in the vocabulary is one token
+        )
+    except Exception as error:  # the package raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{file.path}: tokenizer.ggml.merges do not fit its tokens ({reason}); download it"
+            " again"
+        ) from error
     backend = Tokenizer(model)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()

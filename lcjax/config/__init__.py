@@ -18,12 +18,15 @@ from pathlib import Path
 import draccus
 import yaml
 
-from lcjax.config.decode import Text, read_yaml, section
+from lcjax.config.decode import Text, check_instance, constructor, read_yaml, section
 from lcjax.config.help import help_text
 from lcjax.errors import InputError, suggestion
-from lcjax.files import write_whole
+from lcjax.files import check_path, write_whole
 
-__all__ = ["ERROR", "ErrorReport", "RunFolder", "dump", "import_modules", "main", "parse"]
+__all__ = [
+    "ERROR", "ErrorReport", "RunFolder", "check_instance", "constructor", "dump", "import_modules",
+    "main", "parse",
+]  # fmt: skip
 
 ERROR = "error.txt"  # the traceback of a failure that was none of the settings
 T = typing.TypeVar("T")
@@ -40,6 +43,7 @@ class RunFolder:
     def __post_init__(self):
         if not self.folder.strip():
             raise InputError(f"run.folder={self.folder!r} must name a folder, such as runs/first")
+        check_path("run.folder", self.folder)
 
 
 def import_modules(words: Sequence[str]) -> list[str]:
@@ -132,17 +136,27 @@ def _check_section(cls: type, key: str, value: str) -> None:
 def _override(tree: typing.Any, key: str, value: Text) -> None:
     """Sets `a.0.c` in the file's tree; another `type` drops the fields of the type it replaces."""
     *sections, last = key.split(".")
-    for part, following in itertools.pairwise([*sections, last]):
+    for number, (part, following) in enumerate(itertools.pairwise([*sections, last]), 1):
         if isinstance(tree, list):
             if not part.isdigit() or int(part) >= len(tree):
                 raise InputError(f"--{key}={value}: the list has {len(tree)} items, counted from 0")
-            tree = tree[int(part)]
-            continue
-        child = tree.get(part)
-        child = yaml.safe_load(child) if isinstance(child, Text) else child
-        new = [{}] if following == "0" else {}
-        tree[part] = child if isinstance(child, dict | list) else new
-        tree = tree[part]
+            part = int(part)
+            child = tree[part]
+        else:
+            child = tree.get(part)
+        if isinstance(child, Text):
+            with contextlib.suppress(yaml.YAMLError):
+                child = yaml.safe_load(child)
+        if child is None:
+            child = [{}] if following == "0" else {}
+        if not isinstance(child, dict | list):
+            name = ".".join(sections[:number])
+            raise InputError(
+                f"{name}={child!r:.60} must be a section of `key: value` lines, because"
+                f" --{key}={value} sets a key of it"
+            )
+        tree[part] = child
+        tree = child
     if not isinstance(tree, dict):
         raise InputError(f"--{key}={value}: give the whole list, or one field: --{key}.x=")
     if last == "type" and tree.get("type", value) != value:

@@ -67,7 +67,9 @@ def read_yaml(path: Path) -> dict:
         names = f"it has {', '.join(files[:_MAX_FILES])}{ellipsis}" if files else "it has no .yaml"
         raise InputError(f"{folder}{where} is a folder; give a file: {names}") from None
     except RecursionError:
-        raise InputError(f"{path} includes itself; take one `!include` out") from None
+        raise InputError(
+            f"{path} includes itself, or is nested too deeply; take one `!include` or level out"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         why = " ".join(str(error).split())
         raise InputError(f"{path} cannot be read as YAML: {why}") from None
@@ -170,6 +172,35 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
         return cls(**values)
     except ValueError as error:
         raise InputError(_placed(str(error), name)) from error
+
+
+def check_instance(key: str, value: object, base: type) -> None:
+    """Raises an InputError unless `value` is None or an instance of the registry `base`.
+
+    Where `value` names a class (`"yarn"`, `{"type": "yarn"}`, `Yarn`), the error shows what to pass
+    instead: `lcjax.rope.Yarn(factor=...)`.
+    """
+    if value is None or isinstance(value, base):
+        return
+    known = base.get_known_choices()
+    kind = value.get("type") if isinstance(value, dict) else value
+    matches = [cls for name, cls in known.items() if kind is cls or kind == name]
+    way_out = f"pass {constructor(matches[0])}" if matches else suggestion(kind, known)
+    raise InputError(f"{key}={value!r:.60} must be an instance of {base.__name__}; {way_out}")
+
+
+def constructor(cls: type) -> str:
+    """Returns a call of a registered class with its required fields: `lcjax.rope.Yarn(factor=...)`.
+
+    Its package is the public one, `lcjax.rope` and not `lcjax.rope.yarn`.
+    """
+    package = ".".join(cls.__module__.split(".")[:2])
+    required = (
+        f"{field.name}=..."
+        for field in dataclasses.fields(cls)
+        if field.default is field.default_factory is dataclasses.MISSING
+    )
+    return f"{package}.{cls.__name__}({', '.join(required)})"
 
 
 def _entries_with(key: str, known: dict[str, type], dot: str) -> str:

@@ -19,7 +19,7 @@ from lcjax.checkpoints.run_folder import MODEL_CONFIG
 from lcjax.config import ERROR, dump
 from lcjax.errors import InputError
 from lcjax.evaluation.task import Record
-from lcjax.files import FolderFormat, check_replaceable, write_whole
+from lcjax.files import FolderFormat, check_replaceable, read_json, write_whole
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
 from lcjax.tree import flatten
@@ -95,7 +95,7 @@ class Store:
             self._check_overwrite()
         self._weights: dict[str, str] = {}
         if used and not self._replaces:
-            before = json.loads(self._marker.read_text())
+            before = read_marker(self.folder)
             self._compare(before, settings)
             self._weights = before.get(WEIGHTS, {})
 
@@ -264,6 +264,18 @@ def by_cell(
     ):
         cells.setdefault((record["method"], record["length"]), []).append(record)
     return cells
+
+
+def read_marker(folder: Path) -> Record:
+    """Returns what `describe` wrote; raises an InputError if it is damaged."""
+    marker = read_json(folder / MARKER)
+    for key, kind, default in (("hash", str, None), ("config", dict, None), (WEIGHTS, dict, {})):
+        if not isinstance(marker.get(key, default), kind):
+            raise InputError(
+                f"{folder / MARKER}: {key}={marker.get(key)!r:.40} is not what eval.py writes;"
+                " restore the file, or run the evaluation in another folder"
+            )
+    return marker
 
 
 def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any) -> None:

@@ -1,7 +1,6 @@
 """Results of a run on disk: read, reported again, and scored again."""
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,14 @@ from lcjax.evaluation.records import (
     describe,
     fingerprint,
     parse,
+    read_marker,
     records_file,
     split_costs,
     to_lines,
 )
 from lcjax.evaluation.report.report import NOTES
 from lcjax.evaluation.task import Record, Task
-from lcjax.files import write_whole
+from lcjax.files import read_json, write_whole
 
 # Key of a marker: the folder of the trained models, relative to the run folder.
 TRAINED_IN = "trained_in"
@@ -88,7 +88,7 @@ def read(folder: str | Path) -> Results:
             f"{folder} holds no run of eval.py ({MARKER} is not there); name the run.folder of one"
         )
     config = config_lib.parse(EvalConfig, [f"--config={folder / CONFIG}"])
-    marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    marker = read_marker(folder)
     tasks = {task: _records(folder, task.label) for task in config.tasks}
     tasks = {task: records for task, records in tasks.items() if records}
     methods = {method.name for method in config.methods}
@@ -114,7 +114,7 @@ def _environment(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     if not path.exists():
         return {"versions": {}, "device": None}
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = read_json(path)
     return {key: summary.get(key) for key in ("versions", "commit", "device", "models")}
 
 

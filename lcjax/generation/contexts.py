@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.errors import InputError, whole_number
-from lcjax.generation.session import check_token_ids, round_up_to_bucket
+from lcjax.generation.session import check_rows, check_token_ids, round_up_to_bucket
 from lcjax.memory import Tree
 from lcjax.models import Decoder
 from lcjax.models import cache as cache_lib
@@ -174,8 +174,10 @@ def passages(
 
     `bos` goes before the first passage if that is a text; token ids stay as they are.
     """
-    if isinstance(row, str) or (len(row) and not isinstance(row[0], str) and np.isscalar(row[0])):
+    is_list = isinstance(row, Sequence | np.ndarray | jax.Array) and len(row)
+    if isinstance(row, str) or (is_list and not isinstance(row[0], str) and np.isscalar(row[0])):
         row = [row]  # one document
+    check_rows("context: a row", row, '["a passage", "another"]')
     name = "context: a passage"
     ids = [check_token_ids(name, encode(p) if isinstance(p, str) else p, vocab_size) for p in row]
     first = next((i for i, passage in enumerate(ids) if len(passage)), None)
@@ -264,7 +266,8 @@ def embed_queries(
       texts: a question for each row, as text or token ids.
       num_rows: rows of the contexts.
     """
-    if isinstance(texts, str) or len(texts) != num_rows:
+    check_rows("query", texts, '["a question"], with an entry for each row')
+    if len(texts) != num_rows:
         raise InputError(
             f"query={texts!r:.40} must be a list with one entry for each of the {num_rows} rows"
         )

@@ -6,7 +6,9 @@ print(lm.chat("What is a dog?"))
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 import jax
@@ -15,9 +17,10 @@ import numpy as np
 from lcjax import cost
 from lcjax.attention import Pattern
 from lcjax.attention.landmark.tokens import Landmarks
-from lcjax.checkpoints import Tokenizer
-from lcjax.checkpoints.build import ModelSection, Settings, build, resolve_rope
-from lcjax.errors import InputError, whole_number
+from lcjax.checkpoints import Tokenizer, save_hf
+from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
+from lcjax.config import check_instance
+from lcjax.errors import InputError, suggestion, whole_number
 from lcjax.generation import shared_prefix
 from lcjax.generation.contexts import (
     ContextRow,
@@ -38,8 +41,14 @@ from lcjax.generation.scoring import (
     landmark_nll,
     score_continuations,
     score_texts,
+    text_logits,
 )
-from lcjax.generation.session import CachedPrefix, can_share_prefix, check_token_rows
+from lcjax.generation.session import (
+    CachedPrefix,
+    can_share_prefix,
+    check_rows,
+    check_token_rows,
+)
 from lcjax.models import Decoder, unstack_layers, unstack_layers_in_place
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
@@ -89,6 +98,11 @@ class LanguageModel(Scorer):
         `mesh` spreads weights, rows and caches over devices (`Mesh(tensor=8, fsdp=1)`, or one of
         JAX's with the axes data, fsdp and tensor); everything is on the default device if None.
         """
+        for name, value in settings.items():
+            if name not in (known := Settings.__annotations__):
+                guess = suggestion(name, {*known, "mesh"})
+                call = f"{name}={value!r:.40} is no option of LanguageModel.load"
+                raise InputError(f"{call}; {guess}")
         if isinstance(source, ModelSection):
             source = dataclasses.replace(source, **settings)
         else:
@@ -100,6 +114,20 @@ class LanguageModel(Scorer):
         if config.stacked:
             unstack_layers_in_place(params, config)
         return cls(Decoder(config.replace(scan_layers=False), model.mesh), params, tokenizer)
+
+    def __repr__(self) -> str:
+        config = self.config
+        num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        parts = [
+            f"{num_params / 1e6:.3g}M parameters in {config.param_dtype}",
+            f"{config.num_layers} layers, trained length {config.max_length}",
+            f"position={config.position}",
+        ]
+        methods = {name: getattr(config, name) for name in ("rope", "pattern", "memory")}
+        parts += [f"{name}={type(x).__name__}" for name, x in methods.items() if x is not None]
+        if self.mesh is not None:
+            parts.append(f"{self.mesh.size} devices")
+        return f"LanguageModel({', '.join(parts)})"
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
@@ -155,26 +183,59 @@ class LanguageModel(Scorer):
         Raises:
           InputError: the weights do not fit the method.
         """
+        for name, value, base in (
+            ("rope", rope, Rope), ("pattern", pattern, Pattern), ("memory", memory, Memory)
+        ):  # fmt: skip
+            check_instance(name, value, base)
+        if length is not None:
+            whole_number("length", length, 1, "None takes that of each call")
         other = copy.copy(self)
         other.length, other._rotations = length, {}
         changes: dict[str, Any] = {}
         if rope is not None:
-            changes["rope"] = resolve_rope(rope, self.config)
+            changes["rope"] = untrained_rope(rope, self.config, self.params)
         if pattern is not None:
             changes["pattern"] = pattern.for_inference()
         if memory is not None:
             check_memory(self.config.memory)
+            kind = type(self.config.memory)
+            if not isinstance(memory, kind):
+                raise InputError(
+                    f"memory={memory!r:.60} must be a {kind.__name__}, which the weights are of;"
+                    " change its settings with dataclasses.replace(lm.config.memory, ...)"
+                )
             changes["memory"] = memory.for_inference()
         other.config = self.config.replace(**changes)
-        if other.config.rope.learned and "rope" not in self.params:
-            raise InputError(
-                f"rope type {other.config.rope.type} is learned, and this checkpoint has no"
-                " weights for it; train it first, or load a checkpoint that has them"
-            )
         model = self.model
         method = {name: getattr(other.config, name) for name in ("pattern", "memory")}
         other.model = Decoder(model.config.replace(**method), model.mesh)
         return other
+
+    def save(
+        self, folder: str | Path, *, dtype: str | None = None, overwrite: bool = False
+    ) -> Path:
+        """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
+
+        `load` opens it with the same method. transformers does too if it knows the method: RoPE
+        methods up to `config.rope.hf_limit` tokens, and the sliding window of Mistral and Qwen2.
+
+        Args:
+          folder: is created.
+          dtype: of the weights; None: as they are.
+          overwrite: whether to replace a folder that lcjax wrote.
+
+        Raises:
+          InputError: no Hugging Face config describes this method (most patterns), or `folder`
+            exists.
+        """
+        if self.length is not None and self.follows_length:
+            raise InputError(
+                f"length={self.length} of with_method cannot be saved: the rotation of a checkpoint"
+                " follows the length of each request; save lm.with_method(length=None)"
+            )
+        return save_hf(
+            folder, self.params, self.config, self.tokenizer, dtype=dtype, overwrite=overwrite
+        )
 
     def rotation(self, length: int) -> Rotation:
         """The rotation of queries and keys in a request of `length` tokens."""
@@ -224,8 +285,7 @@ class LanguageModel(Scorer):
             last token is compared with the context. None: the question of `after`, or else every
             call searches with its own text. `search_contexts` searches with another question.
         """
-        if isinstance(contexts, str):
-            raise InputError(f"context={contexts[:20]!r} must be a list with one entry per row")
+        check_rows("context", contexts, '[["a document"]], with an entry for each row')
         memory = self.config.memory
         if memory is None and not any(len(row) for row in contexts):
             return Contexts(None, *[(0,) * len(contexts)] * 2, self.params)
@@ -334,6 +394,44 @@ class LanguageModel(Scorer):
             row[first : first + len(row_nll)] = row_nll
         return nll
 
+    def logits(
+        self,
+        tokens: np.ndarray,
+        *,
+        lengths: np.ndarray | None = None,
+        context: Contexts | Sequence[ContextRow] | None = None,
+    ) -> np.ndarray:
+        """Computes the logits of the token after each of `tokens`, float32 [B, T, V].
+
+        They take 4 B T V bytes: 16 GB for 128K tokens of a vocabulary of 32K. `nll` projects a few
+        positions at a time.
+
+        Args:
+          tokens: int [B, T], padded on the right.
+          lengths: int [B], number of tokens of each row, as in `nll`; logits after them are 0.
+          context: as in `nll`. Where the encoding depends on a question and has none, it is
+            searched for the row itself.
+
+        Raises:
+          InputError: as `nll`; and for a model with landmarks, which predicts some tokens after a
+            landmark that `tokens` do not contain.
+        """
+        self.config.pattern.check_scores()
+        if Landmarks.read_by(self.config.pattern) is not None:
+            raise InputError(
+                "logits: a model with landmarks reads them between the tokens, so logits do not"
+                " belong to one token each; use nll or generate"
+            )
+        tokens, lengths = check_token_rows(tokens, lengths, self.config.vocab_size)
+        rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+        memory = self._memory(context, rows)
+        rotation = self.rotations(np.maximum(lengths, 1))
+        texts = [Text(row, 0, row) for row in rows]  # targets only count: logits have none
+        logits = np.zeros((*tokens.shape, self.config.vocab_size), np.float32)
+        for out, row_logits in zip(logits, score_texts(self, text_logits, texts, rotation, memory)):
+            out[: len(row_logits)] = row_logits
+        return logits
+
     def continuations(
         self,
         prompts: Sequence[Sequence[int]],
@@ -396,8 +494,9 @@ class LanguageModel(Scorer):
         With a `mixture` several prompts are one text (`lcjax.generation.replug`). A `prefix` is
         what all prompts begin with, read before (`lcjax.generation.shared_prefix`).
         """
-        if isinstance(prompts, str):
-            raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
+        check_rows("prompts", prompts, '["a prompt"]')
+        if not isinstance(sampling, Sampling):
+            raise InputError(f"sampling={sampling!r:.60} must be a Sampling(max_new_tokens=...)")
         context, num_rows = self._encode_if_needed(context), len(prompts)
         has_context = [False] * num_rows if context is None else context.precede(num_rows)
         ids = [
@@ -427,11 +526,6 @@ class LanguageModel(Scorer):
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise InputError(
-                f"messages={messages!r:.60} must be a question, or a list of messages such as"
-                ' {"role": "user", "content": "..."}'
-            )
         text = self.tokenizer.render_chat(messages)
         ids = self.tokenizer.encode(text, allow_special=True)
         if context is not None:

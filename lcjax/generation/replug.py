@@ -27,7 +27,7 @@ from lcjax.generation.sampling import (
     log_weights,
 )
 from lcjax.generation.scorer import Scorer
-from lcjax.generation.session import check_token_rows
+from lcjax.generation.session import check_rows, check_token_rows
 from lcjax.models import ModelConfig
 
 Scores = Sequence[Sequence[float]]
@@ -128,8 +128,9 @@ class Replug(Scorer):
         A prompt that is a text gets BOS before the passage, if the model expects one; one that is a
         list of ids is what follows the passage exactly.
         """
-        if isinstance(prompts, str) or not len(prompts):
-            raise InputError(f"prompts={prompts[:20]!r} must be a non-empty list; write [prompt]")
+        check_rows("prompts", prompts, '["a prompt"]')
+        if not len(prompts):
+            raise InputError("prompts must be a non-empty list")
         documents, weights = self._weighted(context, scores, len(prompts))
         inputs = []
         for prompt, row in zip(prompts, documents, strict=True):
@@ -147,7 +148,8 @@ class Replug(Scorer):
 
     def _weighted(self, context, scores, rows: int) -> tuple[list[list[np.ndarray]], np.ndarray]:
         """The passages of every text, or one empty one, and their log weights [B, n]."""
-        if isinstance(context, str) or len(context) != rows:
+        check_rows("context", context, '[["a passage"]], with an entry for each text')
+        if len(context) != rows:
             raise InputError(
                 f"context has {len(context)} rows for {rows} texts; give a list of passages for"
                 " each text, [] where there are none"

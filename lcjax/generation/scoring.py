@@ -26,6 +26,7 @@ from lcjax.generation import session as session_lib
 from lcjax.generation.session import (
     CachedPrefix,
     Session,
+    check_rows,
     check_token_ids,
     fill_rows,
     nll_and_match,
@@ -36,6 +37,7 @@ from lcjax.generation.session import (
 )
 from lcjax.models import Decoder, head
 from lcjax.models import cache as cache_lib
+from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel import distributed
 from lcjax.parallel.sharding import keep_rows, padding_rows
@@ -108,6 +110,12 @@ def _score_rows(model: Decoder, score, params, rows: TextRows, rotation: Rotatio
     hidden, _ = model.apply({"params": params}, tokens, rotation=rotation, memory=memory, **options)
     hidden = jnp.take_along_axis(hidden, rows.places[..., None], 1)
     return score(hidden, head(params, model.config), targets)
+
+
+def text_logits(hidden: jax.Array, projection: Projection, targets: jax.Array) -> jax.Array:
+    """A `score` of `score_texts`: float32 logits [R, m, V], whatever the targets."""
+    del targets
+    return projection(hidden)
 
 
 def _lay_out(
@@ -219,19 +227,23 @@ def check_continuations(
     prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], vocab_size: int
 ) -> None:
     """Raises an InputError for empty prompts or continuations, and for tokens out of range."""
+    check_rows("prompts", prompts, "[[1, 2]], token ids")
+    check_rows("continuations", continuations, "[[[3], [4, 5]]], with a list for each prompt")
+    for number, row in enumerate(continuations):
+        check_rows(f"continuations[{number}]", row, "[[3], [4, 5]], token ids")
     if len(prompts) != len(continuations) or not len(prompts):
         raise InputError(
             f"continuations={len(continuations)} lists for {len(prompts)} prompts; give a list of"
             " continuations for each prompt, and at least one prompt"
         )
-    if not all(len(prompt) for prompt in prompts):
-        raise InputError("prompts: one has no token to predict from; begin it with BOS")
-    if not all(len(row) and all(len(ids) for ids in row) for row in continuations):
-        raise InputError("continuations: each prompt needs at least one, and each a token")
     for number, (prompt, row) in enumerate(zip(prompts, continuations)):
         check_token_ids(f"prompts[{number}]", prompt, vocab_size)
         for place, ids in enumerate(row):
             check_token_ids(f"continuations[{number}][{place}]", ids, vocab_size)
+    if not all(len(prompt) for prompt in prompts):
+        raise InputError("prompts: one has no token to predict from; begin it with BOS")
+    if not all(len(row) and all(len(ids) for ids in row) for row in continuations):
+        raise InputError("continuations: each prompt needs at least one, and each a token")
 
 
 def score_continuations(

@@ -37,6 +37,13 @@ MAX_PACKED_ROW = 8192
 # Input checks
 
 
+def check_rows(name: str, rows: Any, example: str) -> None:
+    """Raises an InputError unless `rows` is a list, a tuple or an array, with an entry per text."""
+    is_rows = isinstance(rows, Sequence | np.ndarray | jax.Array) and not isinstance(rows, str)
+    if not is_rows or not getattr(rows, "ndim", 1):
+        raise InputError(f"{name}={_shorten(rows)} must be a list, such as {example}")
+
+
 def check_token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
     """Returns `ids` as int32 [n].
 

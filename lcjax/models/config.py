@@ -78,6 +78,11 @@ class ModelConfig:
             raise InputError(
                 f"model.num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
             )
+        if self.lora is not None and self.lora.rank > self.width:
+            raise InputError(
+                f"lora.rank={self.lora.rank} must be at most the width {self.width} of the model:"
+                " its matrices have no higher rank"
+            )
         if not 0 < self.rotary_fraction <= 1 or self.rotary_dim % 2:
             raise InputError(
                 f"model.rotary_fraction={self.rotary_fraction} must leave an even number of rotated"

@@ -232,6 +232,11 @@ class Decoder(nn.Module):
           beacons: int32 [B, R], where the last R tokens are beacons (`Context.beacons`).
         """
         c = self.config
+        if tokens.ndim != (3 if jnp.issubdtype(tokens.dtype, jnp.floating) else 2):
+            raise InputError(
+                f"tokens of shape {list(tokens.shape)} and type {tokens.dtype} must be token ids"
+                " [B, T], or hidden states [B, T, D]; tokens[None] is a batch of one text"
+            )
         if memory is not None:
             check_memory(c.memory)
         if self.is_initializing() and c.memory is not None:

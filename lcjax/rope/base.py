@@ -23,13 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from lcjax.errors import InputError, is_finite_number
+from lcjax.errors import INT32_MAX, InputError, is_finite_number
 from lcjax.rope.rotation import Rotation
 
 _KEY = "lcjax_rope"  # the full form in a Hugging Face config
 _EXPORTED = "exported_as"  # its entry that repeats the `rope_parameters` of the same config
 # If the dictionary has no trained length, transformers takes it from the config for these types.
 _NEED_TRAINED_LENGTH = ("yarn", "longrope", "su", "llama3")
+# Factors are ratios of lengths, which are int32. The largest published theta is about 1e11.
+_MAX_NUMBER, _MAX_THETA = INT32_MAX, 1e15
+_SCALES = 1e-3, 1e3  # of cos and sin; published ones lie between 0.7 and 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +131,7 @@ class Rope(draccus.ChoiceRegistry):
             raise InputError(f"rope.{field}={value} ({self.type}) must {rule}")
 
     def check_numbers(self) -> None:
-        """Raises an InputError for number fields whose values are not finite numbers.
+        """Raises an InputError for numbers that are not finite or absurdly large, and for flags.
 
         None is valid where the type of the field allows it.
         """
@@ -136,18 +139,25 @@ class Rope(draccus.ChoiceRegistry):
         for field in dataclasses.fields(self):
             kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
             value = getattr(self, field.name)
+            if kinds == (bool,):
+                self.require(isinstance(value, bool), field.name, "be true or false")
             if not {int, float} & set(kinds) or (value is None and type(None) in kinds):
                 continue
             is_tuple = Ellipsis in kinds  # tuple[float, ...]
-            values = value if is_tuple and isinstance(value, (list, tuple)) else [value]
+            values = value if isinstance(value, (list, tuple)) else [value]
             kind = numbers.Integral if int in kinds else numbers.Real
-            holds = all(isinstance(x, kind) and is_finite_number(x) for x in values)
+            holds = is_tuple == isinstance(value, (list, tuple)) and all(
+                isinstance(x, kind) and is_finite_number(x) for x in values
+            )
             rule = "hold finite numbers" if is_tuple else "be a finite number"
             if int in kinds:
                 rule = "be a finite whole number"
             if field.default not in (None, dataclasses.MISSING):
                 rule += f", such as {field.default}"
             self.require(holds, field.name, rule + (", or null" if type(None) in kinds else ""))
+            most = _MAX_THETA if field.name == "theta" else _MAX_NUMBER
+            largest = max(map(abs, values), default=0)
+            self.require(largest <= most, field.name, f"be {most:g} or less")
 
     def check_range(
         self, inv_freq: Float[np.ndarray, " R//2"], scale: float
@@ -155,7 +165,8 @@ class Rope(draccus.ChoiceRegistry):
         """Rounds `inv_freq` to float32.
 
         Raises:
-          InputError: a frequency or the scale is 0, infinite or NaN in float32.
+          InputError: a frequency or the scale is 0, infinite or NaN in float32, or the scale is
+            absurd.
         """
         with np.errstate(all="ignore"):
             rounded = np.asarray(inv_freq, np.float32)
@@ -164,6 +175,9 @@ class Rope(draccus.ChoiceRegistry):
                 if not np.all((values >= np.finfo(np.float32).tiny) & np.isfinite(values)):
                     problem = f"{name} range from {values.min():g} to {values.max():g}"
                     raise self.range_error(problem, 2 * rounded.size)
+        if not _SCALES[0] <= scale <= _SCALES[1]:
+            problem = f"the scale {scale:g} is not in {_SCALES[0]:g} ... {_SCALES[1]:g}"
+            raise self.range_error(problem, 2 * rounded.size)
         return rounded, float(scale)
 
     def range_error(self, problem: str, head_dim: int) -> InputError:
@@ -345,7 +359,7 @@ def _read(config: dict) -> Rope:
     if kind in _NEED_TRAINED_LENGTH:
         _fill_lengths(rope, config)
     by_name = {name: c for c in Rope.get_known_choices().values() for name in c.hf_types}
-    if kind not in by_name:
+    if not isinstance(kind, str) or kind not in by_name:
         raise InputError(
             f"rope_type={kind!r} of the Hugging Face config is not known; "
             f"known: {', '.join(sorted(by_name))}"
@@ -380,7 +394,7 @@ def _decode(values: dict) -> Rope:
     """The method of `_encode` and its `type`."""
     kind = values.pop("type", None)
     choices = Rope.get_known_choices()
-    if kind not in choices:
+    if not isinstance(kind, str) or kind not in choices:
         raise InputError(f"{_KEY}.type={kind!r} is not known; known: {', '.join(sorted(choices))}")
     fields = dataclasses.fields(choices[kind])
     if unknown := sorted(set(values) - {f.name for f in fields}):

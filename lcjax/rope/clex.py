@@ -17,6 +17,7 @@ from lcjax.rope.rotation import Rotation
 
 # The published layer always uses this base inside the network, not the model's base.
 _NETWORK_THETA = 10000.0
+_MAX_STEPS = 1_000_000  # max_factor / time_dt; published: 1,600 and 3,200
 
 
 @Rope.register_subclass("clex")
@@ -57,8 +58,11 @@ class Clex(Rope):
         self.require(length is None or length > 1, "original_length", "be the trained length")
         self.require(self.max_factor >= 1, "max_factor", "be 1 or more times the trained length")
         self.require(self.param_factor >= 1, "param_factor", "be 1 or more")
+        self.require(self.param_factor <= 1024, "param_factor", "be 1024 or less")
         self.require(self.act in ("silu", "tanh"), "act", "be silu or tanh")
         self.require(0 < self.time_dt <= 1, "time_dt", "be in (0, 1]; published: 0.01")
+        steps = self.max_factor / self.time_dt
+        self.require(steps <= _MAX_STEPS, "time_dt", f"give {_MAX_STEPS:,} steps or fewer")
 
     def init(self, key: Array, head_dim: int) -> dict[str, Array]:
         """U uniform in +-1/sqrt(m R) (torch's kaiming_uniform(a=sqrt 5) of that layout), D = 0."""

@@ -124,6 +124,6 @@ class Yarn(Rope):
             # transformers takes 0 for the default.
             beta_fast=hf_number(rope, "beta_fast", 32.0) or 32.0,
             beta_slow=hf_number(rope, "beta_slow", 1.0) or 1.0,
-            truncate=bool(rope.get("truncate", True)),
+            truncate=True if (truncate := rope.get("truncate")) is None else truncate,
             **{k: hf_number(rope, k) for k in optional if rope.get(k) is not None},
         )

@@ -12,7 +12,7 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import DataConfig
-from lcjax.errors import InputError, random_seed, whole_number, whole_numbers
+from lcjax.errors import INT32_MAX, InputError, random_seed, whole_number, whole_numbers
 from lcjax.models.distill import Distill
 from lcjax.models.lora import LoRA
 from lcjax.parallel.distributed import Distributed
@@ -253,6 +253,13 @@ class TrainConfig:
         if self.model.dtype == "float16":
             raise InputError(
                 "model.dtype='float16' cannot be trained: its gradients underflow; use bfloat16"
+            )
+        num_tokens = self.train.batch_size * self.data.length
+        if num_tokens > INT32_MAX:
+            raise InputError(
+                f"train.batch_size={self.train.batch_size} x data.length={self.data.length} is"
+                f" {num_tokens:,} tokens for one update, at most {INT32_MAX:,} can be counted;"
+                " lower one of them"
             )
         pattern = self.model.pattern
         if pattern is not None and pattern.prefill_only:

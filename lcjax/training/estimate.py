@@ -163,6 +163,11 @@ def replication_notes(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> lis
 
 def model_of(config: TrainConfig) -> ModelConfig:
     """Returns the model that `config` trains on an accelerator, adapters included."""
+    model = _without_adapters(config)
+    return model.replace(lora=config.train.lora or model.lora)
+
+
+def _without_adapters(config: TrainConfig) -> ModelConfig:
     section = config.model
     if section.dtype is None:
         section = dataclasses.replace(section, dtype="bfloat16")
@@ -174,7 +179,7 @@ def model_of(config: TrainConfig) -> ModelConfig:
     landmarks = Landmarks.read_by(model.pattern)
     if landmarks is not None and landmarks.token == model.vocab_size + 1:
         model = model.replace(vocab_size=model.vocab_size + 2)  # [PAD] and <landmark> are added
-    return model.replace(lora=config.train.lora or model.lora)
+    return model
 
 
 def _architecture(section: ModelSection) -> ModelConfig:
@@ -217,15 +222,16 @@ def _recipe_of(path: str) -> TrainConfig | None:
 
 
 def check_rules(config: TrainConfig) -> None:
-    """Raises an InputError if a rule of `train` matches no parameter; needs shapes only.
+    """Raises an InputError if a rule of `train` matches no parameter, or LoRA fits no matrix.
 
-    Checks nothing if the shapes are not known before loading (adapters of other libraries, unknown
-    checkpoints of the hub). `assemble` checks the loaded parameters again.
+    It needs shapes only, and checks nothing if they are not known before loading (adapters of other
+    libraries, unknown checkpoints of the hub). `assemble` checks the loaded parameters again.
     """
     try:
-        shapes = cost.parameter_shapes(model_of(config))
+        _without_adapters(config)
     except InputError:
         return
+    shapes = cost.parameter_shapes(model_of(config))
     trained = filter(trainable(shapes, config.train.rules()), shapes)
     trainable(trained, [rate.rule for rate in config.train.rates], "train.rates")
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from convert_support import assert_same, saved
+from gguf_support import write_gguf
 
 from lcjax.checkpoints import load
 from lcjax.convert import main
+from lcjax.rope import Yarn
 
 
 def test_a_model_is_converted_and_cast(tmp_path, capsys):
@@ -19,6 +21,28 @@ def test_a_model_is_converted_and_cast(tmp_path, capsys):
     assert loaded_config == config.replace(param_dtype="bfloat16")
     assert_same(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     assert "3 layers, bfloat16" in capsys.readouterr().out
+
+
+def test_a_method_that_needs_no_training_is_exported(tmp_path, capsys):
+    params, config = saved(tmp_path / "src")
+    command = [str(tmp_path / "src"), str(tmp_path / "dst")]
+    assert main([*command, "--rope.type=yarn", "--rope.factor=8", "--rope.beta_fast=16"]) == 0
+    rope = Yarn(theta=5e4, factor=8.0, beta_fast=16.0, original_length=64)
+    loaded, loaded_config, _ = load(tmp_path / "dst")
+    assert loaded_config == config.replace(rope=rope)
+    assert_same(loaded, params)
+    capsys.readouterr()
+    for words, message in (
+        (["--rope.type=yarn"], "rope.factor is missing"),
+        (["--rope.type=yarn", "--rope.factor=0.5"], "rope.factor=0.5 (yarn) must be 1 or more"),
+        (["--rope.type=yarrn"], "did you mean yarn?"),
+        (["--rope.type=clex"], "clex is learned, and this checkpoint has no weights for it"),
+        (["--pattern.type=sliding"], "unrecognized arguments: --pattern.type=sliding"),
+    ):
+        assert main([command[0], str(tmp_path / "other"), *words]) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("error: ") == 1
+        assert not (tmp_path / "other").exists()
 
 
 def test_a_destination_with_files_needs_force(tmp_path, capsys):
@@ -59,10 +83,23 @@ def test_a_destination_that_is_holds_or_lies_in_the_source_is_refused(
     assert_same(load(tmp_path / "a" / "b")[0], params)
 
 
-def test_a_new_folder_inside_the_source_may_be_written(tmp_path):
-    params, _ = saved(tmp_path / "src")
-    assert main([str(tmp_path / "src"), str(tmp_path / "src" / "copy")]) == 0
-    assert_same(load(tmp_path / "src" / "copy")[0], params)
+@pytest.mark.parametrize("dst", ["src/copy", "src/deep/copy", "src/empty", "link/copy", "src"])
+def test_a_new_folder_inside_the_source_is_refused(tmp_path, capsys, dst):
+    saved(tmp_path / "src")
+    (tmp_path / "src" / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "src")
+    before = sorted(tmp_path.rglob("*"))
+    assert main([str(tmp_path / "src"), str(tmp_path / dst)]) == 2
+    said = capsys.readouterr().err
+    assert "lies in SRC=" in said and said.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_beside_a_file_of_the_source_may_be_written(tmp_path):
+    params, config = saved(tmp_path / "src")
+    write_gguf(tmp_path / "m.gguf", params, config)
+    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "copy")]) == 0
+    assert_same(load(tmp_path / "copy")[0], params)
 
 
 def test_bad_input_ends_with_one_line_and_exit_code_2(tmp_path):

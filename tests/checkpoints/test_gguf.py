@@ -12,7 +12,7 @@ from convert_support import TEXTS, needs_smollm2, random_params, tiny_config
 from gguf import GGMLQuantizationType as Kind
 from gguf_support import tensors_of, write_gguf
 
-from lcjax.checkpoints import load, load_config, load_tokenizer
+from lcjax.checkpoints import gguf_file, load, load_config, load_tokenizer
 from lcjax.checkpoints.gguf_file import GGUFFile, dequantize, read_index
 from lcjax.errors import InputError
 
@@ -66,6 +66,27 @@ def test_every_stored_type_is_the_weight_up_to_its_rounding(tmp_path, kind, erro
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=error)
 
 
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0])
+def test_a_tensor_that_is_not_finite_is_named(tmp_path, kind):
+    config = tiny_config(**WIDE)
+    params = random_params(config)
+    down = params["layers"]["mlp"]["down"]
+    down["kernel"] = down["kernel"].at[1, 5, 7].set(jnp.nan)
+    write_gguf(tmp_path / "m.gguf", params, config, kind=kind)
+    with pytest.raises(
+        InputError, match=r"m\.gguf: model\.layers\.1\.mlp\.down_proj\.weight holds NaN"
+    ):
+        load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("norm", [float("nan"), -1.0, 1e30])
+def test_a_norm_epsilon_that_cannot_be_is_refused(tmp_path, norm):
+    config = tiny_config(norm_epsilon=norm)
+    write_gguf(tmp_path / "m.gguf", random_params(config), config)
+    with pytest.raises(InputError, match=r"m\.gguf: rms_norm_eps=.* must be a number from 0 to"):
+        load(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS])
 def test_block_types_are_read_row_by_row_as_gguf_reads_them_whole(tmp_path, kind):
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -96,6 +117,57 @@ def test_a_truncated_file_is_named_in_one_line(tmp_path, file, keep):
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:keep])
     with pytest.raises(InputError, match=r"cut\.gguf: truncated") as error:
         load(tmp_path / "cut.gguf")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flipped_bit_is_one_line_or_another_model(tmp_path, file, seed):
+    rng, data = np.random.default_rng(seed), file.read_bytes()
+    for place in rng.integers(4, data.index(b"output_norm.weight"), 40):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << rng.integers(8)
+        (tmp_path / "m.gguf").write_bytes(flipped)
+        try:
+            load(tmp_path / "m.gguf")
+        except InputError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("bit", [0, 7, 20, 40, 62])
+def test_a_flipped_bit_in_the_place_of_a_tensor_is_damage_and_no_truncation(tmp_path, file, bit):
+    data = bytearray(file.read_bytes())
+    name = b"blk.1.ffn_up.weight"
+    for offset in (4 + 8 * (bit % 2), 4 + 2 * 8 + 4):  # an axis, and the begin of the data
+        place = data.index(name) + len(name) + offset
+        damaged = bytearray(data)
+        damaged[place + bit // 8] ^= 1 << bit % 8
+        (tmp_path / "m.gguf").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"m\.gguf: damaged GGUF index \(.* begins at byte"):
+            load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.architecture", ["llama"]),
+        ("llama.rope.freq_base", "high"),
+        ("llama.attention.layer_norm_rms_epsilon", [1]),
+        ("llama.attention.key_length", 0),
+        ("llama.rope.scaling.factor", [1]),
+        ("split.count", "two"),
+        ("tokenizer.ggml.tokens", [1, 2]),
+        ("tokenizer.ggml.merges", ["ab"]),
+        ("tokenizer.ggml.token_type", "x"),
+        ("tokenizer.ggml.bos_token_id", 10**6),
+        ("tokenizer.ggml.pre", 5),
+        ("tokenizer.chat_template", 5),
+    ],
+)
+def test_metadata_of_another_type_is_named(file, monkeypatch, key, value):
+    metadata, tensors = read_index(file)
+    monkeypatch.setattr(gguf_file, "read_index", lambda _: (metadata | {key: value}, tensors))
+    with pytest.raises(InputError, match=f"{key}|GGUF architecture") as error:
+        load(file)
     assert "\n" not in str(error.value)
 
 

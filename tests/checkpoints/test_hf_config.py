@@ -121,6 +121,7 @@ def test_the_window_holds_where_transformers_applies_it(hf, pattern):
         {"head_dim": None, "num_key_value_heads": None, "partial_rotary_factor": None},
         {"attention_bias": None, "mlp_bias": None, "tie_word_embeddings": None},
         {"quantization_config": None, "sliding_window": None},
+        {"rms_norm_eps": None, "dtype": None},
     ],
     ids=lambda nulls: ",".join(nulls),
 )

@@ -55,6 +55,32 @@ def test_weights_are_cast_on_the_way(tmp_path):
     assert info == TensorInfo((48,), "float16")
 
 
+def with_value(params, value):
+    """`params` with a number of one matrix of layer 1 replaced."""
+    params = jax.tree.map(lambda leaf: leaf, params)  # a copy of the dictionaries
+    up = params["layers"]["mlp"]["up"]
+    up["kernel"] = up["kernel"].at[1, 5, 7].set(value)
+    return params
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_tensor_that_is_not_finite_is_named(tmp_path, dtype, value):
+    params, config = saved(tmp_path / "good", param_dtype=dtype)
+    save_hf(tmp_path / "bad", with_value(params, value), config, ByteTokenizer())
+    for options in ({}, {"mesh": make_mesh(Mesh(1, 4, 2))}, {"param_dtype": "bfloat16"}):
+        with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN or inf"):
+            load(tmp_path / "bad", **options)
+
+
+def test_a_number_that_the_type_of_the_weights_cannot_hold_is_refused(tmp_path):
+    params, config = saved(tmp_path / "good")
+    save_hf(tmp_path / "large", with_value(params, 1e5), config, ByteTokenizer())
+    load(tmp_path / "large", param_dtype="bfloat16")
+    with pytest.raises(InputError, match=r"up_proj\.weight holds numbers beyond float16"):
+        load(tmp_path / "large", param_dtype="float16")
+
+
 @pytest.mark.parametrize("family", ["llama", "phi"])
 @pytest.mark.parametrize("shape", [Mesh(1, 8, 1), Mesh(2, 2, 2), Mesh(1, 2, 4)])
 def test_every_mesh_reads_the_same_weights_into_the_sharding_of_the_table(tmp_path, family, shape):
@@ -224,6 +250,74 @@ def test_a_folder_with_files_is_only_replaced_when_asked(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+CONFIG, GENERATION, TOKENIZER = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        (CONFIG, "rms_norm_eps", float("nan")),
+        (CONFIG, "rms_norm_eps", float("inf")),
+        (CONFIG, "rms_norm_eps", 1e30),
+        (CONFIG, "rms_norm_eps", "1e-5"),
+        (CONFIG, "rms_norm_eps", True),
+        (CONFIG, "tie_word_embeddings", "yes"),
+        (CONFIG, "attention_bias", 1),
+        (CONFIG, "eos_token_id", "2"),
+        (CONFIG, "eos_token_id", [2, "3"]),
+        (CONFIG, "bos_token_id", 1.5),
+        (CONFIG, "dtype", "float7"),
+        (CONFIG, "torch_dtype", 16),
+        (CONFIG, "hidden_size", "48"),
+        (CONFIG, "hidden_size", 2**40),
+        (CONFIG, "num_key_value_heads", "2"),
+        (CONFIG, "head_dim", [8]),
+        (CONFIG, "vocab_size", float("nan")),
+        (CONFIG, "rope_scaling", "yarn"),
+        (CONFIG, "rope_parameters", [1]),
+        (CONFIG, "rope_theta", float("nan")),
+        (CONFIG, "partial_rotary_factor", "half"),
+        (CONFIG, "architectures", 5),
+        (CONFIG, "model_type", ["llama"]),
+        (CONFIG, "hidden_act", {"a": 1}),
+        (GENERATION, "eos_token_id", "</s>"),
+        (GENERATION, "pad_token_id", {"id": 1}),
+        (TOKENIZER, "chat_template", 5),
+        (TOKENIZER, "chat_template", [{"name": "default"}]),
+        (TOKENIZER, "eos_token", 5),
+        (TOKENIZER, "bos_token", {"id": 1}),
+        (TOKENIZER, "add_bos_token", "true"),
+        (TOKENIZER, "model_max_length", "long"),
+        (TOKENIZER, "added_tokens_decoder", {"a": "b"}),
+        ("special_tokens_map.json", "eos_token", ["</s>"]),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_its_file(tmp_path, file, key, value):
+    saved(tmp_path)
+    if not (tmp_path / file).exists():
+        (tmp_path / file).write_text("{}")
+    edit_json(tmp_path / file, **{key: value})
+    with pytest.raises(InputError, match=rf"{file}: {key}=.* must be ") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("file", [CONFIG, GENERATION, TOKENIZER, "tokenizer.json", INDEX])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[]", "5", "", "\x00", "{'a"])
+def test_a_file_that_is_no_json_object_is_named_in_one_line(tmp_path, file, text):
+    saved(tmp_path)
+    if file == INDEX:
+        (tmp_path / SINGLE).rename(tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / file).write_text(text)
+    with pytest.raises(InputError, match=f"{file}: ") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
 def test_a_config_without_a_dtype_leaves_it_to_the_tensors(tmp_path, stored):
     params, config = saved(tmp_path, param_dtype=stored)
@@ -354,6 +448,20 @@ def test_a_run_folder_is_a_checkpoint_whose_config_and_tokenizer_are_cheap(tmp_p
     monkeypatch.setattr("lcjax.checkpoints.run_folder.load_run", load_run)
     mesh = make_mesh(Mesh(fsdp=8))
     assert load(tmp_path, mesh=mesh, param_dtype="bfloat16") == (tmp_path, mesh, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "a\ud800"])
+def test_a_path_that_cannot_be_is_refused_on_the_way_in_and_out(tmp_path, name):
+    params, config = saved(tmp_path / "model")
+    for call in (
+        lambda: load(name),
+        lambda: load_config(name),
+        lambda: load_tokenizer(name),
+        lambda: save_hf(tmp_path / name, params, config),
+    ):
+        with pytest.raises(InputError, match="must be a path") as error:
+            call()
+        assert "\n" not in str(error.value)
 
 
 def test_names_that_are_nowhere_get_an_answer_that_says_what_would_work(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import time
 
 import pytest
 from convert_support import TEXTS
@@ -9,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import lcjax.checkpoints.tokenizer as protocol
 from lcjax.checkpoints import ByteTokenizer, TextStream, load_tokenizer
-from lcjax.checkpoints.tokenizer import JsonTokenizer, Specials, render_template
+from lcjax.checkpoints.chat_template import render_template
+from lcjax.checkpoints.tokenizer import JsonTokenizer, Specials
 from lcjax.errors import InputError
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
@@ -214,6 +216,97 @@ def test_templates_are_rendered_as_transformers_does():
 def test_a_template_that_fails_or_reaches_out_is_an_input_error(template, words):
     with pytest.raises(InputError, match=words):
         render_template(template, [{"role": "user", "content": "x"}])
+
+
+DOUBLING = (
+    "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = GROWN %}{% endfor %}"
+)
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+HUGE = 10**11
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        NESTED.replace("BODY", ""),
+        NESTED.replace("BODY", "{{ i }}"),
+        NESTED.replace("BODY", "text"),
+        "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+        "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for m in [1, 2] recursive %}{{ loop([1, 2]) }}{{ loop([1, 2]) }}{% endfor %}",
+        *(
+            DOUBLING.replace("GROWN", grown)
+            for grown in (
+                "ns.x ~ ns.x", "ns.x + ns.x", "ns.x * 2", "[ns.x, ns.x] | join",
+                "ns.x | replace('a', ns.x)", "ns.x.replace('a', ns.x)", "ns.x.join([ns.x, ns.x])",
+                "'%s%s' % (ns.x, ns.x)", "'{0}{0}'.format(ns.x)", "'%s%s' | format(ns.x, ns.x)",
+            )
+        ),
+        DOUBLING.replace("GROWN", "[ns.x, ns.x]") + "{{ ns.x }}",
+        DOUBLING.replace("GROWN", "[ns.x, ns.x]") + "{{ ns.x | tojson }}",
+        f"{{{{ 'a' * {HUGE} }}}}",
+        f"{{{{ ['a'] * {HUGE} }}}}",
+        f"{{{{ 9 ** {HUGE} }}}}",
+        f"{{{{ 'a' | center({HUGE}) }}}}",
+        f"{{{{ 'a'.ljust({HUGE}) }}}}",
+        f"{{{{ 'a\nb' | indent({HUGE}) }}}}",
+        f"{{{{ '%{HUGE}d' % 5 }}}}",
+        f"{{{{ '%*d' % ({HUGE}, 5) }}}}",
+        f"{{{{ '{{:{HUGE}}}'.format(5) }}}}",
+        f"{{{{ [1] | tojson(indent={HUGE}) }}}}",
+        f"{{{{ range({HUGE}) | list }}}}",
+    ],
+)  # fmt: skip
+def test_a_template_that_loops_or_grows_is_stopped(template):
+    start = time.thread_time()
+    with pytest.raises(InputError, match="chat_template: ") as error:
+        render_template(template, [{"role": "user", "content": "x"}])
+    assert time.thread_time() - start < 15 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% include '/etc/passwd' %}",
+        "{% import 'other' as other %}",
+        "{% from 'other' import m %}",
+        "{% extends 'other' %}",
+        "{% if false %}{% include 'x' ignore missing %}{% endif %}",
+    ],
+)
+def test_a_template_that_reads_another_file_is_refused(template):
+    with pytest.raises(InputError, match="chat_template: line 1 reads another file"):
+        render_template(template, [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0]['content'] + 5 }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[99]['content'] }}",
+        "{{ missing.attribute }}",
+        "{{ 'a' | no_such_filter }}",
+        "{" * 10_000,
+        "{{ " + "(" * 10_000,
+    ],
+)
+def test_whatever_a_template_raises_is_one_line(template):
+    with pytest.raises(InputError, match="chat_template: ") as error:
+        render_template(template, [{"role": "user", "content": "x"}])
+    assert "\n" not in str(error.value)
+
+
+def test_a_long_conversation_is_rendered():
+    source = (
+        "{% set ns = namespace(last='') %}{% for m in messages %}{% if loop.index0 == messages |"
+        " length - 1 %}[end]{% endif %}{{ '<' ~ m.role + '>' }}{{ m.content | trim }}{% set ns.last"
+        " = m.content.split('</think>')[-1].replace('a', 'b') %}{{ m | tojson }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": f"turn {n} " + "a" * 200} for n in range(1000)]
+    assert len(render_template(source, messages)) > 400_000
+    long = [{"role": "user", "content": "a" * 3_000_000}]
+    assert len(render_template(source, long)) > 6_000_000
 
 
 def test_byte_chat_is_plain_text():

@@ -54,6 +54,23 @@ def test_every_cell_has_an_interval_around_its_number(config):
         assert cell["ci_low"] < cell["ci_high"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *((name, text) for name in ("run.json", "summary.json") for text in ('{"a": ', "", "[]")),
+        ("run.json", "[" * 100_000),
+        ("run.json", "{}"),
+        ("run.json", '{"hash": "a", "config": 5}'),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_in_one_line(config, tmp_path, capsys, name, text):
+    copied = Path(shutil.copytree(config.run.folder, tmp_path / "out"))
+    (copied / name).write_text(text)
+    assert main(["report", str(copied)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and f"{copied / name}: " in said[0]
+
+
 def test_report_makes_the_same_files_from_records_alone(config, tmp_path, capsys, undrawn):
     copied = Path(shutil.copytree(config.run.folder, tmp_path / "out"))  # figures stay undrawn
     before = {f: f.read_bytes() for f in sorted(copied.rglob("*")) if f.is_file()}

@@ -273,7 +273,7 @@ def test_bad_requests_are_refused_in_one_line(params):
     for messages in ([], ["hello"], [{"content": "no role"}]):
         with pytest.raises(InputError, match="must be a question, or a list of messages"):
             lm.chat(messages)
-    with pytest.raises(InputError, match="non-empty list"):
+    with pytest.raises(InputError, match="must be a list"):
         lm.generate("a text instead of a list of them")
     for settings, message in (
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number of at least 1"),

@@ -1,5 +1,6 @@
 """A language model on several devices, its layers, and what it computes only once."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_lm import sharper
 
+from lcjax.attention import InfLLM, Landmark, LMInfinite
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection, Settings
 from lcjax.errors import InputError
@@ -19,11 +21,11 @@ from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.replug import Replug
 from lcjax.generation.sampling import Sampling
-from lcjax.memory import CepeSection
+from lcjax.memory import Beacon, CepeSection
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import Mesh, make_mesh
-from lcjax.rope import Clex, DynamicNTK, Yarn
+from lcjax.rope import E2LLM, NTK, Clex, DynamicNTK, Linear, Yarn
 
 SECTION = ModelSection(preset="tiny", rope=DynamicNTK(factor=2.0))
 
@@ -167,6 +169,56 @@ def test_scores_do_not_depend_on_the_size_of_the_program_that_makes_them(alone, 
     assert not got[:, :first].any()
 
 
+@pytest.mark.parametrize("method", ["dynamic_ntk", "inf_llm", "cepe", "mesh"])
+def test_logits_give_the_scores_of_each_row_alone(alone, spread, method):
+    pattern = InfLLM(window=6, sinks=2, block=3, top_k=2, representatives=2, chunk=8)
+    lm, options = {"mesh": spread}.get(method, alone), {}
+    if method == "inf_llm":
+        lm = alone.with_method(pattern=pattern)
+    if method == "cepe":
+        lm = LanguageModel.load(ModelSection(preset="tiny", memory=CepeSection("tiny-encoder")))
+        options = {"context": lm.encode_contexts([[_ids(9, 30)], [], [_ids(8, 5)]])}
+    tokens, lengths = np.array([_ids(row, 150) for row in range(3)]), np.array([150, 40, 0])
+    logits = lm.logits(tokens, lengths=lengths, **options)
+    assert logits.dtype == np.float32 and logits.shape == (3, 150, lm.config.vocab_size)
+    log_p = np.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    nll = lm.nll(tokens, lengths=lengths, **options)[:, 1:]
+    np.testing.assert_allclose(np.where(nll != 0, -log_p, 0), nll, atol=5e-5)
+    assert logits[1, 39].any() and not logits[1, 40:].any() and not logits[2].any()
+
+
+def test_logits_of_a_model_with_landmarks_are_refused(alone):
+    landmark = alone.with_method(pattern=Landmark(block=8, top_k=1, train_length=32, token=258))
+    with pytest.raises(InputError, match="logits: a model with landmarks"):
+        landmark.logits([_ids(1, 20)])
+
+
+@pytest.mark.parametrize(
+    "rope", [Yarn(factor=4.0), Linear(factor=2.0), NTK(alpha=4.0), DynamicNTK(factor=2.0), E2LLM()]
+)
+def test_a_method_that_needs_no_training_is_saved_with_the_model(alone, tmp_path, rope):
+    tokens = np.array([_ids(1, 200)])
+    lm = alone.with_method(rope=rope)
+    with contextlib.nullcontext() if lm.config.rope.hf_limit is None else pytest.warns():
+        assert lm.save(tmp_path / "model") == tmp_path / "model"
+    again = LanguageModel.load(str(tmp_path / "model"))
+    np.testing.assert_allclose(again.nll(tokens), lm.nll(tokens), atol=5e-5)
+    assert again.tokenizer.encode("a cat") == lm.tokenizer.encode("a cat")
+    with pytest.raises(InputError, match="exists and is not empty"):
+        lm.save(tmp_path / "model")
+    assert lm.save(tmp_path / "model", dtype="bfloat16", overwrite=True).is_dir()
+
+
+def test_what_no_config_describes_is_not_saved(alone, tmp_path):
+    for method, message in (
+        ({"pattern": LMInfinite(window=6, sinks=2)}, "cannot be exported"),
+        ({"length": 100}, "length=100 of with_method cannot be saved"),
+    ):
+        with pytest.raises(InputError, match=message):
+            alone.with_method(**method).save(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
 def test_texts_of_near_lengths_share_one_program_and_so_do_starts(alone):
     alone.nll(np.array([_ids(1, 160)]), first=40)
     before = scoring._score_rows._cache_size()
@@ -204,6 +256,62 @@ def test_what_is_no_token_is_refused_wherever_text_comes_in(alone, token):
         with pytest.raises(InputError, match=number) as error:
             call()
         assert "\n" not in str(error.value)
+
+
+def test_an_argument_of_another_type_is_named_in_one_line(alone):
+    sampling = Sampling(max_new_tokens=2)
+    beside = LanguageModel.load(ModelSection(preset="tiny", memory=CepeSection("tiny-encoder")))
+    load, method = functools.partial(LanguageModel.load, "absent"), alone.with_method
+    for call, message in (
+        (lambda: method(rope="yarn"), r"rope='yarn' .* pass lcjax\.rope\.Yarn\(factor=\.\.\.\)"),
+        (lambda: method(rope="yaarn"), "rope='yaarn' .* did you mean yarn?"),
+        (lambda: method(rope={"type": "linear"}), r"pass lcjax\.rope\.Linear\(factor"),
+        (lambda: method(rope=Yarn), "pass lcjax.rope.Yarn"),
+        (lambda: method(pattern="landmark"), r"pass lcjax\.attention\.Landmark\("),
+        (lambda: method(memory="cepe"), r"pass lcjax\.memory\.Cepe\(states=\.\.\., layers="),
+        (lambda: beside.with_method(memory=Beacon(chunk=8)), "must be a Cepe, which the weights"),
+        (lambda: method(length=-5), "length=-5 must be a whole number of at least 1"),
+        (lambda: load(rope="yarn"), r"model\.rope='yarn' .* pass lcjax\.rope\.Yarn"),
+        (lambda: load(pattern="lm_infinite"), "pass lcjax.attention.LMInfinite"),
+        (lambda: load(memory="cepe"), r"pass lcjax\.memory\.CepeSection\(\)"),
+        (lambda: load(roope=1), "roope=1 is no option of LanguageModel.load; did you mean rope"),
+        (lambda: load(meshes=1), "did you mean mesh"),
+        (lambda: load(seed=-1), "model.seed=-1 must"),
+        (lambda: alone.generate(None), "prompts=None must be a list"),
+        (lambda: alone.generate(np.int32(3)), "prompts=np.int32.3. must be a list"),
+        (lambda: alone.generate([None]), r"prompts\[0\]=None must be a list of token ids"),
+        (lambda: alone.generate(["a"], {"seed": 1}), "sampling=.*must be a Sampling"),
+        (lambda: alone.generate([5, "a"], sampling), r"prompts\[0\]=5 must be"),
+        (lambda: alone.generate(["a\ud800"], sampling), "lone surrogate .* character 1"),
+        (lambda: alone.encode(None), "text=None must be a string"),
+        (lambda: alone.chat(5), "messages=5 must be a question"),
+        (lambda: alone.chat([{"role": "user"}]), "messages=.*must be a question"),
+        (lambda: alone.chat([{"role": "user", "content": 5}]), "messages=.*must be a question"),
+        (lambda: alone.continuations(None, [[[1]]]), "prompts=None must be a list"),
+        (lambda: alone.continuations([[1]], [5]), r"continuations\[0\]=5 must be a list"),
+        (lambda: alone.continuations([5], [[[1]]]), r"prompts\[0\]=5 must be a list"),
+        (lambda: beside.encode_contexts(None), "context=None must be a list"),
+        (lambda: beside.encode_contexts([None]), "a row=None must be a list"),
+        (lambda: Replug(alone).generate(None, context=[[]]), "prompts=None must be a list"),
+        (lambda: Replug(alone).generate(["a"], context=None), "context=None must be a list"),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_a_model_is_printed_as_one_line(spread):
+    assert repr(spread) == (
+        "LanguageModel(0.119M parameters in float32, 2 layers, trained length 128, position=rope,"
+        " rope=DynamicNTK, pattern=Causal, 8 devices)"
+    )
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5, 3), (1, 2, 5, 64)])
+def test_a_decoder_says_which_shape_of_tokens_it_takes(alone, shape):
+    with pytest.raises(InputError, match=r"tokens of shape .* must be token ids \[B, T\]") as error:
+        alone.model.apply({"params": alone.params}, jnp.zeros(shape, jnp.int32))
+    assert "\n" not in str(error.value)
 
 
 def test_tokens_and_lengths_that_do_not_fit_are_refused_in_one_line(alone):

@@ -155,10 +155,10 @@ def test_bos_stands_before_the_passage_of_a_text(lm, monkeypatch):
     ("call", "words"),
     [
         (lambda r: r.nll(TOKENS, context=[["a"]]), "1 rows for 2 texts"),
-        (lambda r: r.nll(TOKENS, context="ab"), "a list of passages"),
+        (lambda r: r.nll(TOKENS, context="ab"), "context='ab' must be a list"),
         (lambda r: r.nll(TOKENS, context=PASSAGES, scores=[[1.0], [2.0]]), "for each passage"),
         (lambda r: r.nll(TOKENS, context=[["a"], ["b"]], scores=[[np.nan], [1]]), "be numbers"),
-        (lambda r: r.generate("text", context=[[]]), "write .prompt."),
+        (lambda r: r.generate("text", context=[[]]), "must be a list, such as"),
         (lambda r: Replug(r.lm, temperature=0.0), "temperature=0.0"),
         (lambda r: Replug(r.lm, batch=0), "batch=0"),
     ],

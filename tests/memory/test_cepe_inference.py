@@ -202,7 +202,7 @@ def without_memory(lm):
     [
         (lambda lm: lm.encode_contexts([["a"]], chunk=65), "chunk=65 is more than the 64 tokens"),
         (lambda lm: lm.encode_contexts([["a"]], chunk=0), "chunk=0 must be a whole number"),
-        (lambda lm: lm.encode_contexts("a"), "one entry per row"),
+        (lambda lm: lm.encode_contexts("a"), "an entry for each row"),
         (lambda lm: lm.encode_contexts([[[3, 260]]]), "token=260 must lie between 0 and 258"),
         (lambda lm: lm.encode_contexts([[[3, 0.5]]]), "token=0.5 must be a whole number"),
         (lambda lm: lm.encode_contexts([[[[3], [4, 5]]]]), "must be a list of token ids"),

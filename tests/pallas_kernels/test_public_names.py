@@ -30,3 +30,19 @@ def test_forward_mode_is_refused_as_the_docstring_says():
     x = jnp.ones((1, 4, 1, 8))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda q: flash(q, x, x)[0], (x,), (x,))
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda f, x: jax.grad(lambda q: jax.grad(f)(q).sum())(x),
+        lambda f, x: jax.jit(jax.hessian(f))(x),
+        lambda f, x: jax.jvp(jax.jit(jax.grad(f)), (x,), (x,)),
+        lambda f, x: jax.grad(lambda q: jax.grad(jax.checkpoint(f))(q).sum())(x),
+    ],
+)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_a_second_derivative_says_that_it_is_not_supported(second, implementation):
+    x = jnp.ones((1, 4, 1, 8))
+    with pytest.raises(NotImplementedError, match="second derivatives of attention are not"):
+        second(lambda q: flash(q, x, x, implementation=implementation)[0].sum(), x)

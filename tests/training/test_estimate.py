@@ -6,6 +6,7 @@ import pytest
 
 from lcjax import config as config_lib
 from lcjax import cost
+from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig, compile_only, estimate
 from lcjax.training.compile_only import FLAG
@@ -24,6 +25,14 @@ def test_state_and_activations_are_shared_by_the_devices_of_a_text():
         assert getattr(cut, part) == pytest.approx(getattr(whole, part) / 4, rel=0.01)
     logits = 2 * 2**30  # two chunks of at most a GiB, and weights gathered for a layer
     assert cut.activations - logits == pytest.approx((whole.activations - logits) / 4, rel=0.25)
+
+
+def test_a_rank_of_lora_that_no_matrix_has_is_refused_before_weights_are_read():
+    config = config_lib.parse(
+        TrainConfig, ["--model.preset=llama2-7b", "--run.folder=r", "--train.lora.rank=5000"]
+    )
+    with pytest.raises(InputError, match="lora.rank=5000 must be at most the width 4096"):
+        estimate.check_rules(config)
 
 
 def test_hours_follow_from_flops_peak_and_mfu(capsys):

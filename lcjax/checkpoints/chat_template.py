@@ -1,0 +1,216 @@
+"""Chat templates: Jinja programs of strangers, rendered in a sandbox with bounded work.
+
+Jinja's sandbox keeps templates away from Python objects, but lets them run forever and build
+strings of any length. Here every step costs: loops and macros for each pass of their body, calls,
+filters, operators and output for the size of what they make. A template that spends all of its
+budget, or takes too long, is an error.
+"""
+
+import datetime
+import functools
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from lcjax.errors import InputError
+
+_BUDGET = 200_000_000  # characters; a conversation of 1M characters takes about a tenth
+_STEP, _ENTRY = 500, 50  # characters that a step, and an entry of a list, count as
+_SECONDS = 10  # of this thread's processor
+# Filters that make nothing larger than what they get, and only look at the top of a list.
+_CHEAP = {
+    "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject",
+    "rejectattr", "select", "selectattr",
+}  # fmt: skip
+_OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+
+
+def render_template(template: str | None, messages: list[dict[str, str]], **variables: Any) -> str:
+    """Returns the conversation as the model was trained to read it.
+
+    The environment is that of transformers: blocks are trimmed, and templates may call
+    `raise_exception`, `strftime_now` and `tojson`.
+
+    Raises:
+      InputError: there is no template; or it fails, includes other files, or does too much work.
+    """
+    if template is None:
+        raise InputError(
+            "this tokenizer has no chat_template; give the prompt as plain text, or use an "
+            "instruction-tuned checkpoint"
+        )
+    try:
+        compiled = _compile(template)
+        compiled.environment.begin()
+        return compiled.render(messages=messages, **variables)
+    except InputError:
+        raise
+    except Exception as error:  # whatever operation a template tries on whatever value
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"chat_template: {reason}; check the roles of the messages") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    """Compiles a template that counts its work."""
+    environment = _Environment()
+    environment.begin()  # compiling evaluates constants
+    tree = environment.parse(source)
+    if (other := tree.find(_OTHER_FILES)) is not None:
+        raise InputError(
+            f"chat_template: line {other.lineno} reads another file, which no chat template may;"
+            " put its text into the template"
+        )
+    tree = _Count().visit(tree)
+    tree.set_environment(environment)
+    return environment.from_string(tree)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Counts the work of templates; each thread that renders has a budget."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        self.filters = {name: self._counted(name, f) for name, f in self.filters.items()}
+        self.filters["tojson"] = self._counted("tojson", _to_json)
+        self.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+            _Count.STEP: self.spend,
+            _Count.JOIN: lambda *parts: "".join(map(str, parts)),
+            _Count.WRITE: lambda value: value,
+        }
+        self._budget = threading.local()
+
+    def begin(self) -> None:
+        """Gives this thread a new budget."""
+        self._budget.left, self._budget.deadline = _BUDGET, time.thread_time() + _SECONDS
+
+    def spend(self, amount: float) -> None:
+        """Takes one step and `amount` characters from the budget."""
+        budget = self._budget
+        budget.left -= amount + _STEP
+        if budget.left < 0 or time.thread_time() > budget.deadline:
+            raise InputError(
+                "chat_template: it loops or grows beyond all conversations, and was stopped; use"
+                " the template that was published with the model"
+            )
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        values = [*args, *kwargs.values()]
+        if isinstance(owner, str):  # a method of a string: replace, center, join
+            self.spend(self._product(owner, values))
+        elif function != self.spend:
+            self.spend(sum(map(self._size, values)))
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            self.spend(self._size(left) + self._size(right))
+        elif operator == "**":
+            self.spend(_bits(left) * abs(right) if isinstance(right, int) else 1)
+        else:
+            self.spend(self._product(left, [right]))
+        return super().call_binop(context, operator, left, right)
+
+    def _counted(self, name: str, function: Callable) -> Callable:
+        """A filter that spends before it runs."""
+        has_context = hasattr(function, "jinja_pass_arg")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            value, *others = args[has_context:]
+            cost = 0 if name in _CHEAP else self._product(value, [*others, *kwargs.values()])
+            self.spend(cost)
+            return function(*args, **kwargs)
+
+        vars(run).update(getattr(function, "__dict__", {}))  # whether it takes the context
+        return run
+
+    def _product(self, value: Any, others: list[Any]) -> float:
+        """A bound of what a string method, a filter or a product makes of `value`.
+
+        Numbers may be widths or counts, also those inside of a format.
+        """
+        sizes = [self._size(value)]
+        if isinstance(value, str) and ("%" in value or "{" in value):
+            sizes.append(max(map(int, re.findall(r"\d{1,12}", value)), default=1))
+        for other in others:
+            counts = other if isinstance(other, list | tuple) else [other]
+            numbers = [abs(count) for count in counts if isinstance(count, int)]
+            sizes.append(max([self._size(other), *numbers]))
+        return math.prod(max(size, 1) for size in sizes)
+
+    def _size(self, value: Any) -> int:
+        """Characters of a value as text; counting ends where the budget does."""
+        total, values = 0, [value]
+        while values and total <= self._budget.left:
+            value = values.pop()
+            if isinstance(value, str):
+                total += len(value)
+            elif isinstance(value, Mapping):
+                total += _ENTRY * len(value)
+                values += [*value.keys(), *value.values()]
+            elif isinstance(value, list | tuple | set):
+                total += _ENTRY * len(value)
+                values += value
+            else:
+                total += 1 + _bits(value) // 3
+        return total
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 1
+
+
+class _Count(NodeTransformer):
+    """Adds calls that `_Environment.call` counts: in loops and macros, for `~`, and for output."""
+
+    STEP, JOIN, WRITE = "__step__", "__join__", "__write__"
+
+    def _call(self, name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
+        return nodes.Call(nodes.Name(name, "load"), args, [], None, None, lineno=line)
+
+    def _counted_body(self, node: nodes.For | nodes.Macro) -> nodes.Node:
+        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        step = self._call(self.STEP, [nodes.Const(text)], node.lineno)
+        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = _counted_body
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
+        self.generic_visit(node)
+        return self._call(self.JOIN, node.nodes, node.lineno)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Output:
+        self.generic_visit(node)
+        node.nodes = [
+            child
+            if isinstance(child, nodes.TemplateData)
+            else self._call(self.WRITE, [child], node.lineno)
+            for child in node.nodes
+        ]
+        return node
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    # Jinja's own filter escapes characters for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise InputError(f"chat_template: {message}")

@@ -1,0 +1,118 @@
+"""The JSON files of Hugging Face folders, with the types of all keys that this library reads.
+
+A key means the same in `config.json`, `generation_config.json` and `tokenizer_config.json`, so one
+table serves them all. Keys that nothing here reads may hold anything; null is read as absent.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lcjax.errors import INT32_MAX, InputError, is_finite_number
+from lcjax.files import read_json
+
+DTYPES = ("float32", "float16", "bfloat16")
+_MAX_EPSILON = 0.1  # published ones lie between 1e-12 and 1e-3
+
+
+class _Type(NamedTuple):
+    rule: str
+    holds: Callable[[Any], bool]
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= INT32_MAX
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return is_finite_number(value) and low <= value <= high
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+
+
+def _is_template(value: Any) -> bool:
+    """A template, or a list of named ones."""
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    fields = ("name", "template")
+    return all(
+        isinstance(t, dict) and all(isinstance(t.get(f), str) for f in fields) for t in value
+    )
+
+
+def _are_tokens_by_id(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        index.isdecimal() and _is_token(token) for index, token in value.items()
+    )
+
+
+_COUNT = _Type("a whole number of at least 1", lambda value: _is_whole(value, 1))
+_LAYERS = _Type("a whole number of at least 0", lambda value: _is_whole(value, 0))
+_EPSILON = _Type(f"a number from 0 to {_MAX_EPSILON}", lambda v: _is_number(v, 0, _MAX_EPSILON))
+_SHARE = _Type("a number from 0 to 1", lambda value: _is_number(value, 0, 1))
+_NUMBER = _Type("a finite number", is_finite_number)
+_LENGTH = _Type("a number of at least 1", lambda value: is_finite_number(value) and value >= 1)
+_FLAG = _Type("true or false", lambda value: isinstance(value, bool))
+_TEXT = _Type("text", lambda value: isinstance(value, str))
+_SECTION = _Type("an object", lambda value: isinstance(value, dict))
+_NAMES = _Type(
+    "a list of names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v)
+)
+_DTYPE = _Type(
+    f"one of {', '.join(DTYPES)}",
+    lambda value: isinstance(value, str) and value.removeprefix("torch.") in DTYPES,
+)
+# Llama-1 and some Llama-2 have `pad_token_id: -1`.
+_IDS = _Type(
+    "a token id or a list of them",
+    lambda v: all(_is_whole(index, -1) for index in (v if isinstance(v, list) else [v])),
+)
+_TOKEN = _Type("a token: text, or an object with `content`", _is_token)
+
+_TYPES = {
+    **dict.fromkeys(
+        (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+            "lcjax_max_length", "mem_freq", "train_context_length",
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(("sliding_window", "max_window_layers"), _LAYERS),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), _EPSILON),
+    **dict.fromkeys(
+        (
+            "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
+            "qk_layernorm", "include_landmark_in_loss", "do_cross_attention", "add_bos_token",
+        ),
+        _FLAG,
+    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "lcjax_rope"), _SECTION),
+    **dict.fromkeys(("model_type", "hidden_act"), _TEXT),
+    **dict.fromkeys(("architectures", "layer_types"), _NAMES),
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _IDS),
+    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _TOKEN),
+    "partial_rotary_factor": _SHARE,
+    "rope_theta": _NUMBER,
+    "model_max_length": _LENGTH,
+    "chat_template": _Type("a template, or a list of named ones", _is_template),
+    "added_tokens_decoder": _Type("an object of tokens by their ids", _are_tokens_by_id),
+}  # fmt: skip
+
+
+def check_types(values: dict[str, Any], where: str) -> None:
+    """Raises an InputError that names the first key with a value of another type or range."""
+    for key, kind in _TYPES.items():
+        value = values.get(key)
+        if value is not None and not kind.holds(value):
+            raise InputError(f"{where}: {key}={value!r:.60} must be {kind.rule}; correct it")
+
+
+def read_hf_json(path: Path, default: Any = None) -> dict[str, Any]:
+    """Returns a JSON file of a Hugging Face folder (`default` if absent) with checked types."""
+    values = read_json(path, default)
+    check_types(values, str(path))
+    return values
