@@ -37,10 +37,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-TESTS = Path(__file__).resolve().parents[1]
 # By path: draccus installs a package of the name `tests`.
-sys.path[:0] = [str(TESTS.parent), str(TESTS / "checkpoints")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoints"))
 
 import jax
 import numpy as np
@@ -1450,7 +1448,7 @@ block | tables.from_block_mask(np.ones((4, 4), bool), q_block=0, k_block=4)
 bool|mask | tables.from_block_mask(np.ones((4, 4)), q_block=4, k_block=4)
 heads | alibi_slopes(0)
 mask | per_head([])
-second|twice|derivative | jax.grad(lambda a: jax.grad(lambda b: flash(b, k, v)[0].sum())(a).sum())(q)
+second|twice | jax.grad(lambda a: jax.grad(lambda b: flash(b, k, v)[0].sum())(a).sum())(q)
 accepted | flash(q, k, v, causal())
 accepted | flash(q[:, :0], k, v)
 accepted | decode(q[:, :1], *cache)
@@ -1625,6 +1623,8 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.25, help="of the cases of configs")
     parser.add_argument("--verbose", action="store_true", help="print every outcome")
     args = parser.parse_args()
+    os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}  # of the process with the cases
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     counts, failures, begin = collections.Counter(), [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lcjax_fuzz_") as folder:
         pool = Pool(Path(folder), args.seed)

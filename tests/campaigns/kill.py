@@ -12,6 +12,7 @@ by itself, with one line of ours. Not collected by pytest: an hour on 2 cores.
 
 import argparse
 import collections
+import contextlib
 import csv
 import hashlib
 import json
@@ -98,7 +99,22 @@ class Campaign:
         self.corpus, self.cache = write_corpus(folder / "corpus"), folder / "xla"
         self.counts: collections.Counter = collections.Counter()
         self.failures: list[str] = []
+        self.kills = 0
         self.longest = 0.0  # seconds that a process ran after its peer was killed
+
+    def run(self, kills: int, pairs: int) -> None:
+        """Runs cases until there are so many kills, and then pairs of each kind."""
+        begin, number = time.monotonic(), 0
+        while (done := self.kills) < kills:
+            name = f"{KINDS[number % len(KINDS)]}-{number}"
+            self.case(name)
+            number += 1
+            seconds = time.monotonic() - begin
+            print(f"{seconds:5.0f} s  {done} + {self.kills - done} kills: {name}", flush=True)
+        for number in range(pairs):
+            for victim in (0, 1):
+                self.pair(f"pair-{victim}-{number}")
+                print(f"{time.monotonic() - begin:5.0f} s  pair-{victim}-{number}", flush=True)
 
     def start(self, kind: str, folder: Path, **options) -> Job:
         if kind == "eval":
@@ -118,10 +134,11 @@ class Campaign:
                 raise RuntimeError(f"the undisturbed run of {kind} failed:\n{log}")
         return folder
 
-    def case(self, name: str) -> int:
-        """Kills and restarts one run; returns the number of kills."""
-        kind, reference = name.partition("-")[0], self.reference(name.partition("-")[0])
-        choose, folder, kills = random.Random(f"{self.seed} {name}"), self.folder / name, 0
+    def case(self, name: str) -> None:
+        """Kills and restarts one run, and compares it with an undisturbed one."""
+        kind = name.partition("-")[0]
+        reference = self.reference(kind)
+        choose, folder = random.Random(f"{self.seed} {name}"), self.folder / name
         for _ in range(choose.randint(1, 4)):
             job, (phase, has_come, jitter) = self.start(kind, folder), moment(kind, choose)
             process, begin = job.processes[0], time.monotonic()
@@ -134,11 +151,11 @@ class Campaign:
             process.kill()
             ((code, log),) = job.end(LIMIT)
             if code == -signal.SIGKILL:
-                kills += 1
+                self.kills += 1
                 self.counts[f"killed: {phase}"] += 1
             elif code:
                 self.fail(name, f"a start ended with {code}: {log[-500:]}")
-                return kills
+                return
             else:  # it ended before the moment came
                 break
         ((code, log),) = self.start(kind, folder).end(LIMIT)
@@ -147,7 +164,6 @@ class Campaign:
         else:
             self.compare(name, folder, reference)
         shutil.rmtree(folder, ignore_errors=True)
-        return kills
 
     def pair(self, name: str) -> None:
         """Kills one process of two, waits for the other, and starts both again."""
@@ -169,7 +185,7 @@ class Campaign:
         elif seconds > END:
             self.fail(name, f"the other process ran for {seconds:.0f} s more")
         elif len(errors) != 1 or code in (0, -signal.SIGKILL):
-            self.fail(name, f"it ended with {code} and {len(errors)} lines of ours: {log[-2000:]}")
+            self.fail(name, f"it ended with {code} and {len(errors)} lines of ours: {log[-300:]}")
         else:
             self.counts[f"killed: process {victim} of 2"] += 1
             self.longest = max(self.longest, seconds)
@@ -290,17 +306,11 @@ def main() -> int:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lcjax_kill_") as folder:
         campaign = Campaign(Path(folder), args.seed)
-        if args.case:
-            (campaign.pair if args.case.startswith("pair-") else campaign.case)(args.case)
-        kills = number = 0
-        while not args.case and kills < args.kills:
-            name = f"{KINDS[number % len(KINDS)]}-{number}"
-            kills, number = kills + campaign.case(name), number + 1
-            print(f"{time.monotonic() - begin:5.0f} s  {kills} kills after {name}", flush=True)
-        for number in range(0 if args.case else args.pairs):
-            for victim in (0, 1):
-                campaign.pair(f"pair-{victim}-{number}")
-                print(f"{time.monotonic() - begin:5.0f} s  pair-{victim}-{number}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: the counts so far
+            if args.case:
+                (campaign.pair if args.case.startswith("pair-") else campaign.case)(args.case)
+            else:
+                campaign.run(args.kills, args.pairs)
     print(f"\nseed {args.seed}, {(time.monotonic() - begin) / 60:.0f} minutes")
     for name, count in sorted(campaign.counts.items()):
         print(f"{count:5}  {name}")
