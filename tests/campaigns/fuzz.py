@@ -267,6 +267,8 @@ REQUIRED = {
     "Share": {"label": "a", "share": 0.5},
     "Rate": {"rule": "mlp", "factor": 0.5},
     "Method": {"name": "base"},
+    "AutoCompressorSection": {"chunk": 16},
+    "BeaconSection": {"chunk": 16},
 }
 # Keys whose values may be negative.
 SIGNED = ("*.document_start", "*.document_end", "*.mscale*", "*.decoder_start")
@@ -389,8 +391,9 @@ def _config_case(label, cls, start, key, kind, name, value) -> Case:
 
     wrong = is_wrong(kind, key, name)
     last = [part for part in re.split(r"[.=]", key) if part != "0"][-1]
-    kind = REFUSED if wrong else CLEAN
-    return Case(f"config {label} {key}={name}", kind, re.escape(last) if wrong else "", case)
+    # A section may lack other keys, such as a path, and be refused for these.
+    says = f"{re.escape(last)}|is empty|is no folder" if wrong else ""
+    return Case(f"config {label} {key}={name}", REFUSED if wrong else CLEAN, says, case)
 
 
 PARSED = {
@@ -426,7 +429,8 @@ def json_cases(model: Path) -> Iterator[Case]:
                 right = (
                     key in unread or value is None or (fits and key not in ("dtype", "hidden_act"))
                 )
-                right = right and not (name in ("negative", "huge") and isinstance(usual, int))
+                is_number = isinstance(usual, int) and not isinstance(usual, bool)
+                right = right and not (name in ("negative", "huge") and is_number)
                 says = f"{key}|{other_names.get(key, key)}|tensors"
                 yield Case(f"{file} {key}={name}", CLEAN if right else REFUSED, says, case)
 
@@ -471,7 +475,11 @@ def damage_cases() -> Iterator[Case]:
             change = lambda _, part=part: lambda data: data[: int(len(data) * part)]  # noqa: E731
             yield Case(f"{name} cut to {part:.2%}", REFUSED, re.escape(name), damaged(change))
         for label, content in nonsense.items():
-            optional = name == "tokenizer_config.json" and label in ("null",)
+            optional = name == "tokenizer_config.json" and label in (
+                "null",
+                "surrogate",
+                "huge number",
+            )
             kind = CLEAN if optional else REFUSED
             change = lambda _, content=content: lambda data: content  # noqa: E731
             yield Case(f"{name} is {label}", kind, re.escape(name), damaged(change))
@@ -544,7 +552,7 @@ TEMPLATES = {
     "grows": "{% set ns = namespace(t='x' * 1000) %}{% for i in range(60) %}"
     "{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}",
     "multiplies": "{{ 'x' * 99999999999 }}",
-    "is a power": "{{ 9 ** 9 ** 9 }}",
+    "is a power": "{{ 9 ** (9 ** 9) }}",
     "repeats a list": "{{ ([0] * 9999999999) | length }}",
     "is long": "{% for i in range(30000000) %}abcdefgh{% endfor %}",
     "includes": "{% include 'config.json' %}",
