@@ -1572,7 +1572,8 @@ def worker(connection, folder: Path, seed: int) -> None:
         number += 1
         place = Place(shared, folder / f"{os.getpid()}_{number}", f"{seed} {name}")
         os.chdir(place.folder)
-        connection.send(outcome(cases[name], place))
+        kind, text = outcome(cases[name], place)
+        connection.send((kind, text.encode(errors="backslashreplace").decode()))
         os.chdir(folder)
         shutil.rmtree(place.folder, ignore_errors=True)
 
@@ -1597,7 +1598,9 @@ class Pool:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=worker, args=(other, self._folder, self._seed))
+        self._process = context.Process(
+            target=worker, args=(other, self._folder, self._seed), daemon=True
+        )
         self._process.start()
         other.close()
         self.names = self._connection.recv()
