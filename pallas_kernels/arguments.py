@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import REFERENCE
-from pallas_kernels.masks import Mask
+from pallas_kernels.masks import Mask, integer
 from pallas_kernels.tables import BlockTable
 
 
@@ -24,6 +24,14 @@ def check_arrays(call: str, q, k, v, scale, **positions):
             f"{call}: scale must be a number known when tracing; multiply q by a scale that is "
             "learned or computed, and give scale=1.0"
         )
+    if scale is not None and not _is_finite(scale):
+        raise ValueError(f"{call}: scale={scale!r} must be a finite number; None is H ** -0.5")
+
+
+def _is_finite(value) -> bool:
+    """Whether `value` is a number of Python or NumPy, or an array of one, that is finite."""
+    number = np.asarray(value)
+    return number.ndim == 0 and number.dtype.kind in "iuf" and bool(np.isfinite(number))
 
 
 def _check_qkv(call: str, q, k, v):
@@ -80,7 +88,7 @@ def _check_positions(call: str, q, k, q_index, k_index, q_segments, k_segments, 
             raise TypeError(f"{call}: {name} is {x.dtype}, must be integers")
 
 
-def check_options(q, k, mask, soft_cap, bias, sinks, table, splits):
+def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout):
     """Raises for options of `flash` that are invalid or do not fit q and k."""
     (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
     if mask is not None and not isinstance(mask, Mask):
@@ -90,10 +98,12 @@ def check_options(q, k, mask, soft_cap, bias, sinks, table, splits):
             "tables.from_block_mask(...) to `table`, padding through `k_lengths`, documents "
             "through `q_segments` and `k_segments`"
         )
-    if isinstance(soft_cap, jax.core.Tracer) or (soft_cap is not None and not soft_cap > 0):
+    if isinstance(soft_cap, jax.core.Tracer) or (
+        soft_cap is not None and not (_is_finite(soft_cap) and soft_cap > 0)
+    ):
         raise ValueError(
-            f"flash: soft_cap={soft_cap} must be above 0, known when tracing; None leaves logits "
-            "as is"
+            f"flash: soft_cap={soft_cap} must be a number above 0, known when tracing; None leaves "
+            "logits as is"
         )
     if bias is not None and not hasattr(bias, "num_heads"):
         raise TypeError(
@@ -104,8 +114,10 @@ def check_options(q, k, mask, soft_cap, bias, sinks, table, splits):
         raise ValueError(f"flash: the bias is for {bias.num_heads} heads, q has {n}")
     if sinks is not None and jnp.shape(sinks) != (n,):
         raise ValueError(f"flash: sinks has shape {jnp.shape(sinks)}, must be ({n},)")
-    if splits is not None and not splits >= 1:
-        raise ValueError(f"flash: splits={splits} must be at least 1; None suits the platform")
+    if splits is not None:
+        integer("flash: splits (None suits the platform)", splits, 1)
+    if layout is not None and not hasattr(layout, "fitting"):
+        raise TypeError(f"flash: layout is a {type(layout).__name__}, must be a Layout")
     if table is not None:
         _check_table(table, b, t, n, s, heads)
 

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.masks import integer
+
 
 def _distance(q_index, k_index):
     """k - q, int32 [..., T, S]."""
@@ -130,7 +132,7 @@ def alibi_slopes(heads: int) -> np.ndarray:
     For a number of heads that is no power of two: the slopes of the power below, then every second
     one of the power above.
     """
-    power = 2 ** int(math.log2(heads))
+    power = 2 ** int(math.log2(integer("alibi_slopes: heads", heads, 1)))
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     between = [2.0 ** (-4.0 * i / power) for i in range(1, 2 * power, 2)]
     return np.array((slopes + between)[:heads], np.float32)

@@ -88,7 +88,7 @@ def flash(
     positions = dict(q_index=q_index, k_index=k_index, q_segments=q_segments)
     positions |= dict(k_segments=k_segments, k_lengths=k_lengths)
     check_arrays("flash", q, k, v, scale, **positions)
-    check_options(q, k, mask, soft_cap, bias, sinks, table, splits)
+    check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout)
     q_segments, k_segments = _with_lengths(q, k, q_segments, k_segments, k_lengths)
     mask = everything() if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -143,11 +143,12 @@ def decode(
     Raises:
       ValueError, TypeError: as `flash` does.
     """
-    if keys.ndim != 4 or values.ndim != 4 or q.shape[2] % max(keys.shape[1], 1):
+    shapes = [getattr(x, "shape", ()) for x in (q, keys, values)]
+    if any(len(shape) != 4 for shape in shapes) or q.shape[2] % max(keys.shape[1], 1):
         raise ValueError(
-            f"decode: keys {keys.shape} and values {values.shape} must be [batch, heads, length, "
-            f"size] of a number of heads that divides the {q.shape[2]} of q; flash takes "
-            "[batch, length, heads, size]"
+            f"decode: q {shapes[0]}, keys {shapes[1]} and values {shapes[2]} must be arrays: q "
+            "[batch, length, heads, size], keys and values [batch, heads, length, size] of a "
+            "number of heads that divides that of q; flash takes [batch, length, heads, size]"
         )
     return flash(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), mask, splits=splits, **options)
 

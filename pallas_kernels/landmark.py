@@ -25,7 +25,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.arguments import check_arrays, on_any_mesh
 from pallas_kernels.dispatch import Operands, Spec
 from pallas_kernels.flash import flash
-from pallas_kernels.masks import Mask, causal, chunks, tail_of, window
+from pallas_kernels.masks import Mask, causal, chunks, integer, tail_of, window
 from pallas_kernels.online_softmax import merge
 from pallas_kernels.sharded import Layout, gathered
 
@@ -84,11 +84,7 @@ def landmark_attention(
     positions = dict(q_index=q_index, k_index=k_index)
     positions |= dict(q_segments=q_segments, k_segments=k_segments)
     check_arrays("landmark_attention", q, k, v, scale, **positions)
-    if isinstance(block, jax.Array) or block < 2:
-        raise ValueError(
-            f"landmark_attention: block={block} must be an integer of at least 2: a token and its "
-            "landmark"
-        )
+    block = integer("landmark_attention: block (a token and its landmark)", block, 2)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if layout is not None:
         run = functools.partial(_of_operands, block, scale, implementation)

@@ -239,7 +239,7 @@ def by_heads(mask: Mask, heads: int) -> tuple[tuple[Mask, int], ...]:
 
 
 def integer(name: str, value, least: int | None = None) -> int:
-    """`value` as an int of at least `least`, or an error that names the argument."""
+    """`value` as an int of 32 bits and at least `least`, or an error that names the argument."""
     rule = "an integer" if least is None else f"an integer of at least {least}"
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
@@ -247,6 +247,8 @@ def integer(name: str, value, least: int | None = None) -> int:
         number = None
     if number is None or (least is not None and number < least):
         raise ValueError(f"{name} is {value!r}, must be {rule}")
+    if abs(number) >= 2**31:
+        raise ValueError(f"{name} is {value!r}, must fit into 32 bits")
     return number
 
 
@@ -650,7 +652,9 @@ def random_blocks(block: int, table: Sequence[Sequence[int]]) -> Mask:
 
 def per_head(*parts: tuple[Mask, int]) -> PerHead:
     """Masks of consecutive query heads: `per_head((chunks(8), 16), (chunks(8, shift=4), 16))`."""
-    return PerHead(tuple((mask, heads) for mask, heads in parts))
+    if not all(isinstance(part, tuple) and len(part) == 2 for part in parts):
+        raise ValueError(f"per_head{parts!r}: each part must be a pair (mask, number of heads)")
+    return PerHead(parts)
 
 
 def _sorted(name: str, indices: Iterable[int]) -> tuple[int, ...]:

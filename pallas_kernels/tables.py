@@ -198,6 +198,7 @@ def _fitted(index, full, seen, capacity: int | None, q_block: int, k_block: int)
                 f"a block table: capacity {capacity} is too small, a block visits {int(most)} "
                 f"others; give at least {int(most)}"
             )
+    q_block, k_block = (integer("a block table: block", x, 1) for x in (q_block, k_block))
     return BlockTable(index, full, seen, overflow, q_block, k_block)
 
 
@@ -308,6 +309,8 @@ def from_mask(
     q_segments [B, T], k_segments [B, S]: segment 0 is padding. A table with a row per batch row has
     one for each if they differ, and N heads for a mask per head; others have one for all.
     """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"from_mask: the mask is a {type(mask).__name__}, must be as causal()")
     if isinstance(mask, PerHead):
         make = functools.partial(
             from_mask, queries=queries, keys=keys, q_block=q_block, k_block=k_block,
@@ -334,6 +337,9 @@ def from_block_mask(
     full: bool of the same shape, blocks whose pairs are all visible (not a shorter last key
     block); None: no block.
     """
+    if not (hasattr(visible, "dtype") and visible.dtype == bool):
+        kind = getattr(visible, "dtype", type(visible).__name__)
+        raise TypeError(f"from_block_mask: visible is {kind}, must be a bool array of blocks")
     if not 2 <= visible.ndim <= 4:
         raise ValueError(
             f"from_block_mask: visible has shape {visible.shape}, must be [nq, nk], "

@@ -10,11 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import (
     Layout,
+    alibi_slopes,
     causal,
     decode,
     flash,
     landmark_attention,
     merge,
+    per_head,
     tables,
     window,
 )
@@ -91,6 +93,27 @@ WRONG = {
         TypeError, "integers",
         lambda *x: tables.from_top_k(jnp.zeros((1, 2, 4, 3)), keys=T, **BLOCKS),
     ),
+    "a scale of text": (ValueError, "scale='1'", lambda *x: flash(*x, scale="1")),
+    "a scale that is not finite": (ValueError, "scale=nan", lambda *x: flash(*x, scale=np.nan)),
+    "a cap of text": (ValueError, "soft_cap=5", lambda *x: flash(*x, soft_cap="5")),
+    "splits of text": (ValueError, "splits", lambda *x: flash(*x, splits="2")),
+    "a layout of text": (TypeError, "layout is a str", lambda *x: flash(*x, layout="data")),
+    "a cache of lists": (ValueError, "must be arrays", lambda q, k, v: decode(q, [1.0], [1.0])),
+    "a block of text": (ValueError, "block", lambda *x: landmark_attention(*x, "4")),
+    "a window beyond 32 bits": (ValueError, "32 bits", lambda *x: window(2**70)),
+    "a mask of a number": (
+        TypeError, "from_mask: the mask is a int",
+        lambda *x: tables.from_mask(5, queries=T, keys=T, **BLOCKS),
+    ),
+    "blocks that are floats": (
+        TypeError, "bool array", lambda *x: tables.from_block_mask(np.ones((4, 4)), **BLOCKS)
+    ),
+    "blocks of no tokens": (
+        ValueError, "block",
+        lambda *x: tables.from_block_mask(np.ones((4, 4), bool), q_block=0, k_block=4),
+    ),
+    "slopes of no heads": (ValueError, "heads is 0", lambda *x: alibi_slopes(0)),
+    "heads without a number": (ValueError, "pair", lambda *x: per_head(causal())),
     "a cache as flash has it": (ValueError, "heads, length", lambda *x: decode(*x, causal())),
     "Landmark of integers": (
         TypeError, "landmark_attention: k",
