@@ -254,7 +254,7 @@ def test_a_conversation_searches_its_context_for_every_turn(asking):
         (lambda lm: lm.encode_contexts([["a"]], chunk=33), "chunk=33 is more than the 32 tokens"),
         (lambda lm: lm.encode_contexts([["a"]], chunk=20), "chunk=20 must be.*nearest: 16, 24"),
         (lambda lm: lm.encode_contexts([["a"]], query=[[]]), r"query\[0\] is empty"),
-        (lambda lm: lm.encode_contexts([["a"]], query="b"), "one entry for each of the 1 rows"),
+        (lambda lm: lm.encode_contexts([["a"]], query="b"), "an entry for each row"),
         (lambda lm: lm.encode_contexts([["a"]], query=["b", "c"]), "each of the 1 rows"),
         (lambda lm: lm.encode_contexts([["a"]]).rows(1, 0), "there is no question yet"),
         (lambda lm: lm.nll(TOKENS, context=[["a"], ["b"]]), "2 rows"),
