@@ -247,7 +247,9 @@ def _write_checksums(path: Path) -> None:
         match = _OF_PROCESS.search(str(file.relative_to(path)))
         return int(match[1]) if match else 0
 
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and writer(file) == process]
+    # Other processes write their sums at the same moment.
+    in_folder = set(path.rglob("*")) - set(path.glob("*" + _CHECKSUMS.format("*")))
+    files = [file for file in sorted(in_folder) if file.is_file() and writer(file) == process]
     sums = zip(_sha256_sums(files), files, strict=True)
     lines = (f"{sum}  {file.relative_to(path).as_posix()}\n" for sum, file in sums)
     write_whole(path / _CHECKSUMS.format(process), "".join(lines))

@@ -83,7 +83,14 @@ def _checksum(fields: dict) -> str:
 
 def run_config(folder: Path) -> ModelConfig:
     """Returns the config of the model that a run trains, with its adapters."""
-    return config_lib.parse(ModelConfig, ["--config", str(folder / MODEL_CONFIG)])
+    path = folder / MODEL_CONFIG
+    try:
+        return config_lib.parse(ModelConfig, ["--config", str(path)])
+    except InputError as error:
+        raise InputError(
+            f"{path} is not as a training wrote it ({error}); restore it from a copy, or train"
+            " again"
+        ) from None
 
 
 def load_run(

@@ -6,6 +6,7 @@ is a choice type: `model.rope.type=yarn` in the file, `--model.rope.type=linear`
 
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import itertools
 import os
@@ -212,7 +213,10 @@ class ErrorReport:
             text = " ".join(str(error).split()) or "nothing to save"
             self.code = 130
             print("interrupted:", text, file=sys.stderr)
-        elif isinstance(error, InputError) or (isinstance(error, OSError) and self.config is None):
+        elif isinstance(error, InputError) or (
+            isinstance(error, OSError)
+            and (self.config is None or error.errno == errno.ENAMETOOLONG)
+        ):  # a name that no file can have is an input too
             self.code = 2
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         elif isinstance(error, OSError):

@@ -116,8 +116,9 @@ def _leaf(kind: typing.Any, raw: typing.Any, name: str, example: str) -> typing.
     kinds, _ = split_union(kind)
     known = [v for k in kinds if typing.get_origin(k) is typing.Literal for v in typing.get_args(k)]
     required = suggestion(raw, map(str, known)) if known else type_text(kind) + example
-    # draccus would take true for 1 and print a mapping into a string field.
+    # draccus would take true for 1 and print a mapping or a list into a string field.
     wrong = raw is None or isinstance(raw, dict) or (isinstance(raw, bool) and bool not in kinds)
+    wrong |= isinstance(raw, list) and not {typing.get_origin(k) for k in kinds} & {list, tuple}
     try:
         if not wrong:
             value = draccus.decode(kind, str(raw) if isinstance(raw, Text) else raw)

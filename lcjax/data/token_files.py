@@ -305,7 +305,7 @@ def _check_fields(index: dict[str, Any], folder: Path) -> None:
     """Raises an InputError unless the index has the fields that `prepare` writes."""
     shards = index.get("shards")
     is_valid = (
-        index.get("dtype") in DTYPES
+        index.get("dtype") in list(DTYPES)  # of any type
         and all(isinstance(index.get(name), str) for name in ("tokenizer", "tokenizer_name"))
         and isinstance(shards, list)
         and all(map(_is_shard, shards))

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from lcjax.checkpoints.build import ModelSection, check_source
 from lcjax.data import check_outside_data, documents
-from lcjax.errors import InputError, whole_numbers
+from lcjax.errors import InputError, random_seed, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
     EvalConfig,
@@ -130,6 +130,7 @@ def check(config: EvalConfig) -> Limits:
         if length < 2:
             raise InputError(f"lengths: {length} must be at least 2: one token to predict another")
     whole_numbers("", config, 1, "stride", "batch_size", "max_documents", "max_windows")
+    random_seed("seed", config.seed)
     limits = Limits(
         tuple(sorted(config.lengths)),
         config.stride,

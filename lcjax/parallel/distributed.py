@@ -29,6 +29,7 @@ from lcjax.errors import InputError, whole_number, whole_numbers
 from pallas_kernels import measured
 
 _handlers: list[Any] = []  # ctypes does not own the functions that C may call
+_failed = threading.Event()  # this process has said why it ends
 _GRACE = 10  # seconds that a process which fails waits for the others to fail as well
 
 
@@ -84,6 +85,7 @@ def main(
         if not jax.distributed.is_initialized():
             raise
         traceback.print_exc()
+        _failed.set()
         print(_failure(jax.process_index(), jax.process_count()), file=sys.stderr)
         report.code = 1
     _leave(report.code)
@@ -186,7 +188,8 @@ def _exit_at_abort() -> None:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def handler(_):
-        os.write(2, line.encode())
+        if not _failed.is_set():
+            os.write(2, line.encode())
         os._exit(1)
 
     set_handler = ctypes.CDLL(None).signal

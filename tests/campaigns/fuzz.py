@@ -1642,7 +1642,8 @@ def main() -> int:
         chance, names = random.Random(args.seed), pool.names
         if args.case:
             names = [n for n in names if n == args.case or fnmatch.fnmatch(n, args.case)]
-        names = [n for n in names if n[:7] != "config " or chance.random() < args.share]
+        else:
+            names = [n for n in names if n[:7] != "config " or chance.random() < args.share]
         for name in names:
             kind, text, seconds = pool.run(name)
             counts[kind] += 1
