@@ -189,10 +189,11 @@ class Campaign:
         else:
             self.counts[f"killed: process {victim} of 2"] += 1
             self.longest = max(self.longest, seconds)
-        for code, log in self.start("plain", folder, processes=2).end(LIMIT):
-            if code:
-                self.fail(name, f"the restart ended with {code}: {log[-500:]}")
-                break
+        restarted = self.start("plain", folder, processes=2).end(LIMIT)
+        if any(code for code, _ in restarted):
+            self.fail(
+                name, f"the restart ended with {[(code, log[-500:]) for code, log in restarted]}"
+            )
         else:
             self.compare(name, folder, reference)
         shutil.rmtree(folder, ignore_errors=True)
