@@ -55,7 +55,6 @@ class Metric:
     title: str
     lower_is_better: bool
     decimals: int
-    dash_above: float = float("inf")  # tables print a dash above; files keep the number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import yaml
 from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.report import differences
 from lcjax.evaluation.report.plots import COLOURS, GREY
-from lcjax.evaluation.report.tables import format_aggregates, table_entries
+from lcjax.evaluation.report.tables import format_aggregates, is_finite, table_entries
 from lcjax.evaluation.task import Record, Task
 from lcjax.files import write_whole
 
@@ -240,13 +240,9 @@ def _table(section: Section, examples: Examples) -> dict[str, Any]:
 
 
 def interval_text(cell: Record, metric) -> str:
-    """`5.91 – 6.32`, or an empty string if the interval or the number is not shown."""
-    low, high, value = (cell.get(key) for key in ("ci_low", "ci_high", "value"))
-    if low is None or high is None or low != low or high != high:
-        return ""
-    if value is None or not value <= metric.dash_above:
-        return ""
-    return f"{low:,.{metric.decimals}f} – {high:,.{metric.decimals}f}"
+    """`5.91 – 6.32`, or an empty string without an interval."""
+    low, high = cell.get("ci_low"), cell.get("ci_high")
+    return f"{low:,.{metric.decimals}f} – {high:,.{metric.decimals}f}" if is_finite(low) else ""
 
 
 def _aggregates(by_method: Mapping[str, Record]) -> dict[str, Any] | None:

@@ -3,12 +3,14 @@
 matplotlib is imported when a figure is drawn, and no window is opened.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from lcjax.evaluation.report.tables import is_finite
 from lcjax.evaluation.statistics import Correlation, pearson, spearman
 from lcjax.evaluation.task import Metric, Record, Task
 
@@ -104,9 +106,7 @@ def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
             axes.plot(value, row, **style, zorder=3)
         axes.set_yticks(range(len(cells)), [cell["method"] for cell in cells])
         axes.set_ylim(len(cells) - 0.5, -0.5)
-        in_range = [end for interval, value in zip(ends, values) if value <= metric.dash_above
-                    for end in interval]  # fmt: skip
-        _value_axis(axes, [*values, *in_range], metric, "x")
+        _value_axis(axes, [*values, *itertools.chain(*ends)], metric, "x")
         axes.set_xlabel(metric.name)
         title = metric.title[0].upper() + metric.title[1:]
         axes.set_title(f"{title} at {format_count(cells[0]['length'])} tokens")
@@ -127,8 +127,6 @@ def _value_axis(axes, values: Sequence[float], metric: Metric, along: str = "y")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axis.set_minor_formatter(NullFormatter())
-        if high > metric.dash_above:
-            limit(low / 1.3, max(metric.dash_above, 2 * low))
     else:
         margin = 0.12 * (high - low) or 0.05 * abs(high) or 0.05
         limit(low - margin, high + margin)
@@ -383,7 +381,7 @@ def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) ->
         task: {
             cell["method"]: cell["value"]
             for cell in group
-            if cell["length"] == length and _is_finite(cell["value"])
+            if cell["length"] == length and is_finite(cell["value"])
         }
         for task, group in cells.items()
     }
@@ -394,7 +392,7 @@ def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) ->
     points = {
         method: (value, float(np.mean([values[task][method] for task in shares])))
         for method, value in values[losses[0]].items()
-        if all(method in values[task] for task in shares) and value <= losses[0].metric.dash_above
+        if all(method in values[task] for task in shares)
     }
     if len(points) < 3:
         return []
@@ -403,10 +401,6 @@ def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) ->
     methods = list(dict.fromkeys(cell["method"] for group in cells.values() for cell in group))
     path = folder / "perplexity_accuracy.png"
     return [perplexity_against_accuracy(points, names, path, methods=methods)]
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and bool(np.isfinite(value))
 
 
 def by_method(items: Sequence[Record]) -> dict[str, list[Record]]:

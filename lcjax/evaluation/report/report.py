@@ -150,11 +150,9 @@ def _section(
 
 def _entry(section: page.Section) -> Record:
     """The entry of a task in summary.json."""
-    metric = dataclasses.asdict(section.task.metric)
-    metric.pop("dash_above")
     return {
         "task": section.task.label,
-        "metric": metric,
+        "metric": dataclasses.asdict(section.task.metric),
         "cells": section.cells,
         "aggregates": section.aggregates,
     }

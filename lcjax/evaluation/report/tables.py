@@ -17,6 +17,10 @@ _LEADING = ("task", "protocol", "method", "length", "value")
 _TRAILING = ("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "seconds", "compile_seconds")
 
 
+def is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
 class Entry(NamedTuple):
     """One printed number, and its place: best (1) or second (2) of its column."""
 
@@ -37,8 +41,7 @@ def table_entries(
         places = _places(column, metric)
         for method, value in zip(methods, column, strict=True):
             text = _text(value, metric)
-            place = places.get(text) if _shown(value, metric) else None
-            rows[method].append(Entry(text, place))
+            rows[method].append(Entry(text, places.get(text)))
     return lengths, rows
 
 
@@ -52,24 +55,16 @@ def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:
     ]
 
 
-def _shown(value: float | None, metric: Metric) -> bool:
-    return value is not None and math.isfinite(value) and value <= metric.dash_above
-
-
 def _places(column: Sequence[float | None], metric: Metric) -> dict[str, int]:
     """Places by printed number, so that equal texts share one; none for a single method."""
-    values = sorted((v for v in column if _shown(v, metric)), reverse=not metric.lower_is_better)
+    values = sorted(filter(is_finite, column), reverse=not metric.lower_is_better)
     texts = list(dict.fromkeys(_text(value, metric) for value in values))
     num_places = min(2, len(column) - 1)  # the second of two is the last
     return {text: place for place, text in enumerate(texts[:num_places], 1)}
 
 
 def _text(value: float | None, metric: Metric) -> str:
-    if value is None:
-        return ""
-    if math.isnan(value):
-        return "nan"
-    return f"{value:,.{metric.decimals}f}" if value <= metric.dash_above else "–"
+    return "" if value is None else f"{value:,.{metric.decimals}f}"
 
 
 def format_aggregates(by_method: Mapping[str, Record]) -> tuple[list[str], dict[str, list[str]]]:

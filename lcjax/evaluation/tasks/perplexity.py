@@ -224,9 +224,8 @@ class Perplexity(Task):
 
     @property
     def metric(self) -> Metric:
-        # Papers print a dash if a model fails at a length.
         name = "word perplexity" if self._rules.mean_over == "words" else "perplexity"
-        return Metric("perplexity", f"{name} ({self.protocol})", True, 2, dash_above=1e3)
+        return Metric("perplexity", f"{name} ({self.protocol})", True, 2)
 
     @property
     def _rules(self) -> Protocol:

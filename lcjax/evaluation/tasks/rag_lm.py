@@ -43,7 +43,7 @@ class RagLm(Task):
 
     needs_data: ClassVar[bool] = False
     metric: ClassVar[Metric] = Metric(
-        "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2, 1000
+        "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2
     )
 
     path: str = ""  # the JSONL file
