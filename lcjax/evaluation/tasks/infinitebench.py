@@ -132,37 +132,6 @@ _VARIABLES = {
 _LABEL_TYPES = {"code_run": int, "math_calc": int, "math_find": int | float}
 _MULTIPLE_CHOICE = ("code_debug", "longbook_choice_eng")
 _OPTIONS = ("OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D")
-_CHOICES = "\nA. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\n"
-_BOOK = "Here is a book, and after it a question about it.\n\n{context}\n\nQuestion: {question}"
-_NUMBER = "Somewhere in these lines stands a number that you will be asked for.\n\n{context}\n\n"
-WORDING = {
-    "passkey": _NUMBER + "{input}\n\nThe pass key is",
-    "number_string": _NUMBER + "{input}\n\nThe digits are",
-    "kv_retrieval": (
-        "Here is a JSON object; give the value of the key that is asked for.\n\n{context}\n\n"
-        "{input}"
-    ),
-    "longbook_sum_eng": "Here is a book.\n\n{context}\n\nA summary of the book:",
-    "longbook_choice_eng": _BOOK + _CHOICES + "The right one is",
-    "longbook_qa_eng": _BOOK + "\nThe answer in a few words:",
-    "longbook_qa_chn": (
-        "下面是一本书，之后有一个问题。\n\n{context}\n\n问题：{question}\n简短的回答："
-    ),
-    "math_find": "{prefix}\n\n{context}\n\n{input}",
-    "math_calc": (
-        "All values on the way through a sum, from left to right.\n\nSum: 2 + 5 - 1\n"
-        "Values: [2, 7, 6]\n\nSum: {context}\nValues:"
-    ),
-    "code_run": "Here are Python functions.\n\n{context}\n\nThe value of {func_call} is",
-    "code_debug": (
-        "One function in this Python code has an error that was put there on purpose.\n\n{context}"
-        "\n\nWhich one is it?" + _CHOICES + "The correct option is:"
-    ),
-    "longdialogue_qa_eng": (
-        "In this script one name was replaced with $$MASK$$.\n\n{context}\n\nThe name in the place"
-        " of $$MASK$$ is"
-    ),
-}
 
 
 def _of_label(metric: Callable) -> Score:
@@ -290,17 +259,17 @@ class InfiniteBench(TextCutBenchmark):
     def _template(self, name: str, key: str = "tasks") -> tuple[str, str]:
         paths = ("prompt.py", "src/prompt.py", "../src/prompt.py")
 
-        def official() -> tuple[dict[str, str], str] | None:
-            if not self.path:
-                return None
-            templates = local_files.python_templates(self.path, paths, _VARIABLES[self.family])
-            return templates and (templates[0], f"official ({templates[1]}, {self.family})")
+        def official() -> tuple[dict[str, str], str]:
+            variable = _VARIABLES[self.family]
+            templates, file = local_files.python_templates(self.path, paths, variable)
+            return templates, f"official ({file}, {self.family})"
 
-        lm_eval_task = "infinitebench", f"infinitebench_{re.sub('_eng$', '_en', name)}"
+        lm_eval_task = f"infinitebench_{re.sub('_eng$', '_en', name)}"
+        if self.family != "gpt4":
+            lm_eval_task = None
         return local_files.choose_template(
-            self.wording, name, official, lm_eval_task if self.family == "gpt4" else None,
-            WORDING[name], key,
-        )  # fmt: skip
+            self.wording, "infinitebench", name, official, lm_eval_task, key
+        )
 
 
 def _example(row: dict, name: str, template: str, source: str, facts: Record) -> Example:

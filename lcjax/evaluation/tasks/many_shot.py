@@ -38,25 +38,7 @@ _SETS = tuple(
     for shots in SHOTS
 )
 # No name is part of another, so that an answer never contains two.
-CLASSES = {
-    "ABBR:abb": "Short form", "ABBR:exp": "Meaning of an abbreviation",
-    "DESC:def": "Definition", "DESC:desc": "Description", "DESC:manner": "Manner of an action",
-    "DESC:reason": "Reason", "ENTY:animal": "Animal", "ENTY:body": "Organ of the body",
-    "ENTY:color": "Color", "ENTY:cremat": "Invention or work of art", "ENTY:currency": "Currency",
-    "ENTY:dismed": "Disease or medicine", "ENTY:event": "Event", "ENTY:food": "Food",
-    "ENTY:instru": "Musical instrument", "ENTY:lang": "Language", "ENTY:letter": "Letter",
-    "ENTY:other": "Thing of another kind", "ENTY:plant": "Plant", "ENTY:product": "Product",
-    "ENTY:religion": "Religion", "ENTY:sport": "Sport", "ENTY:substance": "Substance",
-    "ENTY:symbol": "Symbol", "ENTY:techmeth": "Technique", "ENTY:termeq": "Equivalent term",
-    "ENTY:veh": "Vehicle", "ENTY:word": "Word with a property", "HUM:desc": "Who a person was",
-    "HUM:gr": "Group or organization", "HUM:ind": "Individual", "HUM:title": "Title",
-    "LOC:city": "City", "LOC:country": "Country", "LOC:mount": "Mountain",
-    "LOC:other": "Place of another kind", "LOC:state": "State", "NUM:code": "Code",
-    "NUM:count": "Number of something", "NUM:date": "Date", "NUM:dist": "Distance",
-    "NUM:money": "Price", "NUM:ord": "Rank", "NUM:other": "Quantity of another kind",
-    "NUM:perc": "Percentage", "NUM:period": "Lasting time", "NUM:speed": "Speed",
-    "NUM:temp": "Temperature", "NUM:volsize": "Size or volume", "NUM:weight": "Weight",
-}  # fmt: skip
+CLASSES: dict[str, str] = local_files.library_prompts("trec_classes")  # by TREC's own names
 
 
 @Task.register_subclass("many_shot")

@@ -29,24 +29,6 @@ SOURCE = (
 _FIELDS = ("id", "input", "output")
 _INDEX_FIELDS = ("document_start_index", "document_end_index", "query_start_index")
 _SEPARATOR = "... [The rest of the text is left out]\n\n"
-_ASK = (
-    "{context}\n\nAnswer the question about this text in a few words.%s\n\nQuestion: {question}\n"
-)
-_SUMMARISE = "{context}\n\nThis was %s. Write a summary of it.\n\nSummary:\n"
-WORDING = {
-    "gov_report": _SUMMARISE % "a report of a government agency",
-    "summ_screen_fd": _SUMMARISE % "the script of an episode",
-    "qmsum": (
-        "{context}\n\nThis was said in a meeting. Fulfil the request in a few sentences.\n\n"
-        "Request: {question}\n\nAnswer:\n"
-    ),
-    "narrative_qa": _ASK % "" + "\nAnswer:",
-    "qasper": _ASK % ' Write "unanswerable" where it does not say.' + "\nAnswer:",
-    "quality": (
-        "{context}\n\nWhich of the four answers to the question about this text is right? Give its"
-        " letter.\n\nQuestion: {question}\n\n{options}\n\nAnswer:"
-    ),
-}
 
 
 _best = functools.partial(best_of, strip=True)
@@ -151,8 +133,9 @@ def _example(name: str, line: int, row: dict) -> Example:
         segments = [Segment(kind, part) for kind, part in parts.items() if part]
         return Example(segments, [row["output"]], {**facts, "wording": "official (its input)"})
     fields, answer = _scrolls_fields(row, name)
-    facts |= local_files.template_facts(WORDING[name], OWN_WORDING)
-    return Example(local_files.fill_template(WORDING[name], fields), [answer], facts)
+    template = local_files.library_prompts("zeroscrolls")[name]
+    facts |= local_files.template_facts(template, OWN_WORDING)
+    return Example(local_files.fill_template(template, fields), [answer], facts)
 
 
 def _scrolls_fields(row: dict, name: str) -> tuple[dict[str, str], str]:

@@ -1,6 +1,7 @@
 """LongBench from miniature files in the official format: wording, cuts, templates, scores."""
 
 import dataclasses
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from lcjax.config import parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, results, run
 from lcjax.evaluation.export import export
+from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks.local_files import library_prompts
 from lcjax.evaluation.tasks.longbench import LongBench
 
 CLASSES = ["Food", "Other entity", "Entity", "Food other"]
@@ -343,3 +346,11 @@ def test_of_the_even_lengths_version_they_go_back_with_scores_by_words(tmp_path)
     assert result.parent.parent.name == "pred_e"
     # 3,000 and 6,000 words.
     assert json.loads(result.read_text()) == {"trec": {"0-4k": 100.0, "4-8k": 0.0, "8k+": None}}
+
+
+def test_the_librarys_own_prompts_are_those_of_their_version():
+    # Records name this version (`wording`): other prompts need another OWN_WORDING.
+    names = ("longbench", "infinitebench", "zeroscrolls", "ruler", "ruler_haystack", "trec_classes")
+    text = json.dumps([library_prompts(name) for name in names])
+    assert OWN_WORDING == "lcjax-1"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "f1a4cb2d06688d7c"
