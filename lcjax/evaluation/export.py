@@ -60,9 +60,9 @@ def _cells_with_answers(run: Results, name: str) -> list[tuple[str, Task, int, l
     return cells
 
 
-def _part_of(task: Task, facts: Mapping[str, Any]) -> str:
-    """The data set or subtask of a record or of the facts of a unit; else the task."""
-    return str(facts.get("dataset") or facts.get("task") or task.label)
+def _part_of(task: Task, fields: Mapping[str, Any]) -> str:
+    """The data set or subtask of a record or of the fields of a unit; else the task."""
+    return str(fields.get("dataset") or fields.get("task") or task.label)
 
 
 def _folder(run: Results, method: str) -> str:
@@ -284,7 +284,7 @@ def make_data(
                 raise InputError(f"lengths: {length} gives no prompt in {task.label}")
             parts: dict[str, list[Unit]] = {}
             for unit in units:
-                parts.setdefault(_part_of(task, unit.facts), []).append(unit)
+                parts.setdefault(_part_of(task, unit.fields), []).append(unit)
             for name, group in parts.items():
                 files.append(out / task.label / str(length) / f"{name}.jsonl")
                 lines = (_prompt_line(task, unit, corpus.tokenizer) for unit in group)
@@ -293,11 +293,13 @@ def make_data(
 
 
 def _prompt_line(task: Task, unit: Unit, tokenizer) -> dict[str, Any]:
-    facts = {key: value for key, value in unit.facts.items() if key not in ("prompt", "references")}
+    fields = {
+        key: value for key, value in unit.fields.items() if key not in ("prompt", "references")
+    }
     return {
         "index": unit.index,
         "input": tokenizer.decode(unit.tokens.tolist()),
-        "outputs": task.references(unit.facts),
-        "length": unit.facts["size"],
-        "others": {"id": unit.index, "digest": unit.digest, **facts},
+        "outputs": task.references(unit.fields),
+        "length": unit.fields["size"],
+        "others": {"id": unit.index, "digest": unit.digest, **fields},
     }

@@ -25,7 +25,7 @@ class Example:
 
     segments: Sequence[Segment]
     references: Sequence[str]
-    facts: Record = dataclasses.field(default_factory=dict)
+    fields: Record = dataclasses.field(default_factory=dict)
     max_new_tokens: int | None = None  # None: the task's
     stop: tuple[str, ...] = ()  # the answer ends before the first of these
     template: str | None = None  # None: the task's
@@ -66,22 +66,22 @@ class PromptTask(Task):
         budget = self.budget(length, new)
         prompt = prompt_encoder.prompt(example.segments)
         prompt = fit(prompt, budget, prompt_encoder.tokenizer, self.cut, self.label)
-        facts = {
+        fields = {
             "protocol": self.label,
             "length": length,
-            **prompt_encoder.facts,
+            **prompt_encoder.fields,
             "budget": budget.counts,
             "prompt_tokens": len(prompt.ids),
             "max_new_tokens": new,
             "size": len(prompt.ids) + new,
             "truncated": prompt.truncated,
             "references": list(example.references),
-            **example.facts,
+            **example.fields,
         }
         if index == 0:
-            facts["prompt"] = prompt_encoder.tokenizer.decode(prompt.ids)
+            fields["prompt"] = prompt_encoder.tokenizer.decode(prompt.ids)
         shape = (_bucket(len(prompt.ids)), new, tuple(example.stop))
-        return Unit(index, shape, prompt.ids, facts, prompt)
+        return Unit(index, shape, prompt.ids, fields, prompt)
 
     def prompts(self, unit: Unit) -> list[np.ndarray]:
         return [unit.tokens]
@@ -94,10 +94,10 @@ class PromptTask(Task):
 
 @dataclasses.dataclass(frozen=True)
 class GenerationTask(PromptTask):
-    """Answers that are generated greedily and judged by rules.
+    """Answers that are generated greedily and scored by rules.
 
-    A subclass defines `examples` and `judge`. A record holds all scores of `judge`, and tables show
-    the score named `shown`.
+    A subclass defines `examples` and `score_answer`. A record holds all scores of an answer, and
+    tables show the score named `main_score`.
     """
 
     generates: ClassVar[bool] = True
@@ -106,15 +106,15 @@ class GenerationTask(PromptTask):
     template: str = "none"  # chat: the tokenizer's chat template around the text
 
     @abc.abstractmethod
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         """Returns the scores of an answer by name, 0 to 1.
 
-        `unit.facts` holds the references, and the generated tokens `ids` if the model has them.
+        `unit.fields` holds the references, and the generated tokens `ids` if the model has them.
         """
 
     @property
     @abc.abstractmethod
-    def shown(self) -> str:
+    def main_score(self) -> str:
         """The name of the score that tables show."""
 
     def check(self, limits: Limits, key: str) -> None:
@@ -135,11 +135,16 @@ class GenerationTask(PromptTask):
         details = {}
         if isinstance(answer, GeneratedText):
             details = {"ids": list(answer.ids), "finish": answer.finish}
-            unit = dataclasses.replace(unit, facts={**unit.facts, **details})
-        scores = {k: float(v) for k, v in self.judge(answer, unit, tokenizer).items()}
-        return {"answer": str(answer), **details, "scores": scores, "correct": scores[self.shown]}
+            unit = dataclasses.replace(unit, fields={**unit.fields, **details})
+        scores = {k: float(v) for k, v in self.score_answer(answer, unit, tokenizer).items()}
+        return {
+            "answer": str(answer),
+            **details,
+            "scores": scores,
+            "correct": scores[self.main_score],
+        }
 
-    def rescored(self, record: Record, tokenizer) -> Record:
+    def rescore(self, record: Record, tokenizer) -> Record:
         unit = Unit(record["window"], (), np.zeros(0, np.int32), record)
         return {**record, **self._record(record["answer"], unit, tokenizer)}
 

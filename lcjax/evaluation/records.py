@@ -135,12 +135,12 @@ class Store:
             for tree in (before["config"], settings)
         )
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-        shown = ", ".join(
+        listed = ", ".join(
             f"{key} was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
             for key in changed[:3]
         )
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        what = shown + more if changed else f"record format {before['format']}, now {FORMAT}"
+        what = listed + more if changed else f"record format {before['format']}, now {FORMAT}"
         raise InputError(
             f"run.folder={self.folder} holds another run ({what}); name another folder, undo that,"
             " or set run.existing=overwrite"

@@ -39,7 +39,7 @@ class Unit:
     index: int
     shape: tuple
     tokens: np.ndarray  # int32 [n]
-    facts: Record
+    fields: Record
     payload: Any = None
 
     @property
@@ -63,10 +63,10 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     # Whether `score` fills a cache, to generate or to score several continuations of a prompt.
     generates: ClassVar[bool] = False
-    chooses: ClassVar[bool] = False  # scores several continuations of one prompt
+    ranks_options: ClassVar[bool] = False  # scores several continuations of one prompt
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
-    # Settings that judge answers; `eval.py score` may change only these.
-    judging: ClassVar[tuple[str, ...]] = ()
+    # Settings of the scores of answers; `eval.py score` may change only these.
+    scoring_settings: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # name of its files; empty: derived from the settings
 
@@ -145,11 +145,11 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return bootstrap(values, weights=weights)
 
     def references(self, record: Record) -> list[str]:
-        """The reference answers of a record or of the facts of a unit."""
+        """The reference answers of a record or of the fields of a unit."""
         return [str(item) for item in record.get("references", ())]
 
-    def rescored(self, record: Record, tokenizer) -> Record:
-        """The record with its answer judged again by these settings, without a model."""
+    def rescore(self, record: Record, tokenizer) -> Record:
+        """The record with its answer scored again by these settings, without a model."""
         return record
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
@@ -162,7 +162,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
     ) -> list[Path]:
         """Draws the figures of the task and returns the files."""
 
-    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
+    def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         """The longest length that the data allows, and the reason, for the error message."""
         return 0, "choose shorter lengths"
 

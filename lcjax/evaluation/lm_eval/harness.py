@@ -1,4 +1,4 @@
-"""Calls lm-evaluation-harness for its tasks: it makes the documents and judges the answers.
+"""Calls lm-evaluation-harness for its tasks: it makes the documents and scores the answers.
 
 The harness's own code makes prompts, filters answers, and computes scores. This library runs the
 model. The numbers of tasks and groups come from records alone, by the harness's rules: a record
@@ -33,7 +33,7 @@ class HarnessDocument:
     dataset: str  # the task of the harness
     number: int
     requests: list[tuple[str, list[Any], int]]  # kind, arguments, repetitions
-    facts: dict[str, Any]
+    fields: dict[str, Any]
 
 
 def check_installed() -> None:
@@ -84,12 +84,12 @@ class Suite:
                 raise InputError(f"tasks: {name} is no task of lm-eval; {matches[:200]}")
         self._seed, self._max_examples = seed, max_examples
         self._tasks, self._parents, self.groups = {}, {}, {}
-        self._shown: dict[str, str] = {}  # the metric of tables, by task
+        self._metrics: dict[str, str] = {}  # the metric of tables, by task
         for name in names:
             loaded = self._load(manager, name)
             self._add(name, loaded)
             if metrics and name in metrics:
-                self._show(metrics[name], loaded["tasks"])
+                self._set_metric(metrics[name], loaded["tasks"])
         for name, task in self._tasks.items():
             _check_allowed(name, task, unsafe_code)
             _set_shots(task, num_fewshot)
@@ -116,12 +116,12 @@ class Suite:
                 raise InputError(f"tasks: {leaf} is part of {name} and of an earlier name")
             self._tasks[leaf], self._parents[leaf] = task, name if rules else leaf
 
-    def _show(self, metric: str, tasks: Mapping[str, Any]) -> None:
+    def _set_metric(self, metric: str, tasks: Mapping[str, Any]) -> None:
         """Sets the metric of `tasks`; raises InputError if a row of the table lacks it."""
         metrics: dict[str, dict] = {}
         for leaf, task in tasks.items():
             metrics.setdefault(self._parents[leaf], {}).update(task.aggregation())
-            self._shown[leaf] = metric
+            self._metrics[leaf] = metric
         for row, names in metrics.items():
             if metric not in names:
                 raise InputError(f"tasks: {row} has no metric {metric}; known: {', '.join(names)}")
@@ -150,7 +150,7 @@ class Suite:
                 fewshot_as_multiturn=multiturn and chat is not None,
                 chat_template=chat,
             )
-            facts, by_document = self._facts(dataset, task), {}
+            fields, by_document = self._record_fields(dataset, task), {}
             for instance in task.instances:
                 by_document.setdefault(instance.doc_id, []).append(instance)
             for number, instances in by_document.items():
@@ -163,11 +163,11 @@ class Suite:
                 more = {"references": [target]} if len(target) < 1000 else {}
                 parent = self._parents[dataset]
                 documents.append(
-                    HarnessDocument(parent, dataset, number, requests, {**facts, **more})
+                    HarnessDocument(parent, dataset, number, requests, {**fields, **more})
                 )
         return documents
 
-    def _facts(self, dataset: str, task) -> dict[str, Any]:
+    def _record_fields(self, dataset: str, task) -> dict[str, Any]:
         """The fields of records that aggregation needs."""
         from lm_eval.api.registry import AGGREGATION_REGISTRY
 
@@ -175,16 +175,16 @@ class Suite:
         rules = {metric: names.get(f, OWN) for metric, f in task.aggregation().items()}
         higher = task.higher_is_better()
         group = self.groups.get(self._parents[dataset], {})
-        shown = group.get("metric", next(iter(rules), ""))
+        default = group.get("metric", next(iter(rules), ""))
         return {
-            "metric": self._shown.get(dataset, shown),
+            "metric": self._metrics.get(dataset, default),
             "lower": sorted(name for name, better in higher.items() if better is False),
             "aggregation": {name: rule for name, rule in rules.items() if rule != "mean"},
             "by_size": bool(group.get("by_size", True)),
             "shots": task.get_config("num_fewshot") or 0,
         }
 
-    def judge(self, dataset: str, number: int, answers: Answers) -> dict[str, Any]:
+    def score_document(self, dataset: str, number: int, answers: Answers) -> dict[str, Any]:
         """Returns every metric of a document by `metric,filter`, such as `acc,none`."""
         task, instances = self._tasks[dataset], self._instances[dataset, number]
         all_instances = task.instances

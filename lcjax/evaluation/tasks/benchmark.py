@@ -19,15 +19,15 @@ from lcjax.evaluation.report import plots
 from lcjax.evaluation.task import Limits, Metric, Record, Unit
 from lcjax.evaluation.tasks.local_files import find
 
-Score = Callable[[str, Record], float]  # of an answer and the facts of its unit
+Score = Callable[[str, Record], float]  # of an answer and the fields of its unit
 AGGREGATES = ("flat", "category_macro")
 BUDGETS = ("official", "total")
 
 
 def best_of(metric: Callable[[str, str], float], *, strip: bool = False) -> Score:
     """The highest score over all references; with `strip` the answer is stripped before."""
-    return lambda answer, facts: metrics.best(
-        metric, answer.strip() if strip else answer, facts["references"]
+    return lambda answer, fields: metrics.best(
+        metric, answer.strip() if strip else answer, fields["references"]
     )
 
 
@@ -43,14 +43,14 @@ class DataSet:
     first_line: bool = False  # whether only the first line of an answer counts
     stop: tuple[str, ...] = ()
 
-    def with_shown(self, name: str) -> "DataSet":
+    def with_main_score(self, name: str) -> "DataSet":
         """The data set with another score in the tables."""
         return dataclasses.replace(self, scores={name: self.scores[name], **self.scores})
 
-    def score(self, answer: str, facts: Record) -> dict[str, float]:
+    def score(self, answer: str, fields: Record) -> dict[str, float]:
         """All scores of an answer; `score` is the one that tables show."""
         text = metrics.first_line(answer) if self.first_line else answer
-        scores = {name: float(score(text, facts)) for name, score in self.scores.items()}
+        scores = {name: float(score(text, fields)) for name, score in self.scores.items()}
         return {"score": next(iter(scores.values())), **scores}
 
 
@@ -61,7 +61,7 @@ class FileBenchmark(PromptTask):
     A subclass defines the names of the files (`files`) and their prompts (`read`).
     """
 
-    judging: ClassVar[tuple[str, ...]] = ("aggregate",)
+    scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate",)
     datasets: ClassVar[Mapping[str, DataSet]] = {}
     selections: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # further names in `tasks`
     title: ClassVar[str] = ""
@@ -131,9 +131,9 @@ class FileBenchmark(PromptTask):
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Returns an example with the settings of its data set, for one length."""
-        facts = {"dataset": data.name, **example.facts}
+        fields = {"dataset": data.name, **example.fields}
         new_tokens = example.max_new_tokens or data.new_tokens
-        return dataclasses.replace(example, facts=facts, max_new_tokens=new_tokens)
+        return dataclasses.replace(example, fields=fields, max_new_tokens=new_tokens)
 
     def weights(self, records: Sequence[Record]) -> list[float]:
         """Data sets or categories have equal weight."""
@@ -211,7 +211,7 @@ class FileBenchmark(PromptTask):
 class AnswerBenchmark(FileBenchmark, GenerationTask):
     """Generated answers, scored by the rules of each data set."""
 
-    shown: ClassVar[str] = "score"
+    main_score: ClassVar[str] = "score"
 
     max_new_tokens: int | None = None  # null: the official number of each data set
     budget_rule: str = "total"  # total: everything counts; official: the template and answer do not
@@ -232,7 +232,7 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
         example = super().prepare(example, data, tokenizer, length)
         return dataclasses.replace(
             example,
-            facts={"protocol": f"{self.label}_{self.budget_rule}", **example.facts},
+            fields={"protocol": f"{self.label}_{self.budget_rule}", **example.fields},
             max_new_tokens=self.max_new_tokens or data.new_tokens,
             stop=data.stop,
             template=None if data.chat else "none",
@@ -249,8 +249,8 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
         text = mark.rstrip() + "\n\n" + last.text.lstrip()
         return dataclasses.replace(example, segments=[*before, Segment("question", text)])
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        return self.scoring(self.datasets[unit.facts["dataset"]]).score(answer, unit.facts)
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        return self.scoring(self.datasets[unit.fields["dataset"]]).score(answer, unit.fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +282,8 @@ class TextCutBenchmark(AnswerBenchmark):
         if self.budget_rule == "total":
             return example
         segments, num_cut = cut_segments(tokenizer, example.segments, length - self.reserve)
-        facts = {**example.facts, "cut_tokens": num_cut}
-        return dataclasses.replace(example, segments=segments, facts=facts)
+        fields = {**example.fields, "cut_tokens": num_cut}
+        return dataclasses.replace(example, segments=segments, fields=fields)
 
 
 def cut_segments(

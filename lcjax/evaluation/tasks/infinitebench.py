@@ -135,22 +135,22 @@ _OPTIONS = ("OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D")
 
 
 def _of_label(metric: Callable) -> Score:
-    return lambda answer, facts: metric(answer, facts["references"])
+    return lambda answer, fields: metric(answer, fields["references"])
 
 
-def _math_find(answer: str, facts: Record) -> float:
+def _math_find(answer: str, fields: Record) -> float:
     try:
-        return scores.math_find(answer, facts["references"])
+        return scores.math_find(answer, fields["references"])
     except ValueError:  # the official scorer raises
         return 0.0
 
 
-def _kv_retrieval(answer: str, facts: Record) -> float:
-    return scores.kv_retrieval(answer, facts["references"][0])
+def _kv_retrieval(answer: str, fields: Record) -> float:
+    return scores.kv_retrieval(answer, fields["references"][0])
 
 
-def _exact_number(answer: str, facts: Record) -> float:
-    return scores.math_find(answer, facts["references"], parity=False)
+def _exact_number(answer: str, fields: Record) -> float:
+    return scores.math_find(answer, fields["references"], parity=False)
 
 
 def _lsum(answer: str, reference: str) -> float:
@@ -237,12 +237,12 @@ class InfiniteBench(TextCutBenchmark):
             """The prepared example, or None if it would be cut."""
             rng = random.Random(f"infinitebench {limits.seed} {data.name} {index}")
             row = generated.row(rng, units, index, count)
-            facts = {"source": f"generated, {OWN_WORDING}", "units": units}
-            example = _example(row, data.name, *template, facts)
+            fields = {"source": f"generated, {OWN_WORDING}", "units": units}
+            example = _example(row, data.name, *template, fields)
             example = self.prepare(example, data, corpus.tokenizer, length)
             prompt = self.prompt_encoder(corpus.tokenizer).prompt(example.segments)
             is_over = self.budget(length, example.max_new_tokens).left(prompt) < 0
-            return None if is_over or example.facts.get("cut_tokens") else example
+            return None if is_over or example.fields.get("cut_tokens") else example
 
         max_units = generated.max_units(lambda units: whole_example(0, units) is not None)
         for index in range(count):
@@ -272,34 +272,34 @@ class InfiniteBench(TextCutBenchmark):
         )
 
 
-def _example(row: dict, name: str, template: str, source: str, facts: Record) -> Example:
+def _example(row: dict, name: str, template: str, source: str, fields: Record) -> Example:
     """Parses a row; raises ValueError with what is wrong."""
-    segments = local_files.fill_template(template, _fields(row, name))
-    facts = {**facts, **local_files.template_facts(template, source)}
-    return Example(segments, _label(row, name), facts)
+    segments = local_files.fill_template(template, _template_values(row, name))
+    fields = {**fields, **local_files.template_fields(template, source)}
+    return Example(segments, _label(row, name), fields)
 
 
-def _fields(row: dict, name: str) -> dict[str, str]:
+def _template_values(row: dict, name: str) -> dict[str, str]:
     """The fields of a template; raises ValueError for what a row lacks."""
     if not isinstance(row["context"], str) or not isinstance(row["input"], str):
         raise ValueError("has a context or input that is no text")
-    fields = {"context": row["context"], "input": row["input"], "question": row["input"]}
+    values = {"context": row["context"], "input": row["input"], "question": row["input"]}
     if name in _MULTIPLE_CHOICE:
         if not isinstance(row["options"], list) or len(row["options"]) != len(_OPTIONS):
             raise ValueError(f"has options={row['options']!r}, not four")
-        fields |= dict(zip(_OPTIONS, map(str, row["options"]), strict=True))
+        values |= dict(zip(_OPTIONS, map(str, row["options"]), strict=True))
     elif name == "code_run":
         call = re.search(r"func_[0-9]+\(-?[0-9]+\)", row["input"])
         if call is None:
             raise ValueError("has no call such as func_1(2) in its input")
-        fields |= {"func_call": call.group(), "func": call.group().split("(")[0]}
+        values |= {"func_call": call.group(), "func": call.group().split("(")[0]}
     elif name == "math_find":
         match = re.search("The .+ of", row["input"])
         if match is None:
             raise ValueError('has no "The ... of" in its input')
         number = match.group().lower().removesuffix(" of")
-        fields["prefix"] = f"What is {number} in the following list?"
-    return fields
+        values["prefix"] = f"What is {number} in the following list?"
+    return values
 
 
 def _label(row: dict, name: str) -> Sequence:

@@ -98,28 +98,28 @@ def is_text_list(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
-def fill_template(template: str, fields: Mapping[str, str]) -> list[Segment]:
-    """Splits a template at its field `context` into segments, and fills its fields.
+def fill_template(template: str, values: Mapping[str, str]) -> list[Segment]:
+    """Splits a template at its field `context` into segments, and fills in `values`.
 
     The end of the template belongs to the question, so that a chat template surrounds all of it, as
     in the official scripts.
     """
     matches = list(_FIELD.finditer(template))
     for match in matches:
-        if match.group(1) not in fields:
+        if match.group(1) not in values:
             raise InputError(
                 f"prompt template {template[:40]!r} asks for {match.group(1)}, no field here"
             )
 
     def fill(text: str) -> str:
-        return _FIELD.sub(lambda match: fields[match.group(1)], text)
+        return _FIELD.sub(lambda match: values[match.group(1)], text)
 
     context = next((match for match in matches if match.group(1) == "context"), None)
     if context is None:
         return [Segment("question", fill(template))]
     texts = {
         "instruction": fill(template[: context.start()]),
-        "context_doc": fields["context"],
+        "context_doc": values["context"],
         "question": fill(template[context.end() :]),
     }
     return [Segment(kind, text) for kind, text in texts.items() if text]
@@ -132,7 +132,7 @@ def library_prompts(benchmark: str) -> dict[str, Any]:
     return yaml.safe_load(text)[benchmark]
 
 
-def template_facts(template: str, source: str) -> dict[str, str]:
+def template_fields(template: str, source: str) -> dict[str, str]:
     """The fields of records about a template: its source and hash."""
     digest = hashlib.sha256(template.encode()).hexdigest()[:12]
     return {"wording": source, "template_text": digest}

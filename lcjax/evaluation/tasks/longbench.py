@@ -39,8 +39,8 @@ BANDS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, float("inf"))}  
 
 def _classes(*, parity: bool) -> Score:
     score = functools.partial(scores.classification, parity=parity)
-    return lambda answer, facts: metrics.best(
-        lambda text, right: score(text, right, facts["all_classes"]), answer, facts["references"]
+    return lambda answer, fields: metrics.best(
+        lambda text, right: score(text, right, fields["all_classes"]), answer, fields["references"]
     )
 
 
@@ -97,7 +97,7 @@ class LongBench(TextCutBenchmark):
     `aggregate=category_macro`, SharedLLM the categories of `tasks=[en_without_synthetic]`.
     """
 
-    judging: ClassVar[tuple[str, ...]] = ("aggregate", "code_metric", "first_lines")
+    scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate", "code_metric", "first_lines")
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     selections: ClassVar[dict[str, tuple[str, ...]]] = {
         "en": tuple(data.name for data in _SETS if data.name not in _CHINESE),
@@ -146,7 +146,7 @@ class LongBench(TextCutBenchmark):
         wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")
         if self.first_lines == "lceg" and wide and data.name not in _CHINESE:
             data = dataclasses.replace(data, first_line=True)
-        return data.with_shown(f"code_{self.code_metric}") if data.group == "code" else data
+        return data.with_main_score(f"code_{self.code_metric}") if data.group == "code" else data
 
     def summarise(self, records: Sequence[Record]) -> Record:
         """Adds the mean over data sets in each band of words, for LongBench-E."""
@@ -184,14 +184,14 @@ def examples(path: Path, template: str, source: str, data: DataSet) -> Iterator[
 
     def parse(number: int, row: dict) -> Example:
         _check_row(row, data)
-        facts = {"wording": source, "line": number, "id": row.get("_id")}
-        facts |= local_files.template_facts(template, source)
+        fields = {"wording": source, "line": number, "id": row.get("_id")}
+        fields |= local_files.template_fields(template, source)
         if "classification" in data.scores:
-            facts["all_classes"] = row["all_classes"]
+            fields["all_classes"] = row["all_classes"]
         if "length" in row:
-            facts["words"] = row["length"]
-        fields = {key: row[key] for key in ("context", "input")}
-        return Example(local_files.fill_template(template, fields), row["answers"], facts)
+            fields["words"] = row["length"]
+        values = {key: row[key] for key in ("context", "input")}
+        return Example(local_files.fill_template(template, values), row["answers"], fields)
 
     return local_files.rows(path, _FIELDS, parse)
 

@@ -64,7 +64,7 @@ class ManyShot(TextCutBenchmark):
     seed: int = 0
 
     @property
-    def chooses(self) -> bool:
+    def ranks_options(self) -> bool:
         return self.options
 
     def check(self, limits: Limits, key: str) -> None:
@@ -104,9 +104,9 @@ class ManyShot(TextCutBenchmark):
             ]
             text = closing.replace("{input}", f"Question: {question}\nType:")
             segments = [Segment("instruction", opening), *demos, Segment("question", text)]
-            facts = {"line": line, "all_classes": list(CLASSES.values()), "shots": count}
-            facts |= local_files.template_facts(template, source)
-            yield Example(segments, [answer], facts)
+            fields = {"line": line, "all_classes": list(CLASSES.values()), "shots": count}
+            fields |= local_files.template_fields(template, source)
+            yield Example(segments, [answer], fields)
 
     def _demonstrations(self, train: Sequence, count: int, rng: np.random.Generator) -> list:
         order = rng.permutation(len(train))
@@ -122,11 +122,11 @@ class ManyShot(TextCutBenchmark):
     def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
         units = super().plan(corpus, length, limits)
         cut = {
-            unit.facts["dataset"]
+            unit.fields["dataset"]
             for unit in units
-            if unit.facts["truncated"] or unit.facts.get("cut_tokens")
+            if unit.fields["truncated"] or unit.fields.get("cut_tokens")
         }
-        whole = [unit for unit in units if unit.facts["dataset"] not in cut]
+        whole = [unit for unit in units if unit.fields["dataset"] not in cut]
         if not whole:
             raise InputError(
                 f"lengths: {length} is too short for {self.label} with {self.selection()[0].name};"
@@ -142,7 +142,7 @@ class ManyShot(TextCutBenchmark):
         if not self.options:
             return records
         rows = pad_batch(units, batch)
-        options = [option_ids(model.tokenizer, unit.facts["all_classes"]) for unit in rows]
+        options = [option_ids(model.tokenizer, unit.fields["all_classes"]) for unit in rows]
         losses = option_losses(model, [unit.payload for unit in rows], options)
         return [
             self._with_options(unit, record, loss, list(map(len, ids)))
@@ -154,12 +154,12 @@ class ManyShot(TextCutBenchmark):
     ) -> Record:
         """Adds the loss of each class after the prompt, and whether the likeliest is right."""
         record = {**record, "option_nll": losses.tolist(), "option_tokens": sizes}
-        scores = {**record["scores"], **_option_scores({**unit.facts, **record})}
-        read = unit.facts["size"] + len(unit.tokens) + sum(sizes)
+        scores = {**record["scores"], **_option_scores({**unit.fields, **record})}
+        read = unit.fields["size"] + len(unit.tokens) + sum(sizes)
         return {**record, "scores": scores, "read": read}
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        return {**super().judge(answer, unit, tokenizer), **_option_scores(unit.facts)}
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        return {**super().score_answer(answer, unit, tokenizer), **_option_scores(unit.fields)}
 
     def summarise(self, records: Sequence[Record]) -> Record:
         names = OPTION_SCORES if self.options else ()
@@ -181,14 +181,14 @@ class ManyShot(TextCutBenchmark):
         return [*files, plots.over_counts(cells, panels, ("demonstrations", "accuracy"), path)]
 
 
-def _option_scores(facts: Record) -> dict[str, float]:
-    """Whether the likeliest class is the right one, if `facts` has the losses of the classes."""
-    if "option_nll" not in facts:
+def _option_scores(fields: Record) -> dict[str, float]:
+    """Whether the likeliest class is the right one, if `fields` has the losses of the classes."""
+    if "option_nll" not in fields:
         return {}
-    losses, names = np.asarray(facts["option_nll"]), facts["all_classes"]
-    by_score = (losses, losses / np.asarray(facts["option_tokens"]))
+    losses, names = np.asarray(fields["option_nll"]), fields["all_classes"]
+    by_score = (losses, losses / np.asarray(fields["option_tokens"]))
     return {
-        score: float(names[int(np.argmin(values))] in facts["references"])
+        score: float(names[int(np.argmin(values))] in fields["references"])
         for score, values in zip(OPTION_SCORES, by_score, strict=True)
     }
 

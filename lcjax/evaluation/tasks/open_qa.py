@@ -102,9 +102,9 @@ class OpenQa(AnswerBenchmark):
                 *(Segment("context_doc", f"{passage}\n\n") for passage in passages),
                 Segment("question", row.text()),
             ]
-            facts = {"line": row.line, "wording": OWN_WORDING}
-            facts |= {"passages": len(passages), "question": row.question}
-            yield Example(segments, row.answers, facts)
+            fields = {"line": row.line, "wording": OWN_WORDING}
+            fields |= {"passages": len(passages), "question": row.question}
+            yield Example(segments, row.answers, fields)
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Adds a line if the last passages will be cut."""

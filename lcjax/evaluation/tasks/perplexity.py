@@ -294,7 +294,7 @@ class Perplexity(Task):
         units = []
         for window in choose_windows(windows, limits.max_windows, self.select, limits.seed):
             document, stop = documents[window.document], window.start + window.size
-            facts = {
+            fields = {
                 "protocol": self.protocol,
                 "length": length,
                 "stride": limits.stride if rules.strided else None,
@@ -309,13 +309,13 @@ class Perplexity(Task):
             }
             if document.byte_ends is not None:
                 ends, before = document.byte_ends, window.start + window.first - 1
-                facts["bytes"] = float(ends[stop - 1] - ends[before])
+                fields["bytes"] = float(ends[stop - 1] - ends[before])
             tokens = document.tokens[window.start : stop]
             if bos is not None and rules.bos == "window":
                 tokens = np.concatenate([np.asarray([bos], np.int32), tokens[1:]])
             # The last blocks of documents have other first positions, but run in one function.
             shape = (length + 1, 1) if rules.whole else (length, window.first)
-            units.append(Unit(window.index, shape, tokens, facts))
+            units.append(Unit(window.index, shape, tokens, fields))
         return units
 
     def _start(self, tokenizer) -> int | None:
@@ -332,9 +332,9 @@ class Perplexity(Task):
                 " 4, recent: 2044}, or use protocol=prefix_yarn"
             )
         for unit in units:
-            model.check_scored(*unit.shape, unit.facts["size"])
+            model.check_scored(*unit.shape, unit.fields["size"])
 
-    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
+    def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         sizes = sorted(map(len, corpus.documents(1)))
         has_start = self._start(corpus.tokenizer) is not None
         if self._rules.stream:
@@ -356,7 +356,7 @@ class Perplexity(Task):
             tokens[index, : len(row)] = row
         nll = np.asarray(model.nll(tokens, first=first, lengths=sizes), np.float64)
         return [
-            self._record(unit, nll[index, unit.facts["first"] : sizes[index]])
+            self._record(unit, nll[index, unit.fields["first"] : sizes[index]])
             for index, unit in enumerate(units)
         ]
 
@@ -369,8 +369,8 @@ class Perplexity(Task):
             "nan": int(nll.size - finite.sum()),
         }
         if self._rules.by_position:
-            edges = bin_edges(unit.facts["length"], self.position_bins)
-            positions = np.arange(unit.facts["first"], unit.facts["size"])
+            edges = bin_edges(unit.fields["length"], self.position_bins)
+            positions = np.arange(unit.fields["first"], unit.fields["size"])
             bins = np.searchsorted(edges, positions, "right") - 1
             sums = np.bincount(bins, known, len(edges) - 1)
             record["position_nll"] = sums.astype(np.float32)
@@ -442,7 +442,7 @@ class Perplexity(Task):
             edges = bin_edges(length, self.position_bins)
             sums = np.asarray([record["position_nll"] for record in group], np.float64)
             counts = np.asarray([_position_counts(record, edges) for record in group])
-            seen = counts.sum(0) > 0
+            has_tokens = counts.sum(0) > 0
             total = np.maximum(counts.sum(0), 1)
             mean = sums.sum(0) / total
             spread = np.sqrt(((sums - counts * mean) ** 2).sum(0)) / total
@@ -453,9 +453,9 @@ class Perplexity(Task):
                     "method": method,
                     "length": length,
                     "trained": group[0]["trained"],
-                    "position": ((edges[:-1] + edges[1:] - 1) / 2)[seen],
-                    "nll": mean[seen],
-                    "standard_error": spread[seen] if independent else None,
+                    "position": ((edges[:-1] + edges[1:] - 1) / 2)[has_tokens],
+                    "nll": mean[has_tokens],
+                    "standard_error": spread[has_tokens] if independent else None,
                     "log": self.position_bins == "log",
                 }
             )

@@ -81,15 +81,15 @@ class RagLm(Task):
                 continue
             tokens = np.concatenate([*chunks[len(chunks) - count :], text])
             first = length - self.scored
-            facts = {
+            fields = {
                 "protocol": "rag_lm", "length": length, "stride": None, "bos": "none",
                 "document": line, "domain": domain, "chunks": count, "start": 0, "size": length,
                 "first": first, "weight": 1.0, "bytes": None,
             }  # fmt: skip
-            units.append(Unit(len(units), (length, first), tokens, facts))
+            units.append(Unit(len(units), (length, first), tokens, fields))
         return units
 
-    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
+    def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         num_chunks = max((len(chunks) for *_, chunks in self._texts(corpus)), default=0)
         reason = f"{self.path} has texts of {self.decoder} tokens with up to {num_chunks} chunks"
         return self.decoder + num_chunks * self.chunk, reason

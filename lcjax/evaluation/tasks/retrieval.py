@@ -65,8 +65,8 @@ class DepthTask(GenerationTask):
             for trial in range(self.trials):
                 seeds = (limits.seed, length, round(depth * 1e6), trial)
                 example = self.example_at(corpus, Placement(length, depth, seeds), limits)
-                facts = {"wording": OWN_WORDING, "depth": depth, "trial": trial}
-                yield dataclasses.replace(example, facts={**facts, **example.facts})
+                fields = {"wording": OWN_WORDING, "depth": depth, "trial": trial}
+                yield dataclasses.replace(example, fields={**fields, **example.fields})
 
     def insert_needle(
         self,
@@ -131,7 +131,7 @@ _KEY_MATCHES = ("first_integer", "first_digits", "token_ids")
 class Passkey(DepthTask):
     """Five-digit keys at evenly spaced depths, measured in tokens."""
 
-    judging: ClassVar[tuple[str, ...]] = ("match",)
+    scoring_settings: ClassVar[tuple[str, ...]] = ("match",)
 
     max_new_tokens: int = 10  # counted in the length, like everything else
     repeat: int = 2  # how often the line states the key (2 in the published versions)
@@ -142,7 +142,7 @@ class Passkey(DepthTask):
         return Metric("accuracy", f"passkey accuracy ({self.match})", False, 2)
 
     @property
-    def shown(self) -> str:
+    def main_score(self) -> str:
         return self.match
 
     def check(self, limits: Limits, key: str) -> None:
@@ -175,14 +175,14 @@ class Passkey(DepthTask):
         segments, start = self.insert_needle(
             prompt_encoder, _passkey_frame, needle, haystack, min_tokens, placement.length
         )
-        facts = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
-        return Example(segments, [key], facts)
+        fields = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
+        return Example(segments, [key], fields)
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, bool]:
-        return key_scores(answer, unit.facts["key"], tokenizer, unit.facts.get("ids"))
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, bool]:
+        return key_scores(answer, unit.fields["key"], tokenizer, unit.fields.get("ids"))
 
-    def rescored(self, record: Record, tokenizer) -> Record:
-        return {**super().rescored(record, tokenizer), "protocol": f"passkey_{self.match}"}
+    def rescore(self, record: Record, tokenizer) -> Record:
+        return {**super().rescore(record, tokenizer), "protocol": f"passkey_{self.match}"}
 
     def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
         """k_max, the effective window of Position Interpolation: the longest length that works."""
@@ -241,7 +241,7 @@ class KvRetrieval(DepthTask):
     """
 
     metric: ClassVar[Metric] = Metric("accuracy", "Key-value retrieval, accuracy", False, 2)
-    shown: ClassVar[str] = "word_match"
+    main_score: ClassVar[str] = "word_match"
 
     max_new_tokens: int = 50  # counted in the length, like everything else; a UUID is about 25
 
@@ -277,11 +277,11 @@ class KvRetrieval(DepthTask):
         # The first pair has no comma before it.
         texts = [pairs[0], *(f",{pair}" for pair in pairs[1:])]
         ids = [token for text in texts for token in encode_mid_text(tokenizer, text)]
-        facts = {"pairs": len(pairs), "place": index, "key": key}
-        return Example([instruction, Segment("context_doc", ids=ids), *question], [value], facts)
+        fields = {"pairs": len(pairs), "place": index, "key": key}
+        return Example([instruction, Segment("context_doc", ids=ids), *question], [value], fields)
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        references = unit.facts["references"]
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        references = unit.fields["references"]
         return {
             "word_match": metrics.infinitebench.kv_retrieval(answer, references[0]),
             "substring": metrics.string_match_all(answer, references),
@@ -384,7 +384,7 @@ class Niah(DepthTask):
     """Needles at evenly spaced depths of the run's `data`, after the sentence that ends there."""
 
     needs_data: ClassVar[bool] = True
-    judging: ClassVar[tuple[str, ...]] = ("measure",)
+    scoring_settings: ClassVar[tuple[str, ...]] = ("measure",)
 
     max_new_tokens: int = 50  # counted in the length, like everything else
     # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence
@@ -402,7 +402,7 @@ class Niah(DepthTask):
         return Metric(self.measure, f"needle in a haystack ({self.measure})", False, 2)
 
     @property
-    def shown(self) -> str:
+    def main_score(self) -> str:
         return self.measure
 
     def check(self, limits: Limits, key: str) -> None:
@@ -437,12 +437,12 @@ class Niah(DepthTask):
         segments, start = self.insert_needle(
             prompt_encoder, frame, ids, text, haystack.MIN_TOKENS, placement.length
         )
-        facts = {
+        fields = {
             "protocol": f"niah_{self.needle}",
             "needle": needle.sentence,
             "needle_start": start,
         }
-        return Example(segments, [needle.value], facts)
+        return Example(segments, [needle.value], fields)
 
     def _needle(self, rng: random.Random) -> Needle:
         if self.needle == "kamradt":
@@ -456,10 +456,10 @@ class Niah(DepthTask):
             value,
         )
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        needle = unit.facts["needle"]
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        needle = unit.fields["needle"]
         return {
-            "value_match": metrics.value_match(answer, unit.facts["references"]),
+            "value_match": metrics.value_match(answer, unit.fields["references"]),
             "rouge1_f": metrics.rouge1_f(answer, needle),
             "word_recall": metrics.word_recall(answer, needle),
             "word_recall_lceg": metrics.word_recall(answer, needle, distinct=False),

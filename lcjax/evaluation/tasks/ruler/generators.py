@@ -46,7 +46,7 @@ class Sample:
 
     segments: Sequence[Segment]
     answers: Sequence[str]
-    facts: dict = dataclasses.field(default_factory=dict)
+    fields: dict = dataclasses.field(default_factory=dict)
 
 
 class Generator(abc.ABC):

@@ -64,7 +64,7 @@ class Ruler(GenerationTask):
     `data`, collapsed to single blanks, in the order of its files.
     """
 
-    shown: ClassVar[str] = "string_match"
+    main_score: ClassVar[str] = "string_match"
 
     max_new_tokens: int | None = None  # null: 128 for needles, 30 vt, 120 cwe, 50 fwe, 32 qa
     tasks: tuple[str, ...] = ()  # such as niah_single_1, vt, cwe; empty: all thirteen
@@ -115,16 +115,16 @@ class Ruler(GenerationTask):
                 sample, num_units = generator.sample(
                     prompt_encoder, budget, seed, units, index, name
                 )
-                facts = {
+                fields = {
                     "protocol": "ruler",
                     "task": name,
                     "sample": index,
                     "units": num_units,
                     "shuffles": self.shuffles,
-                    **self._source_facts(name, corpus),
-                    **sample.facts,
+                    **self._source_fields(name, corpus),
+                    **sample.fields,
                 }
-                yield Example(sample.segments, sample.answers, facts, budget.new_tokens)
+                yield Example(sample.segments, sample.answers, fields, budget.new_tokens)
 
     def generator(
         self, name: str, corpus: TokenizedCorpus, length: int, limits: Limits
@@ -157,19 +157,19 @@ class Ruler(GenerationTask):
     def _words(self, corpus: TokenizedCorpus) -> WordList:
         return corpus.once(("words", self.words), lambda: read_words(self.words, "words"))
 
-    def _source_facts(self, name: str, corpus: TokenizedCorpus) -> Record:
+    def _source_fields(self, name: str, corpus: TokenizedCorpus) -> Record:
         """The fields of records about the sources of a task's texts."""
         words = {"wordlist": self._words(corpus).source} if _needs_words(name) else {}
         essays = {"splitter": SPLITTER} if _needs_essays(name) else {}
-        return {**self._wording(corpus).facts, **words, **essays}
+        return {**self._wording(corpus).fields, **words, **essays}
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        text, references = clean_answer(answer), unit.facts["references"]
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        text, references = clean_answer(answer), unit.fields["references"]
         scores = {
             "all": metrics.string_match_all(text, references),
             "part": metrics.string_match_part(text, references),
         }
-        rule = "part" if unit.facts["task"] in _DATA else "all"
+        rule = "part" if unit.fields["task"] in _DATA else "all"
         return {"string_match": scores[rule], **scores}
 
     def _by_task(self, records: Sequence[Record]) -> dict[str, float]:

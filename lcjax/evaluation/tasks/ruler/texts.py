@@ -65,13 +65,13 @@ class Wording:
     source: str
 
     @property
-    def facts(self) -> dict[str, str]:
+    def fields(self) -> dict[str, str]:
         """The fields of records about the templates: their source and hash."""
         text = repr((sorted(self.templates.items()), self.needle, self.noise))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return {"wording": self.source, "wording_hash": digest}
 
-    def template(self, family: str, *, singular: bool = False, **fields) -> Template:
+    def template(self, family: str, *, singular: bool = False, **values) -> Template:
         """Fills the fields of a template; `singular` replaces plurals by RULER's own rule."""
         prompt, answer = self.templates[family]
         for plural, one in _SINGULAR if singular else ():
@@ -79,7 +79,7 @@ class Wording:
         before, field, after = prompt.partition("{context}")
         if not field:
             raise InputError(f"RULER's template {family!r} has no {{context}}; restore the file")
-        before, question, answer = (text.format(**fields) for text in (before, after, answer))
+        before, question, answer = (text.format(**values) for text in (before, after, answer))
         instruction = before.rstrip()
         return Template(instruction, before[len(instruction) :], question, answer)
 
