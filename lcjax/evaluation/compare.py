@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lcjax.errors import InputError, suggestion
+from lcjax.evaluation import plots
 from lcjax.evaluation.records import by_cell, folder_name, hashed_settings
-from lcjax.evaluation.report import cell_of, differences, page, plots
+from lcjax.evaluation.report import cell_of, differences, page
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.results import Results, read
 from lcjax.evaluation.task import Record, Task

@@ -14,6 +14,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from lcjax.evaluation.generation import GenerationTask
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.results import Results
 from lcjax.evaluation.run import check
-from lcjax.evaluation.task import Record, Task, Unit
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Record, Records, Task, Unit
 from lcjax.evaluation.tasks.longbench import LongBench, by_band
 from lcjax.files import write_whole
 
@@ -78,21 +80,15 @@ def _lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
-def _by_part(task: Task, records: Sequence[Record]) -> dict[str, list[Record]]:
-    parts: dict[str, list[Record]] = {}
-    for record in records:
-        parts.setdefault(_part_of(task, record), []).append(record)
-    return parts
+def _by_part(task: Task, records: Records) -> dict[str, list[Record]]:
+    return group_by(records, lambda record: _part_of(task, record))
 
 
 def _lm_eval(run: Results, out: Path) -> list[Path]:
-    methods: dict[str, list[tuple[Task, int, list[Record]]]] = {}
-    for method, task, length, records in run.cells():
-        methods.setdefault(method, []).append((task, length, records))
     files = []
-    for method, cells in methods.items():
+    for method, cells in group_by(run.cells(), itemgetter(0)).items():
         folder, results = out / _folder(run, method), _lm_eval_results(run, method)
-        for task, length, records in cells:
+        for _, task, length, records in cells:
             name, metric = f"{task.label}_{length}", task.metric.name
             value = task.summarise(records)["value"]
             results["results"][name] = {
@@ -131,7 +127,7 @@ def _lm_eval_results(run: Results, method: str) -> dict[str, Any]:
     }
 
 
-def _standard_error(task: Task, records: Sequence[Record]) -> float | str:
+def _standard_error(task: Task, records: Records) -> float | str:
     """Standard error of the mean, or "N/A" as in lm-eval if the number is not a mean."""
     values = [value for record in records if (value := task.example(record)) is not None]
     if task.metric.lower_is_better or len(values) < 2:
@@ -185,7 +181,7 @@ def _longbench(run: Results, out: Path) -> list[Path]:
     return files
 
 
-def _percent(task: Task, records: Sequence[Record]) -> float | None:
+def _percent(task: Task, records: Records) -> float | None:
     """Mean score in percent; None without records, where LongBench writes NaN (invalid JSON)."""
     values = [v for record in records if (v := task.example(record)) is not None]
     return round(100 * float(np.mean(values)), 2) if values else None
@@ -217,7 +213,7 @@ def _ruler(run: Results, out: Path) -> list[Path]:
     return files
 
 
-def _ruler_summary(task: Task, parts: Mapping[str, Sequence[Record]]) -> str:
+def _ruler_summary(task: Task, parts: Mapping[str, Records]) -> str:
     """The table that RULER's script writes: numbered columns and named rows."""
     nulls = [
         f"{sum(not record['answer'].strip() for record in group)}/{len(group)}"
@@ -282,9 +278,7 @@ def make_data(
             units = task.plan(corpus, length, limits)
             if not units:
                 raise InputError(f"lengths: {length} gives no prompt in {task.label}")
-            parts: dict[str, list[Unit]] = {}
-            for unit in units:
-                parts.setdefault(_part_of(task, unit.fields), []).append(unit)
+            parts = group_by(units, lambda unit, task=task: _part_of(task, unit.fields))
             for name, group in parts.items():
                 files.append(out / task.label / str(length) / f"{name}.jsonl")
                 lines = (_prompt_line(task, unit, corpus.tokenizer) for unit in group)

@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -11,9 +10,8 @@ import numpy as np
 from lcjax.errors import one_of, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import TEMPLATES, Budget, Prompt, PromptEncoder, Segment, fit
-from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
-from lcjax.evaluation.task import Limits, Record, Task, Unit, pad_batch
+from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.generation.sampling import GeneratedText, Sampling
 
 OWN_WORDING = "lcjax-1"  # version of this library's own prompts, in records
@@ -86,11 +84,6 @@ class PromptTask(Task):
     def prompts(self, unit: Unit) -> list[np.ndarray]:
         return [unit.tokens]
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
-
 
 @dataclasses.dataclass(frozen=True)
 class GenerationTask(PromptTask):
@@ -148,7 +141,7 @@ class GenerationTask(PromptTask):
         unit = Unit(record["window"], (), np.zeros(0, np.int32), record)
         return {**record, **self._record(record["answer"], unit, tokenizer)}
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The mean of the shown score, and of every other score that all records have."""
         names = [n for n in records[0]["scores"] if all(n in r["scores"] for r in records)]
         means = {name: float(np.mean([r["scores"][name] for r in records])) for name in names}
@@ -156,7 +149,7 @@ class GenerationTask(PromptTask):
         return {"value": value, **counts(records), **means}
 
 
-def counts(records: Sequence[Record]) -> Record:
+def counts(records: Records) -> Record:
     """Numbers of examples, of empty answers, and of shortened prompts."""
     return {
         "windows": len(records),

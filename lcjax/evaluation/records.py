@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ import numpy as np
 from lcjax.checkpoints.run_folder import MODEL_CONFIG
 from lcjax.config import ERROR, dump
 from lcjax.errors import InputError
-from lcjax.evaluation.task import Record
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Record, Records
 from lcjax.files import FolderFormat, check_replaceable, write_whole
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
@@ -181,7 +183,7 @@ class Store:
             )
         return records
 
-    def append(self, task: str, records: Sequence[Record]) -> None:
+    def append(self, task: str, records: Records) -> None:
         """Appends records to the file of a task; only the first process writes."""
         if not distributed.is_main_process():
             return
@@ -224,12 +226,8 @@ def by_cell(
     """
     records = list(records)
     order = list(methods or dict.fromkeys(record["method"] for record in records))
-    cells: dict[tuple[str, int], list[Record]] = {}
-    for record in sorted(
-        records, key=lambda r: (order.index(r["method"]), r["length"], r["window"])
-    ):
-        cells.setdefault((record["method"], record["length"]), []).append(record)
-    return cells
+    records.sort(key=lambda r: (order.index(r["method"]), r["length"], r["window"]))
+    return group_by(records, itemgetter("method", "length"))
 
 
 def describe(folder: Path, config: "EvalConfig", settings: Mapping, **more: Any) -> None:

@@ -31,6 +31,7 @@ from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit
+from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
@@ -402,9 +403,7 @@ def _batches(task: Task, model: Scorer, units: Sequence[Unit], size: int) -> Ite
 
     Prompts with a common prefix share a batch if `model` can reuse the prefix.
     """
-    shapes: dict[tuple, list[Unit]] = {}
-    for unit in units:
-        shapes.setdefault(unit.shape, []).append(unit)
+    shapes = group_by(units, lambda unit: unit.shape)
     for group in sorted(shapes.values(), key=lambda group: -max(u.fields["size"] for u in group)):
         yield from model.batches(group, size, lambda unit: next(iter(task.prompts(unit)), ()))
 

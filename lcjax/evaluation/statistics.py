@@ -1,4 +1,4 @@
-"""Intervals, correlations, and paired differences over the same examples.
+"""Groups of records, intervals, correlations, and paired differences over the same examples.
 
 Examples in one cluster, such as the windows of a document, are not independent. The bootstrap
 resamples whole clusters.
@@ -6,13 +6,37 @@ resamples whole clusters.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import NormalDist
+from typing import Any, TypeVar
 
 import numpy as np
 
+T, K = TypeVar("T"), TypeVar("K", bound=Hashable)
+Record = dict[str, Any]  # the fields of a record or of a cell of a table
+Records = Sequence[Record]
 DRAWS = 2000  # bootstrap samples; ends of a 95 % interval then vary by about 1 % of its width
 _CHUNK = 1 << 22  # random numbers per chunk, which bounds memory
+
+
+def is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def group_by(items: Iterable[T], key: str | Callable[[T], K]) -> dict[K, list[T]]:
+    """Groups items by a field, or by a function of each, in the order of the first items."""
+    function = operator.itemgetter(key) if isinstance(key, str) else key
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(function(item), []).append(item)
+    return groups
+
+
+def at_longest(items: Records) -> list[Record]:
+    """The cells or records of the longest length."""
+    longest = max(item["length"] for item in items)
+    return [item for item in items if item["length"] == longest]
 
 
 def wilson(num_right: int, total: int, confidence: float = 0.95) -> tuple[float, float]:

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from lcjax import files
-from lcjax.evaluation import Passkey, Perplexity, report
-from lcjax.evaluation.report import page, plots
+from lcjax.evaluation import Passkey, Perplexity, plots, report
+from lcjax.evaluation.report import page
 from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
 

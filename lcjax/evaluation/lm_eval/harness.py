@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from lcjax.errors import InputError, suggestion
-from lcjax.evaluation.task import Record
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Records
 
 HINT = 'pip install "lcjax[eval]", or pip install "lm-eval>=0.4.13,<0.5"'
 OWN = "own"  # an aggregation that is no named function but part of the task
@@ -150,9 +151,8 @@ class Suite:
                 fewshot_as_multiturn=multiturn and chat is not None,
                 chat_template=chat,
             )
-            fields, by_document = self._record_fields(dataset, task), {}
-            for instance in task.instances:
-                by_document.setdefault(instance.doc_id, []).append(instance)
+            fields = self._record_fields(dataset, task)
+            by_document = group_by(task.instances, lambda instance: instance.doc_id)
             for number, instances in by_document.items():
                 instances.sort(key=lambda instance: instance.idx)
                 self._instances[dataset, number] = instances
@@ -275,7 +275,7 @@ _RULES: dict[str, Callable[[Sequence[Any]], float]] = {
 
 
 def dataset_numbers(
-    records: Sequence[Record], task_aggregation: TaskAggregation
+    records: Records, task_aggregation: TaskAggregation
 ) -> dict[str, dict[str, float]]:
     """Returns the numbers of every task of the harness, by `metric,filter`."""
     values: dict[str, dict[str, list]] = {}
@@ -300,7 +300,7 @@ def dataset_numbers(
 
 
 def task_numbers(
-    records: Sequence[Record], task_aggregation: TaskAggregation
+    records: Records, task_aggregation: TaskAggregation
 ) -> dict[str, dict[str, float]]:
     """`dataset_numbers` by row of the table; a group has the weighted mean over its tasks."""
     parents = {record["dataset"]: record["task"] for record in records}

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,8 +30,7 @@ from lcjax.evaluation.lm_eval.requests import (
     respond,
 )
 from lcjax.evaluation.prompt import TEMPLATES
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
 from lcjax.parallel import distributed
 
 # Metrics of the harness where lower is better, for reports without the harness.
@@ -212,7 +210,7 @@ class LmEval(Task):
         correct = float(value) if is_mean and isinstance(value, int | float) else None
         return {**record, "scores": scores, "correct": correct}
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The mean, and every number of every task and group as `task:metric`."""
         by_task = harness.task_numbers(records, self._task_aggregation)
         values = [value for _, value, counts in self._numbers(records, by_task) if counts]
@@ -242,14 +240,14 @@ class LmEval(Task):
             numbers.append((f"{task} ({metric})", values[key], counts))
         return numbers
 
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+    def interval(self, records: Records) -> tuple[float, float]:
         """Interval over documents with their weights in the value, or NaN."""
         records = [r for r in records if self._counts(r)]
         if not records or any(record["correct"] is None for record in records):
             return math.nan, math.nan
         return super().interval(records)
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """Equal weights of tasks, in a group by its own rule; 0 for tasks outside the mean."""
         sizes = collections.Counter(record["dataset"] for record in records)
         parents = {record["dataset"]: record["task"] for record in records}
@@ -272,7 +270,7 @@ class LmEval(Task):
     def part(self, record: Record) -> str:
         return record["task"]
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """Methods by tasks at the longest length."""
         longest, rows = max(cell["length"] for cell in cells), {}
         for cell in cells:
@@ -284,11 +282,6 @@ class LmEval(Task):
                 values = {name: round(value, 4) for name, value, _ in numbers}
                 rows[cell["method"]] = {"length": longest, **values}
         return rows
-
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
 
 
 def _key(scores, metric: str) -> str | None:

@@ -5,17 +5,19 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
 
+from lcjax.evaluation.plots import COLOURS, GREY
 from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.report import differences
-from lcjax.evaluation.report.plots import COLOURS, GREY
-from lcjax.evaluation.report.tables import format_aggregates, is_finite, table_entries
-from lcjax.evaluation.task import Record, Task
+from lcjax.evaluation.report.tables import format_aggregates, table_entries
+from lcjax.evaluation.statistics import group_by, is_finite
+from lcjax.evaluation.task import Record, Records, Task
 from lcjax.files import write_whole
 
 MAX_EXAMPLES = 12  # of one cell
@@ -62,8 +64,8 @@ class Section:
     """Results of one task for a page."""
 
     task: Task
-    cells: Sequence[Record]
-    records: Sequence[Record]
+    cells: Records
+    records: Records
     aggregates: Mapping[str, Record]
     figures: Sequence[Path]
     gaps: Sequence[differences.Gap] = ()  # paired differences between its rows
@@ -273,13 +275,10 @@ def _caption_over_lengths(svg: str) -> str:
     return f"One line a method{line}."
 
 
-def costs(cells: Sequence[Record]) -> list[dict[str, Any]]:
+def costs(cells: Records) -> list[dict[str, Any]]:
     """One row per method and length: tokens per second and peak memory over all tasks."""
-    groups: dict[tuple[str, int], list[Record]] = {}
-    for cell in cells:
-        groups.setdefault((cell["method"], cell["length"]), []).append(cell)
     rows = []
-    for (method, length), group in groups.items():
+    for (method, length), group in group_by(cells, itemgetter("method", "length")).items():
         seconds = sum(cell["seconds"] for cell in group)
         num_tokens = sum((cell["tokens_per_second"] or 0) * cell["seconds"] for cell in group)
         peaks = [cell["peak_bytes"] for cell in group if cell["peak_bytes"] is not None]
@@ -299,7 +298,7 @@ def costs(cells: Sequence[Record]) -> list[dict[str, Any]]:
     return rows
 
 
-def _facts(summary: Mapping[str, Any], cells: Sequence[Record]) -> list[tuple[str, str]]:
+def _facts(summary: Mapping[str, Any], cells: Records) -> list[tuple[str, str]]:
     config = summary["config"]
     model = config.get("model") or {}
     protocols = sorted({str(cell["protocol"]) for cell in cells})
@@ -332,7 +331,7 @@ def anchor(*words: object) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(map(str, words)))
 
 
-def examples_of(task: Task, records: Sequence[Record]) -> Examples:
+def examples_of(task: Task, records: Records) -> Examples:
     """Wrong answers of every cell, or the windows of highest loss if the task has no answers."""
     has_answers = any("answer" in record for record in records)
     heads = _columns(records)
@@ -361,7 +360,7 @@ def examples_of(task: Task, records: Sequence[Record]) -> Examples:
     return Examples(title, heads, groups, shortest)
 
 
-def _wrong_answers(task: Task, records: Sequence[Record]) -> list[Record]:
+def _wrong_answers(task: Task, records: Records) -> list[Record]:
     """Records below a score of 1, or below the best score of metrics such as BLEU; worst first."""
     scores = [task.example(record) for record in records]
     best = max(1.0, *(score for score in scores if score is not None), 0.0)
@@ -369,7 +368,7 @@ def _wrong_answers(task: Task, records: Sequence[Record]) -> list[Record]:
     return [records[index] for _, index in wrong]
 
 
-def _high_losses(task: Task, records: Sequence[Record]) -> list[Record]:
+def _high_losses(task: Task, records: Records) -> list[Record]:
     """The five records of highest loss, NaN first; none of a single record."""
     if len(records) < 2:
         return []
@@ -377,7 +376,7 @@ def _high_losses(task: Task, records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda record: -losses[id(record)])[:5]
 
 
-def _columns(records: Sequence[Record]) -> list[str]:
+def _columns(records: Records) -> list[str]:
     """At most five fields with short values that differ between records."""
     values: dict[str, set] = {}
     for record in records:

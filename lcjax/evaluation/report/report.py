@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
+from lcjax.evaluation import plots
 from lcjax.evaluation.records import FORMAT, REPORT, by_cell, clean, fingerprint
-from lcjax.evaluation.report import differences, page, plots
+from lcjax.evaluation.report import differences, page
 from lcjax.evaluation.report.tables import (
     format_aggregates,
     grid,
@@ -21,7 +22,7 @@ from lcjax.evaluation.report.tables import (
     table_entries,
     to_csv,
 )
-from lcjax.evaluation.task import Metric, Record, Task
+from lcjax.evaluation.task import Metric, Record, Records, Task
 from lcjax.files import write_whole
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
@@ -40,7 +41,7 @@ class Report:
     text: str  # the tables, as printed
 
 
-def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> Record:
+def cell_of(task: Task, method: str, length: int, records: Records) -> Record:
     """Computes one cell of a table: the task's numbers, their settings, time and memory."""
     common = {key: records[0].get(key) for key in _COMMON}
     common |= {key: records[0][key] for key in _OPTIONAL if key in records[0]}
@@ -55,7 +56,7 @@ def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> 
     }
 
 
-def _cost(records: Sequence[Record]) -> Record:
+def _cost(records: Records) -> Record:
     """Tokens per second without compilation, and peak memory.
 
     `peak_bytes` is None if memory did not exceed an earlier peak of the process. The cell then
@@ -76,7 +77,7 @@ def _cost(records: Sequence[Record]) -> Record:
 def write(
     folder: Path,
     config: Mapping,
-    tasks: Mapping[Task, Sequence[Record]],
+    tasks: Mapping[Task, Records],
     *,
     order: Sequence[str],
     notes: str = "",
@@ -130,7 +131,7 @@ def write(
 
 
 def _section(
-    folder: Path, task: Task, records: Sequence[Record], order: Sequence[str]
+    folder: Path, task: Task, records: Records, order: Sequence[str]
 ) -> tuple[page.Section, str, list[Path]]:
     """Results of one task, the text of its tables, and the files of the tables."""
     groups = by_cell(records, order)
@@ -188,7 +189,7 @@ def versions() -> dict[str, str]:
     return versions
 
 
-def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
+def _tables(task: Task, cells: Records, aggregates: Mapping) -> str:
     """Markdown: the number, the numbers that explain it, and the cost."""
     first = cells[0]
     facts = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
@@ -218,7 +219,7 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
     return "\n".join(parts)
 
 
-def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
+def _cost_grid(cells: Records) -> list[list[str]]:
     lengths, rows = table_entries(cells, "tokens_per_second", Metric("", "", False, 0))
     memory = {(cell["method"], cell["length"]): _memory(cell) for cell in cells}
     table = [["method", *(f"{length:,}" for length in lengths)]]
@@ -237,7 +238,7 @@ def _memory(cell: Record) -> str:
     return "?" if bound is None else f"≤ {bound / 1e9:,.2f}"
 
 
-def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
+def _save_tables(folder: Path, task: Task, cells: Records, text: str) -> list[Path]:
     files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv", "tex")]
     write_whole(files[0], text)
     write_whole(files[1], to_csv(cells))

@@ -6,19 +6,15 @@ and the second of three or more is _underlined_.
 
 import csv
 import io
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lcjax.evaluation.task import Metric, Record
+from lcjax.evaluation.statistics import is_finite
+from lcjax.evaluation.task import Metric, Record, Records
 
 # First and last columns of CSV files.
 _LEADING = ("task", "protocol", "method", "length", "value")
 _TRAILING = ("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "seconds", "compile_seconds")
-
-
-def is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 class Entry(NamedTuple):
@@ -29,7 +25,7 @@ class Entry(NamedTuple):
 
 
 def table_entries(
-    cells: Sequence[Record], key: str, metric: Metric
+    cells: Records, key: str, metric: Metric
 ) -> tuple[list[int], dict[str, list[Entry]]]:
     """Returns the lengths, and the entries of every method at these lengths."""
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
@@ -45,7 +41,7 @@ def table_entries(
     return lengths, rows
 
 
-def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:
+def grid(cells: Records, key: str, metric: Metric) -> list[list[str]]:
     """A header and one row per method, one column per length, with Markdown marks."""
     lengths, rows = table_entries(cells, key, metric)
     marks = {None: "{}", 1: "**{}**", 2: "_{}_"}
@@ -94,7 +90,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]]) + "\n"
 
 
-def to_csv(cells: Sequence[Record]) -> str:
+def to_csv(cells: Records) -> str:
     """Formats cells as CSV, one line per cell with full numbers; missing values are empty."""
     keys = list(dict.fromkeys(key for cell in cells for key in cell))
     middle = [key for key in keys if key not in _LEADING + _TRAILING]
@@ -113,7 +109,7 @@ _TEX = str.maketrans(
 )
 
 
-def latex(cells: Sequence[Record], key: str, metric: Metric) -> str:
+def latex(cells: Records, key: str, metric: Metric) -> str:
     """Formats a booktabs `tabular`; the best number is bold and the second underlined."""
     lengths, rows = table_entries(cells, key, metric)
     marks = {None: "{}", 1: r"\textbf{{{}}}", 2: r"\underline{{{}}}"}

@@ -15,8 +15,8 @@ from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example, GenerationTask, PromptTask, counts
 from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Unit
+from lcjax.evaluation.statistics import at_longest, group_by
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Unit, mean_by
 from lcjax.evaluation.tasks.local_files import find
 
 Score = Callable[[str, Record], float]  # of an answer and the fields of its unit
@@ -95,10 +95,8 @@ class FileBenchmark(PromptTask):
 
     def _groups(self) -> dict[str, Sequence[str]]:
         """Data sets by the names of categories and selections."""
-        groups: dict[str, list[str]] = {}
-        for data in self.datasets.values():
-            groups.setdefault(data.group, []).append(data.name)
-        return {**groups, **self.selections}
+        names = group_by(self.datasets, lambda name: self.datasets[name].group)
+        return {**names, **self.selections}
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
@@ -135,7 +133,7 @@ class FileBenchmark(PromptTask):
         new_tokens = example.max_new_tokens or data.new_tokens
         return dataclasses.replace(example, fields=fields, max_new_tokens=new_tokens)
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """Data sets or categories have equal weight."""
         sizes = collections.Counter(record["dataset"] for record in records)
         groups = collections.Counter(self.datasets[name].group for name in sizes)
@@ -148,13 +146,11 @@ class FileBenchmark(PromptTask):
 
         return [weight(record["dataset"]) for record in records]
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The value, its rule, both means, and the mean of each category and data set."""
         scores = self.scores_by_set(records)
-        groups: dict[str, list[float]] = {}
-        for name, score in scores.items():
-            groups.setdefault(self.datasets[name].group, []).append(score)
-        by_group = {name: float(np.mean(values)) for name, values in groups.items()}
+        groups = group_by(scores, lambda name: self.datasets[name].group)
+        by_group = {g: float(np.mean([scores[n] for n in names])) for g, names in groups.items()}
         means = {
             "flat": float(np.mean(list(scores.values()))),
             "category_macro": float(np.mean(list(by_group.values()))),
@@ -168,12 +164,12 @@ class FileBenchmark(PromptTask):
             **scores,
         }
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """The paper's table at the longest length, in percent: categories, data sets, means.
 
         None where a method has no such cell.
         """
-        cells = plots.at_longest(cells)
+        cells = at_longest(cells)
         names = [name for name in self.datasets if any(name in cell for cell in cells)]
         groups = dict.fromkeys(f"category:{self.datasets[name].group}" for name in names)
 
@@ -189,7 +185,7 @@ class FileBenchmark(PromptTask):
             for cell in cells
         }
 
-    def further_means(self, records: Sequence[Record], names: Sequence[str]) -> Record:
+    def further_means(self, records: Records, names: Sequence[str]) -> Record:
         """Means of scores that tables do not show: of each data set, and over these."""
         means = {}
         for name in names:
@@ -199,12 +195,10 @@ class FileBenchmark(PromptTask):
             means |= {f"{data}:{name}": mean for data, mean in by_set.items()}
         return means
 
-    def scores_by_set(self, records: Sequence[Record]) -> dict[str, float]:
+    def scores_by_set(self, records: Records) -> dict[str, float]:
         """Mean score of each data set."""
-        scores: dict[str, list[float]] = {}
-        for record in records:
-            scores.setdefault(record["dataset"], []).append(record["correct"])
-        return {name: float(np.mean(scores[name])) for name in self.datasets if name in scores}
+        means = mean_by(records, "dataset")
+        return {name: means[name] for name in self.datasets if name in means}
 
 
 @dataclasses.dataclass(frozen=True)

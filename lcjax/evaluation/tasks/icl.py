@@ -27,7 +27,7 @@ from lcjax.evaluation.corpus import TokenizedCorpus, prefix_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.split import continuations
-from lcjax.evaluation.task import Limits, Record, Task, Unit, pad_batch
+from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark, by_name
 
@@ -200,7 +200,7 @@ class Icl(FileBenchmark):
             "read": len(unit.tokens) + sum(sizes),
         }
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """Adds the mean over sets of each of the four scores."""
         return {**super().summarise(records), **self.further_means(records, SCORES)}
 

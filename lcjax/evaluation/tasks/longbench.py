@@ -13,7 +13,7 @@ first newline, which changes no first line unless the model begins with a newlin
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import longbench as scores
-from lcjax.evaluation.task import Limits, Record, Task
+from lcjax.evaluation.task import Limits, Record, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
 
@@ -148,7 +148,7 @@ class LongBench(TextCutBenchmark):
             data = dataclasses.replace(data, first_line=True)
         return data.with_main_score(f"code_{self.code_metric}") if data.group == "code" else data
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """Adds the mean over data sets in each band of words, for LongBench-E."""
         summary = super().summarise(records)
         for band, group in by_band(records).items() if self.e else ():
@@ -158,7 +158,7 @@ class LongBench(TextCutBenchmark):
         return summary
 
 
-def by_band(records: Sequence[Record]) -> dict[str, list[Record]]:
+def by_band(records: Records) -> dict[str, list[Record]]:
     """Records of LongBench-E by the number of words of their prompts, if the file has it."""
     counted = [record for record in records if record.get("words") is not None]
     return {

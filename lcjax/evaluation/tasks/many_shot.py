@@ -16,11 +16,12 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, pad_batch
+from lcjax.evaluation.statistics import at_longest
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files, longbench
 from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, by_name
 from lcjax.evaluation.tasks.icl import option_ids, option_losses
@@ -161,15 +162,13 @@ class ManyShot(TextCutBenchmark):
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         return {**super().score_answer(answer, unit, tokenizer), **_option_scores(unit.fields)}
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         names = OPTION_SCORES if self.options else ()
         return {**super().summarise(records), **self.further_means(records, names)}
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """The number by length, and the curve over the demonstrations at the longest length."""
-        files, cells = super().figures(cells, records, folder), plots.at_longest(cells)
+        files, cells = super().figures(cells, records, folder), at_longest(cells)
         counts = zip(self.datasets, SHOTS)
         shots = {name: n for name, n in counts if any(name in cell for cell in cells)}
         panels = {f"Many-shot TREC at {cells[0]['length']:,} tokens": shots}

@@ -16,13 +16,13 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import whole_numbers
-from lcjax.evaluation import metrics
+from lcjax.evaluation import metrics, plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics.answers import flat
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Record, Task
+from lcjax.evaluation.statistics import at_longest
+from lcjax.evaluation.task import Limits, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of, by_name
 
@@ -111,11 +111,9 @@ class OpenQa(AnswerBenchmark):
         example = super().prepare(example, data, tokenizer, length)
         return self.mark_cut(example, _OMITTED, tokenizer, length)
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """The number by length, and the curve of each set over its numbers of passages."""
-        files, cells = super().figures(cells, records, folder), plots.at_longest(cells)
+        files, cells = super().figures(cells, records, folder), at_longest(cells)
         panels: dict[str, dict[str, int]] = {}
         for name, data in self.datasets.items():
             if any(name in cell for cell in cells):

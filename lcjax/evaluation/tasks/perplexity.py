@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import (
     BOS_RULES,
     TokenizedCorpus,
@@ -39,9 +40,8 @@ from lcjax.evaluation.corpus import (
     prefix_token,
     start_token,
 )
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.statistics import bootstrap
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, pad_batch
+from lcjax.evaluation.statistics import at_longest, bootstrap, group_by
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, pad_batch
 
 _SELECT = ("spread", "first", "random")
 _LONG = 131_072  # from here on `last_k_n100` takes fewer windows
@@ -379,7 +379,7 @@ class Perplexity(Task):
                 record["position_count"] = counts.astype(int).tolist()
         return record
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """Perplexity base ** (sum of weight * window mean / sum of weights), and bits per byte.
 
         `value` is NaN if one loss is; `value_without_nan` ignores the windows with such losses.
@@ -411,7 +411,7 @@ class Perplexity(Task):
         """Nats per token of a window, or per word."""
         return None if record["nan"] else record["nll"] / record[self._per]
 
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+    def interval(self, records: Records) -> tuple[float, float]:
         """Bootstrap over documents."""
         if any(record["nan"] for record in records):
             return math.nan, math.nan
@@ -424,20 +424,18 @@ class Perplexity(Task):
             return math.nan, math.nan
         return tuple(self._rules.base**end if end < 700 else math.inf for end in (low, high))
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         files = [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
         if self._rules.by_position:
             curves = self.curves(records)
             files.append(plots.over_positions(curves, folder / f"{self.label}_by_position.png"))
         return files
 
-    def curves(self, records: Sequence[Record]) -> list[Record]:
+    def curves(self, records: Records) -> list[Record]:
         """Mean loss by position, one curve per method, from its longest length."""
         curves = []
-        for method, group in plots.by_method(records).items():
-            group = plots.at_longest(group)
+        for method, group in group_by(records, "method").items():
+            group = at_longest(group)
             length = group[0]["length"]
             edges = bin_edges(length, self.position_bins)
             sums = np.asarray([record["position_nll"] for record in group], np.float64)
@@ -477,7 +475,7 @@ def _position_counts(record: Record, edges: np.ndarray) -> np.ndarray | list[int
     return np.diff(np.clip(edges, record["first"], record["size"]))
 
 
-def _mean_loss(records: Sequence[Record], per: str) -> float:
+def _mean_loss(records: Records, per: str) -> float:
     """Weighted mean of window means, in nats per token or word."""
     if not records:
         return math.nan
@@ -485,7 +483,7 @@ def _mean_loss(records: Sequence[Record], per: str) -> float:
     return total / math.fsum(r["weight"] for r in records)
 
 
-def _standard_error(records: Sequence[Record], per: str) -> float:
+def _standard_error(records: Records, per: str) -> float:
     """The standard error of the mean loss over documents, as their windows are not independent.
 
     Ratio estimator: sqrt(n / (n - 1) * sum_d (t_d - w_d m)^2) / sum_d w_d.

@@ -9,7 +9,6 @@ memory with `context: {decoder: 2048, chunk: 256}`. REPLUG reads them one by one
 {decoder: 2048}`, and all have equal weight whatever their scores.
 """
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -21,8 +20,8 @@ import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, equal_weights
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.perplexity import Perplexity
 
@@ -118,11 +117,9 @@ class RagLm(Task):
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         return self._windows.score(model, units, batch)
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The mean over domains of exp(mean of window means), and that of every domain."""
-        domains: dict[str, list[Record]] = {}
-        for record in records:
-            domains.setdefault(record["domain"], []).append(record)
+        domains = group_by(records, "domain")
         values = {name: self._windows.summarise(group)["value"] for name, group in domains.items()}
         summary = {
             **self._windows.summarise(records),
@@ -137,21 +134,15 @@ class RagLm(Task):
     def example(self, record: Record) -> float | None:
         return self._windows.example(record)
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """Domains have equal weight."""
-        sizes = collections.Counter(record["domain"] for record in records)
-        return [1 / sizes[record["domain"]] for record in records]
+        return equal_weights(records, "domain")
 
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+    def interval(self, records: Records) -> tuple[float, float]:
         """Bootstrap over the texts of one domain; NaN for a mean over several."""
         if len({record["domain"] for record in records}) > 1:
             return math.nan, math.nan
         return self._windows.interval(records)
-
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
 
 
 def _ids(row, name: str, tokenizer) -> np.ndarray:

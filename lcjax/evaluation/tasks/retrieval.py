@@ -26,12 +26,12 @@ import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation import metrics
+from lcjax.evaluation import metrics, plots
 from lcjax.evaluation.corpus import TokenizedCorpus, TokenizedDocument
 from lcjax.evaluation.generation import OWN_WORDING, Example, GenerationTask
 from lcjax.evaluation.prompt import PromptEncoder, Segment
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +102,7 @@ class DepthTask(GenerationTask):
         context = [*ids[:index], *needle, *ids[index:]]
         return frame(context), bare.start("context_doc") + index
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         title = self.metric.title[0].upper() + self.metric.title[1:]
         title += f", {self.trials} trial{'s' * (self.trials > 1)} a cell"
         return [
@@ -184,10 +182,10 @@ class Passkey(DepthTask):
     def rescore(self, record: Record, tokenizer) -> Record:
         return {**super().rescore(record, tokenizer), "protocol": f"passkey_{self.match}"}
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """k_max, the effective window of Position Interpolation: the longest length that works."""
         aggregates: Record = {}
-        for method, group in plots.by_method(cells).items():
+        for method, group in group_by(cells, "method").items():
             aggregates[method] = {
                 f"k_max_{percent}": max(
                     (cell["length"] for cell in group if cell["value"] >= percent / 100), default=0
@@ -465,10 +463,10 @@ class Niah(DepthTask):
             "word_recall_lceg": metrics.word_recall(answer, needle, distinct=False),
         }
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """The mean over all cells, and over those within the trained length."""
         aggregates = {}
-        for method, group in plots.by_method(cells).items():
+        for method, group in group_by(cells, "method").items():
             values = [cell["value"] for cell in group]
             within = [cell["value"] for cell in group if cell["length"] <= cell["trained"]]
             aggregates[method] = {

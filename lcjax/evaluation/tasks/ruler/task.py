@@ -1,20 +1,28 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen generated tasks over one length."""
 
-import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation import metrics
+from lcjax.evaluation import metrics, plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example, GenerationTask, counts
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import (
+    Limits,
+    Metric,
+    Record,
+    Records,
+    Task,
+    Unit,
+    equal_weights,
+    mean_by,
+)
 from lcjax.evaluation.tasks.ruler.generators import (
     NEEDLE_KINDS,
     CommonWords,
@@ -172,16 +180,10 @@ class Ruler(GenerationTask):
         rule = "part" if unit.fields["task"] in _DATA else "all"
         return {"string_match": scores[rule], **scores}
 
-    def _by_task(self, records: Sequence[Record]) -> dict[str, float]:
-        return {
-            name: float(np.mean(scores))
-            for name in self.task_names
-            if (scores := [r["correct"] for r in records if r["task"] == name])
-        }
-
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The plain mean of the tasks, each task's score, and those of the four groups of tasks."""
-        scores = self._by_task(records)
+        means = mean_by(records, "task")
+        scores = {name: means[name] for name in self.task_names if name in means}
         groups = {
             name: float(np.mean([scores[task] for task in tasks if task in scores]))
             for name, tasks in GROUPS.items()
@@ -190,18 +192,17 @@ class Ruler(GenerationTask):
         value = float(np.mean(list(scores.values())))  # however many questions each has
         return {"value": value, **counts(records), **groups, **scores}
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """All tasks have equal weight."""
-        sizes = collections.Counter(record["task"] for record in records)
-        return [1 / sizes[record["task"]] for record in records]
+        return equal_weights(records, "task")
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """By method: means over the lengths, plain and weighted, and the effective length.
 
         The effective length is the longest with a score of at least 0.856; 0 if there is none.
         """
         aggregates = {}
-        for method, group in plots.by_method(cells).items():
+        for method, group in group_by(cells, "method").items():
             group = sorted(group, key=lambda cell: cell["length"])
             scores = np.array([cell["value"] for cell in group])
             weights = np.arange(1, len(group) + 1)
@@ -214,9 +215,7 @@ class Ruler(GenerationTask):
             }
         return aggregates
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """The number by length, and every task's score by length."""
         files = super().figures(cells, records, folder)
         if len(self.task_names) == 1:

@@ -7,12 +7,21 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lcjax.evaluation.report.tables import is_finite
-from lcjax.evaluation.statistics import Correlation, pearson, spearman
-from lcjax.evaluation.task import Metric, Record, Task
+from lcjax.evaluation.statistics import (
+    Correlation,
+    Records,
+    group_by,
+    is_finite,
+    pearson,
+    spearman,
+)
+
+if TYPE_CHECKING:
+    from lcjax.evaluation.task import Metric, Task
 
 # The palette of Okabe and Ito for colour-blind readers, without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
@@ -65,7 +74,7 @@ def canvas(path: Path, width: float, height: float):
         figure.savefig(path.with_suffix(".svg"), metadata=dict.fromkeys(_SVG_METADATA))
 
 
-def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
+def over_lengths(cells: Records, metric: "Metric", path: Path) -> Path:
     """Draws one line per method over the lengths, on a log2 axis.
 
     A single length is drawn with one row per method.
@@ -73,7 +82,7 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     lengths = sorted({cell["length"] for cell in cells})
     if len(lengths) == 1:
         return _at_one_length(cells, metric, path)
-    methods = by_method(cells)
+    methods = group_by(cells, "method")
     with canvas(path, 8.4, _height(len(methods))) as figure:
         axes = figure.add_subplot()
         for index, (method, group) in enumerate(methods.items()):
@@ -94,7 +103,7 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     return path
 
 
-def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
+def _at_one_length(cells: Records, metric: "Metric", path: Path) -> Path:
     """A dot per method, with a bar for its 95 % interval if it has one."""
     values = [_number(cell["value"]) for cell in cells]
     ends = [[_number(cell.get(key)) for key in ("ci_low", "ci_high")] for cell in cells]
@@ -113,7 +122,7 @@ def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     return path
 
 
-def _value_axis(axes, values: Sequence[float], metric: Metric, along: str = "y") -> None:
+def _value_axis(axes, values: Sequence[float], metric: "Metric", along: str = "y") -> None:
     """Sets limits and scale: 0 to 1 for shares, and log for losses that differ by a factor of 8."""
     limit, axis = getattr(axes, f"set_{along}lim"), getattr(axes, f"{along}axis")
     finite = [value for value in values if np.isfinite(value)]
@@ -133,7 +142,7 @@ def _value_axis(axes, values: Sequence[float], metric: Metric, along: str = "y")
 
 
 def over_counts(
-    cells: Sequence[Record],
+    cells: Records,
     panels: Mapping[str, Mapping[str, int]],
     labels: tuple[str, str],
     path: Path,
@@ -170,7 +179,7 @@ def over_counts(
     return path
 
 
-def over_positions(curves: Sequence[Record], path: Path) -> Path:
+def over_positions(curves: Records, path: Path) -> Path:
     """Draws the mean loss by position in the window, with one standard error over documents."""
     with canvas(path, 8.4, _height(len(curves))) as figure:
         axes = figure.add_subplot()
@@ -200,7 +209,7 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
     return path
 
 
-def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "depth") -> Path:
+def heat_maps(records: Records, title: str, path: Path, *, by: str = "depth") -> Path:
     """Draws accuracy by length and depth, one panel per method, with depth 0 on top.
 
     Args:
@@ -210,7 +219,7 @@ def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "d
       by: The field of the rows. Rows of another field than depth are not sorted, and their cells
         show numbers.
     """
-    methods = by_method(records)
+    methods = group_by(records, "method")
     lengths = sorted({record["length"] for record in records})
     rows = list(dict.fromkeys(record[by] for record in records))
     names = rows
@@ -241,7 +250,7 @@ def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "d
     return path
 
 
-def _panel(axes, records: Sequence[Record], lengths: list[int], rows: list, by: str):
+def _panel(axes, records: Records, lengths: list[int], rows: list, by: str):
     sums, counts = np.zeros((len(rows), len(lengths))), np.zeros((len(rows), len(lengths)))
     for record in records:
         cell = rows.index(record[by]), lengths.index(record["length"])
@@ -287,7 +296,7 @@ def _numbers(axes, share: np.ma.MaskedArray) -> None:
         )  # fmt: skip
 
 
-def cost_bars(rows: Sequence[Record], path: Path) -> Path:
+def cost_bars(rows: Records, path: Path) -> Path:
     """Draws tokens per second and peak memory by length, one bar per method.
 
     `rows` are those of `report.page.costs`. A peak that is only a bound is hatched.
@@ -370,7 +379,7 @@ def _correlation_text(name: str, result: Correlation) -> str:
     return f"{name} = {result.value:.2f} [{result.low:.2f}, {result.high:.2f}]"
 
 
-def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) -> list[Path]:
+def perplexity_accuracy(cells: Mapping["Task", Records], folder: Path) -> list[Path]:
     """Draws `perplexity_against_accuracy` of a run with at least three methods that have both.
 
     Perplexity is that of the first perplexity task, accuracy the mean of all tasks where higher is
@@ -401,20 +410,6 @@ def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) ->
     methods = list(dict.fromkeys(cell["method"] for group in cells.values() for cell in group))
     path = folder / "perplexity_accuracy.png"
     return [perplexity_against_accuracy(points, names, path, methods=methods)]
-
-
-def by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
-    """Groups cells or records by method."""
-    groups: dict[str, list[Record]] = {}
-    for item in items:
-        groups.setdefault(item["method"], []).append(item)
-    return groups
-
-
-def at_longest(items: Sequence[Record]) -> list[Record]:
-    """The cells or records of the longest length."""
-    longest = max(item["length"] for item in items)
-    return [item for item in items if item["length"] == longest]
 
 
 def series_style(index: int) -> dict:
