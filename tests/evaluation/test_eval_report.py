@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from lcjax import files
 from lcjax.evaluation import Passkey, Perplexity, plots, report
 from lcjax.evaluation.report import page
-from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
+from lcjax.evaluation.report.tables import grid, interval_text, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
 
 METRIC = Perplexity().metric
@@ -91,7 +91,7 @@ def test_perplexities_of_thousands_lie_inside_the_figure_and_in_the_scatter(tmp_
     plots._value_axis(axes, [5.0, 30_000.0], METRIC)
     low, high = axes.get_ylim()
     assert low < 5 and high > 30_000
-    assert page.interval_text({"ci_low": 900.0, "ci_high": 2100.0}, METRIC) == "900.00 – 2,100.00"
+    assert interval_text({"ci_low": 900.0, "ci_high": 2100.0}, METRIC) == "900.00 – 2,100.00"
     values = {"a": 5.0, "b": 6.0, "c": 30_000.0}
     cells = {
         Perplexity(): [cell(name, 8, value) for name, value in values.items()],

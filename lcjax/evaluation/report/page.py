@@ -16,7 +16,7 @@ from lcjax.evaluation.plots import COLOURS, GREY
 from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.report import differences
 from lcjax.evaluation.report.tables import format_aggregates, table_entries
-from lcjax.evaluation.statistics import group_by, is_finite
+from lcjax.evaluation.statistics import at_longest, group_by
 from lcjax.evaluation.task import Record, Records, Task
 from lcjax.files import write_whole
 
@@ -161,16 +161,14 @@ def _plural(count: int, noun: str) -> str:
 
 def _overview(sections: Sequence[Section]) -> dict[str, Any]:
     """The table of methods by tasks at the longest length."""
-    longest = max(cell["length"] for section in sections for cell in section.cells)
+    cells = at_longest([cell for section in sections for cell in section.cells])
     methods = dict.fromkeys(cell["method"] for s in sections for cell in s.cells)
     rows: dict[str, list] = {method: [] for method in methods}
     for section in sections:
-        cells = [cell for cell in section.cells if cell["length"] == longest]
-        values = {cell["method"]: cell["value"] for cell in cells}
-        _, entries = table_entries(cells, "value", section.task.metric)
+        in_task = [cell for cell in cells if cell["task"] == section.task.label]
+        _, entries = table_entries(in_task, "value", section.task.metric)
         for method in methods:
-            entry = entries[method][0] if method in entries else None
-            rows[method].append(_entry(entry, values.get(method)))
+            rows[method] += entries.get(method, [None])
     heads = [
         {
             "label": section.task.label,
@@ -179,17 +177,11 @@ def _overview(sections: Sequence[Section]) -> dict[str, Any]:
         }
         for section in sections
     ]
-    return {"length": longest, "heads": heads, "rows": rows}
+    return {"length": cells[0]["length"], "heads": heads, "rows": rows}
 
 
 def _arrow(task: Task) -> str:
     return "lower is better" if task.metric.lower_is_better else "higher is better"
-
-
-def _entry(entry, value: float | None, note: str = "", link: str = "") -> dict[str, Any]:
-    text = entry.text if entry is not None else ""
-    place = {1: "best", 2: "second", None: ""}[entry.place if entry is not None else None]
-    return {"text": text, "place": place, "value": value, "note": note, "link": link}
 
 
 def task_part(section: Section) -> dict[str, Any]:
@@ -224,27 +216,10 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _table(section: Section, examples: Examples) -> dict[str, Any]:
-    metric = section.task.metric
-    lengths, rows = table_entries(section.cells, "value", metric)
-    cells = {(cell["method"], cell["length"]): cell for cell in section.cells}
-    anchors = {(group["method"], group["length"]): group["anchor"] for group in examples.groups}
-    table = {}
-    for method, entries in rows.items():
-        table[method] = []
-        for length, entry in zip(lengths, entries, strict=True):
-            cell = cells.get((method, length), {})
-            note = interval_text(cell, metric)
-            link = anchors.get((method, length), "")
-            table[method].append(_entry(entry, cell.get("value"), note, link))
-    intervals = any(entry["note"] for row in table.values() for entry in row)
-    links = any(entry["link"] for row in table.values() for entry in row)
-    return {"lengths": lengths, "rows": table, "intervals": intervals, "links": links}
-
-
-def interval_text(cell: Record, metric) -> str:
-    """`5.91 – 6.32`, or an empty string without an interval."""
-    low, high = cell.get("ci_low"), cell.get("ci_high")
-    return f"{low:,.{metric.decimals}f} – {high:,.{metric.decimals}f}" if is_finite(low) else ""
+    lengths, rows = table_entries(section.cells, "value", section.task.metric)
+    intervals = any(entry.interval for row in rows.values() for entry in row)
+    links = {(group["method"], group["length"]): group["anchor"] for group in examples.groups}
+    return {"lengths": lengths, "rows": rows, "intervals": intervals, "links": links}
 
 
 def _aggregates(by_method: Mapping[str, Record]) -> dict[str, Any] | None:

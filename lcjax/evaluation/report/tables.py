@@ -18,10 +18,12 @@ _TRAILING = ("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "seconds",
 
 
 class Entry(NamedTuple):
-    """One printed number, and its place: best (1) or second (2) of its column."""
+    """One printed number, its place in its column (1: best, 2: second), and its interval."""
 
     text: str
-    place: int | None = None
+    place: int | None
+    value: float | None
+    interval: str
 
 
 def table_entries(
@@ -30,14 +32,15 @@ def table_entries(
     """Returns the lengths, and the entries of every method at these lengths."""
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     lengths = sorted({cell["length"] for cell in cells})
-    values = {(cell["method"], cell["length"]): cell.get(key) for cell in cells}
+    by_key = {(cell["method"], cell["length"]): cell for cell in cells}
     rows: dict[str, list[Entry]] = {method: [] for method in methods}
     for length in lengths:
-        column = [values.get((method, length)) for method in methods]
-        places = _places(column, metric)
-        for method, value in zip(methods, column, strict=True):
+        column = [by_key.get((method, length), {}) for method in methods]
+        places = _places([cell.get(key) for cell in column], metric)
+        for method, cell in zip(methods, column, strict=True):
+            value = cell.get(key)
             text = _text(value, metric)
-            rows[method].append(Entry(text, places.get(text)))
+            rows[method].append(Entry(text, places.get(text), value, interval_text(cell, metric)))
     return lengths, rows
 
 
@@ -49,6 +52,12 @@ def grid(cells: Records, key: str, metric: Metric) -> list[list[str]]:
         ["method", *(f"{length:,}" for length in lengths)],
         *([name, *(marks[e.place].format(e.text) for e in row)] for name, row in rows.items()),
     ]
+
+
+def interval_text(cell: Record, metric: Metric) -> str:
+    """`5.91 – 6.32`, or an empty string without an interval."""
+    low, high = cell.get("ci_low"), cell.get("ci_high")
+    return f"{_text(low, metric)} – {_text(high, metric)}" if is_finite(low) else ""
 
 
 def _places(column: Sequence[float | None], metric: Metric) -> dict[str, int]:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example, GenerationTask, PromptTask, counts
+from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text
 from lcjax.evaluation.statistics import at_longest, group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Unit, mean_by
@@ -26,7 +26,7 @@ BUDGETS = ("official", "total")
 
 def best_of(metric: Callable[[str, str], float], *, strip: bool = False) -> Score:
     """The highest score over all references; with `strip` the answer is stripped before."""
-    return lambda answer, fields: metrics.best(
+    return lambda answer, fields: qa.best(
         metric, answer.strip() if strip else answer, fields["references"]
     )
 
@@ -49,7 +49,7 @@ class DataSet:
 
     def score(self, answer: str, fields: Record) -> dict[str, float]:
         """All scores of an answer; `score` is the one that tables show."""
-        text = metrics.first_line(answer) if self.first_line else answer
+        text = qa.first_line(answer) if self.first_line else answer
         scores = {name: float(score(text, fields)) for name, score in self.scores.items()}
         return {"score": next(iter(scores.values())), **scores}
 

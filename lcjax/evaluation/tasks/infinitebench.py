@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from lcjax.errors import InputError, one_of
-from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import infinitebench as scores
+from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
@@ -154,7 +154,7 @@ def _exact_number(answer: str, fields: Record) -> float:
 
 
 def _lsum(answer: str, reference: str) -> float:
-    return metrics.rouge_lsum(answer, reference, stem=False)
+    return rouge.rouge_lsum(answer, reference, stem=False)
 
 
 _DIGITS = {"first_digits": _of_label(scores.digits)}
@@ -166,10 +166,10 @@ _SETS = (
     DataSet("number_string", "retrieval", 12, _DIGITS),
     DataSet("kv_retrieval", "retrieval", 50, {"word_match": _kv_retrieval}),
     DataSet("longbook_sum_eng", "english", 1200, {"rouge_lsum": best_of(_lsum)}),
-    DataSet("longbook_qa_eng", "english", 40, {"qa_f1": best_of(metrics.qa_f1)}),
+    DataSet("longbook_qa_eng", "english", 40, {"qa_f1": best_of(qa.qa_f1)}),
     DataSet("longbook_choice_eng", "english", 40, _CHOICE),
     DataSet("longdialogue_qa_eng", "english", 40, {"name": _of_label(scores.dialogue)}),
-    DataSet("longbook_qa_chn", "chinese", 40, {"character_f1": best_of(metrics.qa_f1_characters)}),
+    DataSet("longbook_qa_chn", "chinese", 40, {"character_f1": best_of(qa.qa_f1_characters)}),
     DataSet("code_debug", "code", 5, _DEBUG),
     DataSet("code_run", "code", 5, {"last_number": _of_label(scores.code_run)}),
     DataSet("math_calc", "math", 30_000, {"prefix": _of_label(scores.math_calc)}),

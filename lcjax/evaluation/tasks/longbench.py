@@ -20,10 +20,10 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, one_of
-from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import longbench as scores
+from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.task import Limits, Record, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
@@ -39,15 +39,15 @@ BANDS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, float("inf"))}  
 
 def _classes(*, parity: bool) -> Score:
     score = functools.partial(scores.classification, parity=parity)
-    return lambda answer, fields: metrics.best(
+    return lambda answer, fields: qa.best(
         lambda text, right: score(text, right, fields["all_classes"]), answer, fields["references"]
     )
 
 
-_F1 = {"qa_f1": best_of(metrics.qa_f1)}
-_F1_ZH = {"qa_f1_zh": best_of(metrics.qa_f1_zh)}
-_ROUGE = {"rouge_l_sets": best_of(metrics.rouge_l_sets)}
-_ROUGE_ZH = {"rouge_l_sets_zh": best_of(metrics.rouge_l_sets_zh)}
+_F1 = {"qa_f1": best_of(qa.qa_f1)}
+_F1_ZH = {"qa_f1_zh": best_of(qa.qa_f1_zh)}
+_ROUGE = {"rouge_l_sets": best_of(rouge.rouge_l_sets)}
+_ROUGE_ZH = {"rouge_l_sets_zh": best_of(rouge.rouge_l_sets_zh)}
 _CLASS = {
     "classification": _classes(parity=True),
     "classification_whole": _classes(parity=False),
@@ -137,7 +137,7 @@ class LongBench(TextCutBenchmark):
         for data in self.selection():
             template(data.name, self.path, self.wording, key)
         if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.selection()):
-            metrics.words_zh("")  # raises before a model is loaded if jieba is missing
+            qa.words_zh("")  # raises before a model is loaded if jieba is missing
 
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         return examples(path, *template(data.name, self.path, self.wording), data)

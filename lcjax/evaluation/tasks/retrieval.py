@@ -26,9 +26,10 @@ import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation import metrics, plots
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus, TokenizedDocument
 from lcjax.evaluation.generation import OWN_WORDING, Example, GenerationTask
+from lcjax.evaluation.metrics import infinitebench, qa, rouge
 from lcjax.evaluation.prompt import PromptEncoder, Segment
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
@@ -281,8 +282,8 @@ class KvRetrieval(DepthTask):
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         references = unit.fields["references"]
         return {
-            "word_match": metrics.infinitebench.kv_retrieval(answer, references[0]),
-            "substring": metrics.string_match_all(answer, references),
+            "word_match": infinitebench.kv_retrieval(answer, references[0]),
+            "substring": qa.string_match_all(answer, references),
         }
 
 
@@ -457,10 +458,10 @@ class Niah(DepthTask):
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         needle = unit.fields["needle"]
         return {
-            "value_match": metrics.value_match(answer, unit.fields["references"]),
-            "rouge1_f": metrics.rouge1_f(answer, needle),
-            "word_recall": metrics.word_recall(answer, needle),
-            "word_recall_lceg": metrics.word_recall(answer, needle, distinct=False),
+            "value_match": qa.value_match(answer, unit.fields["references"]),
+            "rouge1_f": rouge.rouge1_f(answer, needle),
+            "word_recall": qa.word_recall(answer, needle),
+            "word_recall_lceg": qa.word_recall(answer, needle, distinct=False),
         }
 
     def aggregates(self, cells: Records, records: Records) -> Record:

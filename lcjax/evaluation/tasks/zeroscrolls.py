@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from lcjax.errors import one_of
-from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
+from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
@@ -35,18 +35,18 @@ _best = functools.partial(best_of, strip=True)
 
 
 def _rouge_n(size: int) -> Score:
-    return _best(lambda answer, right: metrics.rouge_n(answer, right, size, stem=True))
+    return _best(lambda answer, right: rouge.rouge_n(answer, right, size, stem=True))
 
 
-_ROUGE_L = {"rouge_l": _best(functools.partial(metrics.rouge_l, stem=True))}
-_SUMMARY = {"rouge_mean": _best(metrics.rouge_mean), **_ROUGE_L} | {
+_ROUGE_L = {"rouge_l": _best(functools.partial(rouge.rouge_l, stem=True))}
+_SUMMARY = {"rouge_mean": _best(rouge.rouge_mean), **_ROUGE_L} | {
     "rouge_1": _rouge_n(1), "rouge_2": _rouge_n(2)
 }  # fmt: skip
 _QA = {
-    "f1": _best(metrics.qa_f1), "f1_verdict": _best(metrics.qa_f1_verdict),
-    "exact_match": _best(metrics.exact_match), **_ROUGE_L,
+    "f1": _best(qa.qa_f1), "f1_verdict": _best(qa.qa_f1_verdict),
+    "exact_match": _best(qa.exact_match), **_ROUGE_L,
 }  # fmt: skip
-_LETTER = {"letter": _best(metrics.letter_match), "letter_cepe": _best(metrics.letter_match_cepe)}
+_LETTER = {"letter": _best(qa.letter_match), "letter_cepe": _best(qa.letter_match_cepe)}
 # What CEPE's table shows instead of the first one.
 _CEPE = {"rouge_mean": "rouge_l", "f1": "f1_verdict", "letter": "letter"}
 _SETS = (

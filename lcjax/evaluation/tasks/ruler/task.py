@@ -9,9 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation import metrics, plots
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example, GenerationTask, counts
+from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import (
     Limits,
@@ -30,6 +31,7 @@ from lcjax.evaluation.tasks.ruler.generators import (
     Generator,
     Needles,
     Passages,
+    Sources,
     VariableTracking,
     probe_seeds,
 )
@@ -138,25 +140,26 @@ class Ruler(GenerationTask):
         self, name: str, corpus: TokenizedCorpus, length: int, limits: Limits
     ) -> Generator:
         """The generator of a task; the texts of the corpus and of files are read once."""
-        fixed, tokenizer = self.shuffles == "fixed", corpus.tokenizer
-        wording = self._wording(corpus)
-        if name in NEEDLE_KINDS:
-            words = self._words(corpus) if _needs_words(name) else None
-            essays = None
-            if _needs_essays(name):
-                essays = corpus.once("essays", lambda: Essays(corpus.texts(), tokenizer))
-            return Needles(NEEDLE_KINDS[name], wording, words, essays, tokenizer, fixed)
+        tokenizer, field = corpus.tokenizer, _DATA.get(name)
+        sources = Sources(self._wording(corpus), tokenizer, self.shuffles == "fixed")
+        if _needs_words(name):
+            sources.words = self._words(corpus)
+        if _needs_essays(name):
+            sources.essays = corpus.once("essays", lambda: Essays(corpus.texts(), tokenizer))
+        if field is not None:
+            path = getattr(self, field)
+            sources.questions, sources.documents = corpus.once(
+                (field, path), lambda: read_questions(path, field, field)
+            )
+            return Passages(sources)
         if name == "vt":
-            return VariableTracking(wording, tokenizer, limits.seed)
+            return VariableTracking(sources, limits.seed)
         if name == "cwe":
-            return CommonWords(wording, self._words(corpus), tokenizer, fixed, length)
+            return CommonWords(sources, length)
         if name == "fwe":
             budget = self.budget(length, self.max_new_tokens or FrequentWords.new_tokens)
-            return FrequentWords(wording, tokenizer, fixed, budget, self.prompt_encoder(tokenizer))
-        field = _DATA[name]
-        path = getattr(self, field)
-        data = corpus.once((field, path), lambda: read_questions(path, field, field))
-        return Passages(wording, *data, tokenizer, fixed)
+            return FrequentWords(sources, budget, self.prompt_encoder(tokenizer))
+        return Needles(sources, NEEDLE_KINDS[name])
 
     def _wording(self, corpus: TokenizedCorpus) -> Wording:
         key = "benchmark"
@@ -174,8 +177,8 @@ class Ruler(GenerationTask):
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         text, references = clean_answer(answer), unit.fields["references"]
         scores = {
-            "all": metrics.string_match_all(text, references),
-            "part": metrics.string_match_part(text, references),
+            "all": qa.string_match_all(text, references),
+            "part": qa.string_match_part(text, references),
         }
         rule = "part" if unit.fields["task"] in _DATA else "all"
         return {"string_match": scores[rule], **scores}
