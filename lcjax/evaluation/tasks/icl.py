@@ -37,14 +37,6 @@ SOURCE = (
     "a folder a data set with train.jsonl and test.jsonl (validation.jsonl for sst2, sst5 and"
     " clinic150), rows with text and label"
 )
-_SENTIMENT = ("negative", "positive")
-_FINE = ("terrible", "bad", "okay", "good", "great")
-_NEWS = ("World", "Sports", "Business", "Sci/Tech")
-_TYPES = ("abbreviation", "entity", "description", "human", "location", "numeric")
-_ONTOLOGY = (
-    "Company", "School", "Artist", "Athlete", "Politics", "Transportation", "Building", "Nature",
-    "Village", "Animal", "Plant", "Album", "Film", "Book",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,25 +49,10 @@ class IclSet(DataSet):
     test: str = "test"
 
 
-def _set(name: str, field: str, classes=(), main_score: str = "acc", test: str = "test") -> IclSet:
-    # `read` sets the number of new tokens to the length of the longest option.
-    return IclSet(
-        name, "icl", 0, {}, field=field, classes=classes, main_score=main_score, test=test
-    )
-
-
-_SETS = (
-    _set("sst2", "Sentiment", _SENTIMENT, "acc_calib", "validation"),
-    _set("mr", "Sentiment", _SENTIMENT),
-    _set("ag_news", "Topic", _NEWS),
-    _set("sst5", "Sentiment", _FINE, "acc_calib", "validation"),
-    _set("trec_coarse", "Type", _TYPES),
-    _set("trec_fine", "Type"),
-    _set("dbpedia", "Type", _ONTOLOGY, "acc_calib_norm"),
-    _set("nlu_scenario", "Scenario", (), "acc_calib_norm"),
-    _set("nlu_intent", "Intent"),
-    _set("banking77", "Intent"),
-    _set("clinic150", "Intent", (), "acc", "validation"),
+# `read` sets the number of new tokens to the length of the longest option.
+_SETS = tuple(
+    IclSet(name, "icl", 0, {}, **{**settings, "classes": tuple(settings.get("classes", ()))})
+    for name, settings in local_files.library_prompts("icl").items()
 )
 
 

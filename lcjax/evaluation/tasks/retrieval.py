@@ -18,7 +18,7 @@ import dataclasses
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,6 +33,7 @@ from lcjax.evaluation.metrics import infinitebench, qa, rouge
 from lcjax.evaluation.prompt import PromptEncoder, Segment
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
+from lcjax.evaluation.tasks import local_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +113,6 @@ class DepthTask(GenerationTask):
         ]
 
 
-_FILLER = (
-    "The harbour was quiet that morning.",
-    "A gull walked along the wall and looked at the boats.",
-    "Nobody had anything urgent to do.",
-    "The tide came in slowly and went out again.",
-    "Someone painted a door, and the paint took all day to dry.",
-    "In the evening the lamps were lit one after another.",
-)
-_KEY_LINE = "\nThe secret number is {key}."
-_KEY_REPEAT = " Keep it in mind: {key} is the secret number."
 _KEY_MATCHES = ("first_integer", "first_digits", "token_ids")
 
 
@@ -152,14 +143,16 @@ class Passkey(DepthTask):
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         rng = np.random.default_rng(placement.seeds)
         key = str(rng.integers(10_000, 100_000))
-        first = int(rng.integers(len(_FILLER)))
+        prompts = local_files.library_prompts("passkey")
+        filler = prompts["filler"]
+        first = int(rng.integers(len(filler)))
         prompt_encoder = self.prompt_encoder(corpus.tokenizer)
-        text = (_KEY_LINE + _KEY_REPEAT * (self.repeat - 1)).format(key=key)
+        text = (prompts["key_line"] + prompts["key_repeat"] * (self.repeat - 1)).format(key=key)
         needle = [
             *encode_mid_text(prompt_encoder.tokenizer, text),
             *encode_mid_text(prompt_encoder.tokenizer, "\n"),
         ]
-        sentences = [encode_mid_text(prompt_encoder.tokenizer, " " + text) for text in _FILLER]
+        sentences = [encode_mid_text(prompt_encoder.tokenizer, " " + text) for text in filler]
 
         def haystack(num_tokens: int) -> tuple[list[int], int]:
             """Filler, whose last sentence may be cut, and the sentence's end next to the depth."""
@@ -172,7 +165,7 @@ class Passkey(DepthTask):
 
         min_tokens = 2 * max(map(len, sentences))
         segments, start = self.insert_needle(
-            prompt_encoder, _passkey_frame, needle, haystack, min_tokens, placement.length
+            prompt_encoder, _frame(prompts), needle, haystack, min_tokens, placement.length
         )
         fields = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
         return Example(segments, [key], fields)
@@ -196,18 +189,18 @@ class Passkey(DepthTask):
         return aggregates
 
 
-def _passkey_frame(context: Sequence[int]) -> list[Segment]:
-    return [
-        Segment(
-            "instruction",
-            "Somewhere in the following notes a secret number is written down. Everything else in"
-            " them is idle talk. Find the number and remember it, because you will be asked for"
-            " it.\n\n",
-        ),
-        Segment("context_doc", ids=context),
-        Segment("question", "\n\nWhat is the secret number?"),
-        Segment("answer_prefix", "\nThe secret number is"),
-    ]
+def _frame(prompts: Mapping[str, str]) -> Callable[[Sequence[int]], list[Segment]]:
+    """Returns a function that makes the segments of a prompt for the token ids of its context."""
+
+    def segments(context: Sequence[int]) -> list[Segment]:
+        return [
+            Segment("instruction", prompts["instruction"]),
+            Segment("context_doc", ids=context),
+            Segment("question", prompts["question"]),
+            Segment("answer_prefix", prompts["answer_prefix"]),
+        ]
+
+    return segments
 
 
 def key_scores(
@@ -352,28 +345,6 @@ class Haystack:
         return self._is_end[token]
 
 
-@dataclasses.dataclass(frozen=True)
-class Needle:
-    """A hidden sentence, and the question about it."""
-
-    sentence: str
-    question: str
-    answer: str  # the beginning of the model's answer
-    value: str  # what a right answer contains
-
-
-# Of Kamradt's kind: a thing to do in one city, in this library's words.
-_FIXED_NEEDLE = Needle(
-    "The nicest thing to do in San Francisco is to have a sandwich in Dolores Park on a sunny day.",
-    "\n\nQuestion: What is the nicest thing to do in San Francisco?",
-    "\nAnswer: The nicest thing to do in San Francisco is",
-    "have a sandwich in Dolores Park",
-)
-_PLACES = (
-    "lighthouse", "orchard", "foundry", "chapel", "granary", "ferry", "theatre", "quarry",
-    "brewery", "station", "museum", "bakery", "shipyard", "library", "windmill", "harbour",
-)  # fmt: skip
-_COLOURS = ("amber", "crimson", "emerald", "golden", "ivory", "scarlet", "silver", "violet")
 _NEEDLE_SCORES = ("value_match", "rouge1_f", "word_recall", "word_recall_lceg")
 
 
@@ -414,46 +385,31 @@ class Niah(DepthTask):
             (Haystack, limits),
             lambda: Haystack(corpus, max(limits.lengths), limits.max_documents),
         )
-        needle = self._needle(random.Random(f"niah {' '.join(map(str, placement.seeds))}"))
-
-        def frame(context: Sequence[int]) -> list[Segment]:
-            instruction = (
-                "Below is a long text, and after it a question about one sentence in it.\n\n"
-            )
-            return [
-                Segment("instruction", instruction),
-                Segment("context_doc", ids=context),
-                Segment("question", needle.question),
-                Segment("answer_prefix", needle.answer),
-            ]
+        prompts = self._prompts(random.Random(f"niah {' '.join(map(str, placement.seeds))}"))
 
         def text(num_tokens: int) -> tuple[list[int], int]:
             ids = haystack.first(num_tokens)
             return ids, haystack.sentence_end(ids, placement.depth)
 
         prompt_encoder = self.prompt_encoder(corpus.tokenizer)
-        ids = encode_mid_text(prompt_encoder.tokenizer, " " + needle.sentence)
+        ids = encode_mid_text(prompt_encoder.tokenizer, " " + prompts["sentence"])
         segments, start = self.insert_needle(
-            prompt_encoder, frame, ids, text, haystack.MIN_TOKENS, placement.length
+            prompt_encoder, _frame(prompts), ids, text, haystack.MIN_TOKENS, placement.length
         )
         fields = {
             "protocol": f"niah_{self.needle}",
-            "needle": needle.sentence,
+            "needle": prompts["sentence"],
             "needle_start": start,
         }
-        return Example(segments, [needle.value], fields)
+        return Example(segments, [prompts["value"]], fields)
 
-    def _needle(self, rng: random.Random) -> Needle:
-        if self.needle == "kamradt":
-            return _FIXED_NEEDLE
-        key = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}"
+    def _prompts(self, rng: random.Random) -> dict[str, str]:
+        """The texts of a prompt, with the hidden sentence, and the value of a right answer."""
+        library = local_files.library_prompts("niah")
+        key = f"{rng.choice(library['colours'])} {rng.choice(library['places'])}"
         value = str(rng.randint(1_000_000, 9_999_999))
-        return Needle(
-            f"The code of the {key} is {value}.",
-            f"\n\nQuestion: What is the code of the {key}?",
-            f"\nAnswer: The code of the {key} is",
-            value,
-        )
+        texts = {name: t.format(key=key, value=value) for name, t in library[self.needle].items()}
+        return {"instruction": library["instruction"], **texts}
 
     def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         needle = unit.fields["needle"]
