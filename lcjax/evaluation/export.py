@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from lcjax.checkpoints.load import load_tokenizer
-from lcjax.data import documents
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import study
-from lcjax.evaluation.config import EvalConfig, tokenizer_of
+from lcjax.evaluation.config import EvalConfig, texts, tokenizer_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import GenerationTask
 from lcjax.evaluation.records import clean, folder_name, to_lines
@@ -265,12 +264,7 @@ def make_data(
     if not tasks:
         raise InputError("tasks: none of them asks for an answer, so there is no prompt to write")
     out = Path(out) if out is not None else Path(config.run.folder) / "data"
-    data = config.data
-    source = (
-        documents(data, "validation" if data.holdout else "train")
-        if any(task.needs_data for task in tasks)
-        else ()
-    )
+    source = texts(config) if any(task.needs_data for task in tasks) else ()
     corpus = TokenizedCorpus(source, tokenizer_of(study.with_trained(config).model, tokenizer))
     files = []
     for task in tasks:

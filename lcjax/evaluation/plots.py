@@ -91,13 +91,12 @@ def over_lengths(cells: Records, metric: "Metric", path: Path) -> Path:
             y = [_number(cell["value"]) for cell in group]
             axes.plot(x, y, label=method, **series_style(index), zorder=3)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [format_count(length) for length in lengths])
-        axes.minorticks_off()
+        _count_ticks(axes, lengths)
         axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
         _value_axis(axes, [_number(cell["value"]) for cell in cells], metric)
         axes.set_xlabel("context length in tokens")
         axes.set_ylabel(metric.name)
-        axes.set_title(metric.title[0].upper() + metric.title[1:] + " by context length")
+        axes.set_title(f"{metric.heading} by context length")
         _mark_trained(axes, {cell["trained"] for cell in cells}, axes.get_xlim())
         _legend(axes)
     return path
@@ -117,8 +116,7 @@ def _at_one_length(cells: Records, metric: "Metric", path: Path) -> Path:
         axes.set_ylim(len(cells) - 0.5, -0.5)
         _value_axis(axes, [*values, *itertools.chain(*ends)], metric, "x")
         axes.set_xlabel(metric.name)
-        title = metric.title[0].upper() + metric.title[1:]
-        axes.set_title(f"{title} at {format_count(cells[0]['length'])} tokens")
+        axes.set_title(f"{metric.heading} at {format_count(cells[0]['length'])} tokens")
     return path
 
 
@@ -173,8 +171,7 @@ def over_counts(
             if ticks[0] >= min_ratio * count:  # labels that are closer would touch
                 ticks.insert(0, count)
         rows[-1].set_xscale("log")
-        rows[-1].set_xticks(ticks, [format_count(count) for count in ticks])
-        rows[-1].minorticks_off()
+        _count_ticks(rows[-1], ticks)
         rows[-1].set_xlabel(labels[0])
     return path
 
@@ -185,12 +182,13 @@ def over_positions(curves: Records, path: Path) -> Path:
         axes = figure.add_subplot()
         for index, curve in enumerate(curves):
             x, y = np.asarray(curve["position"]), np.asarray(curve["nll"])
-            colour = {"color": COLOURS[index % len(COLOURS)]}
-            line = {"linestyle": _LINES[index // len(COLOURS) % len(_LINES)]}
-            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **line, **colour)
+            style = {**series_style(index), "marker": None}
+            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **style)
             if curve["standard_error"] is not None:
                 band = np.asarray(curve["standard_error"])
-                axes.fill_between(x, y - band, y + band, alpha=0.18, linewidth=0, **colour)
+                axes.fill_between(
+                    x, y - band, y + band, alpha=0.18, linewidth=0, color=style["color"]
+                )
         longest, start = max(curve["length"] for curve in curves), 0
         if curves[0]["log"]:
             axes.set_xscale("log", base=2)
@@ -198,8 +196,7 @@ def over_positions(curves: Records, path: Path) -> Path:
             start = min(float(np.min(curve["position"])) for curve in curves)
         else:
             ticks = [longest * k // 8 for k in range(9)]
-        axes.set_xticks(ticks, [format_count(tick) for tick in ticks])
-        axes.minorticks_off()
+        _count_ticks(axes, ticks)
         axes.set_xlim(start, longest)
         axes.set_xlabel("position in the window, in tokens")
         axes.set_ylabel("negative log-likelihood, nats per token")
@@ -428,6 +425,11 @@ def _height(methods: int) -> float:
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else float(value)
+
+
+def _count_ticks(axes, counts: Sequence[int]) -> None:
+    axes.set_xticks(counts, [format_count(count) for count in counts])
+    axes.minorticks_off()
 
 
 def format_count(count: int) -> str:

@@ -15,7 +15,7 @@ import draccus
 from tqdm import tqdm
 
 from lcjax.checkpoints.build import ModelSection, check_source
-from lcjax.data import check_outside_data, documents
+from lcjax.data import check_outside_data
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
@@ -25,6 +25,7 @@ from lcjax.evaluation.config import (
     method_settings,
     sections,
     split_of,
+    texts,
     weights,
 )
 from lcjax.evaluation.corpus import TokenizedCorpus
@@ -189,7 +190,9 @@ class _Runner:
     def records(self) -> dict[Task, list[Record]]:
         """All records of the run, by task; those of a batch are written before the next batch."""
         if any(task.needs_data for task in self._config.tasks):
-            next(self._texts())  # fails before a large model is loaded if the corpus has no text
+            next(
+                texts(self._config)
+            )  # fails before a large model is loaded if the corpus has no text
         model_sections = sections(self._config)
         pairs = list(zip(self._config.methods, model_sections, strict=True))
         # The progress bar counts tokens, as the lengths of windows differ a hundredfold.
@@ -276,15 +279,11 @@ class _Runner:
             line += f"; {filler} more rows are filler: batch_size={batch + filler} takes no longer"
         return line
 
-    def _texts(self) -> Iterator[tuple[str, str]]:
-        data = self._config.data
-        return documents(data, "validation" if data.holdout else "train")
-
     def _plan(self, tokenizer, bar: tqdm | None = None) -> Plan:
         """All units for a tokenizer; `bar` shows the progress."""
         name = self._plan_key(tokenizer)
         if name not in self._plans:
-            corpus, plan = TokenizedCorpus(self._texts(), tokenizer), {}
+            corpus, plan = TokenizedCorpus(texts(self._config), tokenizer), {}
             for task, length in itertools.product(self._config.tasks, self._limits.lengths):
                 if bar is not None:  # long prompts take minutes
                     bar.set_description(f"preparing {task.label} {length:,}")

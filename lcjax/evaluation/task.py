@@ -56,6 +56,11 @@ class Metric:
     lower_is_better: bool
     decimals: int
 
+    @property
+    def heading(self) -> str:
+        """The title with a capital."""
+        return self.title[0].upper() + self.title[1:]
+
 
 @dataclasses.dataclass(frozen=True)
 class Task(draccus.ChoiceRegistry, abc.ABC):

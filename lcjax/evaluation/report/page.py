@@ -113,7 +113,7 @@ def write(
         "tasks": parts,
         "figures": figures_of(figures, "all"),
         "cost": {"rows": costs(cells), "figures": figures_of([cost_figure], "cost")},
-        "facts": _facts(summary, cells),
+        "details": _run_details(summary, cells),
         "config": yaml.safe_dump(summary["config"], sort_keys=False, allow_unicode=True),
         "notes": _notes(notes),
     }
@@ -188,19 +188,18 @@ def task_part(section: Section) -> dict[str, Any]:
     """Variables of the templates for one task."""
     task, cells, first = section.task, section.cells, section.cells[0]
     examples = examples_of(task, section.records)
-    facts = [f"BOS {first['bos']}", f"n = {_range([cell['windows'] for cell in cells])} a cell"]
+    details = [f"BOS {first['bos']}", f"n = {_range([cell['windows'] for cell in cells])} a cell"]
     if first["stride"] is not None:
-        facts.append(f"stride {first['stride']:,}")
+        details.append(f"stride {first['stride']:,}")
     trained = sorted({cell["trained"] for cell in cells})
-    facts.append("trained length " + ", ".join(f"{length:,}" for length in trained))
-    title = task.metric.title
+    details.append("trained length " + ", ".join(f"{length:,}" for length in trained))
     return {
-        "title": title[0].upper() + title[1:],
+        "title": task.metric.heading,
         "label": task.label,
         "anchor": anchor("task", task.label),
         "arrow": _arrow(task),
         "protocol": first["protocol"],
-        "facts": facts,
+        "details": details,
         "table": _table(section, examples),
         "aggregates": _aggregates(section.aggregates),
         "differences": differences.template_variables(task, section.gaps),
@@ -273,7 +272,7 @@ def costs(cells: Records) -> list[dict[str, Any]]:
     return rows
 
 
-def _facts(summary: Mapping[str, Any], cells: Records) -> list[tuple[str, str]]:
+def _run_details(summary: Mapping[str, Any], cells: Records) -> list[tuple[str, str]]:
     config = summary["config"]
     model = config.get("model") or {}
     protocols = sorted({str(cell["protocol"]) for cell in cells})
@@ -369,7 +368,7 @@ def _columns(records: Records) -> list[str]:
 def _row(task: Task, record: Record, heads: Sequence[str], has_answers: bool) -> dict[str, Any]:
     score = task.example(record)
     return {
-        "facts": [_short(record.get(head)) for head in heads],
+        "details": [_short(record.get(head)) for head in heads],
         "answer": _cut(record.get("answer", "")) if has_answers else None,
         "expected": [_cut(text) for text in task.references(record)] if has_answers else None,
         "score": "nan" if score is None else f"{score:.3g}",

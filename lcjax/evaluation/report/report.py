@@ -192,12 +192,12 @@ def versions() -> dict[str, str]:
 def _tables(task: Task, cells: Records, aggregates: Mapping) -> str:
     """Markdown: the number, the numbers that explain it, and the cost."""
     first = cells[0]
-    facts = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
+    details = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
     if first["stride"] is not None:
-        facts.insert(1, f"stride {first['stride']}")
+        details.insert(1, f"stride {first['stride']}")
     trained = sorted({cell["trained"] for cell in cells})
-    facts.append("trained length " + ", ".join(f"{length:,}" for length in trained))
-    parts = [f"### {task.metric.title}\n", ", ".join(facts) + "\n"]
+    details.append("trained length " + ", ".join(f"{length:,}" for length in trained))
+    parts = [f"### {task.metric.title}\n", ", ".join(details) + "\n"]
     parts.append(markdown(grid(cells, "value", task.metric)))
     if len({cell["tokenizer"] for cell in cells}) > 1 and "bits_per_byte" in first:
         parts.append("Tokenizers differ: compare bits per byte.\n")

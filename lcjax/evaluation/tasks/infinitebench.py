@@ -7,6 +7,7 @@ official ones; if the official scorer raises an error (a decimal for Math.Find's
 answer counts as wrong.
 """
 
+import bisect
 import dataclasses
 import json
 import random
@@ -102,13 +103,10 @@ class GeneratedSet:
 
     def max_units(self, fits: Callable[[int], bool]) -> int:
         """The largest number of units that fits, up to the official one, or `min_units`."""
-        low, high = self.min_units, self.units
-        if fits(high):
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        if fits(self.units):
+            return self.units
+        numbers = range(self.min_units + 1, self.units)
+        return self.min_units + bisect.bisect_left(numbers, True, key=lambda n: not fits(n))
 
 
 GENERATED = {

@@ -105,8 +105,7 @@ class DepthTask(GenerationTask):
         return frame(context), bare.start("context_doc") + index
 
     def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
-        title = self.metric.title[0].upper() + self.metric.title[1:]
-        title += f", {self.trials} trial{'s' * (self.trials > 1)} a cell"
+        title = f"{self.metric.heading}, {self.trials} trial{'s' * (self.trials > 1)} a cell"
         return [
             *super().figures(cells, records, folder),
             plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),

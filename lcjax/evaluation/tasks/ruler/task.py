@@ -103,8 +103,7 @@ class Ruler(GenerationTask):
         super().check(limits, key)
         whole_numbers(key, self, 1, "samples")
         for name in self.task_names:
-            if name not in TASKS:
-                raise InputError(f"{key}.tasks: {name!r} is none of {', '.join(TASKS)}")
+            one_of(f"{key}.tasks", name, TASKS)
         if len(set(self.task_names)) < len(self.task_names):
             raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
         one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
