@@ -22,7 +22,7 @@ python eval.py report RUN [RUN ...] [--export=lm_eval,longbench,ruler]
     writes tables, figures and report.html again, from the records alone; with --export also
     RUN/export/FORMAT, which the official scorers read
 python eval.py score RUN [--out=FOLDER] [--tasks.0.KEY=VALUE ...]
-    judges the answers again with other scoring settings of the tasks; default folder: RUN_scored
+    scores the answers again with other scoring settings of the tasks; default folder: RUN_scored
 python eval.py compare RUN [RUN ...] [--against=ROW] [--out=FOLDER]
     writes compare.html: runs, or the methods of one run, with paired differences over examples
 python eval.py make-data --config FILE [--out=FOLDER] [--KEY=VALUE ...]

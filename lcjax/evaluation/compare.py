@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lcjax.errors import InputError, suggestion
+from lcjax.evaluation import plots
 from lcjax.evaluation.records import by_cell, folder_name, hashed_settings
-from lcjax.evaluation.report import cell_of, differences, page, plots
+from lcjax.evaluation.report import cell_of, differences, page
 from lcjax.evaluation.report.tables import grid, markdown, to_csv
 from lcjax.evaluation.results import Results, read
 from lcjax.evaluation.task import Record, Task
@@ -68,21 +69,21 @@ def _check(runs: Mapping[str, Results], rows: Rows, against: str | None) -> None
 
 
 def _by_task(runs: dict[str, Results]) -> list[tuple[Task, dict[str, list[Record]]]]:
-    """Records of every task by run; tasks that judge by different rules are kept apart."""
+    """Records of every task by run; tasks with other scoring settings are separate."""
     groups: dict[tuple, tuple[Task, dict[str, list[Record]]]] = {}
     for name, run in runs.items():
         for task, records in run.tasks.items():
-            rules = (task.label, *(getattr(task, field) for field in task.judging))
-            groups.setdefault(rules, (task, {}))[1][name] = records
+            settings = (task.label, *(getattr(task, field) for field in task.scoring_settings))
+            groups.setdefault(settings, (task, {}))[1][name] = records
     labels = [label for label, *_ in groups]
     return [
         (
             task
             if labels.count(task.label) == 1
-            else dataclasses.replace(task, name="_".join(map(str, rules))),
+            else dataclasses.replace(task, name="_".join(map(str, settings))),
             by_run,
         )
-        for rules, (task, by_run) in groups.items()
+        for settings, (task, by_run) in groups.items()
     ]
 
 

@@ -1,7 +1,7 @@
 """The config of `eval.py`, and the model, weights and tokenizer that a method stands for."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import draccus
@@ -11,7 +11,7 @@ from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.load import identity
 from lcjax.config import RunFolder
-from lcjax.data import TextConfig
+from lcjax.data import TextConfig, documents
 from lcjax.errors import InputError
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
@@ -83,6 +83,11 @@ class EvalConfig:
     batch_size: int = 1  # windows per batch; like mesh, may change when a run is resumed
     seed: int = 0  # of random keys, depths and choices of windows
     run: RunSection = dataclasses.field(default_factory=RunSection)
+
+
+def texts(config: EvalConfig) -> Iterator[tuple[str, str]]:
+    """Yields names and texts of the corpus that is evaluated."""
+    return documents(config.data, "validation" if config.data.holdout else "train")
 
 
 def sections(config: EvalConfig) -> list[ModelSection]:

@@ -14,22 +14,23 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lcjax.checkpoints.load import load_tokenizer
-from lcjax.data import documents
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation import study
-from lcjax.evaluation.config import EvalConfig, tokenizer_of
+from lcjax.evaluation.config import EvalConfig, texts, tokenizer_of
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import GenerationTask
 from lcjax.evaluation.records import clean, folder_name, to_lines
 from lcjax.evaluation.results import Results
 from lcjax.evaluation.run import check
-from lcjax.evaluation.task import Record, Task, Unit
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Record, Records, Task, Unit
 from lcjax.evaluation.tasks.longbench import LongBench, by_band
 from lcjax.files import write_whole
 
@@ -60,9 +61,9 @@ def _cells_with_answers(run: Results, name: str) -> list[tuple[str, Task, int, l
     return cells
 
 
-def _part_of(task: Task, facts: Mapping[str, Any]) -> str:
-    """The data set or subtask of a record or of the facts of a unit; else the task."""
-    return str(facts.get("dataset") or facts.get("task") or task.label)
+def _part_of(task: Task, fields: Mapping[str, Any]) -> str:
+    """The data set or subtask of a record or of the fields of a unit; else the task."""
+    return str(fields.get("dataset") or fields.get("task") or task.label)
 
 
 def _folder(run: Results, method: str) -> str:
@@ -78,21 +79,15 @@ def _lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
-def _by_part(task: Task, records: Sequence[Record]) -> dict[str, list[Record]]:
-    parts: dict[str, list[Record]] = {}
-    for record in records:
-        parts.setdefault(_part_of(task, record), []).append(record)
-    return parts
+def _by_part(task: Task, records: Records) -> dict[str, list[Record]]:
+    return group_by(records, lambda record: _part_of(task, record))
 
 
 def _lm_eval(run: Results, out: Path) -> list[Path]:
-    methods: dict[str, list[tuple[Task, int, list[Record]]]] = {}
-    for method, task, length, records in run.cells():
-        methods.setdefault(method, []).append((task, length, records))
     files = []
-    for method, cells in methods.items():
+    for method, cells in group_by(run.cells(), itemgetter(0)).items():
         folder, results = out / _folder(run, method), _lm_eval_results(run, method)
-        for task, length, records in cells:
+        for _, task, length, records in cells:
             name, metric = f"{task.label}_{length}", task.metric.name
             value = task.summarise(records)["value"]
             results["results"][name] = {
@@ -131,7 +126,7 @@ def _lm_eval_results(run: Results, method: str) -> dict[str, Any]:
     }
 
 
-def _standard_error(task: Task, records: Sequence[Record]) -> float | str:
+def _standard_error(task: Task, records: Records) -> float | str:
     """Standard error of the mean, or "N/A" as in lm-eval if the number is not a mean."""
     values = [value for record in records if (value := task.example(record)) is not None]
     if task.metric.lower_is_better or len(values) < 2:
@@ -185,7 +180,7 @@ def _longbench(run: Results, out: Path) -> list[Path]:
     return files
 
 
-def _percent(task: Task, records: Sequence[Record]) -> float | None:
+def _percent(task: Task, records: Records) -> float | None:
     """Mean score in percent; None without records, where LongBench writes NaN (invalid JSON)."""
     values = [v for record in records if (v := task.example(record)) is not None]
     return round(100 * float(np.mean(values)), 2) if values else None
@@ -217,7 +212,7 @@ def _ruler(run: Results, out: Path) -> list[Path]:
     return files
 
 
-def _ruler_summary(task: Task, parts: Mapping[str, Sequence[Record]]) -> str:
+def _ruler_summary(task: Task, parts: Mapping[str, Records]) -> str:
     """The table that RULER's script writes: numbered columns and named rows."""
     nulls = [
         f"{sum(not record['answer'].strip() for record in group)}/{len(group)}"
@@ -269,12 +264,7 @@ def make_data(
     if not tasks:
         raise InputError("tasks: none of them asks for an answer, so there is no prompt to write")
     out = Path(out) if out is not None else Path(config.run.folder) / "data"
-    data = config.data
-    source = (
-        documents(data, "validation" if data.holdout else "train")
-        if any(task.needs_data for task in tasks)
-        else ()
-    )
+    source = texts(config) if any(task.needs_data for task in tasks) else ()
     corpus = TokenizedCorpus(source, tokenizer_of(study.with_trained(config).model, tokenizer))
     files = []
     for task in tasks:
@@ -282,9 +272,7 @@ def make_data(
             units = task.plan(corpus, length, limits)
             if not units:
                 raise InputError(f"lengths: {length} gives no prompt in {task.label}")
-            parts: dict[str, list[Unit]] = {}
-            for unit in units:
-                parts.setdefault(_part_of(task, unit.facts), []).append(unit)
+            parts = group_by(units, lambda unit, task=task: _part_of(task, unit.fields))
             for name, group in parts.items():
                 files.append(out / task.label / str(length) / f"{name}.jsonl")
                 lines = (_prompt_line(task, unit, corpus.tokenizer) for unit in group)
@@ -293,11 +281,13 @@ def make_data(
 
 
 def _prompt_line(task: Task, unit: Unit, tokenizer) -> dict[str, Any]:
-    facts = {key: value for key, value in unit.facts.items() if key not in ("prompt", "references")}
+    fields = {
+        key: value for key, value in unit.fields.items() if key not in ("prompt", "references")
+    }
     return {
         "index": unit.index,
         "input": tokenizer.decode(unit.tokens.tolist()),
-        "outputs": task.references(unit.facts),
-        "length": unit.facts["size"],
-        "others": {"id": unit.index, "digest": unit.digest, **facts},
+        "outputs": task.references(unit.fields),
+        "length": unit.fields["size"],
+        "others": {"id": unit.index, "digest": unit.digest, **fields},
     }

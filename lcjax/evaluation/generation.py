@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -11,9 +10,8 @@ import numpy as np
 from lcjax.errors import one_of, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import TEMPLATES, Budget, Prompt, PromptEncoder, Segment, fit
-from lcjax.evaluation.report import plots
 from lcjax.evaluation.split import generate
-from lcjax.evaluation.task import Limits, Record, Task, Unit, pad_batch
+from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.generation.sampling import GeneratedText, Sampling
 
 OWN_WORDING = "lcjax-1"  # version of this library's own prompts, in records
@@ -25,7 +23,7 @@ class Example:
 
     segments: Sequence[Segment]
     references: Sequence[str]
-    facts: Record = dataclasses.field(default_factory=dict)
+    fields: Record = dataclasses.field(default_factory=dict)
     max_new_tokens: int | None = None  # None: the task's
     stop: tuple[str, ...] = ()  # the answer ends before the first of these
     template: str | None = None  # None: the task's
@@ -66,38 +64,33 @@ class PromptTask(Task):
         budget = self.budget(length, new)
         prompt = prompt_encoder.prompt(example.segments)
         prompt = fit(prompt, budget, prompt_encoder.tokenizer, self.cut, self.label)
-        facts = {
+        fields = {
             "protocol": self.label,
             "length": length,
-            **prompt_encoder.facts,
+            **prompt_encoder.fields,
             "budget": budget.counts,
             "prompt_tokens": len(prompt.ids),
             "max_new_tokens": new,
             "size": len(prompt.ids) + new,
             "truncated": prompt.truncated,
             "references": list(example.references),
-            **example.facts,
+            **example.fields,
         }
         if index == 0:
-            facts["prompt"] = prompt_encoder.tokenizer.decode(prompt.ids)
+            fields["prompt"] = prompt_encoder.tokenizer.decode(prompt.ids)
         shape = (_bucket(len(prompt.ids)), new, tuple(example.stop))
-        return Unit(index, shape, prompt.ids, facts, prompt)
+        return Unit(index, shape, prompt.ids, fields, prompt)
 
     def prompts(self, unit: Unit) -> list[np.ndarray]:
         return [unit.tokens]
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
-
 
 @dataclasses.dataclass(frozen=True)
 class GenerationTask(PromptTask):
-    """Answers that are generated greedily and judged by rules.
+    """Answers that are generated greedily and scored by rules.
 
-    A subclass defines `examples` and `judge`. A record holds all scores of `judge`, and tables show
-    the score named `shown`.
+    A subclass defines `examples` and `score_answer`. A record holds all scores of an answer, and
+    tables show the score named `main_score`.
     """
 
     generates: ClassVar[bool] = True
@@ -106,15 +99,15 @@ class GenerationTask(PromptTask):
     template: str = "none"  # chat: the tokenizer's chat template around the text
 
     @abc.abstractmethod
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
         """Returns the scores of an answer by name, 0 to 1.
 
-        `unit.facts` holds the references, and the generated tokens `ids` if the model has them.
+        `unit.fields` holds the references, and the generated tokens `ids` if the model has them.
         """
 
     @property
     @abc.abstractmethod
-    def shown(self) -> str:
+    def main_score(self) -> str:
         """The name of the score that tables show."""
 
     def check(self, limits: Limits, key: str) -> None:
@@ -135,15 +128,20 @@ class GenerationTask(PromptTask):
         details = {}
         if isinstance(answer, GeneratedText):
             details = {"ids": list(answer.ids), "finish": answer.finish}
-            unit = dataclasses.replace(unit, facts={**unit.facts, **details})
-        scores = {k: float(v) for k, v in self.judge(answer, unit, tokenizer).items()}
-        return {"answer": str(answer), **details, "scores": scores, "correct": scores[self.shown]}
+            unit = dataclasses.replace(unit, fields={**unit.fields, **details})
+        scores = {k: float(v) for k, v in self.score_answer(answer, unit, tokenizer).items()}
+        return {
+            "answer": str(answer),
+            **details,
+            "scores": scores,
+            "correct": scores[self.main_score],
+        }
 
-    def rescored(self, record: Record, tokenizer) -> Record:
+    def rescore(self, record: Record, tokenizer) -> Record:
         unit = Unit(record["window"], (), np.zeros(0, np.int32), record)
         return {**record, **self._record(record["answer"], unit, tokenizer)}
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The mean of the shown score, and of every other score that all records have."""
         names = [n for n in records[0]["scores"] if all(n in r["scores"] for r in records)]
         means = {name: float(np.mean([r["scores"][name] for r in records])) for name in names}
@@ -151,7 +149,7 @@ class GenerationTask(PromptTask):
         return {"value": value, **counts(records), **means}
 
 
-def counts(records: Sequence[Record]) -> Record:
+def counts(records: Records) -> Record:
     """Numbers of examples, of empty answers, and of shortened prompts."""
     return {
         "windows": len(records),

@@ -127,16 +127,16 @@ class PromptEncoder:
         return self._encode([*turns, *map(self._strip_answer, answer)])
 
     @property
-    def facts(self) -> dict:
+    def fields(self) -> dict:
         """The fields of records about BOS and template."""
-        facts = {
+        fields = {
             "bos": "none" if self.bos is None else "document",
             "template": self.template,
         }
         if self.template == "chat":
             text = "".join(self._frame(False))
-            facts["template_hash"] = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return facts
+            fields["template_hash"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return fields
 
     def _frame(self, system: bool) -> tuple[str, str, str]:
         """The text of the template before the system message, the user message and the answer."""

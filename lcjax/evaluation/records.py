@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ import numpy as np
 from lcjax.checkpoints.run_folder import MODEL_CONFIG
 from lcjax.config import ERROR, dump
 from lcjax.errors import InputError
-from lcjax.evaluation.task import Record
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Record, Records
 from lcjax.files import FolderFormat, check_replaceable, read_json, write_whole
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
@@ -142,12 +144,12 @@ class Store:
             for tree in (before["config"], settings)
         )
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-        shown = ", ".join(
+        listed = ", ".join(
             f"{key} was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
             for key in changed[:3]
         )
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        what = shown + more if changed else f"record format {before['format']}, now {FORMAT}"
+        what = listed + more if changed else f"record format {before['format']}, now {FORMAT}"
         raise InputError(
             f"run.folder={self.folder} holds another run ({what}); name another folder, undo that,"
             " or set run.existing=overwrite"
@@ -188,7 +190,7 @@ class Store:
             )
         return records
 
-    def append(self, task: str, records: Sequence[Record]) -> None:
+    def append(self, task: str, records: Records) -> None:
         """Appends records to the files of a task; only the first process writes."""
         if not distributed.is_main_process():
             return
@@ -258,12 +260,8 @@ def by_cell(
     """
     records = list(records)
     order = list(methods or dict.fromkeys(record["method"] for record in records))
-    cells: dict[tuple[str, int], list[Record]] = {}
-    for record in sorted(
-        records, key=lambda r: (order.index(r["method"]), r["length"], r["window"])
-    ):
-        cells.setdefault((record["method"], record["length"]), []).append(record)
-    return cells
+    records.sort(key=lambda r: (order.index(r["method"]), r["length"], r["window"]))
+    return group_by(records, itemgetter("method", "length"))
 
 
 def read_marker(folder: Path) -> Record:

@@ -147,7 +147,7 @@ def score(
     *,
     tokenizer: Callable[[str], Any] = load_tokenizer,
 ) -> report.Report:
-    """Judges the answers of a run again, without running the model.
+    """Scores the answers of a run again, without running the model.
 
     Args:
       folder: The run folder.
@@ -171,7 +171,7 @@ def score(
     _check_same_prompts(run.config, config)
     tokenizer_for = _tokenizers(run, tokenizer)
     tasks = {
-        new: [new.rescored(record, tokenizer_for(record)) for record in run.tasks[old]]
+        new: [new.rescore(record, tokenizer_for(record)) for record in run.tasks[old]]
         for old, new in zip(run.config.tasks, config.tasks, strict=True)
         if old in run.tasks
     }
@@ -191,7 +191,7 @@ def score(
 
 
 def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:
-    """Raises InputError for changed settings other than those that judge answers."""
+    """Raises InputError for changed settings other than those of scores."""
     others = dataclasses.replace(config, tasks=before.tasks, run=before.run)
     if changed := _changed_fields(before, others):
         raise InputError(
@@ -200,7 +200,7 @@ def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:
     if len(config.tasks) != len(before.tasks):
         raise InputError("tasks: score keeps the tasks of the run; change fields of --tasks.* only")
     for index, (old, new) in enumerate(zip(before.tasks, config.tasks)):
-        free = ("name", *old.judging)
+        free = ("name", *old.scoring_settings)
         changed = [field for field in _changed_fields(old, new) if field not in free]
         if type(old) is not type(new):
             changed = ["type"]

@@ -15,7 +15,7 @@ import draccus
 from tqdm import tqdm
 
 from lcjax.checkpoints.build import ModelSection, check_source
-from lcjax.data import check_outside_data, documents
+from lcjax.data import check_outside_data
 from lcjax.errors import InputError, random_seed, whole_numbers
 from lcjax.evaluation import measure, report, study
 from lcjax.evaluation.config import (
@@ -25,12 +25,14 @@ from lcjax.evaluation.config import (
     method_settings,
     sections,
     split_of,
+    texts,
     weights,
 )
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.prompt import Prompt
 from lcjax.evaluation.records import Key, Store
 from lcjax.evaluation.split import ContextSplit
+from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
@@ -171,7 +173,7 @@ class _Cell:
 
     task: Task
     model: Scorer  # with the settings of the method
-    facts: Record  # fields of all records
+    fields: Record  # fields of all records
     missing: Sequence[Unit]  # units without a record
     units: Sequence[Unit]  # all of them
 
@@ -189,7 +191,9 @@ class _Runner:
     def records(self) -> dict[Task, list[Record]]:
         """All records of the run, by task; those of a batch are written before the next batch."""
         if any(task.needs_data for task in self._config.tasks):
-            next(self._texts())  # fails before a large model is loaded if the corpus has no text
+            next(
+                texts(self._config)
+            )  # fails before a large model is loaded if the corpus has no text
         model_sections = sections(self._config)
         pairs = list(zip(self._config.methods, model_sections, strict=True))
         # The progress bar counts tokens, as the lengths of windows differ a hundredfold.
@@ -203,7 +207,7 @@ class _Runner:
                 model = self._open(section, group, remaining, bar)
                 remaining = [method for method in remaining if method not in group]
                 for cell in (cell for method in group for cell in self._cells(method, model)):
-                    name, length = cell.facts["method"], cell.facts["length"]
+                    name, length = cell.fields["method"], cell.fields["length"]
                     bar.set_description(f"{name} {length:,} {cell.task.label}")
                     for records in self._score(cell):
                         self._store.append(cell.task.label, records)
@@ -240,7 +244,7 @@ class _Runner:
     def _num_tokens(self, methods: Sequence[Method], plan: Plan) -> int:
         """Tokens of all units without a record."""
         return sum(
-            unit.facts["size"]
+            unit.fields["size"]
             for (label, length), units in plan.items()
             for method, unit in itertools.product(methods, units)
             if (method.name, length, unit.index) not in self._done[label]
@@ -263,7 +267,7 @@ class _Runner:
         if memory is None:
             return None
         # Choices need the cache of the prompt and a copy that each choice extends.
-        caches = 2 if any(task.chooses for task in self._config.tasks) else int(generates)
+        caches = 2 if any(task.ranks_options for task in self._config.tasks) else int(generates)
         filler = padding_rows(model.mesh, batch)
         if caches and model.shares_prefixes and None in splits:
             # The shared prefix of prompts is one row on every device.
@@ -276,15 +280,11 @@ class _Runner:
             line += f"; {filler} more rows are filler: batch_size={batch + filler} takes no longer"
         return line
 
-    def _texts(self) -> Iterator[tuple[str, str]]:
-        data = self._config.data
-        return documents(data, "validation" if data.holdout else "train")
-
     def _plan(self, tokenizer, bar: tqdm | None = None) -> Plan:
         """All units for a tokenizer; `bar` shows the progress."""
         name = self._plan_key(tokenizer)
         if name not in self._plans:
-            corpus, plan = TokenizedCorpus(self._texts(), tokenizer), {}
+            corpus, plan = TokenizedCorpus(texts(self._config), tokenizer), {}
             for task, length in itertools.product(self._config.tasks, self._limits.lengths):
                 if bar is not None:  # long prompts take minutes
                     bar.set_description(f"preparing {task.label} {length:,}")
@@ -316,7 +316,7 @@ class _Runner:
     def _check_not_empty(self, task: Task, corpus: TokenizedCorpus, plan: Plan) -> None:
         empty = [n for n in self._limits.lengths if not plan[task.label, n]]
         if empty:
-            longest, reason = task.reach(corpus)
+            longest, reason = task.longest_length(corpus)
             # If all lengths score the same documents, shorter lengths are empty, too.
             beyond = ", ".join(str(n) for n in empty if n > longest) or ", ".join(map(str, empty))
             raise InputError(f"lengths: {beyond} got no window in {task.label}: {reason}")
@@ -335,8 +335,8 @@ class _Runner:
         """The cells of a method that lack records; the longest first, as memory may run out."""
         plan = self._plan(model.tokenizer)
         for length in reversed(self._limits.lengths):
-            facts = {"method": method.name, "length": length, "trained": model.config.max_length}
-            facts["tokenizer"] = model.tokenizer.fingerprint
+            fields = {"method": method.name, "length": length, "trained": model.config.max_length}
+            fields["tokenizer"] = model.tokenizer.fingerprint
             subject = None
             for task in self._config.tasks:
                 units = plan[task.label, length]
@@ -346,14 +346,14 @@ class _Runner:
                 if subject is None:
                     subject = apply_method(model, method, length)
                     if subject.decoder is not None:
-                        facts["decoder"] = subject.decoder
-                yield _Cell(task, subject, facts, missing, units)
+                        fields["decoder"] = subject.decoder
+                yield _Cell(task, subject, fields, missing, units)
 
     def _units_without_record(self, task: Task, method: str, units: Sequence[Unit]) -> list[Unit]:
         """Keeps the records of the other units; raises InputError if their tokens changed."""
         missing = []
         for unit in units:
-            key: Key = method, unit.facts["length"], unit.index
+            key: Key = method, unit.fields["length"], unit.index
             record = self._done[task.label].get(key)
             if record is None:
                 missing.append(unit)
@@ -389,7 +389,7 @@ class _Runner:
             }
             records = [
                 {
-                    **cell.facts, "window": u.index, "digest": u.digest, **u.facts,
+                    **cell.fields, "window": u.index, "digest": u.digest, **u.fields,
                     "read": _num_read(model, u), **score, **cost,
                 }
                 for u, score in zip(chunk, scores, strict=True)
@@ -403,24 +403,22 @@ def _batches(task: Task, model: Scorer, units: Sequence[Unit], size: int) -> Ite
 
     Prompts with a common prefix share a batch if `model` can reuse the prefix.
     """
-    shapes: dict[tuple, list[Unit]] = {}
-    for unit in units:
-        shapes.setdefault(unit.shape, []).append(unit)
-    for group in sorted(shapes.values(), key=lambda group: -max(u.facts["size"] for u in group)):
+    shapes = group_by(units, lambda unit: unit.shape)
+    for group in sorted(shapes.values(), key=lambda group: -max(u.fields["size"] for u in group)):
         yield from model.batches(group, size, lambda unit: next(iter(task.prompts(unit)), ()))
 
 
 def _with_foreign_context(model: Scorer, unit: Unit, units: Sequence[Unit], seed: int) -> Unit:
     """The unit to score; for source=foreign it has context of other documents of `units`."""
-    document = unit.facts.get("document")
-    others = (other.tokens for other in units if other.facts.get("document") != document)
+    document = unit.fields.get("document")
+    others = (other.tokens for other in units if other.fields.get("document") != document)
     tokens = model.with_foreign_context(unit.tokens, others, [seed, unit.index])
     return dataclasses.replace(unit, tokens=tokens)
 
 
 def _num_read(model: Scorer, unit: Unit) -> int:
     """Tokens of a unit that the model reads or generates."""
-    size = unit.facts["size"]
+    size = unit.fields["size"]
     if isinstance(unit.payload, Prompt):
         return size - model.num_unread(size, unit.payload.movable)
     return size - model.num_unread(len(unit.tokens))

@@ -74,12 +74,8 @@ class Split(abc.ABC):
         return 1, self.tokens(model, length)
 
     @abc.abstractmethod
-    def scorer(self, model: LanguageModel, rows: int) -> Scorer:
-        """The scorer whose methods take `context`, for batches of `rows`."""
-
-    @abc.abstractmethod
-    def encode(self, model: LanguageModel, passages: list, chunk: int):
-        """The argument `context` of that scorer for the `passages` of each row."""
+    def scorer(self, model: LanguageModel, passages: list, chunk: int) -> tuple[Scorer, Any]:
+        """The scorer of the text, and its argument `context` for the `passages` of each row."""
 
     @abc.abstractmethod
     def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
@@ -154,11 +150,8 @@ class ContextSplit(Split):
             default = min(default, memory.chunk)
         return min(default if self.decoder is None else self.decoder, length)
 
-    def scorer(self, model: LanguageModel, rows: int) -> Scorer:
-        return model
-
-    def encode(self, model: LanguageModel, passages: list, chunk: int):
-        return model.encode_contexts(passages, chunk=chunk)
+    def scorer(self, model: LanguageModel, passages: list, chunk: int) -> tuple[Scorer, Any]:
+        return model, model.encode_contexts(passages, chunk=chunk)
 
     def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
         """Prompts and contexts; for memories of earlier windows BOS moves to the first chunk."""
@@ -207,11 +200,8 @@ class ReplugSplit(Split):
     def context(self, model, length: int) -> None:
         """None, as no memory is stored."""
 
-    def scorer(self, model: LanguageModel, rows: int) -> Scorer:
-        return Replug(model, batch=rows)
-
-    def encode(self, model: LanguageModel, passages: list, chunk: int):
-        return passages
+    def scorer(self, model: LanguageModel, passages: list, chunk: int) -> tuple[Scorer, Any]:
+        return Replug(model, batch=len(passages)), passages
 
     def read(self, model: LanguageModel, parts: list["Part"], passages: list) -> tuple[list, list]:
         """Prompts and contexts; the head of a prompt (BOS, instruction) precedes each passage."""
@@ -260,9 +250,7 @@ class SplitModel(Scorer):
         return nll
 
     def _scorer(self, passages: list) -> tuple[Scorer, Any]:
-        """The scorer of the text, and its argument `context` for the `passages` of each row."""
-        context = self._split.encode(self._model, passages, self._chunk)
-        return self._split.scorer(self._model, len(passages)), context
+        return self._split.scorer(self._model, passages, self._chunk)
 
     def check_scored(self, length: int, first: int, size: int) -> None:
         """Raises InputError if the decoder does not read tokens `first : size` of a window."""

@@ -1,4 +1,4 @@
-"""Intervals, correlations, and paired differences over the same examples.
+"""Groups of records, intervals, correlations, and paired differences over the same examples.
 
 Examples in one cluster, such as the windows of a document, are not independent. The bootstrap
 resamples whole clusters.
@@ -6,27 +6,50 @@ resamples whole clusters.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import NormalDist
+from typing import Any, TypeVar
 
 import numpy as np
 
+T, K = TypeVar("T"), TypeVar("K", bound=Hashable)
+Record = dict[str, Any]  # the fields of a record or of a cell of a table
+Records = Sequence[Record]
 DRAWS = 2000  # bootstrap samples; ends of a 95 % interval then vary by about 1 % of its width
 _CHUNK = 1 << 22  # random numbers per chunk, which bounds memory
 
 
-def wilson(num_right: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Computes Wilson's score interval of a share (JASA 1927); NaN for `total` 0.
+def is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def group_by(items: Iterable[T], key: str | Callable[[T], K]) -> dict[K, list[T]]:
+    """Groups items by a field, or by a function of each, in the order of the first items."""
+    function = operator.itemgetter(key) if isinstance(key, str) else key
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(function(item), []).append(item)
+    return groups
+
+
+def at_longest(items: Records) -> list[Record]:
+    """The cells or records of the longest length."""
+    longest = max(item["length"] for item in items)
+    return [item for item in items if item["length"] == longest]
+
+
+def wilson(num_right: int, total: int) -> tuple[float, float]:
+    """Computes Wilson's 95 % score interval of a share (JASA 1927); NaN for `total` 0.
 
     It holds near 0 and 1, where a normal interval fails.
     """
     if total < 1:
         return math.nan, math.nan
-    z = _normal_quantile(confidence)
-    share, weight = num_right / total, z * z / total
-    middle = (share + weight / 2) / (1 + weight)
-    half = z / (1 + weight) * math.sqrt(share * (1 - share) / total + weight / (4 * total))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    from scipy.stats import binomtest
+
+    low, high = binomtest(num_right, total).proportion_ci(0.95, "wilson")
+    return float(low), float(high)
 
 
 def bootstrap(
@@ -34,16 +57,14 @@ def bootstrap(
     *,
     weights: Sequence[float] | None = None,
     clusters: Sequence[object] | None = None,
-    confidence: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Computes the bootstrap percentile interval of the weighted mean.
+    """Computes the 95 % bootstrap percentile interval of the weighted mean.
 
     Args:
       values: Values of the examples.
       weights: Weights of the examples; None for equal weights.
       clusters: The cluster of each example; None if all are independent.
-      confidence: Coverage of the interval.
       seed: Seed of the resampling.
 
     Returns:
@@ -52,7 +73,11 @@ def bootstrap(
     means = _means(values, weights, clusters, seed)
     if means is None:
         return math.nan, math.nan
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return _central_interval(means)
+
+
+def _central_interval(means: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -113,7 +138,7 @@ def paired(
     means = _means(differences, weights, clusters, seed)
     if means is None:
         return Difference(len(differences), mean, *[math.nan] * 3)
-    low, high = (float(end) for end in np.quantile(means, [0.025, 0.975]))
+    low, high = _central_interval(means)
     share = min(np.mean(means <= 0), np.mean(means >= 0))
     num_clusters = len(differences) if clusters is None else len(set(clusters))
     p = min(1.0, max(2 * share, 1 / DRAWS, 2.0 ** (1 - num_clusters)))
@@ -152,11 +177,6 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> Correlation:
     result = pearson(rankdata(x), rankdata(y))
     if result.count <= 3 or math.isnan(result.value) or abs(result.value) == 1:
         return result
-    half = _normal_quantile(0.95) * math.sqrt((1 + result.value**2 / 2) / (result.count - 3))
+    half = NormalDist().inv_cdf(0.975) * math.sqrt((1 + result.value**2 / 2) / (result.count - 3))
     z = math.atanh(result.value)
     return dataclasses.replace(result, low=math.tanh(z - half), high=math.tanh(z + half))
-
-
-def _normal_quantile(confidence: float) -> float:
-    """Standard deviations around the mean that hold the share `confidence` of a normal."""
-    return NormalDist().inv_cdf((1 + confidence) / 2)

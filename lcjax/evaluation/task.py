@@ -1,6 +1,7 @@
 """The interface of a benchmark: it plans units, scores them, and summarises the scores."""
 
 import abc
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -11,10 +12,9 @@ from typing import Any, ClassVar
 import draccus
 import numpy as np
 
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.statistics import bootstrap, wilson
-
-Record = dict[str, Any]
+from lcjax.evaluation.statistics import Record, Records, bootstrap, group_by, wilson
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Unit:
     index: int
     shape: tuple
     tokens: np.ndarray  # int32 [n]
-    facts: Record
+    fields: Record
     payload: Any = None
 
     @property
@@ -55,7 +55,11 @@ class Metric:
     title: str
     lower_is_better: bool
     decimals: int
-    dash_above: float = float("inf")  # tables print a dash above; files keep the number
+
+    @property
+    def heading(self) -> str:
+        """The title with a capital."""
+        return self.title[0].upper() + self.title[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +68,10 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
 
     # Whether `score` fills a cache, to generate or to score several continuations of a prompt.
     generates: ClassVar[bool] = False
-    chooses: ClassVar[bool] = False  # scores several continuations of one prompt
+    ranks_options: ClassVar[bool] = False  # scores several continuations of one prompt
     needs_data: ClassVar[bool] = True  # whether `plan` reads the corpus, not only its tokenizer
-    # Settings that judge answers; `eval.py score` may change only these.
-    judging: ClassVar[tuple[str, ...]] = ()
+    # Settings of the scores of answers; `eval.py score` may change only these.
+    scoring_settings: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # name of its files; empty: derived from the settings
 
@@ -111,7 +115,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return functools.partial(self.score, model, batch=batch)
 
     @abc.abstractmethod
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """Returns `value` and further numbers from all records of one method at one length."""
 
     def example(self, record: Record) -> float | None:
@@ -122,7 +126,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         correct = record.get("correct")
         return None if correct is None else float(correct)
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """The weight of each record in the task's number, up to a common factor."""
         return [record.get("weight", 1.0) for record in records]
 
@@ -134,7 +138,7 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         """The part of the task that a record belongs to, for differences by part."""
         return ""
 
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+    def interval(self, records: Records) -> tuple[float, float]:
         """95 % interval of `value`, or NaN.
 
         Wilson's interval for shares of 0 and 1, else a bootstrap of the weighted examples.
@@ -146,26 +150,36 @@ class Task(draccus.ChoiceRegistry, abc.ABC):
         return bootstrap(values, weights=weights)
 
     def references(self, record: Record) -> list[str]:
-        """The reference answers of a record or of the facts of a unit."""
+        """The reference answers of a record or of the fields of a unit."""
         return [str(item) for item in record.get("references", ())]
 
-    def rescored(self, record: Record, tokenizer) -> Record:
-        """The record with its answer judged again by these settings, without a model."""
+    def rescore(self, record: Record, tokenizer) -> Record:
+        """The record with its answer scored again by these settings, without a model."""
         return record
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """Numbers over all lengths, by method."""
         return {}
 
-    @abc.abstractmethod
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        """Draws the figures of the task and returns the files."""
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
+        """Draws the figures of the task, by default its number by length; returns the files."""
+        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
 
-    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
+    def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         """The longest length that the data allows, and the reason, for the error message."""
         return 0, "choose shorter lengths"
+
+
+def mean_by(records: Records, field: str) -> dict[str, float]:
+    """The mean of `correct` by the value of a field."""
+    groups = group_by(records, field)
+    return {name: float(np.mean([r["correct"] for r in group])) for name, group in groups.items()}
+
+
+def equal_weights(records: Records, field: str) -> list[float]:
+    """Weights with an equal sum for every value of a field."""
+    sizes = collections.Counter(record[field] for record in records)
+    return [1 / sizes[record[field]] for record in records]
 
 
 def pad_batch(items: Sequence[Any], batch: int) -> list[Any]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from lcjax.attention import Landmark, Pattern
 from lcjax.errors import InputError
-from lcjax.evaluation.report.plots import GREY, canvas, format_count, series_style
+from lcjax.evaluation.plots import GREY, canvas, format_count, series_style
 from lcjax.generation.language_model import LanguageModel
 from lcjax.pictures.answer import AnswerAttention, answer_attention
 from lcjax.pictures.weights import mask_of

@@ -188,8 +188,8 @@ def score(task, limits, length=12, tokenizer=None, batch=3, corpus_texts=None, m
             chunk = group[start : start + batch]
             scores = task.score(model, chunk, batch)
             for unit, found in zip(chunk, scores, strict=True):
-                facts = {"method": "fake", "trained": 32, "window": unit.index}
-                records.append({**facts, **unit.facts, **found})
+                fields = {"method": "fake", "trained": 32, "window": unit.index}
+                records.append({**fields, **unit.fields, **found})
     return records
 
 

@@ -47,7 +47,7 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
 
 
 @pytest.mark.parametrize(
-    ("task", "facts"),
+    ("task", "fields"),
     [
         (LmEval(tasks=("a", "b")), {"metric": "acc", "lower": [], "by_size": True}),
         (LongBench(), {}),
@@ -55,14 +55,14 @@ def test_compare_finds_a_difference_that_is_there_and_none_that_is_not(config, c
         (RagLm(), {"nan": 0, "scored": 1}),
     ],
 )
-def test_a_paired_difference_is_that_of_the_shown_means(task, facts):
+def test_a_paired_difference_is_that_of_the_shown_means(task, fields):
     """Of two data sets the larger one gains 1, the other nothing; numbers of documents repeat."""
     rows = [("hotpotqa", n) for n in range(3)] + [("trec", 0)]
 
     def records(gain):
         return [
             {
-                **facts, "window": i, "digest": str(i), "protocol": "p", "document": n,
+                **fields, "window": i, "digest": str(i), "protocol": "p", "document": n,
                 "dataset": name, "task": name, "domain": name,
                 "correct": value, "nll": value,
             }

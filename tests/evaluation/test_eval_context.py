@@ -135,7 +135,7 @@ def test_foreign_chunks_are_those_of_other_documents_and_the_text_stays():
         tokens = foreign(split, own, units, 0).tokens
         np.testing.assert_array_equal(tokens[32:], own.tokens[32:])
         documents = tokens[:32] // 1000
-        assert own.facts["document"] not in documents
+        assert own.fields["document"] not in documents
         np.testing.assert_array_equal(tokens[:32] % 1000, np.arange(32))
         assert all(len(set(documents[i : i + 8])) == 1 for i in range(0, 32, 8))
         np.testing.assert_array_equal(foreign(split, own, units, 0).tokens, tokens)

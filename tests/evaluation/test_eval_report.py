@@ -11,9 +11,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from lcjax import files
-from lcjax.evaluation import Passkey, Perplexity, report
-from lcjax.evaluation.report import page, plots
-from lcjax.evaluation.report.tables import grid, latex, markdown, to_csv
+from lcjax.evaluation import Passkey, Perplexity, plots, report
+from lcjax.evaluation.report import page
+from lcjax.evaluation.report.tables import grid, interval_text, latex, markdown, to_csv
 from lcjax.evaluation.task import Metric
 
 METRIC = Perplexity().metric
@@ -33,13 +33,13 @@ CELLS = [
 ]
 
 
-def test_markdown_bolds_the_best_dashes_the_broken_and_leaves_the_missing_empty():
+def test_markdown_bolds_the_best_shows_large_perplexities_and_leaves_the_missing_empty():
     assert markdown(grid(CELLS, "value", METRIC)) == (
-        "| method |    4,096 |   16,384 |\n"
-        "| ------ | -------: | -------: |\n"
-        "| base   | **6.22** |        – |\n"
-        "| yarn   | **6.22** | **5.50** |\n"
-        "| a, b   |      nan |          |\n"
+        "| method |    4,096 |     16,384 |\n"
+        "| ------ | -------: | ---------: |\n"
+        "| base   | **6.22** | _1,234.50_ |\n"
+        "| yarn   | **6.22** |   **5.50** |\n"
+        "| a, b   |      nan |            |\n"
     )
 
 
@@ -83,6 +83,21 @@ def test_perplexity_over_lengths_shows_a_line_per_method(tmp_path):
     assert min(image.shape[:2]) > 400
     assert has_colour(image, "#0072B2") and has_colour(image, "#D55E00")
     assert not has_colour(image, "#009E73")
+
+
+def test_perplexities_of_thousands_lie_inside_the_figure_and_in_the_scatter(tmp_path):
+    axes = Figure().add_subplot()
+    axes.plot([0, 1], [5.0, 30_000.0])
+    plots._value_axis(axes, [5.0, 30_000.0], METRIC)
+    low, high = axes.get_ylim()
+    assert low < 5 and high > 30_000
+    assert interval_text({"ci_low": 900.0, "ci_high": 2100.0}, METRIC) == "900.00 – 2,100.00"
+    values = {"a": 5.0, "b": 6.0, "c": 30_000.0}
+    cells = {
+        Perplexity(): [cell(name, 8, value) for name, value in values.items()],
+        Passkey(): [cell(name, 8, 0.5) for name in values],
+    }
+    assert plots.perplexity_accuracy(cells, tmp_path)
 
 
 def test_scores_beyond_one_lie_inside_the_figure_and_the_best_answer_is_not_wrong():
@@ -158,7 +173,7 @@ def test_latex_has_rules_a_bold_best_an_underlined_second_and_escaped_names():
         "\\toprule\n"
         "method       & 4,096            & 8,192         & 16,384 \\\\\n"
         "\\midrule\n"
-        "base         & \\textbf{6.22}    &               & -- \\\\\n"
+        "base         & \\textbf{6.22}    &               & \\underline{1,234.50} \\\\\n"
         "yarn         & \\textbf{6.22}    & \\textbf{3.00} & \\textbf{5.50} \\\\\n"
         "a, b         & nan              &               & \\\\\n"
         "a\\_b \\& 50\\% & \\underline{7.00} &               & \\\\\n"

@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lcjax.errors import InputError
-from lcjax.evaluation import metrics
-from lcjax.evaluation.metrics import infinitebench, longbench
+from lcjax.evaluation.metrics import infinitebench, longbench, qa, rouge
 from lcjax.evaluation.metrics.rouge import lcs_length, lcs_pairs, stem_word
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "metrics.json").read_text())["cases"]
 
 
 def over(metric):
-    return lambda case: metrics.best(metric, case["pred"], case["ref"])
+    return lambda case: qa.best(metric, case["pred"], case["ref"])
 
 
 def once(metric):
@@ -26,7 +25,7 @@ def once(metric):
 
 
 SCORERS = {
-    ("longbench", "qa_f1"): over(metrics.qa_f1),
+    ("longbench", "qa_f1"): over(qa.qa_f1),
     ("longbench", "code_sim(indel backend, rapidfuzz)"): once(longbench.code_indel),
     ("longbench", "code_sim(difflib backend)"): once(longbench.code_difflib),
     ("longbench", "classification"): lambda case: longbench.classification(
@@ -34,10 +33,10 @@ SCORERS = {
     ),
     ("longbench", "count"): once(longbench.count),
     ("longbench", "retrieval"): once(longbench.retrieval),
-    ("cepe", "substring_em"): over(metrics.substring_match),
-    ("cepe", "em"): over(metrics.exact_match),
-    ("cepe", "f1"): over(metrics.qa_f1_verdict),
-    ("infinitebench", "qa_f1"): over(metrics.qa_f1),
+    ("cepe", "substring_em"): over(qa.substring_match),
+    ("cepe", "em"): over(qa.exact_match),
+    ("cepe", "f1"): over(qa.qa_f1_verdict),
+    ("infinitebench", "qa_f1"): over(qa.qa_f1),
     ("infinitebench", "math_find"): once(infinitebench.math_find),
     ("infinitebench", "longbook_choice_eng"): once(infinitebench.choice),
     ("infinitebench", "passkey"): once(infinitebench.digits),
@@ -45,9 +44,9 @@ SCORERS = {
     ("infinitebench", "code_debug"): once(infinitebench.code_debug),
     ("infinitebench", "code_run"): once(infinitebench.code_run),
     ("infinitebench", "longdialogue_qa_eng"): once(infinitebench.dialogue),
-    ("ruler", "string_match_all"): once(metrics.string_match_all),
-    ("ruler", "string_match_part"): once(metrics.string_match_part),
-    ("rouge-score 0.1.2", "rougeL"): lambda case: metrics.rouge_l(
+    ("ruler", "string_match_all"): once(qa.string_match_all),
+    ("ruler", "string_match_part"): once(qa.string_match_part),
+    ("rouge-score 0.1.2", "rougeL"): lambda case: rouge.rouge_l(
         case["pred"], case["ref"], stem=case["stemmer"]
     ),
 }
@@ -65,10 +64,10 @@ def test_scores_are_those_of_the_official_scorers(case):
 
 def test_a_verdict_must_be_the_whole_answer():
     for verdict in ("yes", "no", "noanswer"):
-        assert metrics.qa_f1_verdict(f"{verdict} because", verdict) == 0
-        assert metrics.qa_f1_verdict(verdict, f"{verdict} because") == 0
-        assert metrics.qa_f1_verdict(f"The {verdict}.", verdict) == 1
-    assert metrics.qa_f1_verdict("maybe because", "maybe") == pytest.approx(2 / 3)
+        assert qa.qa_f1_verdict(f"{verdict} because", verdict) == 0
+        assert qa.qa_f1_verdict(verdict, f"{verdict} because") == 0
+        assert qa.qa_f1_verdict(f"The {verdict}.", verdict) == 1
+    assert qa.qa_f1_verdict("maybe because", "maybe") == pytest.approx(2 / 3)
 
 
 # Computed with the PyPI package rouge 1.0.1, rouge-score 0.1.2 with its stemmer (ROUGE-1, ROUGE-2,
@@ -88,15 +87,15 @@ def test_a_verdict_must_be_the_whole_answer():
     ],
 )  # fmt: skip
 def test_both_rouges_give_what_their_packages_give(prediction, reference, sets, stems):
-    assert metrics.rouge_l_sets(prediction, reference) == pytest.approx(sets, abs=1e-6)
-    found = [metrics.rouge_n(prediction, reference, size, stem=True) for size in (1, 2)]
-    found.append(metrics.rouge_l(prediction, reference, stem=True))
-    found.append(metrics.rouge_lsum(prediction, reference, stem=True))
+    assert rouge.rouge_l_sets(prediction, reference) == pytest.approx(sets, abs=1e-6)
+    found = [rouge.rouge_n(prediction, reference, size, stem=True) for size in (1, 2)]
+    found.append(rouge.rouge_l(prediction, reference, stem=True))
+    found.append(rouge.rouge_lsum(prediction, reference, stem=True))
     assert found == pytest.approx(stems, abs=1e-6)
 
 
 def test_a_summary_that_never_ends_is_scored_without_recursion():
-    assert metrics.rouge_l_sets("word " * 3000, "word") == pytest.approx(1.0, abs=1e-6)
+    assert rouge.rouge_l_sets("word " * 3000, "word") == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +115,13 @@ def test_stems_are_nltks(word, expected):
 
 TEXT = st.text(alphabet="ab c.\nTheyes012-", max_size=40)
 BOUNDED = [
-    metrics.qa_f1, metrics.qa_f1_verdict, metrics.qa_f1_characters, metrics.exact_match,
-    metrics.substring_match, metrics.rouge_l_sets, metrics.rouge_mean, longbench.count,
-    longbench.code_indel, longbench.code_difflib, metrics.letter_match,
+    qa.qa_f1, qa.qa_f1_verdict, qa.qa_f1_characters, qa.exact_match,
+    qa.substring_match, rouge.rouge_l_sets, rouge.rouge_mean, longbench.count,
+    longbench.code_indel, longbench.code_difflib, qa.letter_match,
 ]  # fmt: skip
 SYMMETRIC = [
-    metrics.qa_f1, metrics.qa_f1_verdict, metrics.qa_f1_characters, metrics.exact_match,
-    metrics.rouge_mean,
+    qa.qa_f1, qa.qa_f1_verdict, qa.qa_f1_characters, qa.exact_match,
+    rouge.rouge_mean,
 ]  # fmt: skip
 
 
@@ -134,8 +133,8 @@ def test_scores_lie_between_0_and_1_and_do_not_depend_on_the_side_where_they_sho
     for metric in SYMMETRIC:
         assert metric(one, two) == pytest.approx(metric(two, one))
     assert longbench.code_difflib(one, two) <= longbench.code_indel(one, two)
-    assert metrics.exact_match(one, two) <= metrics.substring_match(one, two)
-    assert metrics.best(metrics.qa_f1, one, [two, one]) >= metrics.qa_f1(one, two)
+    assert qa.exact_match(one, two) <= qa.substring_match(one, two)
+    assert qa.best(qa.qa_f1, one, [two, one]) >= qa.qa_f1(one, two)
 
 
 def table_lcs(one, two):
@@ -186,16 +185,16 @@ def test_the_class_behind_a_removed_one_is_passed_over():
         (lambda: infinitebench.choice("nothing here", ["no", "C"]), 0),
         (lambda: infinitebench.code_run("", 1), 0),
         (lambda: infinitebench.code_run("it is x", 1), 0),
-        (lambda: metrics.letter_match("(a).", "A"), 1),
-        (lambda: metrics.letter_match("", "A"), 0),
-        (lambda: metrics.letter_match_cepe("the", "A"), 1),  # its articles are deleted
-        (lambda: metrics.value_match("12 and 7", ["12", "7"]), 1),
-        (lambda: metrics.value_match("12", ["12", "7"]), 0),
-        (lambda: metrics.word_recall("a b", "a b a c"), 2 / 3),
-        (lambda: metrics.word_recall("a b a c", "a b a c", distinct=False), 3 / 4),
-        (lambda: metrics.rouge1_f("he eats sandwiches", "eat a sandwich"), 2 / 3),
+        (lambda: qa.letter_match("(a).", "A"), 1),
+        (lambda: qa.letter_match("", "A"), 0),
+        (lambda: qa.letter_match_cepe("the", "A"), 1),  # its articles are deleted
+        (lambda: qa.value_match("12 and 7", ["12", "7"]), 1),
+        (lambda: qa.value_match("12", ["12", "7"]), 0),
+        (lambda: qa.word_recall("a b", "a b a c"), 2 / 3),
+        (lambda: qa.word_recall("a b a c", "a b a c", distinct=False), 3 / 4),
+        (lambda: rouge.rouge1_f("he eats sandwiches", "eat a sandwich"), 2 / 3),
         (lambda: longbench.retrieval_zh("段落12", "段落12"), 1),
-        (lambda: metrics.qa_f1_characters("你好，世界", "世界。"), 2 / 3),
+        (lambda: qa.qa_f1_characters("你好，世界", "世界。"), 2 / 3),
     ],
 )
 def test_a_quirk_is_kept_where_it_is_official_and_the_other_flavour_is_there(call, expected):
@@ -219,15 +218,15 @@ class _Jieba:
 
 def test_chinese_is_cut_by_jieba_and_its_absence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", _Jieba)
-    assert metrics.qa_f1_zh("上涨|，|价格", "价格|。|上涨|了") == pytest.approx(0.8)
-    assert metrics.rouge_l_sets_zh("价格|上涨", "价格|没有|上涨") == pytest.approx(0.8, abs=1e-6)
+    assert qa.qa_f1_zh("上涨|，|价格", "价格|。|上涨|了") == pytest.approx(0.8)
+    assert rouge.rouge_l_sets_zh("价格|上涨", "价格|没有|上涨") == pytest.approx(0.8, abs=1e-6)
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(InputError, match="pip install jieba"):
-        metrics.qa_f1_zh("上涨", "上涨")
+        qa.qa_f1_zh("上涨", "上涨")
 
 
 def test_the_mean_of_three_rouges_is_geometric():
     found, expected = "the cat sat down", "the cat sat"
-    parts = [metrics.rouge_n(found, expected, n, stem=True) for n in (1, 2)]
-    parts.append(metrics.rouge_l(found, expected, stem=True))
-    assert metrics.rouge_mean(found, expected) == pytest.approx(math.prod(parts) ** (1 / 3))
+    parts = [rouge.rouge_n(found, expected, n, stem=True) for n in (1, 2)]
+    parts.append(rouge.rouge_l(found, expected, stem=True))
+    assert rouge.rouge_mean(found, expected) == pytest.approx(math.prod(parts) ** (1 / 3))

@@ -1,4 +1,4 @@
-"""Calls lm-evaluation-harness for its tasks: it makes the documents and judges the answers.
+"""Calls lm-evaluation-harness for its tasks: it makes the documents and scores the answers.
 
 The harness's own code makes prompts, filters answers, and computes scores. This library runs the
 model. The numbers of tasks and groups come from records alone, by the harness's rules: a record
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from lcjax.errors import InputError, suggestion
-from lcjax.evaluation.task import Record
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Records
 
 HINT = 'pip install "lcjax[eval]", or pip install "lm-eval>=0.4.13,<0.5"'
 OWN = "own"  # an aggregation that is no named function but part of the task
@@ -33,7 +34,7 @@ class HarnessDocument:
     dataset: str  # the task of the harness
     number: int
     requests: list[tuple[str, list[Any], int]]  # kind, arguments, repetitions
-    facts: dict[str, Any]
+    fields: dict[str, Any]
 
 
 def check_installed() -> None:
@@ -84,12 +85,12 @@ class Suite:
                 raise InputError(f"tasks: {name} is no task of lm-eval; {matches[:200]}")
         self._seed, self._max_examples = seed, max_examples
         self._tasks, self._parents, self.groups = {}, {}, {}
-        self._shown: dict[str, str] = {}  # the metric of tables, by task
+        self._metrics: dict[str, str] = {}  # the metric of tables, by task
         for name in names:
             loaded = self._load(manager, name)
             self._add(name, loaded)
             if metrics and name in metrics:
-                self._show(metrics[name], loaded["tasks"])
+                self._set_metric(metrics[name], loaded["tasks"])
         for name, task in self._tasks.items():
             _check_allowed(name, task, unsafe_code)
             _set_shots(task, num_fewshot)
@@ -116,12 +117,12 @@ class Suite:
                 raise InputError(f"tasks: {leaf} is part of {name} and of an earlier name")
             self._tasks[leaf], self._parents[leaf] = task, name if rules else leaf
 
-    def _show(self, metric: str, tasks: Mapping[str, Any]) -> None:
+    def _set_metric(self, metric: str, tasks: Mapping[str, Any]) -> None:
         """Sets the metric of `tasks`; raises InputError if a row of the table lacks it."""
         metrics: dict[str, dict] = {}
         for leaf, task in tasks.items():
             metrics.setdefault(self._parents[leaf], {}).update(task.aggregation())
-            self._shown[leaf] = metric
+            self._metrics[leaf] = metric
         for row, names in metrics.items():
             if metric not in names:
                 raise InputError(f"tasks: {row} has no metric {metric}; known: {', '.join(names)}")
@@ -150,9 +151,8 @@ class Suite:
                 fewshot_as_multiturn=multiturn and chat is not None,
                 chat_template=chat,
             )
-            facts, by_document = self._facts(dataset, task), {}
-            for instance in task.instances:
-                by_document.setdefault(instance.doc_id, []).append(instance)
+            fields = self._record_fields(dataset, task)
+            by_document = group_by(task.instances, lambda instance: instance.doc_id)
             for number, instances in by_document.items():
                 instances.sort(key=lambda instance: instance.idx)
                 self._instances[dataset, number] = instances
@@ -163,11 +163,11 @@ class Suite:
                 more = {"references": [target]} if len(target) < 1000 else {}
                 parent = self._parents[dataset]
                 documents.append(
-                    HarnessDocument(parent, dataset, number, requests, {**facts, **more})
+                    HarnessDocument(parent, dataset, number, requests, {**fields, **more})
                 )
         return documents
 
-    def _facts(self, dataset: str, task) -> dict[str, Any]:
+    def _record_fields(self, dataset: str, task) -> dict[str, Any]:
         """The fields of records that aggregation needs."""
         from lm_eval.api.registry import AGGREGATION_REGISTRY
 
@@ -175,16 +175,16 @@ class Suite:
         rules = {metric: names.get(f, OWN) for metric, f in task.aggregation().items()}
         higher = task.higher_is_better()
         group = self.groups.get(self._parents[dataset], {})
-        shown = group.get("metric", next(iter(rules), ""))
+        default = group.get("metric", next(iter(rules), ""))
         return {
-            "metric": self._shown.get(dataset, shown),
+            "metric": self._metrics.get(dataset, default),
             "lower": sorted(name for name, better in higher.items() if better is False),
             "aggregation": {name: rule for name, rule in rules.items() if rule != "mean"},
             "by_size": bool(group.get("by_size", True)),
             "shots": task.get_config("num_fewshot") or 0,
         }
 
-    def judge(self, dataset: str, number: int, answers: Answers) -> dict[str, Any]:
+    def score_document(self, dataset: str, number: int, answers: Answers) -> dict[str, Any]:
         """Returns every metric of a document by `metric,filter`, such as `acc,none`."""
         task, instances = self._tasks[dataset], self._instances[dataset, number]
         all_instances = task.instances
@@ -275,7 +275,7 @@ _RULES: dict[str, Callable[[Sequence[Any]], float]] = {
 
 
 def dataset_numbers(
-    records: Sequence[Record], task_aggregation: TaskAggregation
+    records: Records, task_aggregation: TaskAggregation
 ) -> dict[str, dict[str, float]]:
     """Returns the numbers of every task of the harness, by `metric,filter`."""
     values: dict[str, dict[str, list]] = {}
@@ -300,7 +300,7 @@ def dataset_numbers(
 
 
 def task_numbers(
-    records: Sequence[Record], task_aggregation: TaskAggregation
+    records: Records, task_aggregation: TaskAggregation
 ) -> dict[str, dict[str, float]]:
     """`dataset_numbers` by row of the table; a group has the weighted mean over its tasks."""
     parents = {record["dataset"]: record["task"] for record in records}

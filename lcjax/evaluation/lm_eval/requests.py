@@ -16,6 +16,7 @@ import numpy as np
 from lcjax.checkpoints.tokenizer import Message, Tokenizer
 from lcjax.errors import InputError
 from lcjax.evaluation.corpus import prefix_token
+from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import pad_batch
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.scorer import Scorer
@@ -264,9 +265,7 @@ def _answers(model, requests, batch: int) -> Iterator[tuple[int, Answer]]:
 
 def _choices(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
     """Scores all continuations of a prompt in one batch."""
-    by_prompt: dict[tuple[int, ...], list[tuple[int, Choice]]] = {}
-    for index, request in indexed:
-        by_prompt.setdefault(request.prompt, []).append((index, request))
+    by_prompt = group_by(indexed, _prompt)
     for rows in model.batches(list(by_prompt), batch, lambda prompt: prompt):
         prompts = pad_batch(rows, batch)
         options = [[request.continuation for _, request in by_prompt[prompt]] for prompt in prompts]
@@ -300,10 +299,7 @@ def _rolling(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
 
 def _generations(model, indexed, batch: int) -> Iterator[tuple[int, Answer]]:
     """Generates for all prompts of equal sampling settings together."""
-    by_sampling: dict[Sampling, list[tuple[int, GenerateUntil]]] = {}
-    for index, request in indexed:
-        by_sampling.setdefault(request.sampling, []).append((index, request))
-    for sampling, requests in by_sampling.items():
+    for sampling, requests in group_by(indexed, lambda pair: pair[1].sampling).items():
         for pairs in model.batches(requests, batch, _prompt):
             prompts = [request.prompt for _, request in pad_batch(pairs, batch)]
             seeded = _with_seeds(sampling, prompts)

@@ -1,6 +1,6 @@
 """lm-evaluation-harness as a benchmark: any of its tasks, for every method of a run.
 
-The harness makes the prompts and judges the answers. Documents of all tasks run together, the
+The harness makes the prompts and scores the answers. Documents of all tasks run together, the
 longest first. Prompts of more than `length` tokens lose their beginning. With several processes the
 first one loads the harness and its data, and broadcasts the documents to the others.
 """
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,8 +30,7 @@ from lcjax.evaluation.lm_eval.requests import (
     respond,
 )
 from lcjax.evaluation.prompt import TEMPLATES
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
 from lcjax.parallel import distributed
 
 # Metrics of the harness where lower is better, for reports without the harness.
@@ -60,7 +58,7 @@ class LmEval(Task):
     """
 
     generates: ClassVar[bool] = True
-    chooses: ClassVar[bool] = True
+    ranks_options: ClassVar[bool] = True
     needs_data: ClassVar[bool] = False
 
     tasks: tuple[str, ...] = ()  # names of tasks or groups, with an optional :METRIC
@@ -147,11 +145,11 @@ class LmEval(Task):
 
     def _check_has_mean(self, documents: Sequence[harness.HarnessDocument]) -> None:
         """Raises InputError if no task counts in the benchmark's mean."""
-        shown = {d.task: d.facts["metric"] for d in documents}
-        lower = {d.task for d in documents if shown[d.task] in d.facts["lower"]}
-        if self.metric.lower_is_better or set(shown) - lower:
+        metrics = {d.task: d.fields["metric"] for d in documents}
+        lower = {d.task for d in documents if metrics[d.task] in d.fields["lower"]}
+        if self.metric.lower_is_better or set(metrics) - lower:
             return
-        names = ",".join(f"{task}:{metric}" for task, metric in shown.items())
+        names = ",".join(f"{task}:{metric}" for task, metric in metrics.items())
         raise InputError(
             f"tasks: lower is better for all metrics; name them, so that tables show it: {names}"
         )
@@ -165,7 +163,7 @@ class LmEval(Task):
             for repeat in range(repeats)
         )
         tokens = [token for request in requests for token in _ids(request)]
-        facts = {
+        fields = {
             "protocol": "lm_eval",
             "length": length,
             "bos": "document" if encoder.tokenizer.add_bos else "none",
@@ -175,15 +173,15 @@ class LmEval(Task):
             "document": document.number,
             "size": _num_tokens(requests),
             "truncated": max(request.cut for request in requests),
-            **document.facts,
+            **document.fields,
         }
         if index == 0 and not isinstance(requests[0], LoglikelihoodRolling):
-            facts["prompt"] = encoder.tokenizer.decode(requests[0].prompt)
+            fields["prompt"] = encoder.tokenizer.decode(requests[0].prompt)
         samplings = (r.sampling for r in requests if isinstance(r, GenerateUntil))
         shape = (*dict.fromkeys(type(r).__name__ for r in requests), *dict.fromkeys(samplings))
         repeats = tuple(count for _, _, count in document.requests)
         payload = DocumentRequests(document.dataset, document.number, requests, repeats)
-        return Unit(index, shape, np.asarray(tokens, np.int32), facts, payload)
+        return Unit(index, shape, np.asarray(tokens, np.int32), fields, payload)
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
         check(model, [request for unit in units for request in unit.payload.requests])
@@ -206,13 +204,13 @@ class LmEval(Task):
             return record | {"scores": {}, "correct": None}
         remaining = iter(answers)
         by_request = [[next(remaining) for _ in range(count)] for count in document.repeats]
-        scores = self._suite().judge(document.dataset, document.number, by_request)
-        value = scores.get(_key(scores, unit.facts["metric"]))
-        is_mean = unit.facts["metric"] not in unit.facts["aggregation"]
+        scores = self._suite().score_document(document.dataset, document.number, by_request)
+        value = scores.get(_key(scores, unit.fields["metric"]))
+        is_mean = unit.fields["metric"] not in unit.fields["aggregation"]
         correct = float(value) if is_mean and isinstance(value, int | float) else None
         return {**record, "scores": scores, "correct": correct}
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The mean, and every number of every task and group as `task:metric`."""
         by_task = harness.task_numbers(records, self._task_aggregation)
         values = [value for _, value, counts in self._numbers(records, by_task) if counts]
@@ -230,26 +228,26 @@ class LmEval(Task):
 
     def _numbers(self, records, by_task) -> list[tuple[str, float, bool]]:
         """`task (metric)`, the number, and whether it counts in the mean, for every task."""
-        facts = {record["task"]: record for record in records}
+        fields = {record["task"]: record for record in records}
         numbers = []
         for task, values in by_task.items():
-            metric = facts[task]["metric"]
+            metric = fields[task]["metric"]
             key = _key(values, metric)
             if key is None:
                 known = ", ".join(dict.fromkeys(k.partition(",")[0] for k in values))
                 raise InputError(f"tasks: {task} has no metric {metric}; known: {known}")
-            counts = self._counts(facts[task])
+            counts = self._counts(fields[task])
             numbers.append((f"{task} ({metric})", values[key], counts))
         return numbers
 
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+    def interval(self, records: Records) -> tuple[float, float]:
         """Interval over documents with their weights in the value, or NaN."""
         records = [r for r in records if self._counts(r)]
         if not records or any(record["correct"] is None for record in records):
             return math.nan, math.nan
         return super().interval(records)
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """Equal weights of tasks, in a group by its own rule; 0 for tasks outside the mean."""
         sizes = collections.Counter(record["dataset"] for record in records)
         parents = {record["dataset"]: record["task"] for record in records}
@@ -272,7 +270,7 @@ class LmEval(Task):
     def part(self, record: Record) -> str:
         return record["task"]
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """Methods by tasks at the longest length."""
         longest, rows = max(cell["length"] for cell in cells), {}
         for cell in cells:
@@ -284,11 +282,6 @@ class LmEval(Task):
                 values = {name: round(value, 4) for name, value, _ in numbers}
                 rows[cell["method"]] = {"length": longest, **values}
         return rows
-
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
 
 
 def _key(scores, metric: str) -> str | None:

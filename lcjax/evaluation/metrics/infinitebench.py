@@ -7,7 +7,7 @@ Labels of multiple-choice tasks are those that `labels` returns. `math_find(pari
 import re
 from collections.abc import Sequence
 
-from lcjax.evaluation.metrics.answers import first_digits
+from lcjax.evaluation.metrics.qa import first_digits
 
 _LETTERS = "ABCD"
 _CHOICE_CUES = ("answer is:", "answer:", "answer is", "option is")

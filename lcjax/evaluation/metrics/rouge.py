@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from lcjax.evaluation.metrics.answers import f1, overlap_f1, words_zh
+from lcjax.evaluation.metrics.qa import f1, overlap_f1, words_zh
 
 _VOWELS = frozenset("aeiou")
 _IRREGULAR = {

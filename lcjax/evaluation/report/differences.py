@@ -7,7 +7,7 @@ from typing import Any
 
 from lcjax.evaluation.report.tables import markdown
 from lcjax.evaluation.statistics import Difference, paired
-from lcjax.evaluation.task import Record, Task
+from lcjax.evaluation.task import Record, Records, Task
 
 Key = tuple[str, str, str]  # row, base row, part of the task
 # Meaning of the sign of a difference, by direction of the metric.
@@ -27,7 +27,7 @@ class Gap:
 
 def paired_differences(
     task: Task,
-    groups: Mapping[str, Mapping[int, Sequence[Record]]],
+    groups: Mapping[str, Mapping[int, Records]],
     bases: Mapping[str, str],
 ) -> list[Gap]:
     """Computes the difference of every row from its base row.
@@ -53,7 +53,7 @@ def paired_differences(
     return gaps
 
 
-def of_records(task: Task, base: Sequence[Record], other: Sequence[Record]) -> Difference:
+def of_records(task: Task, base: Records, other: Records) -> Difference:
     """Computes the difference over units with the same tokens and protocol.
 
     The weights are those of the task's number, so the mean is the difference of the two numbers if

@@ -5,17 +5,19 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
 
+from lcjax.evaluation.plots import COLOURS, GREY
 from lcjax.evaluation.records import by_cell
 from lcjax.evaluation.report import differences
-from lcjax.evaluation.report.plots import COLOURS, GREY
 from lcjax.evaluation.report.tables import format_aggregates, table_entries
-from lcjax.evaluation.task import Record, Task
+from lcjax.evaluation.statistics import at_longest, group_by
+from lcjax.evaluation.task import Record, Records, Task
 from lcjax.files import write_whole
 
 MAX_EXAMPLES = 12  # of one cell
@@ -62,8 +64,8 @@ class Section:
     """Results of one task for a page."""
 
     task: Task
-    cells: Sequence[Record]
-    records: Sequence[Record]
+    cells: Records
+    records: Records
     aggregates: Mapping[str, Record]
     figures: Sequence[Path]
     gaps: Sequence[differences.Gap] = ()  # paired differences between its rows
@@ -111,7 +113,7 @@ def write(
         "tasks": parts,
         "figures": figures_of(figures, "all"),
         "cost": {"rows": costs(cells), "figures": figures_of([cost_figure], "cost")},
-        "facts": _facts(summary, cells),
+        "details": _run_details(summary, cells),
         "config": yaml.safe_dump(summary["config"], sort_keys=False, allow_unicode=True),
         "notes": _notes(notes),
     }
@@ -159,16 +161,14 @@ def _plural(count: int, noun: str) -> str:
 
 def _overview(sections: Sequence[Section]) -> dict[str, Any]:
     """The table of methods by tasks at the longest length."""
-    longest = max(cell["length"] for section in sections for cell in section.cells)
+    cells = at_longest([cell for section in sections for cell in section.cells])
     methods = dict.fromkeys(cell["method"] for s in sections for cell in s.cells)
     rows: dict[str, list] = {method: [] for method in methods}
     for section in sections:
-        cells = [cell for cell in section.cells if cell["length"] == longest]
-        values = {cell["method"]: cell["value"] for cell in cells}
-        _, entries = table_entries(cells, "value", section.task.metric)
+        in_task = [cell for cell in cells if cell["task"] == section.task.label]
+        _, entries = table_entries(in_task, "value", section.task.metric)
         for method in methods:
-            entry = entries[method][0] if method in entries else None
-            rows[method].append(_entry(entry, values.get(method)))
+            rows[method] += entries.get(method, [None])
     heads = [
         {
             "label": section.task.label,
@@ -177,36 +177,29 @@ def _overview(sections: Sequence[Section]) -> dict[str, Any]:
         }
         for section in sections
     ]
-    return {"length": longest, "heads": heads, "rows": rows}
+    return {"length": cells[0]["length"], "heads": heads, "rows": rows}
 
 
 def _arrow(task: Task) -> str:
     return "lower is better" if task.metric.lower_is_better else "higher is better"
 
 
-def _entry(entry, value: float | None, note: str = "", link: str = "") -> dict[str, Any]:
-    text = entry.text if entry is not None else ""
-    place = {1: "best", 2: "second", None: ""}[entry.place if entry is not None else None]
-    return {"text": text, "place": place, "value": value, "note": note, "link": link}
-
-
 def task_part(section: Section) -> dict[str, Any]:
     """Variables of the templates for one task."""
     task, cells, first = section.task, section.cells, section.cells[0]
     examples = examples_of(task, section.records)
-    facts = [f"BOS {first['bos']}", f"n = {_range([cell['windows'] for cell in cells])} a cell"]
+    details = [f"BOS {first['bos']}", f"n = {_range([cell['windows'] for cell in cells])} a cell"]
     if first["stride"] is not None:
-        facts.append(f"stride {first['stride']:,}")
+        details.append(f"stride {first['stride']:,}")
     trained = sorted({cell["trained"] for cell in cells})
-    facts.append("trained length " + ", ".join(f"{length:,}" for length in trained))
-    title = task.metric.title
+    details.append("trained length " + ", ".join(f"{length:,}" for length in trained))
     return {
-        "title": title[0].upper() + title[1:],
+        "title": task.metric.heading,
         "label": task.label,
         "anchor": anchor("task", task.label),
         "arrow": _arrow(task),
         "protocol": first["protocol"],
-        "facts": facts,
+        "details": details,
         "table": _table(section, examples),
         "aggregates": _aggregates(section.aggregates),
         "differences": differences.template_variables(task, section.gaps),
@@ -222,31 +215,10 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _table(section: Section, examples: Examples) -> dict[str, Any]:
-    metric = section.task.metric
-    lengths, rows = table_entries(section.cells, "value", metric)
-    cells = {(cell["method"], cell["length"]): cell for cell in section.cells}
-    anchors = {(group["method"], group["length"]): group["anchor"] for group in examples.groups}
-    table = {}
-    for method, entries in rows.items():
-        table[method] = []
-        for length, entry in zip(lengths, entries, strict=True):
-            cell = cells.get((method, length), {})
-            note = interval_text(cell, metric)
-            link = anchors.get((method, length), "")
-            table[method].append(_entry(entry, cell.get("value"), note, link))
-    intervals = any(entry["note"] for row in table.values() for entry in row)
-    links = any(entry["link"] for row in table.values() for entry in row)
-    return {"lengths": lengths, "rows": table, "intervals": intervals, "links": links}
-
-
-def interval_text(cell: Record, metric) -> str:
-    """`5.91 – 6.32`, or an empty string if the interval or the number is not shown."""
-    low, high, value = (cell.get(key) for key in ("ci_low", "ci_high", "value"))
-    if low is None or high is None or low != low or high != high:
-        return ""
-    if value is None or not value <= metric.dash_above:
-        return ""
-    return f"{low:,.{metric.decimals}f} – {high:,.{metric.decimals}f}"
+    lengths, rows = table_entries(section.cells, "value", section.task.metric)
+    intervals = any(entry.interval for row in rows.values() for entry in row)
+    links = {(group["method"], group["length"]): group["anchor"] for group in examples.groups}
+    return {"lengths": lengths, "rows": rows, "intervals": intervals, "links": links}
 
 
 def _aggregates(by_method: Mapping[str, Record]) -> dict[str, Any] | None:
@@ -277,13 +249,10 @@ def _caption_over_lengths(svg: str) -> str:
     return f"One line a method{line}."
 
 
-def costs(cells: Sequence[Record]) -> list[dict[str, Any]]:
+def costs(cells: Records) -> list[dict[str, Any]]:
     """One row per method and length: tokens per second and peak memory over all tasks."""
-    groups: dict[tuple[str, int], list[Record]] = {}
-    for cell in cells:
-        groups.setdefault((cell["method"], cell["length"]), []).append(cell)
     rows = []
-    for (method, length), group in groups.items():
+    for (method, length), group in group_by(cells, itemgetter("method", "length")).items():
         seconds = sum(cell["seconds"] for cell in group)
         num_tokens = sum((cell["tokens_per_second"] or 0) * cell["seconds"] for cell in group)
         peaks = [cell["peak_bytes"] for cell in group if cell["peak_bytes"] is not None]
@@ -303,7 +272,7 @@ def costs(cells: Sequence[Record]) -> list[dict[str, Any]]:
     return rows
 
 
-def _facts(summary: Mapping[str, Any], cells: Sequence[Record]) -> list[tuple[str, str]]:
+def _run_details(summary: Mapping[str, Any], cells: Records) -> list[tuple[str, str]]:
     config = summary["config"]
     model = config.get("model") or {}
     protocols = sorted({str(cell["protocol"]) for cell in cells})
@@ -336,7 +305,7 @@ def anchor(*words: object) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(map(str, words)))
 
 
-def examples_of(task: Task, records: Sequence[Record]) -> Examples:
+def examples_of(task: Task, records: Records) -> Examples:
     """Wrong answers of every cell, or the windows of highest loss if the task has no answers."""
     has_answers = any("answer" in record for record in records)
     heads = _columns(records)
@@ -365,7 +334,7 @@ def examples_of(task: Task, records: Sequence[Record]) -> Examples:
     return Examples(title, heads, groups, shortest)
 
 
-def _wrong_answers(task: Task, records: Sequence[Record]) -> list[Record]:
+def _wrong_answers(task: Task, records: Records) -> list[Record]:
     """Records below a score of 1, or below the best score of metrics such as BLEU; worst first."""
     scores = [task.example(record) for record in records]
     best = max(1.0, *(score for score in scores if score is not None), 0.0)
@@ -373,7 +342,7 @@ def _wrong_answers(task: Task, records: Sequence[Record]) -> list[Record]:
     return [records[index] for _, index in wrong]
 
 
-def _high_losses(task: Task, records: Sequence[Record]) -> list[Record]:
+def _high_losses(task: Task, records: Records) -> list[Record]:
     """The five records of highest loss, NaN first; none of a single record."""
     if len(records) < 2:
         return []
@@ -381,7 +350,7 @@ def _high_losses(task: Task, records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda record: -losses[id(record)])[:5]
 
 
-def _columns(records: Sequence[Record]) -> list[str]:
+def _columns(records: Records) -> list[str]:
     """At most five fields with short values that differ between records."""
     values: dict[str, set] = {}
     for record in records:
@@ -399,7 +368,7 @@ def _columns(records: Sequence[Record]) -> list[str]:
 def _row(task: Task, record: Record, heads: Sequence[str], has_answers: bool) -> dict[str, Any]:
     score = task.example(record)
     return {
-        "facts": [_short(record.get(head)) for head in heads],
+        "details": [_short(record.get(head)) for head in heads],
         "answer": _cut(record.get("answer", "")) if has_answers else None,
         "expected": [_cut(text) for text in task.references(record)] if has_answers else None,
         "score": "nan" if score is None else f"{score:.3g}",

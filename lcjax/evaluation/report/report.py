@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
+from lcjax.evaluation import plots
 from lcjax.evaluation.records import COST, COSTS, FORMAT, REPORT, by_cell, clean, fingerprint
-from lcjax.evaluation.report import differences, page, plots
+from lcjax.evaluation.report import differences, page
 from lcjax.evaluation.report.tables import (
     format_aggregates,
     grid,
@@ -21,7 +22,7 @@ from lcjax.evaluation.report.tables import (
     table_entries,
     to_csv,
 )
-from lcjax.evaluation.task import Metric, Record, Task
+from lcjax.evaluation.task import Metric, Record, Records, Task
 from lcjax.files import write_whole
 
 _PACKAGES = ("lcjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
@@ -41,7 +42,7 @@ class Report:
     text: str  # the tables, as printed
 
 
-def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> Record:
+def cell_of(task: Task, method: str, length: int, records: Records) -> Record:
     """Computes one cell of a table: the task's numbers, their settings, time and memory."""
     common = {key: records[0].get(key) for key in _COMMON}
     common |= {key: records[0][key] for key in _OPTIONAL if key in records[0]}
@@ -56,7 +57,7 @@ def cell_of(task: Task, method: str, length: int, records: Sequence[Record]) -> 
     }
 
 
-def _cost(records: Sequence[Record]) -> Record:
+def _cost(records: Records) -> Record:
     """Tokens per second without compilation, and peak memory.
 
     `peak_bytes` is None if memory did not exceed an earlier peak of the process. The cell then
@@ -77,7 +78,7 @@ def _cost(records: Sequence[Record]) -> Record:
 def write(
     folder: Path,
     config: Mapping,
-    tasks: Mapping[Task, Sequence[Record]],
+    tasks: Mapping[Task, Records],
     *,
     order: Sequence[str],
     notes: str = "",
@@ -131,7 +132,7 @@ def write(
 
 
 def _section(
-    folder: Path, task: Task, records: Sequence[Record], order: Sequence[str]
+    folder: Path, task: Task, records: Records, order: Sequence[str]
 ) -> tuple[page.Section, str, list[Path]]:
     """Results of one task, the text of its tables, and the files of the tables."""
     groups = by_cell(records, order)
@@ -154,11 +155,9 @@ def _section(
 
 def _entry(section: page.Section) -> Record:
     """The entry of a task in summary.json."""
-    metric = dataclasses.asdict(section.task.metric)
-    metric.pop("dash_above")
     return {
         "task": section.task.label,
-        "metric": metric,
+        "metric": dataclasses.asdict(section.task.metric),
         "cells": _without_cost(section.cells),
         "aggregates": section.aggregates,
     }
@@ -194,15 +193,15 @@ def versions() -> dict[str, str]:
     return versions
 
 
-def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
+def _tables(task: Task, cells: Records, aggregates: Mapping) -> str:
     """Markdown: the number, and the numbers that explain it."""
     first = cells[0]
-    facts = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
+    details = [f"protocol `{first['protocol']}`", f"BOS {first['bos']}"]
     if first["stride"] is not None:
-        facts.insert(1, f"stride {first['stride']}")
+        details.insert(1, f"stride {first['stride']}")
     trained = sorted({cell["trained"] for cell in cells})
-    facts.append("trained length " + ", ".join(f"{length:,}" for length in trained))
-    parts = [f"### {task.metric.title}\n", ", ".join(facts) + "\n"]
+    details.append("trained length " + ", ".join(f"{length:,}" for length in trained))
+    parts = [f"### {task.metric.title}\n", ", ".join(details) + "\n"]
     parts.append(markdown(grid(cells, "value", task.metric)))
     if len({cell["tokenizer"] for cell in cells}) > 1 and "bits_per_byte" in first:
         parts.append("Tokenizers differ: compare bits per byte.\n")
@@ -216,7 +215,7 @@ def _tables(task: Task, cells: Sequence[Record], aggregates: Mapping) -> str:
     return "\n".join(parts)
 
 
-def _cost_text(cells: Sequence[Record]) -> str:
+def _cost_text(cells: Records) -> str:
     """Markdown: speed and memory."""
     parts = ["Tokens per second / peak memory in GB (busiest device; on a CPU the process):\n"]
     parts.append(markdown(_cost_grid(cells)))
@@ -229,7 +228,7 @@ def _cost_text(cells: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def _cost_grid(cells: Sequence[Record]) -> list[list[str]]:
+def _cost_grid(cells: Records) -> list[list[str]]:
     lengths, rows = table_entries(cells, "tokens_per_second", Metric("", "", False, 0))
     memory = {(cell["method"], cell["length"]): _memory(cell) for cell in cells}
     table = [["method", *(f"{length:,}" for length in lengths)]]
@@ -248,7 +247,7 @@ def _memory(cell: Record) -> str:
     return "?" if bound is None else f"≤ {bound / 1e9:,.2f}"
 
 
-def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
+def _save_tables(folder: Path, task: Task, cells: Records, text: str) -> list[Path]:
     files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv", "tex")]
     write_whole(files[0], text)
     write_whole(files[1], to_csv(_without_cost(cells)))
@@ -256,7 +255,7 @@ def _save_tables(folder: Path, task: Task, cells: Sequence[Record], text: str) -
     return files
 
 
-def _save_costs(folder: Path, task: Task, cells: Sequence[Record], text: str) -> list[Path]:
+def _save_costs(folder: Path, task: Task, cells: Records, text: str) -> list[Path]:
     files = [folder / f"{task.label}.{kind}" for kind in ("md", "csv")]
     write_whole(files[0], text + "\n")
     names = ("task", "method", "length", *_MEASURED)
@@ -264,5 +263,5 @@ def _save_costs(folder: Path, task: Task, cells: Sequence[Record], text: str) ->
     return files
 
 
-def _without_cost(cells: Sequence[Record]) -> list[Record]:
+def _without_cost(cells: Records) -> list[Record]:
     return [{k: v for k, v in cell.items() if k not in _MEASURED} for cell in cells]

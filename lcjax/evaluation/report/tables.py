@@ -6,11 +6,11 @@ and the second of three or more is _underlined_.
 
 import csv
 import io
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lcjax.evaluation.task import Metric, Record
+from lcjax.evaluation.statistics import is_finite
+from lcjax.evaluation.task import Metric, Record, Records
 
 # First and last columns of CSV files.
 _LEADING = ("task", "protocol", "method", "length", "value")
@@ -18,31 +18,33 @@ _TRAILING = ("tokens_per_second", "peak_bytes", "peak_bytes_at_most", "seconds",
 
 
 class Entry(NamedTuple):
-    """One printed number, and its place: best (1) or second (2) of its column."""
+    """One printed number, its place in its column (1: best, 2: second), and its interval."""
 
     text: str
-    place: int | None = None
+    place: int | None
+    value: float | None
+    interval: str
 
 
 def table_entries(
-    cells: Sequence[Record], key: str, metric: Metric
+    cells: Records, key: str, metric: Metric
 ) -> tuple[list[int], dict[str, list[Entry]]]:
     """Returns the lengths, and the entries of every method at these lengths."""
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     lengths = sorted({cell["length"] for cell in cells})
-    values = {(cell["method"], cell["length"]): cell.get(key) for cell in cells}
+    by_key = {(cell["method"], cell["length"]): cell for cell in cells}
     rows: dict[str, list[Entry]] = {method: [] for method in methods}
     for length in lengths:
-        column = [values.get((method, length)) for method in methods]
-        places = _places(column, metric)
-        for method, value in zip(methods, column, strict=True):
+        column = [by_key.get((method, length), {}) for method in methods]
+        places = _places([cell.get(key) for cell in column], metric)
+        for method, cell in zip(methods, column, strict=True):
+            value = cell.get(key)
             text = _text(value, metric)
-            place = places.get(text) if _shown(value, metric) else None
-            rows[method].append(Entry(text, place))
+            rows[method].append(Entry(text, places.get(text), value, interval_text(cell, metric)))
     return lengths, rows
 
 
-def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:
+def grid(cells: Records, key: str, metric: Metric) -> list[list[str]]:
     """A header and one row per method, one column per length, with Markdown marks."""
     lengths, rows = table_entries(cells, key, metric)
     marks = {None: "{}", 1: "**{}**", 2: "_{}_"}
@@ -52,24 +54,22 @@ def grid(cells: Sequence[Record], key: str, metric: Metric) -> list[list[str]]:
     ]
 
 
-def _shown(value: float | None, metric: Metric) -> bool:
-    return value is not None and math.isfinite(value) and value <= metric.dash_above
+def interval_text(cell: Record, metric: Metric) -> str:
+    """`5.91 – 6.32`, or an empty string without an interval."""
+    low, high = cell.get("ci_low"), cell.get("ci_high")
+    return f"{_text(low, metric)} – {_text(high, metric)}" if is_finite(low) else ""
 
 
 def _places(column: Sequence[float | None], metric: Metric) -> dict[str, int]:
     """Places by printed number, so that equal texts share one; none for a single method."""
-    values = sorted((v for v in column if _shown(v, metric)), reverse=not metric.lower_is_better)
+    values = sorted(filter(is_finite, column), reverse=not metric.lower_is_better)
     texts = list(dict.fromkeys(_text(value, metric) for value in values))
     num_places = min(2, len(column) - 1)  # the second of two is the last
     return {text: place for place, text in enumerate(texts[:num_places], 1)}
 
 
 def _text(value: float | None, metric: Metric) -> str:
-    if value is None:
-        return ""
-    if math.isnan(value):
-        return "nan"
-    return f"{value:,.{metric.decimals}f}" if value <= metric.dash_above else "–"
+    return "" if value is None else f"{value:,.{metric.decimals}f}"
 
 
 def format_aggregates(by_method: Mapping[str, Record]) -> tuple[list[str], dict[str, list[str]]]:
@@ -99,7 +99,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]]) + "\n"
 
 
-def to_csv(cells: Sequence[Record]) -> str:
+def to_csv(cells: Records) -> str:
     """Formats cells as CSV, one line per cell with full numbers; missing values are empty."""
     keys = list(dict.fromkeys(key for cell in cells for key in cell))
     middle = [key for key in keys if key not in _LEADING + _TRAILING]
@@ -118,7 +118,7 @@ _TEX = str.maketrans(
 )
 
 
-def latex(cells: Sequence[Record], key: str, metric: Metric) -> str:
+def latex(cells: Records, key: str, metric: Metric) -> str:
     """Formats a booktabs `tabular`; the best number is bold and the second underlined."""
     lengths, rows = table_entries(cells, key, metric)
     marks = {None: "{}", 1: r"\textbf{{{}}}", 2: r"\underline{{{}}}"}

@@ -11,23 +11,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example, GenerationTask, PromptTask, counts
+from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment, cut_text
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Unit
+from lcjax.evaluation.statistics import at_longest, group_by
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Unit, mean_by
 from lcjax.evaluation.tasks.local_files import find
 
-Score = Callable[[str, Record], float]  # of an answer and the facts of its unit
+Score = Callable[[str, Record], float]  # of an answer and the fields of its unit
 AGGREGATES = ("flat", "category_macro")
 BUDGETS = ("official", "total")
 
 
 def best_of(metric: Callable[[str, str], float], *, strip: bool = False) -> Score:
     """The highest score over all references; with `strip` the answer is stripped before."""
-    return lambda answer, facts: metrics.best(
-        metric, answer.strip() if strip else answer, facts["references"]
+    return lambda answer, fields: qa.best(
+        metric, answer.strip() if strip else answer, fields["references"]
     )
 
 
@@ -43,14 +43,14 @@ class DataSet:
     first_line: bool = False  # whether only the first line of an answer counts
     stop: tuple[str, ...] = ()
 
-    def with_shown(self, name: str) -> "DataSet":
+    def with_main_score(self, name: str) -> "DataSet":
         """The data set with another score in the tables."""
         return dataclasses.replace(self, scores={name: self.scores[name], **self.scores})
 
-    def score(self, answer: str, facts: Record) -> dict[str, float]:
+    def score(self, answer: str, fields: Record) -> dict[str, float]:
         """All scores of an answer; `score` is the one that tables show."""
-        text = metrics.first_line(answer) if self.first_line else answer
-        scores = {name: float(score(text, facts)) for name, score in self.scores.items()}
+        text = qa.first_line(answer) if self.first_line else answer
+        scores = {name: float(score(text, fields)) for name, score in self.scores.items()}
         return {"score": next(iter(scores.values())), **scores}
 
 
@@ -61,7 +61,7 @@ class FileBenchmark(PromptTask):
     A subclass defines the names of the files (`files`) and their prompts (`read`).
     """
 
-    judging: ClassVar[tuple[str, ...]] = ("aggregate",)
+    scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate",)
     datasets: ClassVar[Mapping[str, DataSet]] = {}
     selections: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # further names in `tasks`
     title: ClassVar[str] = ""
@@ -95,10 +95,8 @@ class FileBenchmark(PromptTask):
 
     def _groups(self) -> dict[str, Sequence[str]]:
         """Data sets by the names of categories and selections."""
-        groups: dict[str, list[str]] = {}
-        for data in self.datasets.values():
-            groups.setdefault(data.group, []).append(data.name)
-        return {**groups, **self.selections}
+        names = group_by(self.datasets, lambda name: self.datasets[name].group)
+        return {**names, **self.selections}
 
     def check(self, limits: Limits, key: str) -> None:
         super().check(limits, key)
@@ -131,11 +129,11 @@ class FileBenchmark(PromptTask):
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Returns an example with the settings of its data set, for one length."""
-        facts = {"dataset": data.name, **example.facts}
+        fields = {"dataset": data.name, **example.fields}
         new_tokens = example.max_new_tokens or data.new_tokens
-        return dataclasses.replace(example, facts=facts, max_new_tokens=new_tokens)
+        return dataclasses.replace(example, fields=fields, max_new_tokens=new_tokens)
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """Data sets or categories have equal weight."""
         sizes = collections.Counter(record["dataset"] for record in records)
         groups = collections.Counter(self.datasets[name].group for name in sizes)
@@ -148,13 +146,11 @@ class FileBenchmark(PromptTask):
 
         return [weight(record["dataset"]) for record in records]
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The value, its rule, both means, and the mean of each category and data set."""
         scores = self.scores_by_set(records)
-        groups: dict[str, list[float]] = {}
-        for name, score in scores.items():
-            groups.setdefault(self.datasets[name].group, []).append(score)
-        by_group = {name: float(np.mean(values)) for name, values in groups.items()}
+        groups = group_by(scores, lambda name: self.datasets[name].group)
+        by_group = {g: float(np.mean([scores[n] for n in names])) for g, names in groups.items()}
         means = {
             "flat": float(np.mean(list(scores.values()))),
             "category_macro": float(np.mean(list(by_group.values()))),
@@ -168,12 +164,12 @@ class FileBenchmark(PromptTask):
             **scores,
         }
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """The paper's table at the longest length, in percent: categories, data sets, means.
 
         None where a method has no such cell.
         """
-        cells = plots.at_longest(cells)
+        cells = at_longest(cells)
         names = [name for name in self.datasets if any(name in cell for cell in cells)]
         groups = dict.fromkeys(f"category:{self.datasets[name].group}" for name in names)
 
@@ -189,7 +185,7 @@ class FileBenchmark(PromptTask):
             for cell in cells
         }
 
-    def further_means(self, records: Sequence[Record], names: Sequence[str]) -> Record:
+    def further_means(self, records: Records, names: Sequence[str]) -> Record:
         """Means of scores that tables do not show: of each data set, and over these."""
         means = {}
         for name in names:
@@ -199,19 +195,17 @@ class FileBenchmark(PromptTask):
             means |= {f"{data}:{name}": mean for data, mean in by_set.items()}
         return means
 
-    def scores_by_set(self, records: Sequence[Record]) -> dict[str, float]:
+    def scores_by_set(self, records: Records) -> dict[str, float]:
         """Mean score of each data set."""
-        scores: dict[str, list[float]] = {}
-        for record in records:
-            scores.setdefault(record["dataset"], []).append(record["correct"])
-        return {name: float(np.mean(scores[name])) for name in self.datasets if name in scores}
+        means = mean_by(records, "dataset")
+        return {name: means[name] for name in self.datasets if name in means}
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerBenchmark(FileBenchmark, GenerationTask):
     """Generated answers, scored by the rules of each data set."""
 
-    shown: ClassVar[str] = "score"
+    main_score: ClassVar[str] = "score"
 
     max_new_tokens: int | None = None  # null: the official number of each data set
     budget_rule: str = "total"  # total: everything counts; official: the template and answer do not
@@ -232,7 +226,7 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
         example = super().prepare(example, data, tokenizer, length)
         return dataclasses.replace(
             example,
-            facts={"protocol": f"{self.label}_{self.budget_rule}", **example.facts},
+            fields={"protocol": f"{self.label}_{self.budget_rule}", **example.fields},
             max_new_tokens=self.max_new_tokens or data.new_tokens,
             stop=data.stop,
             template=None if data.chat else "none",
@@ -249,8 +243,8 @@ class AnswerBenchmark(FileBenchmark, GenerationTask):
         text = mark.rstrip() + "\n\n" + last.text.lstrip()
         return dataclasses.replace(example, segments=[*before, Segment("question", text)])
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        return self.scoring(self.datasets[unit.facts["dataset"]]).score(answer, unit.facts)
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        return self.scoring(self.datasets[unit.fields["dataset"]]).score(answer, unit.fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +276,8 @@ class TextCutBenchmark(AnswerBenchmark):
         if self.budget_rule == "total":
             return example
         segments, num_cut = cut_segments(tokenizer, example.segments, length - self.reserve)
-        facts = {**example.facts, "cut_tokens": num_cut}
-        return dataclasses.replace(example, segments=segments, facts=facts)
+        fields = {**example.fields, "cut_tokens": num_cut}
+        return dataclasses.replace(example, segments=segments, fields=fields)
 
 
 def cut_segments(

@@ -27,7 +27,7 @@ from lcjax.evaluation.corpus import TokenizedCorpus, prefix_token
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.prompt import Prompt, Segment
 from lcjax.evaluation.split import continuations
-from lcjax.evaluation.task import Limits, Record, Task, Unit, pad_batch
+from lcjax.evaluation.task import Limits, Record, Records, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, FileBenchmark, by_name
 
@@ -37,14 +37,6 @@ SOURCE = (
     "a folder a data set with train.jsonl and test.jsonl (validation.jsonl for sst2, sst5 and"
     " clinic150), rows with text and label"
 )
-_SENTIMENT = ("negative", "positive")
-_FINE = ("terrible", "bad", "okay", "good", "great")
-_NEWS = ("World", "Sports", "Business", "Sci/Tech")
-_TYPES = ("abbreviation", "entity", "description", "human", "location", "numeric")
-_ONTOLOGY = (
-    "Company", "School", "Artist", "Athlete", "Politics", "Transportation", "Building", "Nature",
-    "Village", "Animal", "Plant", "Album", "Film", "Book",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,27 +45,14 @@ class IclSet(DataSet):
 
     field: str = "Label"
     classes: tuple[str, ...] = ()  # empty: rows hold names
-    shown: str = "acc"
+    main_score: str = "acc"
     test: str = "test"
 
 
-def _set(name: str, field: str, classes=(), shown: str = "acc", test: str = "test") -> IclSet:
-    # `read` sets the number of new tokens to the length of the longest option.
-    return IclSet(name, "icl", 0, {}, field=field, classes=classes, shown=shown, test=test)
-
-
-_SETS = (
-    _set("sst2", "Sentiment", _SENTIMENT, "acc_calib", "validation"),
-    _set("mr", "Sentiment", _SENTIMENT),
-    _set("ag_news", "Topic", _NEWS),
-    _set("sst5", "Sentiment", _FINE, "acc_calib", "validation"),
-    _set("trec_coarse", "Type", _TYPES),
-    _set("trec_fine", "Type"),
-    _set("dbpedia", "Type", _ONTOLOGY, "acc_calib_norm"),
-    _set("nlu_scenario", "Scenario", (), "acc_calib_norm"),
-    _set("nlu_intent", "Intent"),
-    _set("banking77", "Intent"),
-    _set("clinic150", "Intent", (), "acc", "validation"),
+# `read` sets the number of new tokens to the length of the longest option.
+_SETS = tuple(
+    IclSet(name, "icl", 0, {}, **{**settings, "classes": tuple(settings.get("classes", ()))})
+    for name, settings in local_files.library_prompts("icl").items()
 )
 
 
@@ -87,7 +66,7 @@ class Icl(FileBenchmark):
     """
 
     generates: ClassVar[bool] = True
-    chooses: ClassVar[bool] = True
+    ranks_options: ClassVar[bool] = True
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "In-context learning"
     source: ClassVar[str] = SOURCE
@@ -133,8 +112,8 @@ class Icl(FileBenchmark):
                 Segment("demo", f"Text: {t}\n{data.field}: {name}\n\n") for _, t, name in demos
             ]
             parts.append(Segment("question", f"Text: {text}\n{data.field}:"))
-            facts = {"line": line, "options": options, "wording": OWN_WORDING}
-            yield Example(parts, [label], {**facts, "shots": self.shots}, longest)
+            fields = {"line": line, "options": options, "wording": OWN_WORDING}
+            yield Example(parts, [label], {**fields, "shots": self.shots}, longest)
 
     def _demonstrations(self, by_class: Sequence[list], rng: np.random.Generator) -> list:
         """Draws rounds of one row per class, each in random order, up to `shots` rows."""
@@ -167,7 +146,7 @@ class Icl(FileBenchmark):
 
         def score(units: Sequence[Unit]) -> list[Record]:
             rows = pad_batch(units, batch)
-            options = [encode(tuple(unit.facts["options"])) for unit in rows]
+            options = [encode(tuple(unit.fields["options"])) for unit in rows]
             losses = option_losses(model, [unit.payload for unit in rows], options)
             return [
                 {**self._option_record(*entry, bare_losses(entry[-1])), "bare_prefix": prefix}
@@ -181,24 +160,24 @@ class Icl(FileBenchmark):
     ) -> Record:
         """The record of the options with the best value of each score."""
         sizes = list(map(len, options))
-        names = unit.facts["options"]
+        names = unit.fields["options"]
         gains = bare - losses
         by_score = (-losses, -losses / sizes, gains, gains / np.asarray(sizes))
         picks = {name: names[int(np.argmax(v))] for name, v in zip(SCORES, by_score)}
-        right = unit.facts["references"][0]
+        right = unit.fields["references"][0]
         scores = {name: float(pick == right) for name, pick in picks.items()}
-        shown = self.datasets[unit.facts["dataset"]].shown
+        main_score = self.datasets[unit.fields["dataset"]].main_score
         return {
-            "answer": picks[shown],
-            "scores": {"score": scores[shown], **scores},
-            "correct": scores[shown],
-            "shown": shown,
+            "answer": picks[main_score],
+            "scores": {"score": scores[main_score], **scores},
+            "correct": scores[main_score],
+            "shown": main_score,
             "option_nll": losses.tolist(),
             "option_nll_bare": bare.tolist(),
             "read": len(unit.tokens) + sum(sizes),
         }
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """Adds the mean over sets of each of the four scores."""
         return {**super().summarise(records), **self.further_means(records, SCORES)}
 

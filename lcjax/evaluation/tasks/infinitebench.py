@@ -7,6 +7,7 @@ official ones; if the official scorer raises an error (a decimal for Math.Find's
 answer counts as wrong.
 """
 
+import bisect
 import dataclasses
 import json
 import random
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from lcjax.errors import InputError, one_of
-from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
 from lcjax.evaluation.metrics import infinitebench as scores
+from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.task import Limits, Record, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
@@ -102,13 +103,10 @@ class GeneratedSet:
 
     def max_units(self, fits: Callable[[int], bool]) -> int:
         """The largest number of units that fits, up to the official one, or `min_units`."""
-        low, high = self.min_units, self.units
-        if fits(high):
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        if fits(self.units):
+            return self.units
+        numbers = range(self.min_units + 1, self.units)
+        return self.min_units + bisect.bisect_left(numbers, True, key=lambda n: not fits(n))
 
 
 GENERATED = {
@@ -132,60 +130,29 @@ _VARIABLES = {
 _LABEL_TYPES = {"code_run": int, "math_calc": int, "math_find": int | float}
 _MULTIPLE_CHOICE = ("code_debug", "longbook_choice_eng")
 _OPTIONS = ("OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D")
-_CHOICES = "\nA. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n\n"
-_BOOK = "Here is a book, and after it a question about it.\n\n{context}\n\nQuestion: {question}"
-_NUMBER = "Somewhere in these lines stands a number that you will be asked for.\n\n{context}\n\n"
-WORDING = {
-    "passkey": _NUMBER + "{input}\n\nThe pass key is",
-    "number_string": _NUMBER + "{input}\n\nThe digits are",
-    "kv_retrieval": (
-        "Here is a JSON object; give the value of the key that is asked for.\n\n{context}\n\n"
-        "{input}"
-    ),
-    "longbook_sum_eng": "Here is a book.\n\n{context}\n\nA summary of the book:",
-    "longbook_choice_eng": _BOOK + _CHOICES + "The right one is",
-    "longbook_qa_eng": _BOOK + "\nThe answer in a few words:",
-    "longbook_qa_chn": (
-        "下面是一本书，之后有一个问题。\n\n{context}\n\n问题：{question}\n简短的回答："
-    ),
-    "math_find": "{prefix}\n\n{context}\n\n{input}",
-    "math_calc": (
-        "All values on the way through a sum, from left to right.\n\nSum: 2 + 5 - 1\n"
-        "Values: [2, 7, 6]\n\nSum: {context}\nValues:"
-    ),
-    "code_run": "Here are Python functions.\n\n{context}\n\nThe value of {func_call} is",
-    "code_debug": (
-        "One function in this Python code has an error that was put there on purpose.\n\n{context}"
-        "\n\nWhich one is it?" + _CHOICES + "The correct option is:"
-    ),
-    "longdialogue_qa_eng": (
-        "In this script one name was replaced with $$MASK$$.\n\n{context}\n\nThe name in the place"
-        " of $$MASK$$ is"
-    ),
-}
 
 
 def _of_label(metric: Callable) -> Score:
-    return lambda answer, facts: metric(answer, facts["references"])
+    return lambda answer, fields: metric(answer, fields["references"])
 
 
-def _math_find(answer: str, facts: Record) -> float:
+def _math_find(answer: str, fields: Record) -> float:
     try:
-        return scores.math_find(answer, facts["references"])
+        return scores.math_find(answer, fields["references"])
     except ValueError:  # the official scorer raises
         return 0.0
 
 
-def _kv_retrieval(answer: str, facts: Record) -> float:
-    return scores.kv_retrieval(answer, facts["references"][0])
+def _kv_retrieval(answer: str, fields: Record) -> float:
+    return scores.kv_retrieval(answer, fields["references"][0])
 
 
-def _exact_number(answer: str, facts: Record) -> float:
-    return scores.math_find(answer, facts["references"], parity=False)
+def _exact_number(answer: str, fields: Record) -> float:
+    return scores.math_find(answer, fields["references"], parity=False)
 
 
 def _lsum(answer: str, reference: str) -> float:
-    return metrics.rouge_lsum(answer, reference, stem=False)
+    return rouge.rouge_lsum(answer, reference, stem=False)
 
 
 _DIGITS = {"first_digits": _of_label(scores.digits)}
@@ -197,10 +164,10 @@ _SETS = (
     DataSet("number_string", "retrieval", 12, _DIGITS),
     DataSet("kv_retrieval", "retrieval", 50, {"word_match": _kv_retrieval}),
     DataSet("longbook_sum_eng", "english", 1200, {"rouge_lsum": best_of(_lsum)}),
-    DataSet("longbook_qa_eng", "english", 40, {"qa_f1": best_of(metrics.qa_f1)}),
+    DataSet("longbook_qa_eng", "english", 40, {"qa_f1": best_of(qa.qa_f1)}),
     DataSet("longbook_choice_eng", "english", 40, _CHOICE),
     DataSet("longdialogue_qa_eng", "english", 40, {"name": _of_label(scores.dialogue)}),
-    DataSet("longbook_qa_chn", "chinese", 40, {"character_f1": best_of(metrics.qa_f1_characters)}),
+    DataSet("longbook_qa_chn", "chinese", 40, {"character_f1": best_of(qa.qa_f1_characters)}),
     DataSet("code_debug", "code", 5, _DEBUG),
     DataSet("code_run", "code", 5, {"last_number": _of_label(scores.code_run)}),
     DataSet("math_calc", "math", 30_000, {"prefix": _of_label(scores.math_calc)}),
@@ -268,12 +235,12 @@ class InfiniteBench(TextCutBenchmark):
             """The prepared example, or None if it would be cut."""
             rng = random.Random(f"infinitebench {limits.seed} {data.name} {index}")
             row = generated.row(rng, units, index, count)
-            facts = {"source": f"generated, {OWN_WORDING}", "units": units}
-            example = _example(row, data.name, *template, facts)
+            fields = {"source": f"generated, {OWN_WORDING}", "units": units}
+            example = _example(row, data.name, *template, fields)
             example = self.prepare(example, data, corpus.tokenizer, length)
             prompt = self.prompt_encoder(corpus.tokenizer).prompt(example.segments)
             is_over = self.budget(length, example.max_new_tokens).left(prompt) < 0
-            return None if is_over or example.facts.get("cut_tokens") else example
+            return None if is_over or example.fields.get("cut_tokens") else example
 
         max_units = generated.max_units(lambda units: whole_example(0, units) is not None)
         for index in range(count):
@@ -290,47 +257,47 @@ class InfiniteBench(TextCutBenchmark):
     def _template(self, name: str, key: str = "tasks") -> tuple[str, str]:
         paths = ("prompt.py", "src/prompt.py", "../src/prompt.py")
 
-        def official() -> tuple[dict[str, str], str] | None:
-            if not self.path:
-                return None
-            templates = local_files.python_templates(self.path, paths, _VARIABLES[self.family])
-            return templates and (templates[0], f"official ({templates[1]}, {self.family})")
+        def official() -> tuple[dict[str, str], str]:
+            variable = _VARIABLES[self.family]
+            templates, file = local_files.python_templates(self.path, paths, variable)
+            return templates, f"official ({file}, {self.family})"
 
-        lm_eval_task = "infinitebench", f"infinitebench_{re.sub('_eng$', '_en', name)}"
+        lm_eval_task = f"infinitebench_{re.sub('_eng$', '_en', name)}"
+        if self.family != "gpt4":
+            lm_eval_task = None
         return local_files.choose_template(
-            self.wording, name, official, lm_eval_task if self.family == "gpt4" else None,
-            WORDING[name], key,
-        )  # fmt: skip
+            self.wording, "infinitebench", name, official, lm_eval_task, key
+        )
 
 
-def _example(row: dict, name: str, template: str, source: str, facts: Record) -> Example:
+def _example(row: dict, name: str, template: str, source: str, fields: Record) -> Example:
     """Parses a row; raises ValueError with what is wrong."""
-    segments = local_files.fill_template(template, _fields(row, name))
-    facts = {**facts, **local_files.template_facts(template, source)}
-    return Example(segments, _label(row, name), facts)
+    segments = local_files.fill_template(template, _template_values(row, name))
+    fields = {**fields, **local_files.template_fields(template, source)}
+    return Example(segments, _label(row, name), fields)
 
 
-def _fields(row: dict, name: str) -> dict[str, str]:
+def _template_values(row: dict, name: str) -> dict[str, str]:
     """The fields of a template; raises ValueError for what a row lacks."""
     if not isinstance(row["context"], str) or not isinstance(row["input"], str):
         raise ValueError("has a context or input that is no text")
-    fields = {"context": row["context"], "input": row["input"], "question": row["input"]}
+    values = {"context": row["context"], "input": row["input"], "question": row["input"]}
     if name in _MULTIPLE_CHOICE:
         if not isinstance(row["options"], list) or len(row["options"]) != len(_OPTIONS):
             raise ValueError(f"has options={row['options']!r}, not four")
-        fields |= dict(zip(_OPTIONS, map(str, row["options"]), strict=True))
+        values |= dict(zip(_OPTIONS, map(str, row["options"]), strict=True))
     elif name == "code_run":
         call = re.search(r"func_[0-9]+\(-?[0-9]+\)", row["input"])
         if call is None:
             raise ValueError("has no call such as func_1(2) in its input")
-        fields |= {"func_call": call.group(), "func": call.group().split("(")[0]}
+        values |= {"func_call": call.group(), "func": call.group().split("(")[0]}
     elif name == "math_find":
         match = re.search("The .+ of", row["input"])
         if match is None:
             raise ValueError('has no "The ... of" in its input')
         number = match.group().lower().removesuffix(" of")
-        fields["prefix"] = f"What is {number} in the following list?"
-    return fields
+        values["prefix"] = f"What is {number} in the following list?"
+    return values
 
 
 def _label(row: dict, name: str) -> Sequence:

@@ -6,6 +6,7 @@ rows("LongBench/qasper.jsonl", ("input", "context", "answers"))   # (line number
 """
 
 import ast
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -97,34 +98,41 @@ def is_text_list(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
-def fill_template(template: str, fields: Mapping[str, str]) -> list[Segment]:
-    """Splits a template at its field `context` into segments, and fills its fields.
+def fill_template(template: str, values: Mapping[str, str]) -> list[Segment]:
+    """Splits a template at its field `context` into segments, and fills in `values`.
 
     The end of the template belongs to the question, so that a chat template surrounds all of it, as
     in the official scripts.
     """
     matches = list(_FIELD.finditer(template))
     for match in matches:
-        if match.group(1) not in fields:
+        if match.group(1) not in values:
             raise InputError(
                 f"prompt template {template[:40]!r} asks for {match.group(1)}, no field here"
             )
 
     def fill(text: str) -> str:
-        return _FIELD.sub(lambda match: fields[match.group(1)], text)
+        return _FIELD.sub(lambda match: values[match.group(1)], text)
 
     context = next((match for match in matches if match.group(1) == "context"), None)
     if context is None:
         return [Segment("question", fill(template))]
     texts = {
         "instruction": fill(template[: context.start()]),
-        "context_doc": fields["context"],
+        "context_doc": values["context"],
         "question": fill(template[context.end() :]),
     }
     return [Segment(kind, text) for kind, text in texts.items() if text]
 
 
-def template_facts(template: str, source: str) -> dict[str, str]:
+@functools.cache
+def library_prompts(benchmark: str) -> dict[str, Any]:
+    """This library's own prompts of a benchmark, by data set (`prompts.yaml`)."""
+    text = Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)[benchmark]
+
+
+def template_fields(template: str, source: str) -> dict[str, str]:
     """The fields of records about a template: its source and hash."""
     digest = hashlib.sha256(template.encode()).hexdigest()[:12]
     return {"wording": source, "template_text": digest}
@@ -132,10 +140,10 @@ def template_facts(template: str, source: str) -> dict[str, str]:
 
 def choose_template(
     rule: str,
+    benchmark: str,
     name: str,
-    official: Callable[[], tuple[Mapping[str, str], str] | None],
-    lm_eval_task: tuple[str, str] | None,
-    default: str,
+    official: Callable[[], tuple[Mapping[str, str], str]],
+    lm_eval_task: str | None,
     key: str,
 ) -> tuple[str, str]:
     """Returns the prompt template of a data set, and its source: the first that exists.
@@ -143,19 +151,19 @@ def choose_template(
     Args:
       rule: auto: the official template in the user's folder, that of an installed lm-eval, or the
         library's own; folder: not lm-eval's; lm_eval: no other.
+      benchmark: The benchmark, which is also the folder of its tasks in lm-eval.
       name: The data set.
-      official: Returns the official templates by data set, and their source; None without them.
-      lm_eval_task: Folder and name of the task in lm-eval; None if it has no such task.
-      default: The library's own template.
+      official: Returns the official templates by data set, empty without a file, and their source.
+      lm_eval_task: Name of the task in lm-eval; None if it has no such task.
       key: The place of the task in the config, for messages.
     """
     one_of(f"{key}.wording", rule, WORDINGS)
     if rule != "lm_eval":
-        templates, source = official() or ({}, "")
+        templates, source = official()
         if templates.get(name):
             return templates[name], source
     if rule != "folder" and lm_eval_task is not None:
-        template = lm_eval_template(*lm_eval_task)
+        template = lm_eval_template(benchmark, lm_eval_task)
         if template is not None:
             return template
     if rule == "lm_eval":
@@ -163,32 +171,35 @@ def choose_template(
             f"{key}: wording=lm_eval, and no lm-eval with a prompt of {name} is installed; install"
             " it, or use wording=folder"
         )
-    return default, OWN_WORDING
+    return library_prompts(benchmark)[name], OWN_WORDING
 
 
-def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], str] | None:
-    """Returns the templates of the first JSON file that exists, and its name."""
-    for name in names:
-        path = Path(folder) / name
-        if path.is_file():
-            try:
-                return json.loads(path.read_text(encoding="utf-8")), path.name
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path} is no JSON ({error.msg}); restore or remove it") from None
-    return None
+def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Returns the templates of the first JSON file that exists, and its name; else nothing."""
+    for path in _files(folder, names):
+        try:
+            return json.loads(path.read_text(encoding="utf-8")), path.name
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path} is no JSON ({error.msg}); restore or remove it") from None
+    return {}, ""
 
 
 def python_templates(
     folder: str, names: Sequence[str], variable: str
-) -> tuple[dict[str, str], str] | None:
+) -> tuple[dict[str, str], str]:
     """Returns a dict of strings that a Python file assigns to `variable`, and the file's name."""
-    for name in names:
-        path = Path(folder) / name
-        for value in assigned_values(path, variable) if path.is_file() else ():
+    for path in _files(folder, names):
+        for value in assigned_values(path, variable):
             if isinstance(value, ast.Dict):
                 pairs = zip(value.keys, value.values, strict=True)
                 return {_string(k): _string(v) for k, v in pairs if k is not None}, path.name
-    return None
+    return {}, ""
+
+
+def _files(folder: str, names: Sequence[str]) -> list[Path]:
+    """The files of `names` that exist in a folder; none without a folder."""
+    paths = [Path(folder, name) for name in names if folder]
+    return [path for path in paths if path.is_file()]
 
 
 def assigned_values(path: Path, name: str) -> Iterator[ast.expr]:

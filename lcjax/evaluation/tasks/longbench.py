@@ -13,86 +13,20 @@ first newline, which changes no first line unless the model begins with a newlin
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from lcjax.errors import InputError, one_of
-from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.metrics import longbench as scores
-from lcjax.evaluation.task import Limits, Record, Task
+from lcjax.evaluation.metrics import qa, rouge
+from lcjax.evaluation.task import Limits, Record, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import DataSet, Score, TextCutBenchmark, best_of, by_name
-
-# This library's own prompts, for folders without the official ones (`wording` of a record). They
-# ask for the same and end alike: code in a newline, numbers in a blank.
-_QA = (
-    "Here is {kind}. Below it stands a question about it; reply with the shortest text that answers"
-    " it.\n\n{{context}}\n\nReply to the question with the shortest text that answers it, and"
-    " nothing else.{more}\n\nQuestion: {{input}}\nAnswer:"
-)
-_PASSAGES = _QA.format(kind="a number of passages", more="")
-_SUMMARY = (
-    "Here {kind}. Your task is a summary of one page.\n\n{{context}}\n\nWrite the summary of one"
-    " page.\n\nSummary:"
-)
-_CODE = "Here is the beginning of a program. Continue it.\n{context}%sThe line that comes next:\n"
-
-WORDING = {
-    "narrativeqa": _QA.format(kind="a story, told as a novel or a script", more=""),
-    "qasper": _QA.format(
-        kind="a paper",
-        more=(
-            ' Reply "yes" or "no" where that is what is asked, and "unanswerable" where the paper'
-            " does not say."
-        ),
-    ),
-    "multifieldqa_en": _QA.format(kind="a text", more=""),
-    "multifieldqa_zh": (
-        "下面是一篇文章，之后有一个问题。\n\n{context}\n\n请用尽量短的中文回答问题，不要写别的内容。"
-        "\n\n问题：{input}\n回答："
-    ),
-    "hotpotqa": _PASSAGES,
-    "2wikimqa": _PASSAGES,
-    "musique": _PASSAGES,
-    "dureader": (
-        "下面是几篇文章，之后有一个问题。\n\n{context}\n\n请根据文章回答问题。\n\n问题：{input}\n回答："
-    ),
-    "gov_report": _SUMMARY.format(kind="is a report of a government agency"),
-    "qmsum": (
-        "Here is what was said in a meeting. A request about it follows.\n\n{context}\n\nFulfil the"
-        " request in one sentence or a few.\n\nRequest: {input}\nAnswer:"
-    ),
-    "multi_news": _SUMMARY.format(kind="are articles about one piece of news"),
-    "vcsum": "下面是一次会议的记录，请为它写一段摘要。\n\n{context}\n\n摘要：",
-    "trec": "Say of what type each question is, as in these examples.\n\n{context}\n{input}",
-    "triviaqa": (
-        "Each passage is followed by a question, and that by the shortest answer.\n\n{context}\n\n"
-        "{input}"
-    ),
-    "samsum": "Each dialogue is followed by a summary in few words.\n\n{context}\n\n{input}",
-    "lsht": "请像下面的例子一样，写出每条新闻的类别。\n\n{context}\n{input}",
-    "passage_count": (
-        "Here are paragraphs, of which some stand there more than once. How many different ones are"
-        " there?\n\n{context}\n\nReply with that number only.\n\nNumber of different paragraphs: "
-    ),
-    "passage_retrieval_en": (
-        "Here are 30 numbered paragraphs, and after them a summary of one of them.\n\n{context}\n\n"
-        'Summary: {input}\n\nWhich paragraph is it of? Reply in the form "Paragraph 1".\n\n'
-        "The summary is of "
-    ),
-    "passage_retrieval_zh": (
-        "下面是若干编号的段落，之后是其中一段的摘要。\n\n{context}\n\n摘要：{input}\n\n"
-        "请写出这段摘要所属的段落，格式为“段落1”。\n\n所属段落："
-    ),
-    "lcc": _CODE % "",
-    "repobench-p": _CODE % "{input}",
-}
-
 
 SOURCE = (
     "LongBench's data.zip (Hugging Face: THUDM/LongBench), one <task>.jsonl a data set;"
@@ -105,15 +39,15 @@ BANDS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, float("inf"))}  
 
 def _classes(*, parity: bool) -> Score:
     score = functools.partial(scores.classification, parity=parity)
-    return lambda answer, facts: metrics.best(
-        lambda text, right: score(text, right, facts["all_classes"]), answer, facts["references"]
+    return lambda answer, fields: qa.best(
+        lambda text, right: score(text, right, fields["all_classes"]), answer, fields["references"]
     )
 
 
-_F1 = {"qa_f1": best_of(metrics.qa_f1)}
-_F1_ZH = {"qa_f1_zh": best_of(metrics.qa_f1_zh)}
-_ROUGE = {"rouge_l_sets": best_of(metrics.rouge_l_sets)}
-_ROUGE_ZH = {"rouge_l_sets_zh": best_of(metrics.rouge_l_sets_zh)}
+_F1 = {"qa_f1": best_of(qa.qa_f1)}
+_F1_ZH = {"qa_f1_zh": best_of(qa.qa_f1_zh)}
+_ROUGE = {"rouge_l_sets": best_of(rouge.rouge_l_sets)}
+_ROUGE_ZH = {"rouge_l_sets_zh": best_of(rouge.rouge_l_sets_zh)}
 _CLASS = {
     "classification": _classes(parity=True),
     "classification_whole": _classes(parity=False),
@@ -163,7 +97,7 @@ class LongBench(TextCutBenchmark):
     `aggregate=category_macro`, SharedLLM the categories of `tasks=[en_without_synthetic]`.
     """
 
-    judging: ClassVar[tuple[str, ...]] = ("aggregate", "code_metric", "first_lines")
+    scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate", "code_metric", "first_lines")
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     selections: ClassVar[dict[str, tuple[str, ...]]] = {
         "en": tuple(data.name for data in _SETS if data.name not in _CHINESE),
@@ -203,7 +137,7 @@ class LongBench(TextCutBenchmark):
         for data in self.selection():
             template(data.name, self.path, self.wording, key)
         if any(data.scores in (_F1_ZH, _ROUGE_ZH) for data in self.selection()):
-            metrics.words_zh("")  # raises before a model is loaded if jieba is missing
+            qa.words_zh("")  # raises before a model is loaded if jieba is missing
 
     def read(self, data: DataSet, path: Path, corpus: TokenizedCorpus) -> Iterator[Example]:
         return examples(path, *template(data.name, self.path, self.wording), data)
@@ -212,9 +146,9 @@ class LongBench(TextCutBenchmark):
         wide = data.group in ("single_doc_qa", "multi_doc_qa", "synthetic")
         if self.first_lines == "lceg" and wide and data.name not in _CHINESE:
             data = dataclasses.replace(data, first_line=True)
-        return data.with_shown(f"code_{self.code_metric}") if data.group == "code" else data
+        return data.with_main_score(f"code_{self.code_metric}") if data.group == "code" else data
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """Adds the mean over data sets in each band of words, for LongBench-E."""
         summary = super().summarise(records)
         for band, group in by_band(records).items() if self.e else ():
@@ -224,7 +158,7 @@ class LongBench(TextCutBenchmark):
         return summary
 
 
-def by_band(records: Sequence[Record]) -> dict[str, list[Record]]:
+def by_band(records: Records) -> dict[str, list[Record]]:
     """Records of LongBench-E by the number of words of their prompts, if the file has it."""
     counted = [record for record in records if record.get("words") is not None]
     return {
@@ -238,12 +172,11 @@ def template(name: str, folder: str, rule: str, key: str = "tasks") -> tuple[str
     paths = ("dataset2prompt.json", "config/dataset2prompt.json")
     paths += tuple(f"{parent}{path}" for parent in ("../", "LongBench/") for path in paths)
 
-    def official() -> tuple[dict[str, str], str] | None:
-        templates = local_files.json_templates(folder, paths)
-        return templates and (templates[0], f"official ({templates[1]})")
+    def official() -> tuple[dict[str, str], str]:
+        templates, file = local_files.json_templates(folder, paths)
+        return templates, f"official ({file})"
 
-    lm_eval_task = ("longbench", name)
-    return local_files.choose_template(rule, name, official, lm_eval_task, WORDING[name], key)
+    return local_files.choose_template(rule, "longbench", name, official, name, key)
 
 
 def examples(path: Path, template: str, source: str, data: DataSet) -> Iterator[Example]:
@@ -251,14 +184,14 @@ def examples(path: Path, template: str, source: str, data: DataSet) -> Iterator[
 
     def parse(number: int, row: dict) -> Example:
         _check_row(row, data)
-        facts = {"wording": source, "line": number, "id": row.get("_id")}
-        facts |= local_files.template_facts(template, source)
+        fields = {"wording": source, "line": number, "id": row.get("_id")}
+        fields |= local_files.template_fields(template, source)
         if "classification" in data.scores:
-            facts["all_classes"] = row["all_classes"]
+            fields["all_classes"] = row["all_classes"]
         if "length" in row:
-            facts["words"] = row["length"]
-        fields = {key: row[key] for key in ("context", "input")}
-        return Example(local_files.fill_template(template, fields), row["answers"], facts)
+            fields["words"] = row["length"]
+        values = {key: row[key] for key in ("context", "input")}
+        return Example(local_files.fill_template(template, values), row["answers"], fields)
 
     return local_files.rows(path, _FIELDS, parse)
 

@@ -16,11 +16,12 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, pad_batch
+from lcjax.evaluation.statistics import at_longest
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, pad_batch
 from lcjax.evaluation.tasks import local_files, longbench
 from lcjax.evaluation.tasks.benchmark import DataSet, TextCutBenchmark, by_name
 from lcjax.evaluation.tasks.icl import option_ids, option_losses
@@ -38,25 +39,7 @@ _SETS = tuple(
     for shots in SHOTS
 )
 # No name is part of another, so that an answer never contains two.
-CLASSES = {
-    "ABBR:abb": "Short form", "ABBR:exp": "Meaning of an abbreviation",
-    "DESC:def": "Definition", "DESC:desc": "Description", "DESC:manner": "Manner of an action",
-    "DESC:reason": "Reason", "ENTY:animal": "Animal", "ENTY:body": "Organ of the body",
-    "ENTY:color": "Color", "ENTY:cremat": "Invention or work of art", "ENTY:currency": "Currency",
-    "ENTY:dismed": "Disease or medicine", "ENTY:event": "Event", "ENTY:food": "Food",
-    "ENTY:instru": "Musical instrument", "ENTY:lang": "Language", "ENTY:letter": "Letter",
-    "ENTY:other": "Thing of another kind", "ENTY:plant": "Plant", "ENTY:product": "Product",
-    "ENTY:religion": "Religion", "ENTY:sport": "Sport", "ENTY:substance": "Substance",
-    "ENTY:symbol": "Symbol", "ENTY:techmeth": "Technique", "ENTY:termeq": "Equivalent term",
-    "ENTY:veh": "Vehicle", "ENTY:word": "Word with a property", "HUM:desc": "Who a person was",
-    "HUM:gr": "Group or organization", "HUM:ind": "Individual", "HUM:title": "Title",
-    "LOC:city": "City", "LOC:country": "Country", "LOC:mount": "Mountain",
-    "LOC:other": "Place of another kind", "LOC:state": "State", "NUM:code": "Code",
-    "NUM:count": "Number of something", "NUM:date": "Date", "NUM:dist": "Distance",
-    "NUM:money": "Price", "NUM:ord": "Rank", "NUM:other": "Quantity of another kind",
-    "NUM:perc": "Percentage", "NUM:period": "Lasting time", "NUM:speed": "Speed",
-    "NUM:temp": "Temperature", "NUM:volsize": "Size or volume", "NUM:weight": "Weight",
-}  # fmt: skip
+CLASSES: dict[str, str] = local_files.library_prompts("trec_classes")  # by TREC's own names
 
 
 @Task.register_subclass("many_shot")
@@ -82,7 +65,7 @@ class ManyShot(TextCutBenchmark):
     seed: int = 0
 
     @property
-    def chooses(self) -> bool:
+    def ranks_options(self) -> bool:
         return self.options
 
     def check(self, limits: Limits, key: str) -> None:
@@ -122,9 +105,9 @@ class ManyShot(TextCutBenchmark):
             ]
             text = closing.replace("{input}", f"Question: {question}\nType:")
             segments = [Segment("instruction", opening), *demos, Segment("question", text)]
-            facts = {"line": line, "all_classes": list(CLASSES.values()), "shots": count}
-            facts |= local_files.template_facts(template, source)
-            yield Example(segments, [answer], facts)
+            fields = {"line": line, "all_classes": list(CLASSES.values()), "shots": count}
+            fields |= local_files.template_fields(template, source)
+            yield Example(segments, [answer], fields)
 
     def _demonstrations(self, train: Sequence, count: int, rng: np.random.Generator) -> list:
         order = rng.permutation(len(train))
@@ -140,11 +123,11 @@ class ManyShot(TextCutBenchmark):
     def plan(self, corpus: TokenizedCorpus, length: int, limits: Limits) -> list[Unit]:
         units = super().plan(corpus, length, limits)
         cut = {
-            unit.facts["dataset"]
+            unit.fields["dataset"]
             for unit in units
-            if unit.facts["truncated"] or unit.facts.get("cut_tokens")
+            if unit.fields["truncated"] or unit.fields.get("cut_tokens")
         }
-        whole = [unit for unit in units if unit.facts["dataset"] not in cut]
+        whole = [unit for unit in units if unit.fields["dataset"] not in cut]
         if not whole:
             raise InputError(
                 f"lengths: {length} is too short for {self.label} with {self.selection()[0].name};"
@@ -160,7 +143,7 @@ class ManyShot(TextCutBenchmark):
         if not self.options:
             return records
         rows = pad_batch(units, batch)
-        options = [option_ids(model.tokenizer, unit.facts["all_classes"]) for unit in rows]
+        options = [option_ids(model.tokenizer, unit.fields["all_classes"]) for unit in rows]
         losses = option_losses(model, [unit.payload for unit in rows], options)
         return [
             self._with_options(unit, record, loss, list(map(len, ids)))
@@ -172,22 +155,20 @@ class ManyShot(TextCutBenchmark):
     ) -> Record:
         """Adds the loss of each class after the prompt, and whether the likeliest is right."""
         record = {**record, "option_nll": losses.tolist(), "option_tokens": sizes}
-        scores = {**record["scores"], **_option_scores({**unit.facts, **record})}
-        read = unit.facts["size"] + len(unit.tokens) + sum(sizes)
+        scores = {**record["scores"], **_option_scores({**unit.fields, **record})}
+        read = unit.fields["size"] + len(unit.tokens) + sum(sizes)
         return {**record, "scores": scores, "read": read}
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        return {**super().judge(answer, unit, tokenizer), **_option_scores(unit.facts)}
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        return {**super().score_answer(answer, unit, tokenizer), **_option_scores(unit.fields)}
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         names = OPTION_SCORES if self.options else ()
         return {**super().summarise(records), **self.further_means(records, names)}
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """The number by length, and the curve over the demonstrations at the longest length."""
-        files, cells = super().figures(cells, records, folder), plots.at_longest(cells)
+        files, cells = super().figures(cells, records, folder), at_longest(cells)
         counts = zip(self.datasets, SHOTS)
         shots = {name: n for name, n in counts if any(name in cell for cell in cells)}
         panels = {f"Many-shot TREC at {cells[0]['length']:,} tokens": shots}
@@ -199,14 +180,14 @@ class ManyShot(TextCutBenchmark):
         return [*files, plots.over_counts(cells, panels, ("demonstrations", "accuracy"), path)]
 
 
-def _option_scores(facts: Record) -> dict[str, float]:
-    """Whether the likeliest class is the right one, if `facts` has the losses of the classes."""
-    if "option_nll" not in facts:
+def _option_scores(fields: Record) -> dict[str, float]:
+    """Whether the likeliest class is the right one, if `fields` has the losses of the classes."""
+    if "option_nll" not in fields:
         return {}
-    losses, names = np.asarray(facts["option_nll"]), facts["all_classes"]
-    by_score = (losses, losses / np.asarray(facts["option_tokens"]))
+    losses, names = np.asarray(fields["option_nll"]), fields["all_classes"]
+    by_score = (losses, losses / np.asarray(fields["option_tokens"]))
     return {
-        score: float(names[int(np.argmin(values))] in facts["references"])
+        score: float(names[int(np.argmin(values))] in fields["references"])
         for score, values in zip(OPTION_SCORES, by_score, strict=True)
     }
 

@@ -16,13 +16,13 @@ from typing import ClassVar
 import numpy as np
 
 from lcjax.errors import whole_numbers
-from lcjax.evaluation import metrics
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
-from lcjax.evaluation.metrics.answers import flat
+from lcjax.evaluation.metrics import qa
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Record, Task
+from lcjax.evaluation.statistics import at_longest
+from lcjax.evaluation.task import Limits, Records, Task
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.benchmark import AnswerBenchmark, DataSet, best_of, by_name
 
@@ -44,8 +44,8 @@ _OMITTED = "\n\n... [The other passages are left out]"
 
 _best = functools.partial(best_of, strip=True)
 _SCORES = {
-    "exact_match": _best(metrics.exact_match), "substring_match": _best(metrics.substring_match),
-    "f1": _best(metrics.qa_f1_verdict),
+    "exact_match": _best(qa.exact_match), "substring_match": _best(qa.substring_match),
+    "f1": _best(qa.qa_f1_verdict),
 }  # fmt: skip
 _SETS = tuple(
     DataSet(f"{name}_{count}", name, 25, _SCORES, stop=("\n",))
@@ -102,20 +102,18 @@ class OpenQa(AnswerBenchmark):
                 *(Segment("context_doc", f"{passage}\n\n") for passage in passages),
                 Segment("question", row.text()),
             ]
-            facts = {"line": row.line, "wording": OWN_WORDING}
-            facts |= {"passages": len(passages), "question": row.question}
-            yield Example(segments, row.answers, facts)
+            fields = {"line": row.line, "wording": OWN_WORDING}
+            fields |= {"passages": len(passages), "question": row.question}
+            yield Example(segments, row.answers, fields)
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Adds a line if the last passages will be cut."""
         example = super().prepare(example, data, tokenizer, length)
         return self.mark_cut(example, _OMITTED, tokenizer, length)
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """The number by length, and the curve of each set over its numbers of passages."""
-        files, cells = super().figures(cells, records, folder), plots.at_longest(cells)
+        files, cells = super().figures(cells, records, folder), at_longest(cells)
         panels: dict[str, dict[str, int]] = {}
         for name, data in self.datasets.items():
             if any(name in cell for cell in cells):
@@ -138,8 +136,8 @@ class OpenQa(AnswerBenchmark):
             order = np.random.default_rng(self.seed).permutation(len(rows))[: self.max_examples]
             rows = [rows[index] for index in order]
         if train != path and self.demonstrations:
-            questions = {metrics.normalise(row.question) for row in rows}
-            pool = [r for r in _rows(train, 1) if metrics.normalise(r.question) not in questions]
+            questions = {qa.normalise(row.question) for row in rows}
+            pool = [r for r in _rows(train, 1) if qa.normalise(r.question) not in questions]
         return rows, pool
 
     def _demonstrations(self, pool: Sequence[_Row], row: _Row) -> list[_Row]:
@@ -159,7 +157,7 @@ def _rows(path: Path, num_passages: int) -> list[_Row]:
     """Reads the questions of a file with their first passages."""
 
     def parse(number: int, row: dict) -> _Row:
-        answers = [answer for answer in flat(row["answer"]) if isinstance(answer, str)]
+        answers = [answer for answer in qa.flat(row["answer"]) if isinstance(answer, str)]
         if not isinstance(row["question"], str) or not answers:
             raise ValueError("has a question or an answer that is no text")
         if not isinstance(row["ctxs"], list) or not all(map(_has_text, row["ctxs"])):

@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import (
     BOS_RULES,
     TokenizedCorpus,
@@ -39,9 +40,8 @@ from lcjax.evaluation.corpus import (
     prefix_token,
     start_token,
 )
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.statistics import bootstrap
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit, pad_batch
+from lcjax.evaluation.statistics import at_longest, bootstrap, group_by
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, pad_batch
 
 _SELECT = ("spread", "first", "random")
 _LONG = 131_072  # from here on `last_k_n100` takes fewer windows
@@ -224,9 +224,8 @@ class Perplexity(Task):
 
     @property
     def metric(self) -> Metric:
-        # Papers print a dash if a model fails at a length.
         name = "word perplexity" if self._rules.mean_over == "words" else "perplexity"
-        return Metric("perplexity", f"{name} ({self.protocol})", True, 2, dash_above=1e3)
+        return Metric("perplexity", f"{name} ({self.protocol})", True, 2)
 
     @property
     def _rules(self) -> Protocol:
@@ -295,7 +294,7 @@ class Perplexity(Task):
         units = []
         for window in choose_windows(windows, limits.max_windows, self.select, limits.seed):
             document, stop = documents[window.document], window.start + window.size
-            facts = {
+            fields = {
                 "protocol": self.protocol,
                 "length": length,
                 "stride": limits.stride if rules.strided else None,
@@ -310,13 +309,13 @@ class Perplexity(Task):
             }
             if document.byte_ends is not None:
                 ends, before = document.byte_ends, window.start + window.first - 1
-                facts["bytes"] = float(ends[stop - 1] - ends[before])
+                fields["bytes"] = float(ends[stop - 1] - ends[before])
             tokens = document.tokens[window.start : stop]
             if bos is not None and rules.bos == "window":
                 tokens = np.concatenate([np.asarray([bos], np.int32), tokens[1:]])
             # The last blocks of documents have other first positions, but run in one function.
             shape = (length + 1, 1) if rules.whole else (length, window.first)
-            units.append(Unit(window.index, shape, tokens, facts))
+            units.append(Unit(window.index, shape, tokens, fields))
         return units
 
     def _start(self, tokenizer) -> int | None:
@@ -333,9 +332,9 @@ class Perplexity(Task):
                 " 4, recent: 2044}, or use protocol=prefix_yarn"
             )
         for unit in units:
-            model.check_scored(*unit.shape, unit.facts["size"])
+            model.check_scored(*unit.shape, unit.fields["size"])
 
-    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
+    def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         sizes = sorted(map(len, corpus.documents(1)))
         has_start = self._start(corpus.tokenizer) is not None
         if self._rules.stream:
@@ -357,7 +356,7 @@ class Perplexity(Task):
             tokens[index, : len(row)] = row
         nll = np.asarray(model.nll(tokens, first=first, lengths=sizes), np.float64)
         return [
-            self._record(unit, nll[index, unit.facts["first"] : sizes[index]])
+            self._record(unit, nll[index, unit.fields["first"] : sizes[index]])
             for index, unit in enumerate(units)
         ]
 
@@ -370,8 +369,8 @@ class Perplexity(Task):
             "nan": int(nll.size - finite.sum()),
         }
         if self._rules.by_position:
-            edges = bin_edges(unit.facts["length"], self.position_bins)
-            positions = np.arange(unit.facts["first"], unit.facts["size"])
+            edges = bin_edges(unit.fields["length"], self.position_bins)
+            positions = np.arange(unit.fields["first"], unit.fields["size"])
             bins = np.searchsorted(edges, positions, "right") - 1
             sums = np.bincount(bins, known, len(edges) - 1)
             record["position_nll"] = sums.astype(np.float32)
@@ -380,7 +379,7 @@ class Perplexity(Task):
                 record["position_count"] = counts.astype(int).tolist()
         return record
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """Perplexity base ** (sum of weight * window mean / sum of weights), and bits per byte.
 
         `value` is NaN if one loss is; `value_without_nan` ignores the windows with such losses.
@@ -412,7 +411,7 @@ class Perplexity(Task):
         """Nats per token of a window, or per word."""
         return None if record["nan"] else record["nll"] / record[self._per]
 
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+    def interval(self, records: Records) -> tuple[float, float]:
         """Bootstrap over documents."""
         if any(record["nan"] for record in records):
             return math.nan, math.nan
@@ -425,25 +424,23 @@ class Perplexity(Task):
             return math.nan, math.nan
         return tuple(self._rules.base**end if end < 700 else math.inf for end in (low, high))
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         files = [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
         if self._rules.by_position:
             curves = self.curves(records)
             files.append(plots.over_positions(curves, folder / f"{self.label}_by_position.png"))
         return files
 
-    def curves(self, records: Sequence[Record]) -> list[Record]:
+    def curves(self, records: Records) -> list[Record]:
         """Mean loss by position, one curve per method, from its longest length."""
         curves = []
-        for method, group in plots.by_method(records).items():
-            group = plots.at_longest(group)
+        for method, group in group_by(records, "method").items():
+            group = at_longest(group)
             length = group[0]["length"]
             edges = bin_edges(length, self.position_bins)
             sums = np.asarray([record["position_nll"] for record in group], np.float64)
             counts = np.asarray([_position_counts(record, edges) for record in group])
-            seen = counts.sum(0) > 0
+            has_tokens = counts.sum(0) > 0
             total = np.maximum(counts.sum(0), 1)
             mean = sums.sum(0) / total
             spread = np.sqrt(((sums - counts * mean) ** 2).sum(0)) / total
@@ -454,9 +451,9 @@ class Perplexity(Task):
                     "method": method,
                     "length": length,
                     "trained": group[0]["trained"],
-                    "position": ((edges[:-1] + edges[1:] - 1) / 2)[seen],
-                    "nll": mean[seen],
-                    "standard_error": spread[seen] if independent else None,
+                    "position": ((edges[:-1] + edges[1:] - 1) / 2)[has_tokens],
+                    "nll": mean[has_tokens],
+                    "standard_error": spread[has_tokens] if independent else None,
                     "log": self.position_bins == "log",
                 }
             )
@@ -478,7 +475,7 @@ def _position_counts(record: Record, edges: np.ndarray) -> np.ndarray | list[int
     return np.diff(np.clip(edges, record["first"], record["size"]))
 
 
-def _mean_loss(records: Sequence[Record], per: str) -> float:
+def _mean_loss(records: Records, per: str) -> float:
     """Weighted mean of window means, in nats per token or word."""
     if not records:
         return math.nan
@@ -486,7 +483,7 @@ def _mean_loss(records: Sequence[Record], per: str) -> float:
     return total / math.fsum(r["weight"] for r in records)
 
 
-def _standard_error(records: Sequence[Record], per: str) -> float:
+def _standard_error(records: Records, per: str) -> float:
     """The standard error of the mean loss over documents, as their windows are not independent.
 
     Ratio estimator: sqrt(n / (n - 1) * sum_d (t_d - w_d m)^2) / sum_d w_d.

@@ -9,7 +9,6 @@ memory with `context: {decoder: 2048, chunk: 256}`. REPLUG reads them one by one
 {decoder: 2048}`, and all have equal weight whatever their scores.
 """
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -21,8 +20,8 @@ import numpy as np
 
 from lcjax.errors import InputError, whole_numbers
 from lcjax.evaluation.corpus import TokenizedCorpus
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit, equal_weights
 from lcjax.evaluation.tasks import local_files
 from lcjax.evaluation.tasks.perplexity import Perplexity
 
@@ -43,7 +42,7 @@ class RagLm(Task):
 
     needs_data: ClassVar[bool] = False
     metric: ClassVar[Metric] = Metric(
-        "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2, 1000
+        "perplexity", "Perplexity with retrieved chunks (rag_lm)", True, 2
     )
 
     path: str = ""  # the JSONL file
@@ -81,15 +80,15 @@ class RagLm(Task):
                 continue
             tokens = np.concatenate([*chunks[len(chunks) - count :], text])
             first = length - self.scored
-            facts = {
+            fields = {
                 "protocol": "rag_lm", "length": length, "stride": None, "bos": "none",
                 "document": line, "domain": domain, "chunks": count, "start": 0, "size": length,
                 "first": first, "weight": 1.0, "bytes": None,
             }  # fmt: skip
-            units.append(Unit(len(units), (length, first), tokens, facts))
+            units.append(Unit(len(units), (length, first), tokens, fields))
         return units
 
-    def reach(self, corpus: TokenizedCorpus) -> tuple[int, str]:
+    def longest_length(self, corpus: TokenizedCorpus) -> tuple[int, str]:
         num_chunks = max((len(chunks) for *_, chunks in self._texts(corpus)), default=0)
         reason = f"{self.path} has texts of {self.decoder} tokens with up to {num_chunks} chunks"
         return self.decoder + num_chunks * self.chunk, reason
@@ -118,11 +117,9 @@ class RagLm(Task):
     def score(self, model, units: Sequence[Unit], batch: int) -> list[Record]:
         return self._windows.score(model, units, batch)
 
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The mean over domains of exp(mean of window means), and that of every domain."""
-        domains: dict[str, list[Record]] = {}
-        for record in records:
-            domains.setdefault(record["domain"], []).append(record)
+        domains = group_by(records, "domain")
         values = {name: self._windows.summarise(group)["value"] for name, group in domains.items()}
         summary = {
             **self._windows.summarise(records),
@@ -137,21 +134,15 @@ class RagLm(Task):
     def example(self, record: Record) -> float | None:
         return self._windows.example(record)
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """Domains have equal weight."""
-        sizes = collections.Counter(record["domain"] for record in records)
-        return [1 / sizes[record["domain"]] for record in records]
+        return equal_weights(records, "domain")
 
-    def interval(self, records: Sequence[Record]) -> tuple[float, float]:
+    def interval(self, records: Records) -> tuple[float, float]:
         """Bootstrap over the texts of one domain; NaN for a mean over several."""
         if len({record["domain"] for record in records}) > 1:
             return math.nan, math.nan
         return self._windows.interval(records)
-
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        return [plots.over_lengths(cells, self.metric, folder / f"{self.label}.png")]
 
 
 def _ids(row, name: str, tokenizer) -> np.ndarray:

@@ -18,7 +18,7 @@ import dataclasses
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,12 +26,14 @@ import numpy as np
 
 from lcjax.checkpoints.tokenizer import encode_mid_text
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation import metrics
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus, TokenizedDocument
 from lcjax.evaluation.generation import OWN_WORDING, Example, GenerationTask
+from lcjax.evaluation.metrics import infinitebench, qa, rouge
 from lcjax.evaluation.prompt import PromptEncoder, Segment
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import Limits, Metric, Record, Records, Task, Unit
+from lcjax.evaluation.tasks import local_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +67,8 @@ class DepthTask(GenerationTask):
             for trial in range(self.trials):
                 seeds = (limits.seed, length, round(depth * 1e6), trial)
                 example = self.example_at(corpus, Placement(length, depth, seeds), limits)
-                facts = {"wording": OWN_WORDING, "depth": depth, "trial": trial}
-                yield dataclasses.replace(example, facts={**facts, **example.facts})
+                fields = {"wording": OWN_WORDING, "depth": depth, "trial": trial}
+                yield dataclasses.replace(example, fields={**fields, **example.fields})
 
     def insert_needle(
         self,
@@ -102,27 +104,14 @@ class DepthTask(GenerationTask):
         context = [*ids[:index], *needle, *ids[index:]]
         return frame(context), bare.start("context_doc") + index
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
-        title = self.metric.title[0].upper() + self.metric.title[1:]
-        title += f", {self.trials} trial{'s' * (self.trials > 1)} a cell"
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
+        title = f"{self.metric.heading}, {self.trials} trial{'s' * (self.trials > 1)} a cell"
         return [
             *super().figures(cells, records, folder),
             plots.heat_maps(records, title, folder / f"{self.label}_by_depth.png"),
         ]
 
 
-_FILLER = (
-    "The harbour was quiet that morning.",
-    "A gull walked along the wall and looked at the boats.",
-    "Nobody had anything urgent to do.",
-    "The tide came in slowly and went out again.",
-    "Someone painted a door, and the paint took all day to dry.",
-    "In the evening the lamps were lit one after another.",
-)
-_KEY_LINE = "\nThe secret number is {key}."
-_KEY_REPEAT = " Keep it in mind: {key} is the secret number."
 _KEY_MATCHES = ("first_integer", "first_digits", "token_ids")
 
 
@@ -131,7 +120,7 @@ _KEY_MATCHES = ("first_integer", "first_digits", "token_ids")
 class Passkey(DepthTask):
     """Five-digit keys at evenly spaced depths, measured in tokens."""
 
-    judging: ClassVar[tuple[str, ...]] = ("match",)
+    scoring_settings: ClassVar[tuple[str, ...]] = ("match",)
 
     max_new_tokens: int = 10  # counted in the length, like everything else
     repeat: int = 2  # how often the line states the key (2 in the published versions)
@@ -142,7 +131,7 @@ class Passkey(DepthTask):
         return Metric("accuracy", f"passkey accuracy ({self.match})", False, 2)
 
     @property
-    def shown(self) -> str:
+    def main_score(self) -> str:
         return self.match
 
     def check(self, limits: Limits, key: str) -> None:
@@ -153,14 +142,16 @@ class Passkey(DepthTask):
     def example_at(self, corpus: TokenizedCorpus, placement: Placement, limits: Limits) -> Example:
         rng = np.random.default_rng(placement.seeds)
         key = str(rng.integers(10_000, 100_000))
-        first = int(rng.integers(len(_FILLER)))
+        prompts = local_files.library_prompts("passkey")
+        filler = prompts["filler"]
+        first = int(rng.integers(len(filler)))
         prompt_encoder = self.prompt_encoder(corpus.tokenizer)
-        text = (_KEY_LINE + _KEY_REPEAT * (self.repeat - 1)).format(key=key)
+        text = (prompts["key_line"] + prompts["key_repeat"] * (self.repeat - 1)).format(key=key)
         needle = [
             *encode_mid_text(prompt_encoder.tokenizer, text),
             *encode_mid_text(prompt_encoder.tokenizer, "\n"),
         ]
-        sentences = [encode_mid_text(prompt_encoder.tokenizer, " " + text) for text in _FILLER]
+        sentences = [encode_mid_text(prompt_encoder.tokenizer, " " + text) for text in filler]
 
         def haystack(num_tokens: int) -> tuple[list[int], int]:
             """Filler, whose last sentence may be cut, and the sentence's end next to the depth."""
@@ -173,21 +164,21 @@ class Passkey(DepthTask):
 
         min_tokens = 2 * max(map(len, sentences))
         segments, start = self.insert_needle(
-            prompt_encoder, _passkey_frame, needle, haystack, min_tokens, placement.length
+            prompt_encoder, _frame(prompts), needle, haystack, min_tokens, placement.length
         )
-        facts = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
-        return Example(segments, [key], facts)
+        fields = {"protocol": f"passkey_{self.match}", "key_start": start, "key": key}
+        return Example(segments, [key], fields)
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, bool]:
-        return key_scores(answer, unit.facts["key"], tokenizer, unit.facts.get("ids"))
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, bool]:
+        return key_scores(answer, unit.fields["key"], tokenizer, unit.fields.get("ids"))
 
-    def rescored(self, record: Record, tokenizer) -> Record:
-        return {**super().rescored(record, tokenizer), "protocol": f"passkey_{self.match}"}
+    def rescore(self, record: Record, tokenizer) -> Record:
+        return {**super().rescore(record, tokenizer), "protocol": f"passkey_{self.match}"}
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """k_max, the effective window of Position Interpolation: the longest length that works."""
         aggregates: Record = {}
-        for method, group in plots.by_method(cells).items():
+        for method, group in group_by(cells, "method").items():
             aggregates[method] = {
                 f"k_max_{percent}": max(
                     (cell["length"] for cell in group if cell["value"] >= percent / 100), default=0
@@ -197,18 +188,18 @@ class Passkey(DepthTask):
         return aggregates
 
 
-def _passkey_frame(context: Sequence[int]) -> list[Segment]:
-    return [
-        Segment(
-            "instruction",
-            "Somewhere in the following notes a secret number is written down. Everything else in"
-            " them is idle talk. Find the number and remember it, because you will be asked for"
-            " it.\n\n",
-        ),
-        Segment("context_doc", ids=context),
-        Segment("question", "\n\nWhat is the secret number?"),
-        Segment("answer_prefix", "\nThe secret number is"),
-    ]
+def _frame(prompts: Mapping[str, str]) -> Callable[[Sequence[int]], list[Segment]]:
+    """Returns a function that makes the segments of a prompt for the token ids of its context."""
+
+    def segments(context: Sequence[int]) -> list[Segment]:
+        return [
+            Segment("instruction", prompts["instruction"]),
+            Segment("context_doc", ids=context),
+            Segment("question", prompts["question"]),
+            Segment("answer_prefix", prompts["answer_prefix"]),
+        ]
+
+    return segments
 
 
 def key_scores(
@@ -241,7 +232,7 @@ class KvRetrieval(DepthTask):
     """
 
     metric: ClassVar[Metric] = Metric("accuracy", "Key-value retrieval, accuracy", False, 2)
-    shown: ClassVar[str] = "word_match"
+    main_score: ClassVar[str] = "word_match"
 
     max_new_tokens: int = 50  # counted in the length, like everything else; a UUID is about 25
 
@@ -277,14 +268,14 @@ class KvRetrieval(DepthTask):
         # The first pair has no comma before it.
         texts = [pairs[0], *(f",{pair}" for pair in pairs[1:])]
         ids = [token for text in texts for token in encode_mid_text(tokenizer, text)]
-        facts = {"pairs": len(pairs), "place": index, "key": key}
-        return Example([instruction, Segment("context_doc", ids=ids), *question], [value], facts)
+        fields = {"pairs": len(pairs), "place": index, "key": key}
+        return Example([instruction, Segment("context_doc", ids=ids), *question], [value], fields)
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        references = unit.facts["references"]
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        references = unit.fields["references"]
         return {
-            "word_match": metrics.infinitebench.kv_retrieval(answer, references[0]),
-            "substring": metrics.string_match_all(answer, references),
+            "word_match": infinitebench.kv_retrieval(answer, references[0]),
+            "substring": qa.string_match_all(answer, references),
         }
 
 
@@ -353,28 +344,6 @@ class Haystack:
         return self._is_end[token]
 
 
-@dataclasses.dataclass(frozen=True)
-class Needle:
-    """A hidden sentence, and the question about it."""
-
-    sentence: str
-    question: str
-    answer: str  # the beginning of the model's answer
-    value: str  # what a right answer contains
-
-
-# Of Kamradt's kind: a thing to do in one city, in this library's words.
-_FIXED_NEEDLE = Needle(
-    "The nicest thing to do in San Francisco is to have a sandwich in Dolores Park on a sunny day.",
-    "\n\nQuestion: What is the nicest thing to do in San Francisco?",
-    "\nAnswer: The nicest thing to do in San Francisco is",
-    "have a sandwich in Dolores Park",
-)
-_PLACES = (
-    "lighthouse", "orchard", "foundry", "chapel", "granary", "ferry", "theatre", "quarry",
-    "brewery", "station", "museum", "bakery", "shipyard", "library", "windmill", "harbour",
-)  # fmt: skip
-_COLOURS = ("amber", "crimson", "emerald", "golden", "ivory", "scarlet", "silver", "violet")
 _NEEDLE_SCORES = ("value_match", "rouge1_f", "word_recall", "word_recall_lceg")
 
 
@@ -384,7 +353,7 @@ class Niah(DepthTask):
     """Needles at evenly spaced depths of the run's `data`, after the sentence that ends there."""
 
     needs_data: ClassVar[bool] = True
-    judging: ClassVar[tuple[str, ...]] = ("measure",)
+    scoring_settings: ClassVar[tuple[str, ...]] = ("measure",)
 
     max_new_tokens: int = 50  # counted in the length, like everything else
     # random: a key and a number of seven digits, drawn for every cell; kamradt: one fixed sentence
@@ -402,7 +371,7 @@ class Niah(DepthTask):
         return Metric(self.measure, f"needle in a haystack ({self.measure})", False, 2)
 
     @property
-    def shown(self) -> str:
+    def main_score(self) -> str:
         return self.measure
 
     def check(self, limits: Limits, key: str) -> None:
@@ -415,60 +384,45 @@ class Niah(DepthTask):
             (Haystack, limits),
             lambda: Haystack(corpus, max(limits.lengths), limits.max_documents),
         )
-        needle = self._needle(random.Random(f"niah {' '.join(map(str, placement.seeds))}"))
-
-        def frame(context: Sequence[int]) -> list[Segment]:
-            instruction = (
-                "Below is a long text, and after it a question about one sentence in it.\n\n"
-            )
-            return [
-                Segment("instruction", instruction),
-                Segment("context_doc", ids=context),
-                Segment("question", needle.question),
-                Segment("answer_prefix", needle.answer),
-            ]
+        prompts = self._prompts(random.Random(f"niah {' '.join(map(str, placement.seeds))}"))
 
         def text(num_tokens: int) -> tuple[list[int], int]:
             ids = haystack.first(num_tokens)
             return ids, haystack.sentence_end(ids, placement.depth)
 
         prompt_encoder = self.prompt_encoder(corpus.tokenizer)
-        ids = encode_mid_text(prompt_encoder.tokenizer, " " + needle.sentence)
+        ids = encode_mid_text(prompt_encoder.tokenizer, " " + prompts["sentence"])
         segments, start = self.insert_needle(
-            prompt_encoder, frame, ids, text, haystack.MIN_TOKENS, placement.length
+            prompt_encoder, _frame(prompts), ids, text, haystack.MIN_TOKENS, placement.length
         )
-        facts = {
+        fields = {
             "protocol": f"niah_{self.needle}",
-            "needle": needle.sentence,
+            "needle": prompts["sentence"],
             "needle_start": start,
         }
-        return Example(segments, [needle.value], facts)
+        return Example(segments, [prompts["value"]], fields)
 
-    def _needle(self, rng: random.Random) -> Needle:
-        if self.needle == "kamradt":
-            return _FIXED_NEEDLE
-        key = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}"
+    def _prompts(self, rng: random.Random) -> dict[str, str]:
+        """The texts of a prompt, with the hidden sentence, and the value of a right answer."""
+        library = local_files.library_prompts("niah")
+        key = f"{rng.choice(library['colours'])} {rng.choice(library['places'])}"
         value = str(rng.randint(1_000_000, 9_999_999))
-        return Needle(
-            f"The code of the {key} is {value}.",
-            f"\n\nQuestion: What is the code of the {key}?",
-            f"\nAnswer: The code of the {key} is",
-            value,
-        )
+        texts = {name: t.format(key=key, value=value) for name, t in library[self.needle].items()}
+        return {"instruction": library["instruction"], **texts}
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        needle = unit.facts["needle"]
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        needle = unit.fields["needle"]
         return {
-            "value_match": metrics.value_match(answer, unit.facts["references"]),
-            "rouge1_f": metrics.rouge1_f(answer, needle),
-            "word_recall": metrics.word_recall(answer, needle),
-            "word_recall_lceg": metrics.word_recall(answer, needle, distinct=False),
+            "value_match": qa.value_match(answer, unit.fields["references"]),
+            "rouge1_f": rouge.rouge1_f(answer, needle),
+            "word_recall": qa.word_recall(answer, needle),
+            "word_recall_lceg": qa.word_recall(answer, needle, distinct=False),
         }
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """The mean over all cells, and over those within the trained length."""
         aggregates = {}
-        for method, group in plots.by_method(cells).items():
+        for method, group in group_by(cells, "method").items():
             values = [cell["value"] for cell in group]
             within = [cell["value"] for cell in group if cell["length"] <= cell["trained"]]
             aggregates[method] = {

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from lcjax.errors import one_of
-from lcjax.evaluation import metrics
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import OWN_WORDING, Example
+from lcjax.evaluation.metrics import qa, rouge
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.task import Limits, Task
 from lcjax.evaluation.tasks import local_files
@@ -29,42 +29,24 @@ SOURCE = (
 _FIELDS = ("id", "input", "output")
 _INDEX_FIELDS = ("document_start_index", "document_end_index", "query_start_index")
 _SEPARATOR = "... [The rest of the text is left out]\n\n"
-_ASK = (
-    "{context}\n\nAnswer the question about this text in a few words.%s\n\nQuestion: {question}\n"
-)
-_SUMMARISE = "{context}\n\nThis was %s. Write a summary of it.\n\nSummary:\n"
-WORDING = {
-    "gov_report": _SUMMARISE % "a report of a government agency",
-    "summ_screen_fd": _SUMMARISE % "the script of an episode",
-    "qmsum": (
-        "{context}\n\nThis was said in a meeting. Fulfil the request in a few sentences.\n\n"
-        "Request: {question}\n\nAnswer:\n"
-    ),
-    "narrative_qa": _ASK % "" + "\nAnswer:",
-    "qasper": _ASK % ' Write "unanswerable" where it does not say.' + "\nAnswer:",
-    "quality": (
-        "{context}\n\nWhich of the four answers to the question about this text is right? Give its"
-        " letter.\n\nQuestion: {question}\n\n{options}\n\nAnswer:"
-    ),
-}
 
 
 _best = functools.partial(best_of, strip=True)
 
 
 def _rouge_n(size: int) -> Score:
-    return _best(lambda answer, right: metrics.rouge_n(answer, right, size, stem=True))
+    return _best(lambda answer, right: rouge.rouge_n(answer, right, size, stem=True))
 
 
-_ROUGE_L = {"rouge_l": _best(functools.partial(metrics.rouge_l, stem=True))}
-_SUMMARY = {"rouge_mean": _best(metrics.rouge_mean), **_ROUGE_L} | {
+_ROUGE_L = {"rouge_l": _best(functools.partial(rouge.rouge_l, stem=True))}
+_SUMMARY = {"rouge_mean": _best(rouge.rouge_mean), **_ROUGE_L} | {
     "rouge_1": _rouge_n(1), "rouge_2": _rouge_n(2)
 }  # fmt: skip
 _QA = {
-    "f1": _best(metrics.qa_f1), "f1_verdict": _best(metrics.qa_f1_verdict),
-    "exact_match": _best(metrics.exact_match), **_ROUGE_L,
+    "f1": _best(qa.qa_f1), "f1_verdict": _best(qa.qa_f1_verdict),
+    "exact_match": _best(qa.exact_match), **_ROUGE_L,
 }  # fmt: skip
-_LETTER = {"letter": _best(metrics.letter_match), "letter_cepe": _best(metrics.letter_match_cepe)}
+_LETTER = {"letter": _best(qa.letter_match), "letter_cepe": _best(qa.letter_match_cepe)}
 # What CEPE's table shows instead of the first one.
 _CEPE = {"rouge_mean": "rouge_l", "f1": "f1_verdict", "letter": "letter"}
 _SETS = (
@@ -86,7 +68,7 @@ class ZeroScrolls(AnswerBenchmark):
     GovReport was drawn from the nucleus 0.95, three times, which is not done here.
     """
 
-    judging: ClassVar[tuple[str, ...]] = ("aggregate", "flavour")
+    scoring_settings: ClassVar[tuple[str, ...]] = ("aggregate", "flavour")
     datasets: ClassVar[dict[str, DataSet]] = by_name(_SETS)
     title: ClassVar[str] = "ZeroSCROLLS"
     source: ClassVar[str] = SOURCE
@@ -112,23 +94,23 @@ class ZeroScrolls(AnswerBenchmark):
         examples: dict[str, Example] = {}
         parse = functools.partial(_example, data.name)
         for example in local_files.rows(path, _FIELDS, parse):
-            first = examples.setdefault(example.facts["id"], example)
+            first = examples.setdefault(example.fields["id"], example)
             references = dict.fromkeys([*first.references, *example.references])
-            examples[example.facts["id"]] = dataclasses.replace(first, references=list(references))
+            examples[example.fields["id"]] = dataclasses.replace(first, references=list(references))
         yield from examples.values()
 
     def prepare(self, example: Example, data: DataSet, tokenizer, length: int) -> Example:
         """Adds the official line if the end of the text will be cut."""
         example = super().prepare(example, data, tokenizer, length)
-        facts = dict(example.facts)
-        separator = facts.pop("separator")
+        fields = dict(example.fields)
+        separator = fields.pop("separator")
         if self.keep == "head":
             example = self.mark_cut(example, separator, tokenizer, length)
-        return dataclasses.replace(example, facts=facts)
+        return dataclasses.replace(example, fields=fields)
 
     def scoring(self, data: DataSet) -> DataSet:
-        shown = next(iter(data.scores))
-        return data.with_shown(_CEPE[shown]) if self.flavour == "cepe" else data
+        main_score = next(iter(data.scores))
+        return data.with_main_score(_CEPE[main_score]) if self.flavour == "cepe" else data
 
 
 def _example(name: str, line: int, row: dict) -> Example:
@@ -137,7 +119,7 @@ def _example(name: str, line: int, row: dict) -> Example:
     for field, value in (*((f, row[f]) for f in _FIELDS), ("truncation_seperator", separator)):
         if not isinstance(value, str):
             raise ValueError(f"has {field}={value!r}, no text")
-    facts = {"id": row["id"], "line": line, "wording": OWN_WORDING, "separator": separator}
+    fields = {"id": row["id"], "line": line, "wording": OWN_WORDING, "separator": separator}
     if any(field in row for field in _INDEX_FIELDS):
         text, indices = row["input"], [row.get(field) for field in _INDEX_FIELDS]
         if not all(isinstance(i, int) for i in indices) or not 0 <= indices[0] <= indices[1]:
@@ -149,26 +131,27 @@ def _example(name: str, line: int, row: dict) -> Example:
             "question": text[stop:],
         }
         segments = [Segment(kind, part) for kind, part in parts.items() if part]
-        return Example(segments, [row["output"]], {**facts, "wording": "official (its input)"})
-    fields, answer = _scrolls_fields(row, name)
-    facts |= local_files.template_facts(WORDING[name], OWN_WORDING)
-    return Example(local_files.fill_template(WORDING[name], fields), [answer], facts)
+        return Example(segments, [row["output"]], {**fields, "wording": "official (its input)"})
+    values, answer = _template_values(row, name)
+    template = local_files.library_prompts("zeroscrolls")[name]
+    fields |= local_files.template_fields(template, OWN_WORDING)
+    return Example(local_files.fill_template(template, values), [answer], fields)
 
 
-def _scrolls_fields(row: dict, name: str) -> tuple[dict[str, str], str]:
+def _template_values(row: dict, name: str) -> tuple[dict[str, str], str]:
     """The fields of a template, and the reference, of a row of SCROLLS."""
     text, answer = row["input"], row["output"].strip()
     if name in ("gov_report", "summ_screen_fd"):
         return {"context": text.strip()}, answer
     if name == "quality":
-        return _quality_fields(text, answer)
+        return _quality_values(text, answer)
     question, separator, document = text.partition("\n\n")
     if not separator:
         raise ValueError("has no empty line between question and text")
     return {"context": document.strip(), "question": question.strip()}, answer
 
 
-def _quality_fields(text: str, answer: str) -> tuple[dict[str, str], str]:
+def _quality_values(text: str, answer: str) -> tuple[dict[str, str], str]:
     """Splits a question, four options (A) to (D) and a text; the reference becomes its letter."""
     form = r"(.*?)\s*\(A\)(.*?)\s*\(B\)(.*?)\s*\(C\)(.*?)\s*\(D\)(.*?)\n\n(.*)"
     match = re.fullmatch(form, text, re.DOTALL)
@@ -178,5 +161,5 @@ def _quality_fields(text: str, answer: str) -> tuple[dict[str, str], str]:
     if answer not in options:
         raise ValueError(f"has output={answer!r}, none of its options")
     listed = "\n".join(f"({letter}) {option}" for letter, option in zip("ABCD", options))
-    fields = {"context": document, "question": question, "options": listed}
-    return fields, "ABCD"[options.index(answer)]
+    values = {"context": document, "question": question, "options": listed}
+    return values, "ABCD"[options.index(answer)]

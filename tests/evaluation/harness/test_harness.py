@@ -137,7 +137,7 @@ def test_a_run_of_eval_py_gives_the_numbers_of_the_harness(lm, tasks, ours, tmp_
 
 def test_a_tag_shows_the_metric_that_is_asked_of_it(tasks):
     suite = Suite(["tiny_tag"], metrics={"tiny_tag": "acc_norm"}, include_path=tasks)
-    shown = {(d.task, d.facts["metric"]) for d in suite.documents()}
+    shown = {(d.task, d.fields["metric"]) for d in suite.documents()}
     assert shown == {("tiny_choice", "acc_norm"), ("tiny_choice_bare", "acc_norm")}
 
 

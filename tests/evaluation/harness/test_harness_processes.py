@@ -20,13 +20,13 @@ class Suite:
             raise harness.InputError("tasks: nothing is no task")
 
     def documents(self, chat, **more):
-        facts = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 0}
+        fields = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 0}
         asked = lambda n: [("loglikelihood", ["word " * n + "is", " " + c], 1) for c in "abc"]
-        texts = [harness.HarnessDocument("t", "t", n, asked(n), facts) for n in range(5)]
+        texts = [harness.HarnessDocument("t", "t", n, asked(n), fields) for n in range(5)]
         written = [("generate_until", ["some words", {"max_gen_toks": 4}], 1)]
-        return [*texts, harness.HarnessDocument("w", "w", 0, written, facts)]
+        return [*texts, harness.HarnessDocument("w", "w", 0, written, fields)]
 
-    def judge(self, dataset, number, given):
+    def score_document(self, dataset, number, given):
         if dataset == "w":
             return {"acc,none": 1.0}
         return {"acc,none": float(max(range(3), key=lambda k: given[k][0][0]) == 0)}

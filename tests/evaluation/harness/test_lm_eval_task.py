@@ -66,21 +66,21 @@ class Suite:
 
     def documents(self, chat, **more):
         found = []
-        facts = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 0}
+        fields = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 0}
         for name, number, context, choices in questions():
             asked = [("loglikelihood", [context, f" {choice}"], 1) for choice in choices]
             more = {"references": [choices[0]]}
-            found.append(harness.HarnessDocument("both", name, number, asked, facts | more))
-        facts = {"metric": "word_perplexity", "lower": ["word_perplexity"], "by_size": True}
-        facts |= {"aggregation": {"word_perplexity": "weighted_perplexity"}, "shots": 0}
+            found.append(harness.HarnessDocument("both", name, number, asked, fields | more))
+        fields = {"metric": "word_perplexity", "lower": ["word_perplexity"], "by_size": True}
+        fields |= {"aggregation": {"word_perplexity": "weighted_perplexity"}, "shots": 0}
         asked = [("loglikelihood_rolling", ["a text of words, " * 5], 1)]
-        found.append(harness.HarnessDocument("texts", "texts", 0, asked, facts))
-        facts = {"metric": "hit", "lower": [], "aggregation": {"hit": "own"}, "by_size": True}
+        found.append(harness.HarnessDocument("texts", "texts", 0, asked, fields))
+        fields = {"metric": "hit", "lower": [], "aggregation": {"hit": "own"}, "by_size": True}
         asked = [("generate_until", ["The key is 123", {"max_gen_toks": 4}], 2)]
-        found.append(harness.HarnessDocument("write", "write", 0, asked, facts | {"shots": 0}))
+        found.append(harness.HarnessDocument("write", "write", 0, asked, fields | {"shots": 0}))
         return [d for d in found if d.task in self.names]
 
-    def judge(self, dataset, number, given):
+    def score_document(self, dataset, number, given):
         if dataset == "write":
             return {"hit,none": [text == " 123." for text in given[0]]}
         if dataset == "texts":
@@ -254,7 +254,9 @@ def test_whole_texts_are_refused_where_a_part_is_read_beside_the_decoder():
 
 def test_a_metric_behind_a_name_is_that_of_every_task_it_stands_for(suite):
     opened = suite(["tag", "group"], metrics={"tag": "loss"})
-    shown = {name: opened._facts(name, task)["metric"] for name, task in opened._tasks.items()}
+    shown = {
+        name: opened._record_fields(name, task)["metric"] for name, task in opened._tasks.items()
+    }
     assert shown == {"one": "loss", "two": "loss", "x": "acc", "y": "acc"}
 
 

@@ -108,16 +108,16 @@ class Suite:
         self.names = names
 
     def documents(self, chat, **more):
-        facts = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 1}
+        fields = {"metric": "acc", "lower": [], "aggregation": {}, "by_size": True, "shots": 1}
         shots = "".join(map(chr, range(60, 120))) * 18
         for n in range(3):
             prompt = f"{shots} {chr(70 + n) * 9}"
             choices = [("loglikelihood", [prompt, f" {n * 7 + k}"], 1) for k in range(2)]
             write = [("generate_until", [prompt + "!", {"max_gen_toks": 3}], 1)]
             for name, asked in zip(self.names, (choices, write), strict=True):
-                yield harness.HarnessDocument(name, name, n, asked, facts)
+                yield harness.HarnessDocument(name, name, n, asked, fields)
 
-    def judge(self, dataset, number, given):
+    def score_document(self, dataset, number, given):
         return {"acc,none": 1.0}
 
 

@@ -50,6 +50,6 @@ def scored(task, units, answer):
     for index, unit in enumerate(units):
         one = (lambda _, text=answer[index]: text) if isinstance(answer, list) else answer
         (record,) = task.score(Scripted(one), [unit], 1)
-        facts = {"method": "m", "length": 4000, "window": unit.index}
-        found.append({**facts, **unit.facts, **record})
+        fields = {"method": "m", "length": 4000, "window": unit.index}
+        found.append({**fields, **unit.fields, **record})
     return found

@@ -39,17 +39,17 @@ def test_four_scores_are_those_of_the_formulas(tmp_path):
     options = [TOKENIZER.encode(" negative"), TOKENIZER.encode(" positive")]
     sizes = np.asarray(list(map(len, options)))
     for unit, record in zip(units, records):
-        assert unit.facts["options"] == ["negative", "positive"]
-        assert unit.facts["size"] == len(unit.tokens) + len(" positive")
+        assert unit.fields["options"] == ["negative", "positive"]
+        assert unit.fields["size"] == len(unit.tokens) + len(" positive")
         given = np.asarray([loss(unit.tokens.tolist(), option) for option in options])
         bare = np.asarray([loss([0], option) for option in options])
-        right = unit.facts["options"].index(unit.facts["references"][0])
+        right = unit.fields["options"].index(unit.fields["references"][0])
         scores = (-given, -given / sizes, bare - given, (bare - given) / sizes)
         expected = {n: float(np.argmax(v) == right) for n, v in zip(SCORES, scores)}
         assert {name: record["scores"][name] for name in SCORES} == expected
         assert record["option_nll"] == pytest.approx(given.tolist())
         assert record["shown"] == "acc_calib" and record["correct"] == expected["acc_calib"]
-    cell = task.summarise([{**u.facts, **r} for u, r in zip(units, records)])
+    cell = task.summarise([{**u.fields, **r} for u, r in zip(units, records)])
     value = pytest.approx(cell["value"])
     assert cell["sst2:acc_calib"] == value and cell["sst2"] == value
     assert cell["all:acc"] == pytest.approx(np.mean([r["scores"]["acc"] for r in records]))
@@ -63,12 +63,12 @@ def test_without_bos_the_end_of_a_document_calibrates(tmp_path):
     ):  # fmt: skip
         unit = plan(task, tokenizer=tokenizer)[0]
         (record,) = task.score(BigramModel(tokenizer), [unit], 1)
-        options = [tokenizer.encode(f" {option}") for option in unit.facts["options"]]
+        options = [tokenizer.encode(f" {option}") for option in unit.fields["options"]]
         bare = [loss([first], option) for option in options]
         assert record["bare_prefix"] == name
         assert record["option_nll_bare"] == pytest.approx(bare)
         best = int(np.argmax(np.subtract(bare, record["option_nll"])))
-        assert record["answer"] == unit.facts["options"][best]
+        assert record["answer"] == unit.fields["options"][best]
     neither = BigramModel(dataclasses.replace(ending, eos_ids=()))
     with pytest.raises(InputError, match="neither BOS nor an end"):
         task.check_model(neither, [unit])
@@ -127,7 +127,7 @@ def test_demonstrations_are_balanced_and_drawn_for_every_text(tmp_path):
     texts = [TOKENIZER.decode(unit.tokens) for unit in units]
     names = sorted(label.replace("_", " ") for label in labels)
     for unit, text in zip(units, texts):
-        assert unit.facts["options"] == names
+        assert unit.fields["options"] == names
         shown = [
             line.partition(": ")[2] for line in text.split("\n") if line.startswith("Intent: ")
         ]
@@ -142,8 +142,8 @@ def test_the_first_texts_or_shuffled_ones_are_asked(tmp_path):
     path = write(tmp_path, count=40)
     first = plan(Icl(path=path, tasks=("sst2",), max_examples=5, order="first"))
     drawn = plan(Icl(path=path, tasks=("sst2",), max_examples=5))
-    assert [unit.facts["line"] for unit in first] == [1, 2, 3, 4, 5]
-    assert [unit.facts["line"] for unit in drawn] != [1, 2, 3, 4, 5] and len(drawn) == 5
+    assert [unit.fields["line"] for unit in first] == [1, 2, 3, 4, 5]
+    assert [unit.fields["line"] for unit in drawn] != [1, 2, 3, 4, 5] and len(drawn) == 5
 
 
 @pytest.mark.filterwarnings("ignore:.*fits not.*")

@@ -45,7 +45,7 @@ def write(folder: Path, names=TASKS, count=1):
 def test_right_answers_to_all_tasks_count_and_wrong_ones_do_not(tmp_path):
     task = InfiniteBench(path=write(tmp_path))
     units = plan(task)
-    names = [unit.facts["dataset"] for unit in units]
+    names = [unit.fields["dataset"] for unit in units]
     assert sorted(names) == sorted(TASKS)
     right = scored(task, units, [TASKS[name][1] for name in names])
     wrong = scored(task, units, [TASKS[name][2] for name in names])
@@ -68,16 +68,16 @@ def test_prompts_of_the_chosen_family_are_read_without_running_the_file(tmp_path
     text = "a line of text. " * 10
     names = ("code_run", "math_find", "longbook_choice_eng")
     choice, run, find = plan(InfiniteBench(path=path, tasks=names))
-    assert run.facts["wording"] == "official (prompt.py, yarn-mistral)"
+    assert run.fields["wording"] == "official (prompt.py, yarn-mistral)"
     assert TOKENIZER.decode(run.tokens) == f"In {text} func_7(-3) is"
     prefix = "What is the second largest number in the following list?"
     assert TOKENIZER.decode(find.tokens) == f"{prefix}|{text}|The second largest number of it is:"
     assert TOKENIZER.decode(choice.tokens) == f"{text} What? get_d:"
     (other,) = plan(InfiniteBench(path=path, tasks=("code_run",), family="gpt4"))
     assert TOKENIZER.decode(other.tokens) == f"Run func_7: {text} func_7(-3)"
-    assert "gpt4" in other.facts["wording"]
+    assert "gpt4" in other.fields["wording"]
     own = InfiniteBench(path=write(tmp_path / "a" / "own"), tasks=("code_run",))
-    assert plan(own)[0].facts["wording"] == "lcjax-1"
+    assert plan(own)[0].fields["wording"] == "lcjax-1"
 
 
 def test_an_installed_lm_eval_lends_prompts_of_its_family(tmp_path, lm_eval_tasks):
@@ -91,13 +91,13 @@ def test_an_installed_lm_eval_lends_prompts_of_its_family(tmp_path, lm_eval_task
     names = ("longbook_qa_eng", "code_run")
     path = write(tmp_path / "data", names)
     question, code = plan(InfiniteBench(path=path, tasks=names, family="gpt4"))
-    assert question.facts["wording"] == "lm-eval 0.4.13"
+    assert question.fields["wording"] == "lm-eval 0.4.13"
     text = "a line of text. " * 10
     assert TOKENIZER.decode(question.tokens) == f"Read.\n\n{text}\n\nQ: What?"
-    assert code.facts["wording"] == "lcjax-1", "what lm-eval puts together by code"
+    assert code.fields["wording"] == "lcjax-1", "what lm-eval puts together by code"
     for fields in ({}, {"family": "gpt4", "wording": "folder"}):
         units = plan(InfiniteBench(path=path, tasks=names, **fields))
-        assert {unit.facts["wording"] for unit in units} == {"lcjax-1"}
+        assert {unit.fields["wording"] for unit in units} == {"lcjax-1"}
     limits = Limits((1000,))
     with pytest.raises(InputError, match="prompts of gpt4"):
         InfiniteBench(path=path, tasks=names, wording="lm_eval").check(limits, "tasks.0")
@@ -108,12 +108,12 @@ def test_an_installed_lm_eval_lends_prompts_of_its_family(tmp_path, lm_eval_task
 def test_the_input_alone_is_cut_in_the_middle_and_the_answer_comes_on_top(tmp_path):
     task = InfiniteBench(path=write(tmp_path), tasks=("longbook_sum_eng",))
     (unit,) = plan(task, 120)
-    assert len(unit.tokens) <= 120 and unit.facts["max_new_tokens"] == 1200
+    assert len(unit.tokens) <= 120 and unit.fields["max_new_tokens"] == 1200
     assert TOKENIZER.decode(unit.tokens).endswith("A summary of the book:")
-    assert unit.facts["cut_tokens"] > 0
+    assert unit.fields["cut_tokens"] > 0
     short = InfiniteBench(path=task.path, tasks=task.tasks, max_new_tokens=7, budget_rule="total")
     (unit,) = plan(short, 120)
-    assert unit.facts["size"] <= 120 and unit.facts["max_new_tokens"] == 7
+    assert unit.fields["size"] <= 120 and unit.fields["max_new_tokens"] == 7
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_row_that_does_not_fit_its_task_is_left_out_by_name(tmp_path, name, fi
     path.write_text(json.dumps({**first, **fields}) + "\n" + json.dumps(second))
     with pytest.warns(UserWarning, match=rf"{name}\.jsonl:1 .*{words}"):
         units = plan(InfiniteBench(path=str(tmp_path), tasks=(name,)))
-    assert [unit.facts["line"] for unit in units] == [2]
+    assert [unit.fields["line"] for unit in units] == [2]
     assert scored(InfiniteBench(path=str(tmp_path)), units, [TASKS[name][1]])[0]["correct"] == 1
 
 
@@ -149,7 +149,7 @@ def made(length=3000, count=14, seed=0, **fields):
     """Units of the generated tasks, by task."""
     task = InfiniteBench(tasks=MADE_TASKS, generated=True, max_examples=count, **fields)
     units = plan(task, length, seed=seed)
-    by_set = {name: [u for u in units if u.facts["dataset"] == name] for name in MADE_TASKS}
+    by_set = {name: [u for u in units if u.fields["dataset"] == name] for name in MADE_TASKS}
     assert [len(own) for own in by_set.values()] == [count] * len(MADE_TASKS)
     return task, by_set
 
@@ -163,12 +163,12 @@ def test_generated_tasks_need_no_files_and_hold_their_answers_uncut():
     task, by_set = made()
     for name, units in by_set.items():
         for unit in units:
-            size, answer = len(unit.tokens), str(unit.facts["references"][0])
+            size, answer = len(unit.tokens), str(unit.fields["references"][0])
             assert 0.8 * 3000 < size <= 3000, name
-            assert unit.facts["cut_tokens"] == unit.facts["truncated"] == 0
+            assert unit.fields["cut_tokens"] == unit.fields["truncated"] == 0
             assert answer in context(unit) or name == "math_find"
-            assert unit.facts["source"] == "generated, lcjax-1" and unit.facts["units"] >= 10
-        answers = [str(unit.facts["references"][0]) for unit in units]
+            assert unit.fields["source"] == "generated, lcjax-1" and unit.fields["units"] >= 10
+        answers = [str(unit.fields["references"][0]) for unit in units]
         right = scored(task, units, answers)
         assert [record["correct"] for record in right] == [1.0] * len(units), name
 
@@ -179,19 +179,19 @@ def test_generated_questions_ask_for_what_stands_where_they_sweep():
         places = []
         for unit in by_set[name]:
             lines = context(unit).split("\n")
-            (place,) = [i for i, line in enumerate(lines) if unit.facts["references"][0] in line]
+            (place,) = [i for i, line in enumerate(lines) if unit.fields["references"][0] in line]
             places.append(place / (len(lines) - 1))
-            assert len(lines) == unit.facts["units"] + 1 and len(set(lines)) == 2
-            assert len(unit.facts["references"][0]) == digits
+            assert len(lines) == unit.fields["units"] + 1 and len(set(lines)) == 2
+            assert len(unit.fields["references"][0]) == digits
         assert places[0] == 0 and places == sorted(places) and places[-1] > 0.9
     for unit in by_set["number_string"]:
-        runs = [len(list(same)) for _, same in itertools.groupby(unit.facts["references"][0])]
+        runs = [len(list(same)) for _, same in itertools.groupby(unit.fields["references"][0])]
         assert len(runs) <= 5
     places = []
     for unit in by_set["kv_retrieval"]:
         pairs = json.loads(context(unit))
         (key,) = re.findall('Key: "(.*)"', TOKENIZER.decode(unit.tokens))
-        assert [pairs[key]] == unit.facts["references"] and len(pairs) == unit.facts["units"]
+        assert [pairs[key]] == unit.fields["references"] and len(pairs) == unit.fields["units"]
         places.append(list(pairs).index(key))
     assert len(set(places)) == 14 and places == sorted(places)
 
@@ -209,7 +209,7 @@ def test_generated_ranks_are_those_of_distinct_numbers():
         text, numbers = TOKENIZER.decode(unit.tokens), json.loads(context(unit))
         name = list(asked)[index % 7]
         assert text.startswith(f"What is the {name} number in the following list?")
-        assert unit.facts["references"] == [asked[name](numbers)]
+        assert unit.fields["references"] == [asked[name](numbers)]
         bounds[name] |= {min(numbers), max(numbers)}
         assert min(numbers) <= 19 and max(numbers) >= 79
     assert len(bounds["largest"]) > 2, "the bound is drawn anew"
@@ -221,10 +221,10 @@ def test_generated_tasks_follow_the_seed_and_keep_their_keys_at_other_lengths():
     assert digests[0] == digests[1] and not set(digests[0]) & set(digests[2])
     short, long = made(2000, 3)[1], made(4000, 3)[1]
     for name in ("passkey", "number_string"):
-        keys = [[u.facts["references"] for u in units[name]] for units in (short, long)]
+        keys = [[u.fields["references"] for u in units[name]] for units in (short, long)]
         assert keys[0] == keys[1]
     _, whole = made(3000, 2, budget_rule="total")
-    assert all(u.facts["size"] <= 3000 for own in whole.values() for u in own)
+    assert all(u.fields["size"] <= 3000 for own in whole.values() for u in own)
 
 
 def test_generated_tasks_have_the_official_size_where_it_fits(tmp_path):
@@ -241,7 +241,7 @@ def test_generated_tasks_have_the_official_size_where_it_fits(tmp_path):
             InfiniteBench(tasks=(name,)).check(Limits((1000,)), "tasks.0")
     mixed = InfiniteBench(path=write(tmp_path, ("code_run",)), tasks=("code_run", "passkey"),
                           generated=True, max_examples=2)  # fmt: skip
-    found = [(u.facts["dataset"], u.facts.get("line")) for u in plan(mixed)]
+    found = [(u.fields["dataset"], u.fields.get("line")) for u in plan(mixed)]
     assert found == [("passkey", None), ("passkey", None), ("code_run", 1)]
 
 
@@ -277,12 +277,12 @@ def scrolls(folder: Path) -> str:
 def test_rows_of_scrolls_that_share_an_id_are_references_of_one_question(tmp_path):
     task = ZeroScrolls(path=scrolls(tmp_path))
     units = plan(task)
-    names = [unit.facts["dataset"] for unit in units]
-    assert names == list(ZeroScrolls.datasets) and units[0].facts["references"] == [
+    names = [unit.fields["dataset"] for unit in units]
+    assert names == list(ZeroScrolls.datasets) and units[0].fields["references"] == [
         "the bird",
         "a bird",
     ]
-    assert units[names.index("quality")].facts["references"] == ["B"]
+    assert units[names.index("quality")].fields["references"] == ["B"]
     right = scored(task, units, [SCROLLS[name][2] for name in names])
     assert [record["correct"] for record in right] == pytest.approx([1.0] * 6)
     wrong = scored(task, units, [SCROLLS[name][3] for name in names])
@@ -290,7 +290,7 @@ def test_rows_of_scrolls_that_share_an_id_are_references_of_one_question(tmp_pat
     assert {unit.shape[2] for unit in units} == {("\n",), ()}
     text = TOKENIZER.decode(units[names.index("quality")].tokens)
     assert "(D) no one" in text and text.index("sat there") < text.index("(A) a dog")
-    assert {unit.facts["wording"] for unit in units} == {"lcjax-1"}
+    assert {unit.fields["wording"] for unit in units} == {"lcjax-1"}
 
 
 def test_cepe_scores_yes_and_no_as_a_whole_and_summaries_by_rouge_l(tmp_path):
@@ -319,17 +319,17 @@ def official(folder: Path, **fields) -> str:
 def test_an_official_prompt_keeps_the_head_of_its_text_and_says_that_the_rest_is_left_out(tmp_path):
     task = ZeroScrolls(path=official(tmp_path), tasks=("narrative_qa",))
     (whole,) = plan(task, 1000)
-    assert whole.facts["wording"] == "official (its input)"
+    assert whole.fields["wording"] == "official (its input)"
     row = json.loads((tmp_path / "narrative_qa" / "validation.jsonl").read_text())
     assert TOKENIZER.decode(whole.tokens) == row["input"]
     (cut,) = plan(task, 300)
     text = TOKENIZER.decode(cut.tokens)
-    assert cut.facts["size"] == 300 and cut.facts["truncated"] > 0
+    assert cut.fields["size"] == 300 and cut.fields["truncated"] > 0
     assert text.startswith("Read the story.\n\nStory:\nA bird sat there.")
     assert text.endswith("... [The rest is omitted]\n\nQuestion:\nWho sings?\n\nAnswer:\n")
     # One token too long, BOS counted: the line stands as soon as anything is cut.
-    (edge,) = plan(task, whole.facts["size"] - 1)
-    assert edge.facts["truncated"] > 0 and "omitted" in TOKENIZER.decode(edge.tokens)
+    (edge,) = plan(task, whole.fields["size"] - 1)
+    assert edge.fields["truncated"] > 0 and "omitted" in TOKENIZER.decode(edge.tokens)
     (tail,) = plan(ZeroScrolls(path=task.path, tasks=task.tasks, keep="tail"), 300)
     text = TOKENIZER.decode(tail.tokens)
     assert "omitted" not in text and text.endswith(
@@ -357,7 +357,7 @@ def test_a_row_whose_id_or_separator_is_no_text_is_left_out_by_line(tmp_path):
     task = ZeroScrolls(path=str(tmp_path), tasks=("narrative_qa",))
     with pytest.warns(UserWarning) as warned:
         (unit,) = plan(task, 300)
-    assert unit.facts["line"] == 3
+    assert unit.fields["line"] == 3
     words = ("jsonl:1 has id=['x'], no text", "jsonl:2 has truncation_seperator=7, no text")
     assert all(word in str(w.message) for word, w in zip(words, warned, strict=True))
 

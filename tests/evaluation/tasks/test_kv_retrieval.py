@@ -24,12 +24,12 @@ def test_prompts_are_full_and_hold_the_asked_pair_at_its_depth(length, template)
     units = plan(KvRetrieval(depths=5, template=template), length)
     for unit, depth in zip(units, (0, 0.25, 0.5, 0.75, 1)):
         pairs = held(unit)
-        assert length - 90 < unit.facts["size"] <= length
-        assert len(pairs) == unit.facts["pairs"] and unit.facts["depth"] == depth
-        assert list(pairs).index(unit.facts["key"]) == round(depth * (len(pairs) - 1))
-        assert [pairs[unit.facts["key"]]] == unit.facts["references"]
+        assert length - 90 < unit.fields["size"] <= length
+        assert len(pairs) == unit.fields["pairs"] and unit.fields["depth"] == depth
+        assert list(pairs).index(unit.fields["key"]) == round(depth * (len(pairs) - 1))
+        assert [pairs[unit.fields["key"]]] == unit.fields["references"]
         text = TOKENIZER.decode(unit.tokens)
-        assert text.endswith("The value of this key is") and text.count(unit.facts["key"]) == 2
+        assert text.endswith("The value of this key is") and text.count(unit.fields["key"]) == 2
         assert (unit.tokens == 0).sum() == 1
     keys = [key for unit in units for key in held(unit)]
     assert len(set(keys)) == len(keys)
@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_object_and_trials_leave_each_other_alone()
 def test_a_word_that_is_the_value_counts_and_a_part_of_it_does_not(tmp_path):
     task = KvRetrieval(depths=3)
     units = plan(task, 1000)
-    values = [unit.facts["references"][0] for unit in units]
+    values = [unit.fields["references"][0] for unit in units]
     records = scored(task, units, [f' "{values[0]}".', f"x{values[1]}", values[2][:-1]])
     assert [record["correct"] for record in records] == [1, 0, 0]
     assert [record["scores"]["substring"] for record in records] == [1, 1, 0]

@@ -1,6 +1,7 @@
 """LongBench from miniature files in the official format: wording, cuts, templates, scores."""
 
 import dataclasses
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from lcjax.config import parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig, Method, results, run
 from lcjax.evaluation.export import export
+from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.metrics import longbench as scores
 from lcjax.evaluation.task import Limits
+from lcjax.evaluation.tasks.local_files import library_prompts
 from lcjax.evaluation.tasks.longbench import LongBench
 
 CLASSES = ["Food", "Other entity", "Entity", "Food other"]
@@ -57,9 +60,9 @@ def test_right_answers_to_all_tasks_give_1_and_each_group_its_mean(tmp_path, jie
     task = LongBench(path=write(tmp_path, LongBench.datasets))
     units = plan(task)
     assert len(units) == 2 * 21
-    answers = [unit.facts["references"][0] for unit in units]
+    answers = [unit.fields["references"][0] for unit in units]
     for index, unit in enumerate(units):
-        if task.datasets[unit.facts["dataset"]].first_line:
+        if task.datasets[unit.fields["dataset"]].first_line:
             answers[index] = f"\n{answers[index]}\nand more"
     found = scored(task, units, answers)
     cell = task.summarise(found)
@@ -82,7 +85,7 @@ def test_a_few_shot_answer_counts_up_to_its_first_line_and_another_one_as_a_whol
     assert trivia["scores"]["qa_f1"] == 1.0
     assert hotpot["scores"]["qa_f1"] == pytest.approx(0.75)
     lceg = LongBench(path=task.path, tasks=task.tasks, first_lines="lceg")
-    assert lceg.rescored({**hotpot, "window": 0}, TOKENIZER)["correct"] == 1.0
+    assert lceg.rescore({**hotpot, "window": 0}, TOKENIZER)["correct"] == 1.0
 
 
 def test_the_mean_over_data_sets_or_over_categories_is_what_the_settings_name(tmp_path):
@@ -124,12 +127,12 @@ def test_classes_are_also_judged_without_the_scorers_slip(tmp_path):
 def test_official_wording_is_read_from_the_folder_and_records_say_so(tmp_path, monkeypatch):
     path = write(tmp_path, ("trec", "hotpotqa"), 1)
     task = LongBench(path=path, tasks=("trec", "hotpotqa"))
-    assert {unit.facts["wording"] for unit in plan(task)} == {"lcjax-1"}
+    assert {unit.fields["wording"] for unit in plan(task)} == {"lcjax-1"}
     (tmp_path / "config").mkdir()
     prompts = {"trec": "Types.\n{context}\n{input}", "hotpotqa": "Read {context}\nQ: {input}\nA: "}
     (tmp_path / "config" / "dataset2prompt.json").write_text(json.dumps(prompts))
     hotpot, trec = plan(task)
-    assert hotpot.facts["wording"] == "official (dataset2prompt.json)"
+    assert hotpot.fields["wording"] == "official (dataset2prompt.json)"
     text = "some text. " * 20
     assert TOKENIZER.decode(hotpot.tokens) == f"Read {text}\nQ: What is asked 0?\nA: "
     assert TOKENIZER.decode(trec.tokens) == f"Types.\n{text}\nWhat is asked 0?"
@@ -145,16 +148,16 @@ def test_an_installed_lm_eval_lends_its_wording_without_being_imported(tmp_path,
     data = tmp_path / "data"
     task = LongBench(path=write(data, ("hotpotqa",), 1), tasks=("hotpotqa",))
     (unit,) = plan(task)
-    assert unit.facts["wording"] == "lm-eval 0.4.13"
+    assert unit.fields["wording"] == "lm-eval 0.4.13"
     assert TOKENIZER.decode(unit.tokens).startswith("From: some text.")
     assert TOKENIZER.decode(unit.tokens).endswith("\nQ: What is asked 0?")
     own = dataclasses.replace(task, wording="folder")
-    assert plan(own)[0].facts["wording"] == "lcjax-1"
+    assert plan(own)[0].fields["wording"] == "lcjax-1"
     # The user's copy comes first, unless another one is asked for.
     (data / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "{context} {input}"}))
-    assert plan(task)[0].facts["wording"] == "official (dataset2prompt.json)"
+    assert plan(task)[0].fields["wording"] == "official (dataset2prompt.json)"
     asked = dataclasses.replace(task, wording="lm_eval")
-    assert plan(asked)[0].facts["wording"] == "lm-eval 0.4.13"
+    assert plan(asked)[0].fields["wording"] == "lm-eval 0.4.13"
     asked = LongBench(path=write(data, ("trec",), 1), tasks=("trec",), wording="lm_eval")
     with pytest.raises(InputError, match="no lm-eval with a prompt of trec is installed"):
         plan(asked)
@@ -181,7 +184,7 @@ def test_a_prompt_over_the_budget_loses_its_middle_as_in_the_official_script(tmp
     whole = f"Read this:\n{'abcd efgh ' * 20}\nQuestion: What is asked 0?\nAnswer:"
     assert unit.tokens.tolist() == official_cut(whole, length - 600)
     assert len(unit.tokens) <= max(length - 600, 1)
-    assert (unit.facts["cut_tokens"] > 0) == (len(whole) + 1 > length - 600)
+    assert (unit.fields["cut_tokens"] > 0) == (len(whole) + 1 > length - 600)
     if length > 700:
         ((start, stop),) = unit.payload.movable
         assert "Question" not in TOKENIZER.decode(unit.tokens[start:stop])
@@ -195,10 +198,10 @@ def test_a_chat_template_goes_around_all_but_few_shot_and_code_and_is_not_counte
     assert hotpot.payload.tokens("instruction", "context_doc", "question", "bos") <= 100
     for unit in (trec, lcc):
         assert "[user]" not in TOKENIZER.decode(unit.tokens) and len(unit.tokens) <= 100
-    assert "answer_prefix" in hotpot.facts["budget"] and "new" not in hotpot.facts["budget"]
+    assert "answer_prefix" in hotpot.fields["budget"] and "new" not in hotpot.fields["budget"]
     whole = LongBench(path=task.path, tasks=names, template="chat", budget_rule="total")
     for unit in plan(whole, 420):
-        assert unit.facts["size"] <= 420
+        assert unit.fields["size"] <= 420
         # lcc's prompt holds no input.
         assert ("What is asked 0?" in TOKENIZER.decode(unit.tokens)) != (unit.index == 2)
 
@@ -211,7 +214,7 @@ def test_a_line_that_is_broken_is_named_and_the_others_go_on(tmp_path):
     task = LongBench(path=str(tmp_path), tasks=("hotpotqa",))
     with pytest.warns(UserWarning) as warned:
         units = plan(task)
-    assert [unit.facts["line"] for unit in units] == [1, 6]
+    assert [unit.fields["line"] for unit in units] == [1, 6]
     texts = [str(warning.message) for warning in warned]
     assert [f"hotpotqa.jsonl:{n}" in text for n, text in zip((2, 3, 4), texts)] == [True] * 3
     assert "context" in texts[1] and "answers" in texts[2]
@@ -242,7 +245,7 @@ def test_a_row_that_the_scores_cannot_read_is_left_out_by_name(
     task = LongBench(path=str(tmp_path), tasks=(name,), e=bool(suffix))
     with pytest.warns(UserWarning, match=rf"{name}{suffix}\.jsonl:1 .*{words}"):
         units = plan(task)
-    assert [unit.facts["line"] for unit in units] == [2]
+    assert [unit.fields["line"] for unit in units] == [2]
     assert task.summarise(scored(task, units, lambda _: "something"))["windows"] == 1
 
 
@@ -343,3 +346,11 @@ def test_of_the_even_lengths_version_they_go_back_with_scores_by_words(tmp_path)
     assert result.parent.parent.name == "pred_e"
     # 3,000 and 6,000 words.
     assert json.loads(result.read_text()) == {"trec": {"0-4k": 100.0, "4-8k": 0.0, "8k+": None}}
+
+
+def test_the_librarys_own_prompts_are_those_of_their_version():
+    # Records name this version (`wording`): other prompts need another OWN_WORDING.
+    names = ("longbench", "infinitebench", "zeroscrolls", "ruler", "ruler_haystack", "trec_classes")
+    text = json.dumps([library_prompts(name) for name in names])
+    assert OWN_WORDING == "lcjax-1"
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "f1a4cb2d06688d7c"

@@ -36,7 +36,7 @@ def test_demonstrations_are_drawn_for_each_question_from_the_seed(trec):
     texts = [TOKENIZER.decode(unit.tokens) for unit in units]
     assert [text.count("\nType: ") for text in texts] == [5, 5, 50, 50]
     assert all(text.endswith("?\nType:") for text in texts)
-    assert {unit.facts["references"][0] for unit in units} == {"Date", "City"}
+    assert {unit.fields["references"][0] for unit in units} == {"Date", "City"}
     assert [text == other for text, other in zip(texts, [TOKENIZER.decode(u.tokens)
             for u in plan(task, 6000)])] == [True] * 4  # fmt: skip
     others = plan(ManyShot(path=trec, tasks=task.tasks, seed=1), 6000)
@@ -56,7 +56,7 @@ def test_a_line_of_another_form_is_named(trec):
 def test_numbers_that_do_not_fit_a_length_are_left_out_there(trec):
     task = ManyShot(path=trec, tasks=("trec_1shots", "trec_100shots"))
     units = plan(task, 600)
-    assert {unit.facts["dataset"] for unit in units} == {"trec_1shots"}
+    assert {unit.fields["dataset"] for unit in units} == {"trec_1shots"}
     assert [unit.index for unit in units] == [0, 1]
     assert len(plan(task, 9000)) == 4
     with pytest.raises(InputError, match="600 is too short for many_shot with trec_100shots"):
@@ -80,11 +80,11 @@ def test_the_first_line_is_scored_and_the_curve_is_drawn(trec, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*bad.*")
 def test_the_prompt_is_the_official_one_where_it_lies_beside_the_files(trec, tmp_path):
     task = ManyShot(path=trec, tasks=("trec_1shots",))
-    assert {unit.facts["wording"] for unit in plan(task)} == {"lcjax-1"}
+    assert {unit.fields["wording"] for unit in plan(task)} == {"lcjax-1"}
     prompts = {"trec": "Types!\n{context}\n{input} Now:"}
     (tmp_path / "dataset2prompt.json").write_text(json.dumps(prompts))
     for unit in plan(task):
-        assert unit.facts["wording"] == "official (dataset2prompt.json)"
+        assert unit.fields["wording"] == "official (dataset2prompt.json)"
         text = TOKENIZER.decode(unit.tokens)
         assert text.startswith("Types!\nQuestion: What is thing") and text.endswith("Type: Now:")
     row = {"input": "Question: Who?\nType:", "context": "Question: When?\nType: Date",
@@ -108,19 +108,19 @@ def test_classes_are_also_ranked_by_their_likelihood(trec, tmp_path):
         losses = np.array([sum(losses_behind(unit.tokens.tolist(), ids)) for ids in options])
         assert record["option_nll"] == pytest.approx(losses.tolist())
         for score, values in (("options", losses), ("options_norm", losses / [*map(len, options)])):
-            right = names[int(np.argmin(values))] == unit.facts["references"][0]
+            right = names[int(np.argmin(values))] == unit.fields["references"][0]
             assert record["scores"][score] == right
         assert record["read"] > 2 * len(unit.tokens) and "answer" in record
-        whole = {"window": 0, **unit.facts, **record}
-        assert task.rescored(whole, TOKENIZER)["scores"] == record["scores"]
-    records = [{**u.facts, **r} for u, r in zip(units, records)]
+        whole = {"window": 0, **unit.fields, **record}
+        assert task.rescore(whole, TOKENIZER)["scores"] == record["scores"]
+    records = [{**u.fields, **r} for u, r in zip(units, records)]
     records[0]["scores"]["options"] = 1.0
     records[1]["scores"]["options"] = 0.0
     cell = {"method": "m", "length": 4000, "trained": 4000, **task.summarise(records)}
     assert cell["trec_1shots:options"] == 0.5 and "all:options_norm" in cell
     with only_the_run():
         assert len(task.figures([cell], records, tmp_path / "figures")) == 2
-    assert not ManyShot(path=trec).chooses and task.chooses
+    assert not ManyShot(path=trec).ranks_options and task.ranks_options
 
 
 def test_numbers_that_only_some_lengths_or_methods_have_stand_in_the_table(trec, tmp_path):

@@ -30,26 +30,26 @@ def test_a_needle_stands_after_a_sentence_in_a_prompt_that_fills_the_length(
     units = plan(Niah(depths=5, trials=2, needle=needle, template=template), length)
     assert len(units) == 10
     for unit in units:
-        assert len(unit.tokens) + 50 == unit.facts["size"] == length
+        assert len(unit.tokens) + 50 == unit.fields["size"] == length
         assert unit.tokens[0] == 0 and (unit.tokens == 0).sum() == 1
-        text, sentence = TOKENIZER.decode(unit.tokens), unit.facts["needle"]
-        assert text.count(sentence) == 1 and unit.facts["references"][0] in sentence
-        start = unit.facts["needle_start"]
+        text, sentence = TOKENIZER.decode(unit.tokens), unit.fields["needle"]
+        assert text.count(sentence) == 1 and unit.fields["references"][0] in sentence
+        start = unit.fields["needle_start"]
         assert TOKENIZER.decode(unit.tokens[start:]).startswith(" " + sentence)
         before = TOKENIZER.decode(unit.tokens[:start])
-        assert re.search(r"([.!?]|\n\n)$", before) or unit.facts["depth"] == 1
+        assert re.search(r"([.!?]|\n\n)$", before) or unit.fields["depth"] == 1
 
 
 def test_depths_are_even_up_to_a_sentence_and_the_last_one_is_the_end():
     units = plan(Niah(depths=11), 4000)
     spans = [next(s for s in u.payload.spans if s.kind == "context_doc") for u in units]
-    starts = [u.facts["needle_start"] - s.start for u, s in zip(units, spans)]
+    starts = [u.fields["needle_start"] - s.start for u, s in zip(units, spans)]
     assert starts == sorted(starts) and starts[0] == 0
     for unit, span, start in zip(units, spans, starts):
-        room = span.stop - span.start - len(unit.facts["needle"]) - 1
-        assert 0 <= unit.facts["depth"] * room - start <= 60
+        room = span.stop - span.start - len(unit.fields["needle"]) - 1
+        assert 0 <= unit.fields["depth"] * room - start <= 60
     text = TOKENIZER.decode(units[-1].tokens)
-    assert f"{units[-1].facts['needle']}\n\nQuestion:" in text
+    assert f"{units[-1].fields['needle']}\n\nQuestion:" in text
 
 
 def test_the_haystack_is_the_documents_in_order_and_begins_again():
@@ -74,7 +74,7 @@ def test_the_same_seed_gives_the_same_needles_whatever_else_is_asked():
     def values(**fields):
         seed = fields.pop("seed", 0)
         found = plan(Niah(**fields), 1500, seed=seed)
-        return {(u.facts["depth"], u.facts["trial"]): u.facts["references"][0] for u in found}
+        return {(u.fields["depth"], u.fields["trial"]): u.fields["references"][0] for u in found}
 
     more, fewer = values(depths=3, trials=3), values(depths=2, trials=1)
     assert {key: more[key] for key in fewer} == fewer
@@ -84,14 +84,14 @@ def test_the_same_seed_gives_the_same_needles_whatever_else_is_asked():
 def test_answers_are_scored_by_the_value_and_by_words():
     task = Niah(depths=1)
     (unit,) = plan(task, 1000)
-    value = unit.facts["references"][0]
-    right = task.judge(f" {value}.", unit, TOKENIZER)
+    value = unit.fields["references"][0]
+    right = task.score_answer(f" {value}.", unit, TOKENIZER)
     assert right["value_match"] == 1 and 0 < right["rouge1_f"] < 1
-    whole = task.judge(unit.facts["needle"], unit, TOKENIZER)
+    whole = task.score_answer(unit.fields["needle"], unit, TOKENIZER)
     lceg = whole.pop("word_recall_lceg")  # its needle has "the" twice
-    words = unit.facts["needle"].lower().split()
+    words = unit.fields["needle"].lower().split()
     assert set(whole.values()) == {1.0} and lceg == len(set(words)) / len(words) < 1
-    assert set(task.judge("no idea", unit, TOKENIZER).values()) == {0.0}
+    assert set(task.score_answer("no idea", unit, TOKENIZER).values()) == {0.0}
 
 
 def test_the_share_of_found_needles_comes_from_the_records():
@@ -100,7 +100,7 @@ def test_the_share_of_found_needles_comes_from_the_records():
     for length in (700, 3000):
         units = plan(task, length)
         found = [
-            {"method": "fake", "length": length, **u.facts, **score}
+            {"method": "fake", "length": length, **u.fields, **score}
             for u, score in zip(units, task.score(model, units, len(units)))
         ]
         records += found

@@ -32,7 +32,7 @@ def write(folder: Path, name="nq-open", test="test.jsonl") -> str:
 def test_demonstrations_come_first_then_as_many_passages_as_named(tmp_path):
     task = OpenQa(path=write(tmp_path), tasks=("nq_1", "nq_5"))
     units = plan(task)
-    assert [unit.facts["passages"] for unit in units] == [1] * 3 + [5] * 3
+    assert [unit.fields["passages"] for unit in units] == [1] * 3 + [5] * 3
     text = TOKENIZER.decode(units[3].tokens)
     blocks = text.split("\n\n")
     assert [block.split(" ")[0] for block in blocks] == [
@@ -60,7 +60,7 @@ def test_a_file_is_read_once_for_all_lengths_and_numbers_of_passages(tmp_path, m
 def test_popqas_demonstrations_are_its_other_questions(tmp_path):
     for unit in plan(OpenQa(path=write(tmp_path, "popqa"), tasks=("popqa_1",))):
         text = TOKENIZER.decode(unit.tokens)
-        assert text.count(unit.facts["question"]) == 1 and text.count("\nAnswer: man") == 2
+        assert text.count(unit.fields["question"]) == 1 and text.count("\nAnswer: man") == 2
 
 
 def test_any_alias_counts_and_other_scores_stand_beside(tmp_path):
@@ -78,9 +78,9 @@ def test_any_alias_counts_and_other_scores_stand_beside(tmp_path):
 def test_passages_are_cut_before_the_question(tmp_path):
     task = OpenQa(path=write(tmp_path), tasks=("nq_10",))
     for unit in plan(task, 350):
-        assert unit.facts["size"] <= 350 and unit.facts["truncated"] > 0
+        assert unit.fields["size"] <= 350 and unit.fields["truncated"] > 0
         text = TOKENIZER.decode(unit.tokens)
-        assert text.endswith(f"{unit.facts['question']}\nAnswer:") and text.startswith(
+        assert text.endswith(f"{unit.fields['question']}\nAnswer:") and text.startswith(
             "Passage (T0)"
         )
         assert "\n\n... [The other passages are left out]\n\nQuestion: " in text

@@ -23,7 +23,7 @@ from lcjax.generation.sampling import GeneratedText
 def test_prompt_and_answer_fill_the_budget_exactly_with_one_bos(length, template, tokenizer):
     task = Passkey(template=template, depths=5, max_new_tokens=9)
     for unit in plan(task, length, tokenizer=tokenizer):
-        assert len(unit.tokens) + 9 == unit.facts["size"] == length
+        assert len(unit.tokens) + 9 == unit.fields["size"] == length
         assert unit.tokens.min() >= 0
         if tokenizer.bos_id is not None:
             assert unit.tokens[0] == 0 and (unit.tokens == 0).sum() == 1
@@ -35,15 +35,15 @@ def test_the_key_stands_in_one_line_at_its_depth_and_nowhere_else(repeat):
     starts = []
     for unit in plan(task, 3000):
         text = TOKENIZER.decode(unit.tokens)
-        key = unit.facts["key"]
+        key = unit.fields["key"]
         assert re.fullmatch(r"[1-9]\d{4}", key)
         assert re.findall(r"\d+", text) == [key] * repeat
         lines = [line for line in text.split("\n") if key in line]
         assert len(lines) == 1 and lines[0].startswith("The secret number is")
-        start = unit.facts["key_start"]
+        start = unit.fields["key_start"]
         assert TOKENIZER.decode(unit.tokens[start : start + 40]).startswith("\n" + lines[0][:30])
         assert text.endswith("\nThe secret number is")
-        starts.append((unit.facts["depth"], start))
+        starts.append((unit.fields["depth"], start))
     first, last = starts[0][1], starts[-1][1]
     for depth, start in starts:
         # A sentence is the grid that keys can stand on.
@@ -66,10 +66,10 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_keys():
         return hashlib.sha256(b"".join(unit.tokens.tobytes() for unit in units)).hexdigest()
 
     assert digest(0) == digest(0) != digest(1)
-    keys = [unit.facts["key"] for unit in plan(Passkey(trials=2), 1200)]
+    keys = [unit.fields["key"] for unit in plan(Passkey(trials=2), 1200)]
     assert len(set(keys)) == len(keys) == 20
     # Other depths or trials leave a cell as it is.
-    fewer = [unit.facts["key"] for unit in plan(Passkey(trials=1), 1200)]
+    fewer = [unit.fields["key"] for unit in plan(Passkey(trials=1), 1200)]
     assert fewer == keys[::2]
 
 
@@ -103,14 +103,14 @@ def test_of_tokens_those_count_that_the_model_picked():
         ids = TOKENIZER.encode(text)
         assert key_scores(text, "71432", TOKENIZER, ids)["token_ids"] is right
     task, (unit, *_) = Passkey(match="token_ids"), plan(Passkey(), 1200)
-    key = unit.facts["key"]  # decoding may lose the blank before it
+    key = unit.fields["key"]  # decoding may lose the blank before it
     answer = GeneratedText(key, tuple(TOKENIZER.encode(" " + key)), "length")
-    record = {**unit.facts, "window": 0, **task._record(answer, unit, TOKENIZER)}
+    record = {**unit.fields, "window": 0, **task._record(answer, unit, TOKENIZER)}
     assert record["correct"] == 1.0 and type(record["answer"]) is str
     assert (record["ids"], record["finish"]) == (list(answer.ids), "length")
-    assert task.rescored({**record, "correct": 0.0}, TOKENIZER)["correct"] == 1.0
+    assert task.rescore({**record, "correct": 0.0}, TOKENIZER)["correct"] == 1.0
     wrong = {**record, "ids": TOKENIZER.encode("x" + answer)}
-    assert task.rescored(wrong, TOKENIZER)["correct"] == 0.0
+    assert task.rescore(wrong, TOKENIZER)["correct"] == 0.0
 
 
 def test_accuracy_and_the_effective_window_come_from_the_records():
@@ -119,7 +119,7 @@ def test_accuracy_and_the_effective_window_come_from_the_records():
     for length in (900, 2000, 20_000):
         units = plan(task, length)
         found = [
-            {"method": "fake", "length": length, **unit.facts, **score}
+            {"method": "fake", "length": length, **unit.fields, **score}
             for start in range(0, 10, 4)
             for unit, score in zip(
                 units[start : start + 4], task.score(model, units[start : start + 4], 4)

@@ -207,7 +207,7 @@ def test_rolling_blocks_begin_with_the_end_of_a_text_where_there_is_no_bos():
     units = Perplexity(protocol="rolling_lmeval").plan(
         TokenizedCorpus(texts(), tokenizer), LENGTH, Limits((LENGTH,))
     )
-    assert [unit.tokens[0] for unit in units if not unit.facts["start"]] == [9] * len(texts())
+    assert [unit.tokens[0] for unit in units if not unit.fields["start"]] == [9] * len(texts())
 
 
 def test_of_many_windows_a_hundred_are_taken_and_at_128k_one_of_each_of_ten_documents(monkeypatch):

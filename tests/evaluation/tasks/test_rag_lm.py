@@ -30,7 +30,7 @@ def write(folder, rows):
 def cell(task, units):
     model = BigramModel()
     found = [task.score(model, [unit], 2)[0] for unit in units]
-    return task.summarise([{**unit.facts, **record} for unit, record in zip(units, found)])
+    return task.summarise([{**unit.fields, **record} for unit, record in zip(units, found)])
 
 
 def expected(tokens):
@@ -77,7 +77,7 @@ def test_rows_that_do_not_reach_are_left_out_and_named(tmp_path):
     texts = [str(warning.message) for warning in warned]
     assert all(any(f"chunks.jsonl:{n} " in text for text in texts) for n in (1, 3, 4, 5, 6))
     assert plan(RagLm(path=write(tmp_path, [good]), **SMALL), 20) == []
-    assert task.reach(TokenizedCorpus([], TOKENIZER))[0] == 16
+    assert task.longest_length(TokenizedCorpus([], TOKENIZER))[0] == 16
 
 
 def test_the_file_is_read_once_for_all_lengths(tmp_path, monkeypatch):

@@ -72,15 +72,15 @@ def test_prompts_fill_the_budget_with_one_bos_and_hold_their_answers(
     length = 9000
     found = Ruler(tasks=(task,), samples=3, shuffles=shuffles, template=template, **own)
     for unit in plan(found, length, texts=texts):
-        assert unit.facts["size"] == len(unit.tokens) + unit.facts["max_new_tokens"] <= length
+        assert unit.fields["size"] == len(unit.tokens) + unit.fields["max_new_tokens"] <= length
         assert unit.tokens[0] == 0 and (unit.tokens == 0).sum() == 1
         prompt = BYTES.decode(unit.tokens)
-        for answer in unit.facts["references"]:
+        for answer in unit.fields["references"]:
             assert answer in prompt
-        assert unit.facts["wording"] == "lcjax-1" and unit.facts["task"] == task
+        assert unit.fields["wording"] == "lcjax-1" and unit.fields["task"] == task
         if not task.startswith("qa"):  # these may not have as many documents
             # 500 words at a time are many bytes.
-            assert unit.facts["size"] > (0.3 if task in ESSAYS else 0.7) * length
+            assert unit.fields["size"] > (0.3 if task in ESSAYS else 0.7) * length
 
 
 def test_the_kinds_of_needles_have_their_keys_values_and_distractors(files):
@@ -91,14 +91,14 @@ def test_the_kinds_of_needles_have_their_keys_values_and_distractors(files):
     ):  # fmt: skip
         for unit in plan(Ruler(tasks=(task,), samples=4, **own), 8000, texts=texts):
             found = re.findall(r"One of the secret lucky \w+ for (\S+) is: (\S+)\.", _context(unit))
-            assert len(found) == needles and len(unit.facts["references"]) == answers
-            wanted = dict.fromkeys(unit.facts["query"].replace("and ", "").split(", "))
-            assert [v for k in wanted for key, v in found if key == k] == unit.facts[
+            assert len(found) == needles and len(unit.fields["references"]) == answers
+            wanted = dict.fromkeys(unit.fields["query"].replace("and ", "").split(", "))
+            assert [v for k in wanted for key, v in found if key == k] == unit.fields[
                 "references"
-            ] or set(unit.facts["references"]) == {v for k, v in found if k in wanted}
+            ] or set(unit.fields["references"]) == {v for k, v in found if k in wanted}
     (unit,) = plan(Ruler(tasks=("niah_multikey_2",), samples=1, **own), 8000)
     lines = _context(unit).strip().split("\n")
-    assert len(lines) == unit.facts["units"] + 1 > 50
+    assert len(lines) == unit.fields["units"] + 1 > 50
     assert all(line.startswith("One of the secret lucky numbers for") for line in lines)
 
 
@@ -119,7 +119,7 @@ def test_one_answer_is_asked_for_in_the_singular(files):
 def test_needles_stand_at_forty_depths_alike(files):
     own, texts = files
     units = plan(Ruler(tasks=("niah_multikey_1",), samples=300, **own), 2000, texts=texts)
-    counts = collections.Counter(depth for unit in units for depth in unit.facts["depths"])
+    counts = collections.Counter(depth for unit in units for depth in unit.fields["depths"])
     assert set(counts) == set(DEPTHS) and len(DEPTHS) == 40
     expected = 4 * 300 / 40
     chi = sum((counts[depth] - expected) ** 2 / expected for depth in DEPTHS)
@@ -143,7 +143,7 @@ def test_records_name_the_word_list_and_the_rule_for_sentences(files):
     own, texts = files
     names = ("niah_single_1", "niah_single_2", "niah_multikey_3", "cwe")
     units = plan(Ruler(tasks=names, samples=1, **own), 8000, texts=texts)
-    found = [(unit.facts.get("wordlist"), unit.facts.get("splitter")) for unit in units]
+    found = [(unit.fields.get("wordlist"), unit.fields.get("splitter")) for unit in units]
     assert found == [
         ("words.txt", None),
         ("words.txt", "lcjax-1"),
@@ -168,7 +168,7 @@ def test_variables_stand_in_the_order_of_their_chain_behind_a_solved_example(fil
     for unit in plan(Ruler(tasks=("vt",), samples=3), 8000):
         prompt = BYTES.decode(unit.tokens)
         example, asked = prompt.split("\n\nFollow", 1)
-        names = unit.facts["references"]
+        names = unit.fields["references"]
         rest = [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:])]
         places = [asked.index(line) for line in (f"VAR {names[0]} = ", *rest)]
         assert places == sorted(places) and len(set(names)) == 5
@@ -183,17 +183,17 @@ def test_common_words_stand_thirty_times_and_others_three_times(files):
         (unit,) = plan(Ruler(tasks=("cwe",), samples=1, **own), length)
         counts = collections.Counter(re.findall(r"\d+\. (\S+)", _context(unit)))
         common = {word for word, count in counts.items() if count == often}
-        assert common == set(unit.facts["references"]) and len(common) == 10
+        assert common == set(unit.fields["references"]) and len(common) == 10
         assert {counts[word] for word in counts.keys() - common} == {seldom}
-        assert len(counts) == unit.facts["units"]
+        assert len(counts) == unit.fields["units"]
 
 
 def test_frequent_words_follow_the_zeta_law(files):
     (unit,) = plan(Ruler(tasks=("fwe",), samples=1), 12_000)
     counts = collections.Counter(_context(unit).split())
     ranked = [word for word, _ in counts.most_common(4)]
-    assert ranked == ["...", *unit.facts["references"]]
-    share = [counts[word] / unit.facts["units"] for word in ranked]
+    assert ranked == ["...", *unit.fields["references"]]
+    share = [counts[word] / unit.fields["units"] for word in ranked]
     assert share == pytest.approx([0.608, 0.152, 0.0675, 0.038], abs=0.002)
 
 
@@ -202,14 +202,16 @@ def test_gold_documents_stand_at_upstreams_places_where_shuffles_are_fixed(files
     places = {}
     for shuffles in ("fixed", "random"):
         units = plan(Ruler(tasks=("qa_1",), samples=12, shuffles=shuffles, **own), 3000)
-        full = max(unit.facts["units"] for unit in units)
-        places[shuffles] = {unit.facts["gold"][0] for unit in units if unit.facts["units"] == full}
+        full = max(unit.fields["units"] for unit in units)
+        places[shuffles] = {
+            unit.fields["gold"][0] for unit in units if unit.fields["units"] == full
+        }
     assert len(places["fixed"]) == 1 < len(places["random"])
     order = list(range(20))
     random.Random(42).shuffle(order)
     assert order.index(0) + 1 == 19
     (unit, *_) = plan(Ruler(tasks=("qa_1",), samples=1, **own), 3000)
-    assert sum(s.kind == "context_doc" for s in unit.payload.spans) == unit.facts["units"]
+    assert sum(s.kind == "context_doc" for s in unit.payload.spans) == unit.fields["units"]
 
 
 def test_the_number_of_units_is_the_median_of_what_random_questions_fit():
@@ -265,7 +267,7 @@ def test_wording_comes_from_a_copy_of_ruler_without_running_it(tmp_path, files):
     task = Ruler(tasks=("niah_single_1",), samples=1, benchmark=str(tmp_path), **own)
     (unit,) = plan(task, 1500)
     assert BYTES.decode(unit.tokens).startswith("Official is\nNoise.\n")
-    assert unit.facts["wording"] == "RULER"
+    assert unit.fields["wording"] == "RULER"
     (folder / "niah.py").write_text("needle = 1 +")
     with pytest.raises(InputError, match="is no Python"):
         read_wording(str(tmp_path), "tasks.0.benchmark")
@@ -273,7 +275,7 @@ def test_wording_comes_from_a_copy_of_ruler_without_running_it(tmp_path, files):
 
 def judged(task, answer, references):
     unit = Unit(0, (), np.zeros(0, np.int32), {"task": task, "references": references})
-    return Ruler().judge(answer, unit, BYTES)["string_match"]
+    return Ruler().score_answer(answer, unit, BYTES)["string_match"]
 
 
 def test_scores_are_upstreams():

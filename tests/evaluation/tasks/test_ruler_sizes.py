@@ -102,7 +102,7 @@ def test_prompts_are_as_long_as_upstreams_on_average(smollm2, questions, task, p
     for seed in range(3):
         settings = Ruler(tasks=(task,), samples=samples, **questions)
         units = plan(settings, length, texts=texts, tokenizer=smollm2, seed=seed)
-        sizes = [unit.facts["size"] for unit in units]
+        sizes = [unit.fields["size"] for unit in units]
         assert max(sizes) <= length
         assert np.mean(sizes) / length == pytest.approx(MEANS[task][place], rel=0.05)
 
@@ -122,7 +122,7 @@ def test_as_much_text_as_upstream_fits_the_smollm2_tokenizer(smollm2, task, plac
     if task == "fwe":  # in steps of a 32nd: as many as upstream's seed alone
         units = fixed_generator.num_units(*limit, [FIXED_SEED])
         # The known figure counts what stands in the text.
-        assert fixed_generator.draw(random.Random(0), units, 0).facts["entries"] == expected
+        assert fixed_generator.draw(random.Random(0), units, 0).fields["entries"] == expected
         return
     if task == "cwe":  # whose size hangs on the ten words that are drawn, so on the search
         units = upstream_search(fixed_generator, *limit, random.Random(FIXED_SEED))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lcjax.checkpoints.tokenizer import encode_mid_text
+from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.errors import InputError
 from lcjax.evaluation.prompt import Budget, PromptEncoder, Segment
 from lcjax.evaluation.tasks.ruler.texts import (
@@ -46,25 +46,32 @@ class Sample:
 
     segments: Sequence[Segment]
     answers: Sequence[str]
-    facts: dict = dataclasses.field(default_factory=dict)
+    fields: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Sources:
+    """The texts that samples are made of, and their tokenizer."""
+
+    wording: Wording
+    tokenizer: Tokenizer
+    fixed: bool  # whether all samples have upstream's shuffles, which are the same for all
+    words: WordList | None = None
+    essays: Essays | None = None
+    questions: Sequence[Question] = ()
+    documents: Sequence[str] = ()
 
 
 class Generator(abc.ABC):
-    """Draws samples of one task with a given number of units of haystack.
-
-    Args:
-      wording: The templates.
-      tokenizer: The tokenizer of the prompts.
-      fixed: Whether all samples have upstream's shuffles, which are the same for all.
-    """
+    """Draws samples of one task with a given number of units of haystack."""
 
     new_tokens: int  # tokens to generate
     min_units: int = 1
     max_units: int | None = None
     num_questions: int | None = None  # of the data; None: any number
 
-    def __init__(self, wording: Wording, tokenizer, fixed: bool = False):
-        self._wording, self._tokenizer, self._fixed = wording, tokenizer, fixed
+    def __init__(self, sources: Sources):
+        self._sources, self._wording = sources, sources.wording
 
     @abc.abstractmethod
     def step(self, length: int) -> int:
@@ -126,11 +133,11 @@ class Generator(abc.ABC):
         return budget.left(prompt_encoder.prompt(sample.segments)) >= 0
 
     def shuffle(self, rng: random.Random, items: list) -> None:
-        (random.Random(FIXED_SEED) if self._fixed else rng).shuffle(items)
+        (random.Random(FIXED_SEED) if self._sources.fixed else rng).shuffle(items)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` inside a longer text."""
-        return encode_mid_text(self._tokenizer, text)
+        return encode_mid_text(self._sources.tokenizer, text)
 
 
 def probe_seeds(name: str) -> list[str]:
@@ -211,20 +218,12 @@ class Needles(Generator):
 
     new_tokens = 128
 
-    def __init__(
-        self,
-        kind: NeedleKind,
-        wording: Wording,
-        words: WordList | None,
-        essays: Essays | None,
-        tokenizer,
-        fixed: bool,
-    ):
-        super().__init__(wording, tokenizer, fixed)
-        self.kind, self._words, self._essays = kind, words, essays
+    def __init__(self, sources: Sources, kind: NeedleKind):
+        super().__init__(sources)
+        self.kind = kind
         # Needles stand between distinct lines.
         self.min_units = 1 if kind.haystack == "essay" else kind.keys * kind.values
-        self._noise = self.encode("\n" + wording.noise)
+        self._noise = self.encode("\n" + self._wording.noise)
 
     def step(self, length: int) -> int:
         if self.kind.haystack == "essay":
@@ -237,7 +236,7 @@ class Needles(Generator):
     def _random(self, rng: random.Random, kind: str) -> str:
         if kind == "numbers":
             return random_number(rng)
-        return random_uuid(rng) if kind == "uuids" else self._words.pair(rng)
+        return random_uuid(rng) if kind == "uuids" else self._sources.words.pair(rng)
 
     def draw(self, rng: random.Random, units: int, index: int) -> Sample:
         kind = self.kind
@@ -265,7 +264,7 @@ class Needles(Generator):
 
     def _in_essay(self, rng, units: int, needles: list[str]) -> tuple[list[int], list[int]]:
         """Token ids of the context, and the depths of the needles in percent."""
-        sentences = self._essays.first(units)
+        sentences = self._sources.essays.first(units)
         depths = sorted(rng.sample(DEPTHS, len(needles)))
         context, last = [], 0
         for needle, depth in zip(needles, depths, strict=True):
@@ -300,10 +299,10 @@ class _Chain(Generator):
     new_tokens = 30
     min_units = _NUM_HOPS + 1
 
-    def __init__(self, wording: Wording, tokenizer, letters: int):
-        super().__init__(wording, tokenizer)
+    def __init__(self, sources: Sources, letters: int):
+        super().__init__(sources)
         self._letters = letters  # of a name
-        self._noise = self.encode("\n" + wording.noise)
+        self._noise = self.encode("\n" + self._wording.noise)
 
     def step(self, length: int) -> int:
         return 10 if length >= 4096 else 5
@@ -333,19 +332,20 @@ class _Chain(Generator):
 class VariableTracking(_Chain):
     """A chain after one solved example of at most 500 tokens, as upstream."""
 
-    def __init__(self, wording: Wording, tokenizer, seed: int):
-        super().__init__(wording, tokenizer, letters=5)
-        self._example = _Chain(wording, tokenizer, letters=3)
+    def __init__(self, sources: Sources, seed: int):
+        super().__init__(sources, letters=5)
+        self._example = _Chain(sources, letters=3)
+        self._prompt_encoder = PromptEncoder(sources.tokenizer)
         budget = Budget(_EXAMPLE_TOKENS, 0, bos=False)
         seeds = probe_seeds("vt example")
-        self._example_units = self._example.num_units(PromptEncoder(tokenizer), budget, seeds)
+        self._example_units = self._example.num_units(self._prompt_encoder, budget, seeds)
         rng = random.Random(f"vt {seed}")
         self._example_lines = sorted(rng.sample(range(self._example_units), _NUM_HOPS + 1))
 
     def draw(self, rng: random.Random, units: int, index: int) -> Sample:
         """The example's lines are the same in all samples, its names and value are not."""
         example = self._example.at_lines(rng, self._example_units, self._example_lines)
-        prompt = PromptEncoder(self._tokenizer).prompt(example.segments)
+        prompt = self._prompt_encoder.prompt(example.segments)
         ids = prompt.ids[prompt.tokens("bos") :].tolist()
         ids += self.encode(" " + " ".join(example.answers) + "\n\n")
         sample = super().draw(rng, units, index)
@@ -362,9 +362,9 @@ class CommonWords(Generator):
     new_tokens = 120
     min_units = _NUM_COMMON + 1
 
-    def __init__(self, wording: Wording, words: WordList, tokenizer, fixed: bool, length: int):
-        super().__init__(wording, tokenizer, fixed)
-        self._words = words.all
+    def __init__(self, sources: Sources, length: int):
+        super().__init__(sources)
+        self._words = sources.words.all
         random.Random(FIXED_SEED).shuffle(self._words)
         self.max_units = len(self._words)
         short = length < 4096
@@ -406,15 +406,8 @@ class FrequentWords(Generator):
     new_tokens = 50
     min_units = 27  # so that the fourth word occurs once
 
-    def __init__(
-        self,
-        wording: Wording,
-        tokenizer,
-        fixed: bool,
-        budget: Budget,
-        prompt_encoder: PromptEncoder,
-    ):
-        super().__init__(wording, tokenizer, fixed)
+    def __init__(self, sources: Sources, budget: Budget, prompt_encoder: PromptEncoder):
+        super().__init__(sources)
         self._num_tokens = max(budget.left(prompt_encoder.prompt([])), 0)
         self._vocab_size = max(self._num_tokens // 50, 4)
 
@@ -457,17 +450,10 @@ class Passages(Generator):
 
     new_tokens = 32
 
-    def __init__(
-        self,
-        wording: Wording,
-        questions: Sequence[Question],
-        documents: Sequence[str],
-        tokenizer,
-        fixed: bool,
-    ):
-        super().__init__(wording, tokenizer, fixed)
-        self._questions, self._documents = questions, documents
-        self.num_questions = len(questions)
+    def __init__(self, sources: Sources):
+        super().__init__(sources)
+        self._questions, self._documents = sources.questions, sources.documents
+        self.num_questions = len(self._questions)
         self.min_units = self.min_units_of(0)
         self._encoded: dict[int, list[int]] = {}  # token ids by document
 

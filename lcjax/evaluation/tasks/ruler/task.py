@@ -1,20 +1,29 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen generated tasks over one length."""
 
-import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.evaluation import metrics
+from lcjax.evaluation import plots
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.generation import Example, GenerationTask, counts
-from lcjax.evaluation.report import plots
-from lcjax.evaluation.task import Limits, Metric, Record, Task, Unit
+from lcjax.evaluation.metrics import qa
+from lcjax.evaluation.statistics import group_by
+from lcjax.evaluation.task import (
+    Limits,
+    Metric,
+    Record,
+    Records,
+    Task,
+    Unit,
+    equal_weights,
+    mean_by,
+)
 from lcjax.evaluation.tasks.ruler.generators import (
     NEEDLE_KINDS,
     CommonWords,
@@ -22,6 +31,7 @@ from lcjax.evaluation.tasks.ruler.generators import (
     Generator,
     Needles,
     Passages,
+    Sources,
     VariableTracking,
     probe_seeds,
 )
@@ -64,7 +74,7 @@ class Ruler(GenerationTask):
     `data`, collapsed to single blanks, in the order of its files.
     """
 
-    shown: ClassVar[str] = "string_match"
+    main_score: ClassVar[str] = "string_match"
 
     max_new_tokens: int | None = None  # null: 128 for needles, 30 vt, 120 cwe, 50 fwe, 32 qa
     tasks: tuple[str, ...] = ()  # such as niah_single_1, vt, cwe; empty: all thirteen
@@ -93,8 +103,7 @@ class Ruler(GenerationTask):
         super().check(limits, key)
         whole_numbers(key, self, 1, "samples")
         for name in self.task_names:
-            if name not in TASKS:
-                raise InputError(f"{key}.tasks: {name!r} is none of {', '.join(TASKS)}")
+            one_of(f"{key}.tasks", name, TASKS)
         if len(set(self.task_names)) < len(self.task_names):
             raise InputError(f"{key}.tasks={list(self.tasks)} names a task twice")
         one_of(f"{key}.shuffles", self.shuffles, _SHUFFLES)
@@ -115,40 +124,41 @@ class Ruler(GenerationTask):
                 sample, num_units = generator.sample(
                     prompt_encoder, budget, seed, units, index, name
                 )
-                facts = {
+                fields = {
                     "protocol": "ruler",
                     "task": name,
                     "sample": index,
                     "units": num_units,
                     "shuffles": self.shuffles,
-                    **self._source_facts(name, corpus),
-                    **sample.facts,
+                    **self._source_fields(name, corpus),
+                    **sample.fields,
                 }
-                yield Example(sample.segments, sample.answers, facts, budget.new_tokens)
+                yield Example(sample.segments, sample.answers, fields, budget.new_tokens)
 
     def generator(
         self, name: str, corpus: TokenizedCorpus, length: int, limits: Limits
     ) -> Generator:
         """The generator of a task; the texts of the corpus and of files are read once."""
-        fixed, tokenizer = self.shuffles == "fixed", corpus.tokenizer
-        wording = self._wording(corpus)
-        if name in NEEDLE_KINDS:
-            words = self._words(corpus) if _needs_words(name) else None
-            essays = None
-            if _needs_essays(name):
-                essays = corpus.once("essays", lambda: Essays(corpus.texts(), tokenizer))
-            return Needles(NEEDLE_KINDS[name], wording, words, essays, tokenizer, fixed)
+        tokenizer, field = corpus.tokenizer, _DATA.get(name)
+        sources = Sources(self._wording(corpus), tokenizer, self.shuffles == "fixed")
+        if _needs_words(name):
+            sources.words = self._words(corpus)
+        if _needs_essays(name):
+            sources.essays = corpus.once("essays", lambda: Essays(corpus.texts(), tokenizer))
+        if field is not None:
+            path = getattr(self, field)
+            sources.questions, sources.documents = corpus.once(
+                (field, path), lambda: read_questions(path, field, field)
+            )
+            return Passages(sources)
         if name == "vt":
-            return VariableTracking(wording, tokenizer, limits.seed)
+            return VariableTracking(sources, limits.seed)
         if name == "cwe":
-            return CommonWords(wording, self._words(corpus), tokenizer, fixed, length)
+            return CommonWords(sources, length)
         if name == "fwe":
             budget = self.budget(length, self.max_new_tokens or FrequentWords.new_tokens)
-            return FrequentWords(wording, tokenizer, fixed, budget, self.prompt_encoder(tokenizer))
-        field = _DATA[name]
-        path = getattr(self, field)
-        data = corpus.once((field, path), lambda: read_questions(path, field, field))
-        return Passages(wording, *data, tokenizer, fixed)
+            return FrequentWords(sources, budget, self.prompt_encoder(tokenizer))
+        return Needles(sources, NEEDLE_KINDS[name])
 
     def _wording(self, corpus: TokenizedCorpus) -> Wording:
         key = "benchmark"
@@ -157,31 +167,25 @@ class Ruler(GenerationTask):
     def _words(self, corpus: TokenizedCorpus) -> WordList:
         return corpus.once(("words", self.words), lambda: read_words(self.words, "words"))
 
-    def _source_facts(self, name: str, corpus: TokenizedCorpus) -> Record:
+    def _source_fields(self, name: str, corpus: TokenizedCorpus) -> Record:
         """The fields of records about the sources of a task's texts."""
         words = {"wordlist": self._words(corpus).source} if _needs_words(name) else {}
         essays = {"splitter": SPLITTER} if _needs_essays(name) else {}
-        return {**self._wording(corpus).facts, **words, **essays}
+        return {**self._wording(corpus).fields, **words, **essays}
 
-    def judge(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
-        text, references = clean_answer(answer), unit.facts["references"]
+    def score_answer(self, answer: str, unit: Unit, tokenizer) -> dict[str, float]:
+        text, references = clean_answer(answer), unit.fields["references"]
         scores = {
-            "all": metrics.string_match_all(text, references),
-            "part": metrics.string_match_part(text, references),
+            "all": qa.string_match_all(text, references),
+            "part": qa.string_match_part(text, references),
         }
-        rule = "part" if unit.facts["task"] in _DATA else "all"
+        rule = "part" if unit.fields["task"] in _DATA else "all"
         return {"string_match": scores[rule], **scores}
 
-    def _by_task(self, records: Sequence[Record]) -> dict[str, float]:
-        return {
-            name: float(np.mean(scores))
-            for name in self.task_names
-            if (scores := [r["correct"] for r in records if r["task"] == name])
-        }
-
-    def summarise(self, records: Sequence[Record]) -> Record:
+    def summarise(self, records: Records) -> Record:
         """The plain mean of the tasks, each task's score, and those of the four groups of tasks."""
-        scores = self._by_task(records)
+        means = mean_by(records, "task")
+        scores = {name: means[name] for name in self.task_names if name in means}
         groups = {
             name: float(np.mean([scores[task] for task in tasks if task in scores]))
             for name, tasks in GROUPS.items()
@@ -190,18 +194,17 @@ class Ruler(GenerationTask):
         value = float(np.mean(list(scores.values())))  # however many questions each has
         return {"value": value, **counts(records), **groups, **scores}
 
-    def weights(self, records: Sequence[Record]) -> list[float]:
+    def weights(self, records: Records) -> list[float]:
         """All tasks have equal weight."""
-        sizes = collections.Counter(record["task"] for record in records)
-        return [1 / sizes[record["task"]] for record in records]
+        return equal_weights(records, "task")
 
-    def aggregates(self, cells: Sequence[Record], records: Sequence[Record]) -> Record:
+    def aggregates(self, cells: Records, records: Records) -> Record:
         """By method: means over the lengths, plain and weighted, and the effective length.
 
         The effective length is the longest with a score of at least 0.856; 0 if there is none.
         """
         aggregates = {}
-        for method, group in plots.by_method(cells).items():
+        for method, group in group_by(cells, "method").items():
             group = sorted(group, key=lambda cell: cell["length"])
             scores = np.array([cell["value"] for cell in group])
             weights = np.arange(1, len(group) + 1)
@@ -214,9 +217,7 @@ class Ruler(GenerationTask):
             }
         return aggregates
 
-    def figures(
-        self, cells: Sequence[Record], records: Sequence[Record], folder: Path
-    ) -> list[Path]:
+    def figures(self, cells: Records, records: Records, folder: Path) -> list[Path]:
         """The number by length, and every task's score by length."""
         files = super().figures(cells, records, folder)
         if len(self.task_names) == 1:

@@ -23,43 +23,9 @@ from lcjax.checkpoints.tokenizer import Tokenizer, encode_mid_text
 from lcjax.errors import InputError
 from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
-from lcjax.evaluation.tasks.local_files import assigned_values
+from lcjax.evaluation.tasks.local_files import assigned_values, library_prompts
 
 _FOLDERS = ("scripts/data/synthetic", "data/synthetic", "synthetic", ".")
-_OWN = {
-    "niah": (
-        "Some secret lucky {type_needle_v} are written down somewhere in the text that follows."
-        " Keep this in mind. You will be asked for the {type_needle_v} later.\n{context}\nWhat are"
-        " all the secret lucky {type_needle_v} for {query} written in the text above?",
-        " The secret lucky {type_needle_v} for {query} written in the text above are",
-    ),
-    "variable_tracking": (
-        "Follow the chain(s) of assignments to variables that stand in the text below.\n\n{context}"
-        "\nQuestion: Which variables in the text above have been given the value {query}?",
-        " Answer: By the chain(s) of assignments to variables above, {num_v} variables have been"
-        " given the value {query}, they are:",
-    ),
-    "common_words_extraction": (
-        "Here is a list of words with numbers. Some of its words stand there more often than"
-        " others. Remember those that stand there most.\n{context}\nQuestion: Which 10 words are"
-        " the most common in this list?",
-        " Answer: The 10 words that are the most common in this list are:",
-    ),
-    "freq_words_extraction": (
-        "Look at this text in code and count how often each coded word is there. Name the three"
-        " coded words that are there most often. {context}\nQuestion: Give no explanation, and"
-        " leave out the dots '....'. Which three coded words are most frequent in the text above?",
-        " Answer: In the coded text above, the three most frequent coded words are:",
-    ),
-    "qa": (
-        "Answer the question from the documents. Write the answer alone and no other words.\n\n"
-        "These are the documents.\n\n{context}\n\nAnswer the question from the documents. Write the"
-        " answer alone and no other words.\n\nQuestion: {query}",
-        " Answer:",
-    ),
-}
-_NEEDLE = "One of the secret lucky {type_needle_v} for {key} is: {value}."
-_NOISE = "The road is long. The hill is steep. The wind is cold. Off we go. Up and down again."
 _SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
 _WORD_FILES = ("adjectivelist.txt", "nounlist.txt", "verblist.txt")
 SPLITTER = "lcjax-1"  # version of the rule for the ends of sentences; upstream uses NLTK's punkt
@@ -99,13 +65,13 @@ class Wording:
     source: str
 
     @property
-    def facts(self) -> dict[str, str]:
+    def fields(self) -> dict[str, str]:
         """The fields of records about the templates: their source and hash."""
         text = repr((sorted(self.templates.items()), self.needle, self.noise))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return {"wording": self.source, "wording_hash": digest}
 
-    def template(self, family: str, *, singular: bool = False, **fields) -> Template:
+    def template(self, family: str, *, singular: bool = False, **values) -> Template:
         """Fills the fields of a template; `singular` replaces plurals by RULER's own rule."""
         prompt, answer = self.templates[family]
         for plural, one in _SINGULAR if singular else ():
@@ -113,22 +79,24 @@ class Wording:
         before, field, after = prompt.partition("{context}")
         if not field:
             raise InputError(f"RULER's template {family!r} has no {{context}}; restore the file")
-        before, question, answer = (text.format(**fields) for text in (before, after, answer))
+        before, question, answer = (text.format(**values) for text in (before, after, answer))
         instruction = before.rstrip()
         return Template(instruction, before[len(instruction) :], question, answer)
 
 
 def read_wording(benchmark: str | None, key: str) -> Wording:
     """Reads the templates in a folder with NVIDIA's RULER; None gives this library's own."""
+    library = library_prompts("ruler")
     if benchmark is None:
-        return Wording(_OWN, _NEEDLE, _NOISE, OWN_WORDING)
+        templates = {family: tuple(texts) for family, texts in library.items()}
+        return Wording(templates, **library_prompts("ruler_haystack"), source=OWN_WORDING)
     root = Path(benchmark)
     for folder in _FOLDERS:
         constants, niah = root / folder / "constants.py", root / folder / "niah.py"
         if constants.is_file() and niah.is_file():
             tasks = _literal(constants, "TASKS", key)
             try:
-                templates = {f: (tasks[f]["template"], tasks[f]["answer_prefix"]) for f in _OWN}
+                templates = {f: (tasks[f]["template"], tasks[f]["answer_prefix"]) for f in library}
             except (KeyError, TypeError) as error:
                 raise InputError(f"{key}: {constants} lacks {error} in TASKS; restore it") from None
             needle, noise = _literal(niah, "needle", key), _literal(niah, "haystack", key)

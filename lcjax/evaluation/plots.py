@@ -3,14 +3,25 @@
 matplotlib is imported when a figure is drawn, and no window is opened.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lcjax.evaluation.statistics import Correlation, pearson, spearman
-from lcjax.evaluation.task import Metric, Record, Task
+from lcjax.evaluation.statistics import (
+    Correlation,
+    Records,
+    group_by,
+    is_finite,
+    pearson,
+    spearman,
+)
+
+if TYPE_CHECKING:
+    from lcjax.evaluation.task import Metric, Task
 
 # The palette of Okabe and Ito for colour-blind readers, without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#333333")
@@ -63,7 +74,7 @@ def canvas(path: Path, width: float, height: float):
         figure.savefig(path.with_suffix(".svg"), metadata=dict.fromkeys(_SVG_METADATA))
 
 
-def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
+def over_lengths(cells: Records, metric: "Metric", path: Path) -> Path:
     """Draws one line per method over the lengths, on a log2 axis.
 
     A single length is drawn with one row per method.
@@ -71,7 +82,7 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
     lengths = sorted({cell["length"] for cell in cells})
     if len(lengths) == 1:
         return _at_one_length(cells, metric, path)
-    methods = by_method(cells)
+    methods = group_by(cells, "method")
     with canvas(path, 8.4, _height(len(methods))) as figure:
         axes = figure.add_subplot()
         for index, (method, group) in enumerate(methods.items()):
@@ -80,19 +91,18 @@ def over_lengths(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
             y = [_number(cell["value"]) for cell in group]
             axes.plot(x, y, label=method, **series_style(index), zorder=3)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [format_count(length) for length in lengths])
-        axes.minorticks_off()
+        _count_ticks(axes, lengths)
         axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
         _value_axis(axes, [_number(cell["value"]) for cell in cells], metric)
         axes.set_xlabel("context length in tokens")
         axes.set_ylabel(metric.name)
-        axes.set_title(metric.title[0].upper() + metric.title[1:] + " by context length")
+        axes.set_title(f"{metric.heading} by context length")
         _mark_trained(axes, {cell["trained"] for cell in cells}, axes.get_xlim())
         _legend(axes)
     return path
 
 
-def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
+def _at_one_length(cells: Records, metric: "Metric", path: Path) -> Path:
     """A dot per method, with a bar for its 95 % interval if it has one."""
     values = [_number(cell["value"]) for cell in cells]
     ends = [[_number(cell.get(key)) for key in ("ci_low", "ci_high")] for cell in cells]
@@ -104,16 +114,13 @@ def _at_one_length(cells: Sequence[Record], metric: Metric, path: Path) -> Path:
             axes.plot(value, row, **style, zorder=3)
         axes.set_yticks(range(len(cells)), [cell["method"] for cell in cells])
         axes.set_ylim(len(cells) - 0.5, -0.5)
-        in_range = [end for interval, value in zip(ends, values) if value <= metric.dash_above
-                    for end in interval]  # fmt: skip
-        _value_axis(axes, [*values, *in_range], metric, "x")
+        _value_axis(axes, [*values, *itertools.chain(*ends)], metric, "x")
         axes.set_xlabel(metric.name)
-        title = metric.title[0].upper() + metric.title[1:]
-        axes.set_title(f"{title} at {format_count(cells[0]['length'])} tokens")
+        axes.set_title(f"{metric.heading} at {format_count(cells[0]['length'])} tokens")
     return path
 
 
-def _value_axis(axes, values: Sequence[float], metric: Metric, along: str = "y") -> None:
+def _value_axis(axes, values: Sequence[float], metric: "Metric", along: str = "y") -> None:
     """Sets limits and scale: 0 to 1 for shares, and log for losses that differ by a factor of 8."""
     limit, axis = getattr(axes, f"set_{along}lim"), getattr(axes, f"{along}axis")
     finite = [value for value in values if np.isfinite(value)]
@@ -127,15 +134,13 @@ def _value_axis(axes, values: Sequence[float], metric: Metric, along: str = "y")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axis.set_minor_formatter(NullFormatter())
-        if high > metric.dash_above:
-            limit(low / 1.3, max(metric.dash_above, 2 * low))
     else:
         margin = 0.12 * (high - low) or 0.05 * abs(high) or 0.05
         limit(low - margin, high + margin)
 
 
 def over_counts(
-    cells: Sequence[Record],
+    cells: Records,
     panels: Mapping[str, Mapping[str, int]],
     labels: tuple[str, str],
     path: Path,
@@ -166,24 +171,24 @@ def over_counts(
             if ticks[0] >= min_ratio * count:  # labels that are closer would touch
                 ticks.insert(0, count)
         rows[-1].set_xscale("log")
-        rows[-1].set_xticks(ticks, [format_count(count) for count in ticks])
-        rows[-1].minorticks_off()
+        _count_ticks(rows[-1], ticks)
         rows[-1].set_xlabel(labels[0])
     return path
 
 
-def over_positions(curves: Sequence[Record], path: Path) -> Path:
+def over_positions(curves: Records, path: Path) -> Path:
     """Draws the mean loss by position in the window, with one standard error over documents."""
     with canvas(path, 8.4, _height(len(curves))) as figure:
         axes = figure.add_subplot()
         for index, curve in enumerate(curves):
             x, y = np.asarray(curve["position"]), np.asarray(curve["nll"])
-            colour = {"color": COLOURS[index % len(COLOURS)]}
-            line = {"linestyle": _LINES[index // len(COLOURS) % len(_LINES)]}
-            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **line, **colour)
+            style = {**series_style(index), "marker": None}
+            axes.plot(x, y, label=curve["method"], linewidth=1.6, zorder=3, **style)
             if curve["standard_error"] is not None:
                 band = np.asarray(curve["standard_error"])
-                axes.fill_between(x, y - band, y + band, alpha=0.18, linewidth=0, **colour)
+                axes.fill_between(
+                    x, y - band, y + band, alpha=0.18, linewidth=0, color=style["color"]
+                )
         longest, start = max(curve["length"] for curve in curves), 0
         if curves[0]["log"]:
             axes.set_xscale("log", base=2)
@@ -191,8 +196,7 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
             start = min(float(np.min(curve["position"])) for curve in curves)
         else:
             ticks = [longest * k // 8 for k in range(9)]
-        axes.set_xticks(ticks, [format_count(tick) for tick in ticks])
-        axes.minorticks_off()
+        _count_ticks(axes, ticks)
         axes.set_xlim(start, longest)
         axes.set_xlabel("position in the window, in tokens")
         axes.set_ylabel("negative log-likelihood, nats per token")
@@ -202,7 +206,7 @@ def over_positions(curves: Sequence[Record], path: Path) -> Path:
     return path
 
 
-def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "depth") -> Path:
+def heat_maps(records: Records, title: str, path: Path, *, by: str = "depth") -> Path:
     """Draws accuracy by length and depth, one panel per method, with depth 0 on top.
 
     Args:
@@ -212,7 +216,7 @@ def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "d
       by: The field of the rows. Rows of another field than depth are not sorted, and their cells
         show numbers.
     """
-    methods = by_method(records)
+    methods = group_by(records, "method")
     lengths = sorted({record["length"] for record in records})
     rows = list(dict.fromkeys(record[by] for record in records))
     names = rows
@@ -243,7 +247,7 @@ def heat_maps(records: Sequence[Record], title: str, path: Path, *, by: str = "d
     return path
 
 
-def _panel(axes, records: Sequence[Record], lengths: list[int], rows: list, by: str):
+def _panel(axes, records: Records, lengths: list[int], rows: list, by: str):
     sums, counts = np.zeros((len(rows), len(lengths))), np.zeros((len(rows), len(lengths)))
     for record in records:
         cell = rows.index(record[by]), lengths.index(record["length"])
@@ -289,7 +293,7 @@ def _numbers(axes, share: np.ma.MaskedArray) -> None:
         )  # fmt: skip
 
 
-def cost_bars(rows: Sequence[Record], path: Path) -> Path:
+def cost_bars(rows: Records, path: Path) -> Path:
     """Draws tokens per second and peak memory by length, one bar per method.
 
     `rows` are those of `report.page.costs`. A peak that is only a bound is hatched.
@@ -372,7 +376,7 @@ def _correlation_text(name: str, result: Correlation) -> str:
     return f"{name} = {result.value:.2f} [{result.low:.2f}, {result.high:.2f}]"
 
 
-def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) -> list[Path]:
+def perplexity_accuracy(cells: Mapping["Task", Records], folder: Path) -> list[Path]:
     """Draws `perplexity_against_accuracy` of a run with at least three methods that have both.
 
     Perplexity is that of the first perplexity task, accuracy the mean of all tasks where higher is
@@ -383,7 +387,7 @@ def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) ->
         task: {
             cell["method"]: cell["value"]
             for cell in group
-            if cell["length"] == length and _is_finite(cell["value"])
+            if cell["length"] == length and is_finite(cell["value"])
         }
         for task, group in cells.items()
     }
@@ -394,7 +398,7 @@ def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) ->
     points = {
         method: (value, float(np.mean([values[task][method] for task in shares])))
         for method, value in values[losses[0]].items()
-        if all(method in values[task] for task in shares) and value <= losses[0].metric.dash_above
+        if all(method in values[task] for task in shares)
     }
     if len(points) < 3:
         return []
@@ -403,24 +407,6 @@ def perplexity_accuracy(cells: Mapping[Task, Sequence[Record]], folder: Path) ->
     methods = list(dict.fromkeys(cell["method"] for group in cells.values() for cell in group))
     path = folder / "perplexity_accuracy.png"
     return [perplexity_against_accuracy(points, names, path, methods=methods)]
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and bool(np.isfinite(value))
-
-
-def by_method(items: Sequence[Record]) -> dict[str, list[Record]]:
-    """Groups cells or records by method."""
-    groups: dict[str, list[Record]] = {}
-    for item in items:
-        groups.setdefault(item["method"], []).append(item)
-    return groups
-
-
-def at_longest(items: Sequence[Record]) -> list[Record]:
-    """The cells or records of the longest length."""
-    longest = max(item["length"] for item in items)
-    return [item for item in items if item["length"] == longest]
 
 
 def series_style(index: int) -> dict:
@@ -439,6 +425,11 @@ def _height(methods: int) -> float:
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else float(value)
+
+
+def _count_ticks(axes, counts: Sequence[int]) -> None:
+    axes.set_xticks(counts, [format_count(count) for count in counts])
+    axes.minorticks_off()
 
 
 def format_count(count: int) -> str:
