@@ -66,15 +66,23 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
         file.write(text)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, whose only error is ValueError: nesting that is too deep is one too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def read_json(path: Path, default: Any = None) -> Any:
     """Returns the dictionary in a JSON file; `default` if the file is absent."""
     if not path.is_file() and default is not None:
         return default
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; is this a Hugging Face model folder?") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path}: not JSON, truncated or nested too deeply ({error})") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: must hold a JSON object, not a {type(values).__name__}")

@@ -199,7 +199,10 @@ def _shards(tensors: dict[str, TensorInfo], limit: int) -> dict[str, list[str]]:
 
 def _check_space(folder: Path, num_bytes: int) -> None:
     parent = folder.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error}; name another folder") from None
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise InputError(

@@ -180,6 +180,8 @@ def config_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfi
       hf: the contents of the file.
       where: its name, for messages.
     """
+    if not isinstance(hf, dict):
+        raise InputError(f"{where} must hold a JSON object, not a {type(hf).__name__}")
     for kind in Memory.get_known_choices().values():
         if (config := kind.from_hf(hf, where, read_config)) is not None:
             return config

@@ -26,7 +26,7 @@ from lcjax.files import check_path, write_whole
 
 __all__ = [
     "ERROR", "ErrorReport", "RunFolder", "check_instance", "constructor", "dump", "import_modules",
-    "main", "parse",
+    "main", "parse", "read_yaml",
 ]  # fmt: skip
 
 ERROR = "error.txt"  # the traceback of a failure that was none of the settings

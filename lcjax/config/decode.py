@@ -26,6 +26,8 @@ def _refuse_duplicates(
 ) -> None:
     seen = set()
     for key, value in pairs:
+        if not isinstance(key, yaml.ScalarNode):
+            raise InputError(f"{name}: a key is a list or a section; keys must be single words")
         if key.value in seen and (not sections_only or isinstance(value, yaml.MappingNode)):
             raise InputError(
                 f"{name}: `{key.value}` stands twice (here or through `<<:`); one would replace "
@@ -91,7 +93,7 @@ def _build(kind: typing.Any, raw: typing.Any, name: str, example: str = "") -> t
         bare = sequence and raw != "null" and not raw.startswith(("[", "{"))
         try:
             raw = yaml.safe_load(f"[{raw}]" if bare else raw)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):  # also for numbers with more digits than Python reads
             raw = str(raw)
     if raw is None and optional:
         return None
@@ -127,7 +129,7 @@ def _leaf(kind: typing.Any, raw: typing.Any, name: str, example: str) -> typing.
             required = "a finite number" + example
     except (DraccusException, ValueError, TypeError):
         pass
-    raise InputError(f"{name}={raw!r} is not valid; needs: {required}")
+    raise InputError(f"{name}={raw!r:.60} is not valid; needs: {required}")
 
 
 def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:

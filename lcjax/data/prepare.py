@@ -25,13 +25,13 @@ from tqdm.auto import tqdm
 
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data.config import INDEX, NOT_CONTENT, ON_BAD_TEXT, PLAN, Source, TextConfig, TextSource
-from lcjax.data.corpus import derived_seed, order, source_files
+from lcjax.data.corpus import check_outside_data, derived_seed, order, source_files
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
 from lcjax.errors import InputError, one_of, whole_numbers
-from lcjax.files import atomic_file
+from lcjax.files import atomic_file, check_path
 
 TOKENIZER = "tokenizer"  # folder beside the shards
 # Minimum and maximum bytes of a job, and the number of jobs that is aimed at within these limits
@@ -101,6 +101,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     """
     tokenizer, out = _tokenizer(config.tokenizer), config.folder
     config = dataclasses.replace(config, dtype=_dtype(config.dtype, tokenizer))
+    check_path("out", out)
+    check_outside_data("out", out, TextConfig(sources=tuple(config.text_sources())))
     files = [source.paths for source in config.open_sources()]
     identity = _identity(config, tokenizer.fingerprint, [paths.fingerprint for paths in files])
     if (index := begin(out, identity, "prepare")) is None:
@@ -171,8 +173,11 @@ def begin(out: Path, identity: dict[str, Any], command: str) -> dict[str, Any] |
             return content if file == INDEX[command] else None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out={out} exists and is not empty: name another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / PLAN[command], {"asked": identity})
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / PLAN[command], {"asked": identity})
+    except OSError as error:
+        raise InputError(f"out={out} cannot be written: {error}; name another folder") from None
     return None
 
 

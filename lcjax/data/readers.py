@@ -6,7 +6,6 @@ Names of records are the same on every machine. Locations are for error messages
 
 import abc
 import hashlib
-import json
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,11 @@ import pyarrow.ipc
 import pyarrow.parquet
 from tqdm import tqdm
 
+from lcjax.checkpoints.tokenizer import check_text
 from lcjax.data.config import Source, TextConfig, TextSource
 from lcjax.data.files import FileCache, FileList, content, find_files, gzip_chunks, kind
 from lcjax.errors import InputError
+from lcjax.files import parse_json
 
 _MAX_NAMED = 5  # bad records that are named one by one
 _PROGRESS_BYTES = 1 << 28  # indexing a file of at least this size shows a progress bar
@@ -176,11 +177,11 @@ class JsonLinesReader(Reader):
 
 def _parse_json(line: str, location: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
+        record = parse_json(line)
+    except ValueError as error:  # also for numbers with more digits than Python reads
         raise InputError(
-            f"{location} is not JSON: {error.msg} at column {error.colno}; each line of a .jsonl"
-            ' file is one object such as {"text": ...}'
+            f"{location} is not JSON: {error}; each line of a .jsonl file is one object such as"
+            ' {"text": ...}'
         ) from None
     if not isinstance(record, dict):
         raise InputError(f"{location} is a JSON {type(record).__name__}, not an object")
@@ -348,7 +349,7 @@ def _record_kind(data: bytes) -> str:
     if parse_example(data):
         return "example"
     try:
-        return "json" if isinstance(json.loads(data), dict) else "text"
+        return "json" if isinstance(parse_json(data), dict) else "text"
     except ValueError:
         return "text"
 
@@ -514,6 +515,10 @@ def _text(record: Any, name: str, location: str) -> str:
         return ""
     if not isinstance(value, str):
         raise InputError(f"{location}: field {name!r} holds a {type(value).__name__}, not text")
+    try:
+        check_text(value)
+    except InputError as error:
+        raise InputError(f"{location}: {error}") from None
     return value
 
 

@@ -10,7 +10,6 @@ size (`row_type`). A row holds the decoder's tokens and their targets, the chunk
 for every token the teacher's distribution of the next one.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lcjax.data.config import INDEX, PLAN, DataConfig, TeacherSource, TokenSourc
 from lcjax.data.files import FileCache, FileList
 from lcjax.data.readers import Document, Reader, SourceFiles
 from lcjax.errors import InputError
+from lcjax.files import parse_json
 
 FORMAT = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -285,7 +285,7 @@ def _read_index(folder: Path, command: str) -> dict[str, Any]:
     """Reads the index of a folder that `python -m lcjax.data <command>` wrote."""
     path, way_out = folder / INDEX[command], f"write it again with `python -m lcjax.data {command}`"
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; {way_out}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:

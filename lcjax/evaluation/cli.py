@@ -10,7 +10,7 @@ from lcjax.errors import InputError, suggestion
 from lcjax.evaluation import results
 from lcjax.evaluation.compare import compare
 from lcjax.evaluation.config import EvalConfig
-from lcjax.evaluation.export import export, make_data
+from lcjax.evaluation.export import check_formats, export, make_data
 from lcjax.evaluation.run import run
 from lcjax.parallel import distributed
 
@@ -108,10 +108,11 @@ def _report(words: Sequence[str]) -> None:
         raise InputError("report: name the folder of a run, such as runs/quickstart_eval")
     for folder in args.folders:
         saved = results.read(folder)
+        formats = [name.strip() for name in (args.export or "").split(",") if name.strip()]
+        check_formats(formats)
         report = results.rebuild(saved)
         files = list(report.files)
-        if args.export is not None:
-            formats = [name.strip() for name in args.export.split(",") if name.strip()]
+        if formats:
             files += export(saved, formats, saved.folder / "export")
         _print(report.text, files)
 

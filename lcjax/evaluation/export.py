@@ -35,6 +35,12 @@ from lcjax.evaluation.tasks.longbench import LongBench, by_band
 from lcjax.files import write_whole
 
 
+def check_formats(names: Sequence[str]) -> None:
+    """Raises an InputError for the name of an unknown format."""
+    for name in names:
+        one_of("--export", name, _FORMATS)
+
+
 def export(run: Results, formats: Sequence[str], out: Path) -> list[Path]:
     """Writes a run in some formats.
 
@@ -46,8 +52,7 @@ def export(run: Results, formats: Sequence[str], out: Path) -> list[Path]:
     Returns:
       The written files.
     """
-    for name in formats:
-        one_of("--export", name, _FORMATS)
+    check_formats(formats)
     return [path for name in formats for path in _FORMATS[name](run, out / name)]
 
 

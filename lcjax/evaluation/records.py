@@ -21,7 +21,7 @@ from lcjax.config import ERROR, dump
 from lcjax.errors import InputError
 from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Record, Records
-from lcjax.files import FolderFormat, check_replaceable, read_json, write_whole
+from lcjax.files import FolderFormat, check_replaceable, parse_json, read_json, write_whole
 from lcjax.parallel import distributed
 from lcjax.parallel.run_lock import GUARD, LOCK
 from lcjax.tree import flatten
@@ -242,7 +242,7 @@ def _parse(data: bytes) -> tuple[dict[Key, Record], list[int]]:
     damaged = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             unit: Key = record["method"], record["length"], record["window"]
             arrays = {key: np.asarray(record[key], np.float32) for key in COMPACT & record.keys()}
             records[unit] = record | arrays

@@ -87,6 +87,8 @@ def read(folder: str | Path) -> Results:
         raise InputError(
             f"{folder} holds no run of eval.py ({MARKER} is not there); name the run.folder of one"
         )
+    if not config_lib.read_yaml(folder / CONFIG):
+        raise InputError(f"{folder / CONFIG} is empty; restore it, or run the evaluation again")
     config = config_lib.parse(EvalConfig, [f"--config={folder / CONFIG}"])
     marker = read_marker(folder)
     tasks = {task: _records(folder, task.label) for task in config.tasks}
@@ -115,7 +117,8 @@ def _environment(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {"versions": {}, "device": None}
     summary = read_json(path)
-    return {key: summary.get(key) for key in ("versions", "commit", "device", "models")}
+    environment = {key: summary.get(key) for key in ("versions", "commit", "device", "models")}
+    return environment | {"versions": environment["versions"] or {}}
 
 
 def _records(folder: Path, task: str) -> list[Record]:

@@ -119,6 +119,8 @@ def check(config: EvalConfig) -> Limits:
     ):
         if not names:
             raise InputError(f"{key} is empty; give at least one")
+        if "" in names:
+            raise InputError(f"{key}: a name is empty; give each its own name")
         repeated = sorted({str(name) for name in names if names.count(name) > 1})
         if repeated:
             raise InputError(f"{key}: {', '.join(repeated)} stands twice; give each its own name")

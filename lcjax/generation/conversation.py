@@ -57,6 +57,8 @@ class Conversation:
           projected: as in `LanguageModel.encode_contexts`.
           prefill_chunk: as in `LanguageModel.generate`.
         """
+        if not isinstance(lm, LanguageModel):
+            raise InputError(f"lm={lm!r:.40} must be a LanguageModel")
         if isinstance(lm.config.pattern, Landmark):
             raise InputError(
                 "model.pattern.type=landmark closes blocks with landmarks, which a conversation"

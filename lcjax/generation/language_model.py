@@ -103,6 +103,8 @@ class LanguageModel(Scorer):
                 guess = suggestion(name, {*known, "mesh"})
                 call = f"{name}={value!r:.40} is no option of LanguageModel.load"
                 raise InputError(f"{call}; {guess}")
+        if not isinstance(mesh, Mesh | jax.sharding.Mesh | None):
+            raise InputError(f"mesh={mesh!r:.40} must be an lcjax.Mesh or a jax.sharding.Mesh")
         if isinstance(source, ModelSection):
             source = dataclasses.replace(source, **settings)
         else:

@@ -26,7 +26,7 @@ class Sampling:
     seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
-        whole_number("max_new_tokens", self.max_new_tokens, 1)
+        whole_number("max_new_tokens", self.max_new_tokens, 1, most=2**24)
         whole_number("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise InputError(

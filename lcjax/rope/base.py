@@ -344,7 +344,10 @@ def from_hf(config: Mapping[str, Any]) -> Rope:
 def _read(config: dict) -> Rope:
     """The method that transformers reads from a config."""
     new = config.get("rope_parameters") or {}
-    rope = dict(config.get("rope_scaling") or new)
+    rope = config.get("rope_scaling") or new
+    if not isinstance(rope, Mapping) or not isinstance(new, Mapping):
+        raise InputError(f"rope_scaling={rope!r:.60} of the Hugging Face config must be an object")
+    rope = dict(rope)
     layers = sorted(k for k, v in rope.items() if isinstance(v, Mapping))
     if layers:
         raise InputError(
@@ -352,7 +355,10 @@ def _read(config: dict) -> Rope:
             "rotate differently are not supported; use a model with one position method"
         )
     theta = rope.get("rope_theta", config.get("rope_theta", new.get("rope_theta")))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind is None and "factor" in rope:
+        raise InputError(f"rope_scaling={rope!r:.60} has a factor and no rope_type; give it one")
+    kind = kind or "default"
     rope |= {"rope_type": kind, "rope_theta": theta}
     if theta is not None:
         rope["rope_theta"] = hf_number(rope, "rope_theta")

@@ -823,7 +823,6 @@ def data_cases() -> Iterator[Case]:
     good = json.dumps({"text": "the cat sat on a mat. " * 40}) + "\n"
     files = {
         "number": good + '{"text": 5}\n',
-        "null": good + '{"text": null}\n',
         "list": good + '{"text": ["a"]}\n',
         "mapping": good + '{"text": {"a": 1}}\n',
         "no field": good + '{"body": "x"}\n',
@@ -841,6 +840,8 @@ def data_cases() -> Iterator[Case]:
         skip = {"on_bad_record": "skip", "on_bad_text": "skip"}
         yield Case(f"jsonl: {name}, skipped", ACCEPTED, "", text_file("x.jsonl", content, **skip))
     yield Case("jsonl: as usual", ACCEPTED, "", text_file("x.jsonl", good * 3))
+    null = good + '{"text": null}\n'  # an absent text, as in datasets
+    yield Case("jsonl: null", ACCEPTED, "", text_file("x.jsonl", null))
     for name, content in {
         "x.txt": b"\xff\xfe" * 50,
         "x.jsonl": b"",

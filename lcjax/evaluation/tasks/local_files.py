@@ -22,6 +22,7 @@ import yaml
 from lcjax.errors import InputError, one_of
 from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
+from lcjax.files import parse_json
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -77,7 +78,7 @@ def rows(
 def _parse_line(line: str, fields: Sequence[str]) -> dict:
     """Parses a line as an object with `fields`; raises ValueError with what is wrong."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:  # also for numbers with more digits than Python reads
         raise ValueError(f"is no JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(row, dict):
@@ -178,9 +179,9 @@ def json_templates(folder: str, names: Sequence[str]) -> tuple[dict[str, str], s
     """Returns the templates of the first JSON file that exists, and its name; else nothing."""
     for path in _files(folder, names):
         try:
-            return json.loads(path.read_text(encoding="utf-8")), path.name
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path} is no JSON ({error.msg}); restore or remove it") from None
+            return parse_json(path.read_text(encoding="utf-8")), path.name
+        except ValueError as error:
+            raise InputError(f"{path} is no JSON ({error}); restore or remove it") from None
     return {}, ""
 
 

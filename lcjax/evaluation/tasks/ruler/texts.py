@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import random
 import re
 import uuid
@@ -24,6 +23,7 @@ from lcjax.errors import InputError
 from lcjax.evaluation.generation import OWN_WORDING
 from lcjax.evaluation.prompt import Segment
 from lcjax.evaluation.tasks.local_files import assigned_values, library_prompts
+from lcjax.files import parse_json
 
 _FOLDERS = ("scripts/data/synthetic", "data/synthetic", "synthetic", ".")
 _SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
@@ -239,7 +239,7 @@ def read_questions(path: str | None, name: str, key: str) -> tuple[list[Question
     if not Path(path).is_file():
         raise InputError(f"{key}={path} is no file; it is {source}")
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_json(Path(path).read_text(encoding="utf-8"))
         questions, documents = (_squad if name == "squad" else _hotpotqa)(data)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{key}={path} is not {source} ({error!r:.60})") from None
