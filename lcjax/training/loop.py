@@ -377,7 +377,9 @@ class Training:
 def _is_finite(state: TrainState) -> bool:
     """Whether all numbers of a state are finite; all processes must call this function."""
     numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return all(jax.device_get([_is_leaf_finite(x) for x in numbers]))
+    # One program at a time: many small ones with collectives can block each other on CPUs.
+    jax.block_until_ready(numbers)
+    return all(bool(_is_leaf_finite(x)) for x in numbers)
 
 
 @jax.jit
