@@ -279,9 +279,9 @@ def make_data(
                 raise InputError(f"lengths: {length} gives no prompt in {task.label}")
             parts = group_by(units, lambda unit, task=task: _part_of(task, unit.fields))
             for name, group in parts.items():
-                files.append(out / task.label / str(length) / f"{name}.jsonl")
-                lines = (_prompt_line(task, unit, corpus.tokenizer) for unit in group)
-                write_whole(files[-1], to_lines(lines, ascii=False))
+                path = out / task.label / str(length) / f"{name}.jsonl"
+                rows = (_prompt_line(task, unit, corpus.tokenizer) for unit in group)
+                files.append(_lines(path, rows))
     return files
 
 

@@ -188,9 +188,7 @@ def score(
         write_whole(records_file(out, task.label), to_lines(results))
     marker = {TRAINED_IN: os.path.relpath(run.models_folder, out), WEIGHTS: run.weights}
     describe(out, config, settings, **marker)
-    return report.write(
-        out, settings, tasks, order=run.order, notes=run.notes, environment=run.environment
-    )
+    return rebuild(dataclasses.replace(run, folder=out, settings=settings, tasks=tasks))
 
 
 def _check_same_prompts(before: EvalConfig, config: EvalConfig) -> None:

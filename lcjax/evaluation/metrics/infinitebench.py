@@ -37,9 +37,9 @@ def digits(prediction: str, label) -> float:
     return float(first_digits(prediction) == _first(label))
 
 
-def kv_retrieval(prediction: str, label: str) -> float:
+def kv_retrieval(prediction: str, label) -> float:
     """1 if the label is a word of the prediction, with some punctuation replaced by blanks."""
-    return float(label in _replace_marks(prediction, "\n:\"'.,?!{}").split())
+    return float(_first(label) in _replace_marks(prediction, "\n:\"'.,?!{}").split())
 
 
 def code_run(prediction: str, label) -> float:

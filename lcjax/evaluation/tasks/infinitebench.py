@@ -9,6 +9,7 @@ answer counts as wrong.
 
 import bisect
 import dataclasses
+import functools
 import json
 import random
 import re
@@ -143,14 +144,6 @@ def _math_find(answer: str, fields: Record) -> float:
         return 0.0
 
 
-def _kv_retrieval(answer: str, fields: Record) -> float:
-    return scores.kv_retrieval(answer, fields["references"][0])
-
-
-def _exact_number(answer: str, fields: Record) -> float:
-    return scores.math_find(answer, fields["references"], parity=False)
-
-
 def _lsum(answer: str, reference: str) -> float:
     return rouge.rouge_lsum(answer, reference, stem=False)
 
@@ -158,11 +151,12 @@ def _lsum(answer: str, reference: str) -> float:
 _DIGITS = {"first_digits": _of_label(scores.digits)}
 _CHOICE = {"choice": _of_label(scores.choice)}
 _DEBUG = {"code_debug": _of_label(scores.code_debug), "letter": _of_label(scores.option_letter)}
-_FIND = {"first_number": _math_find, "exact_number": _exact_number}
+_EXACT_NUMBER = _of_label(functools.partial(scores.math_find, parity=False))
+_FIND = {"first_number": _math_find, "exact_number": _EXACT_NUMBER}
 _SETS = (
     DataSet("passkey", "retrieval", 6, _DIGITS),
     DataSet("number_string", "retrieval", 12, _DIGITS),
-    DataSet("kv_retrieval", "retrieval", 50, {"word_match": _kv_retrieval}),
+    DataSet("kv_retrieval", "retrieval", 50, {"word_match": _of_label(scores.kv_retrieval)}),
     DataSet("longbook_sum_eng", "english", 1200, {"rouge_lsum": best_of(_lsum)}),
     DataSet("longbook_qa_eng", "english", 40, {"qa_f1": best_of(qa.qa_f1)}),
     DataSet("longbook_choice_eng", "english", 40, _CHOICE),
