@@ -6,6 +6,7 @@ Names of records are the same on every machine. Locations are for error messages
 
 import abc
 import hashlib
+import json
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -179,8 +180,11 @@ def _parse_json(line: str, location: str) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except ValueError as error:  # also for numbers with more digits than Python reads
+        reason = error
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
         raise InputError(
-            f"{location} is not JSON: {error}; each line of a .jsonl file is one object such as"
+            f"{location} is not JSON: {reason}; each line of a .jsonl file is one object such as"
             ' {"text": ...}'
         ) from None
     if not isinstance(record, dict):
