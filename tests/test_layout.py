@@ -23,6 +23,7 @@ ORDER = [
     {"checkpoints", "cost"},
     {"data"},
     {"training", "generation"},
+    {"retrieval"},
     {"evaluation"},
     {"pictures"},
 ]
@@ -36,7 +37,17 @@ ONLY_IN = {
     "transformers": (),
 }
 # Extras, and what takes seconds to import: only inside the function that needs it.
-LAZY = {"seqio", "tensorflow", "wandb", "tensorboardX", "matplotlib", "gguf"}
+LAZY = {
+    "seqio",
+    "tensorflow",
+    "wandb",
+    "tensorboardX",
+    "matplotlib",
+    "gguf",
+    "bm25s",
+    "faiss",
+    "model2vec",
+}
 KERNELS_NEED = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
 MACHINE = re.compile(r"/(?:work|root|home|tmp|Users|mnt)/|\b(?:TODO|FIXME|XXX)\b")
 
