@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Sequence
@@ -199,6 +200,8 @@ class Checkpoints:
                 self._set_aside(damaged_step, error)
             state, position = loaded
             self.last_finite = position.pop("last_finite", None)
+            self._rotation.last_finite = self.last_finite
+            self._delete_surplus()
             return step, state, position
         if steps:
             # Nothing is moved: when all of them fail, the cause may lie elsewhere.
@@ -208,6 +211,19 @@ class Checkpoints:
                 " another run.folder"
             )
         return None
+
+    def _delete_surplus(self) -> None:
+        """Deletes what a killed process was about to delete; it may have deleted a part of it."""
+        checkpoints = list(self._orbax.checkpoints)
+        preserved = self._rotation.should_preserve(checkpoints, context=None)
+        if all(preserved):
+            return
+        if distributed.is_main_process():
+            for checkpoint, is_preserved in zip(checkpoints, preserved, strict=True):
+                if not is_preserved:
+                    shutil.rmtree(self._folder / str(checkpoint.step), ignore_errors=True)
+        distributed.barrier("surplus checkpoints deleted")
+        self._orbax.reload()
 
     def _set_aside(self, step: int, error: Exception) -> None:
         damaged = self._folder / str(step)

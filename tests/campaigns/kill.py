@@ -264,7 +264,10 @@ def results(folder: Path) -> dict[str, str]:
     for path in sorted(folder.glob("checkpoints/*")):
         digests[f"checkpoints/{path.name}"] = "there"
         if path.name.isdigit():
-            digests |= checkpoint(path)
+            try:
+                digests |= checkpoint(path)
+            except (OSError, ValueError, KeyError) as error:
+                digests[f"checkpoints/{path.name}"] = f"cannot be read: {error}"
     return digests
 
 

@@ -202,6 +202,21 @@ def test_the_newest_checkpoint_from_which_a_step_was_finite_is_kept_beside_the_n
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "7"]
 
 
+def test_what_a_killed_process_has_deleted_in_part_is_deleted(tmp_path):
+    save(tmp_path, 4, 8, 12)
+    save(tmp_path / "other", 4, 8, 12, keep=2)
+    (tmp_path / "checkpoints/4/state/_METADATA").unlink()  # before `keep=2` had deleted all of it
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        step, state, _ = checkpoints.restore(abstract(make_state(0)))
+        assert step == 12 and checkpoints.steps == [8, 12]
+    assert_is(state, 12)
+    folders = [
+        sorted(path.name for path in (folder / "checkpoints").iterdir())
+        for folder in (tmp_path, tmp_path / "other")
+    ]
+    assert folders[0] == folders[1]
+
+
 def test_loading_for_inference_falls_back_too_and_moves_nothing(tmp_path):
     save(tmp_path, 1, 2)
     DAMAGE["cut_array"](tmp_path / "checkpoints" / "2")
