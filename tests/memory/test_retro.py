@@ -166,7 +166,6 @@ def test_packed_documents_read_what_they_read_alone():
 
 
 def test_more_neighbours_than_chunks_of_the_row_are_not_read():
-    model, params = small()
     tokens, neighbours = text(0, 1, 12), text(1, 1, 4, 2, 7)
     segments = np.array([[1] * 7 + [2] * 5], np.int32)
     wanted = logits(tokens, neighbours[:, :2], segments)
@@ -274,7 +273,7 @@ def test_gradients_reach_the_memory_alone():
     rows = batch(2, chunk=7)
     rows["chunks"] = text(4, 2, 6, 7)
     rows["chunk_mask"] = np.ones((2, 6, 7), bool)
-    loss, grads = gradients(model.config, params, ["memory"], rows)
+    _, grads = gradients(model.config, params, ["memory"], rows)
     flat = flatten(grads)
     assert set(flat) == {
         path for path in flatten(params) if "/memory/" in path or path.startswith("encoder/")
