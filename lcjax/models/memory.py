@@ -333,7 +333,7 @@ def check_memory(memory: Memory | None) -> None:
     if memory is None:
         raise InputError(
             "context: this model has no memory to read it with; put it in front of the text, or"
-            " load a model with one (model.memory.type=cepe, shared_llm, beacon, auto_compressor)"
+            f" load a model with one (model.memory.type={', '.join(Memory.get_known_choices())})"
         )
 
 
