@@ -70,8 +70,7 @@ class Retro(CrossAttentionMemory):
 
     def check(self, config: ModelConfig) -> None:
         whole_numbers("model.memory", self, 1, "chunk", "neighbours", "neighbour_tokens")
-        valid = range(1, config.num_layers + 1)
-        if not self.layers or not set(self.layers) <= set(valid):
+        if not self.layers or not set(self.layers) <= {*range(1, config.num_layers + 1)}:
             raise InputError(
                 f"model.memory.layers={list(self.layers)} must be layers of the decoder, some of"
                 f" 1 ... {config.num_layers}; null takes {list(default_layers(config.num_layers))}"
@@ -111,7 +110,7 @@ class Retro(CrossAttentionMemory):
         return tuple(layer in self.layers for layer in range(1, num_layers + 1))
 
     def uniform_layers(self, num_layers: int) -> bool:
-        """Always false: the encoder is made of single layers."""
+        """Always false: few layers read, and the first ones are copied to make the encoder."""
         return False
 
     def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
@@ -131,9 +130,15 @@ class Retro(CrossAttentionMemory):
     def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
         if (fields := hf.get(_HF_FIELD)) is None:
             return None
-        encoder = read_config(fields["encoder"], f"{where}: {_HF_FIELD}.encoder")
-        numbers = {name: fields[name] for name in ("chunk", "neighbours", "neighbour_tokens")}
-        memory = cls(_bidirectional(encoder), layers=tuple(fields["layers"]), **numbers)
+        try:
+            fields = fields | {"layers": tuple(fields["layers"])}
+            encoder = read_config(fields.pop("encoder"), f"{where}: {_HF_FIELD}.encoder")
+            memory = cls(_bidirectional(encoder), **fields)
+        except (AttributeError, KeyError, TypeError):
+            raise InputError(
+                f"{where}: {_HF_FIELD}={fields!r:.200} is not as this version writes it; copy"
+                " config.json again from where the model was saved"
+            ) from None
         return read_config(hf, where).replace(memory=memory)
 
     def to_hf(self, config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:

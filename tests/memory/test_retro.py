@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +104,7 @@ def oracle(x, branch, states, mask, chunk, starts):
     query, key, value, out = (
         np.asarray(branch[name]["kernel"], np.float64) for name in ("query", "key", "value", "out")
     )
-    result, u = np.zeros_like(x), None
-    finished = 0
+    result, u, finished = np.zeros_like(x), None, 0
     for i in range(len(x)):
         start = max(s for s in starts if s <= i)
         u = None if i == start else u
@@ -281,7 +281,9 @@ def test_gradients_reach_the_memory_alone():
     assert all(np.abs(x).max() > 0 for x in flat.values())
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 1, 4)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 2, 2), pytest.param((2, 1, 1, 4), marks=pytest.mark.slow)]
+)
 def test_a_mesh_trains_the_same(sizes):
     rows = batch(4, chunk=7)
     rows["chunks"] = text(4, 4, 6, 7)
@@ -309,9 +311,7 @@ def test_a_few_steps_learn_what_neighbours_say():
             "chunk_mask": np.ones((8, 2 * chunks, 7), bool),
         }
 
-    optimizer = optax.adam(1e-2)
-    params = dict(params)
-    state, losses = None, []
+    optimizer, state, losses = optax.adam(1e-2), None, []
     for step in range(30):
         loss, grads = gradients(config, params, ["memory"], rows(step))
         state = optimizer.init(grads) if state is None else state
@@ -330,6 +330,7 @@ def test_a_few_steps_learn_what_neighbours_say():
     assert own < without - 0.5 and own < other - 0.5, (own, other, without)
 
 
+@pytest.mark.slow
 def test_train_trains_the_memory_and_freezes_the_decoder(tmp_path):
     (tmp_path / "book.txt").write_text("The harbour was quiet, and the gulls slept. " * 200)
     words = f"""
@@ -374,6 +375,18 @@ def test_chunks_that_are_no_multiple_of_the_neighbours_are_refused():
     memory = small()[0].config.memory
     with pytest.raises(InputError, match="data.chunks.count=3 must be a multiple"):
         memory.check_training_chunks(3, has_targets=False, has_teacher=False)
+
+
+@pytest.mark.parametrize(
+    "change", [{"layers": None}, {"colour": 1}, {"chunk": "many"}, {"encoder": 3}]
+)
+def test_a_changed_config_is_refused(change, tmp_path):
+    folder = language_model().save(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["lcjax_retro"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError):
+        lcjax.LanguageModel.load(str(folder))
 
 
 def test_a_row_without_lists_is_refused():
