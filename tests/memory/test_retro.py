@@ -281,6 +281,28 @@ def test_gradients_reach_the_memory_alone():
     assert all(np.abs(x).max() > 0 for x in flat.values())
 
 
+def test_packed_documents_are_trained_as_separate_ones():
+    model, params = small()
+    row = batch(1, chunk=7) | {
+        "segments": np.repeat([1, 2], [10, 6])[None].astype(np.int32),
+        "positions": np.concatenate([np.arange(10), np.arange(6)])[None].astype(np.int32),
+        "chunks": text(4, 1, 6, 7),  # of 2 chunks of the first document and 1 of the second
+        "chunk_mask": np.ones((1, 6, 7), bool),
+    }
+    shifts = {"tokens": -10, "targets": -10, "chunks": -4}
+    second = row | {name: np.roll(row[name], shift, axis=1) for name, shift in shifts.items()}
+    separate = {name: np.concatenate([row[name], second[name]]) for name in row}
+    is_text = np.arange(16) < np.array([[10], [6]])
+    separate["segments"] = is_text.astype(np.int32)
+    separate["positions"] = np.where(is_text, np.arange(16), 0).astype(np.int32)
+    separate["weights"] = is_text.astype(np.float32)
+    (loss, grads), (wanted, others) = (
+        gradients(model.config, params, ["memory"], rows) for rows in (row, separate)
+    )
+    assert abs(loss - wanted) < 1e-5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, others)
+
+
 @pytest.mark.parametrize(
     "sizes", [(1, 2, 2, 2), pytest.param((2, 1, 1, 4), marks=pytest.mark.slow)]
 )
