@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 _MIN_WIDTH = 32  # tokens of the narrowest batch of chunks that is compiled
 
-# The context of one row: a document, or passages, each a text or token ids.
-ContextRow = str | Sequence[int] | Sequence[str | Sequence[int]]
+# The context of one row: a document, or passages, each a text or token ids; where a memory is read
+# by chunks of the text (`Memory.by_chunk`), a document or passages for each chunk.
+ContextRow = str | Sequence[int] | Sequence[str | Sequence[int] | Sequence[str | Sequence[int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Chunk:
 
     tokens: np.ndarray  # int32 [up to P]
     row: int
-    number: int  # in its row
+    number: int  # in its row; of `Memory.by_chunk` that of the chunk of the text
     start: int  # its first slot in the row
     num_slots: int  # slots that it may fill
     # bool [h - 1], the halves that were chosen, where the encoding depends on a question
@@ -61,7 +62,7 @@ class Contexts:
 
     encoded: EncodedContext | None  # [B, M, ..]; None if there is no text, or no query yet
     tokens: tuple[int, ...]  # number of tokens of each row
-    chunks: tuple[int, ...]  # number of chunks of each row
+    chunks: tuple[int, ...]  # number of chunks of each row, or of chunks of the text (`by_chunk`)
     weights: dict = dataclasses.field(repr=False, compare=False)  # parameters of the encoding model
     slots: tuple[int, ...] | None = None  # slots used in each row; None: one for each token
     # Where the encoding depends on a question: all chunks, and the queries, float32 [B, D].
@@ -201,9 +202,29 @@ def split_into_chunks(ids: np.ndarray, size: int) -> list[np.ndarray]:
     return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
+def split_row(
+    row: ContextRow,
+    memory: Memory,
+    size: int,
+    encode: Callable[[str], Sequence[int]],
+    vocab_size: int,
+    bos: Sequence[int] = (),
+) -> list[list[np.ndarray]]:
+    """Returns the chunks of up to `size` tokens of a row, those with one number in one list.
+
+    Chunks are numbered one by one, or by the chunk of the text that reads them (`Memory.by_chunk`).
+    """
+    if not memory.by_chunk:
+        texts = passages(row, encode, vocab_size, bos)
+        return [[chunk] for text in texts for chunk in split_into_chunks(text, size)]
+    check_rows("context: a row", row, '[["a neighbour"], []], the passages of each chunk of a text')
+    groups = [passages(group, encode, vocab_size) for group in row]
+    return [[c for text in group for c in split_into_chunks(text, size)] for group in groups]
+
+
 def encode(
     lm: "LanguageModel",
-    rows: Sequence[Sequence[np.ndarray]],
+    rows: Sequence[Sequence[Sequence[np.ndarray]]],
     *,
     batch_tokens: int | None = None,
     projected: bool = False,
@@ -215,7 +236,8 @@ def encode(
 
     Args:
       lm: a model with a memory.
-      rows: for each row its chunks, int32 [up to P] each (`split_into_chunks`).
+      rows: for each row lists of chunks, int32 [up to P] each (`split_into_chunks`). Chunks of one
+        list have the same number; those of the next list have the next one.
       batch_tokens: tokens that are encoded at once; None: a size that suits the platform.
       projected: keep the keys and values of every reader layer instead of the encoder's states:
         faster to read, many times larger. Chunks that are added follow `after`.
@@ -360,13 +382,14 @@ def _add_chunks(memory: Memory, rows, after: Contexts) -> tuple[list[Chunk], Con
     """The chunks of `rows` with their slots after those of `after`, and the new counts."""
     tokens, chunks = list(after.tokens), list(after.chunks)
     slots, added = list(after.slots or after.tokens), []
-    for row, row_chunks in enumerate(rows):
-        for ids in filter(len, row_chunks):
-            num_slots = memory.num_slots(len(ids))
-            added.append(Chunk(ids, row, chunks[row], slots[row], num_slots))
-            tokens[row] += len(ids)
+    for row, groups in enumerate(rows):
+        for group in groups:
+            for ids in group:
+                num_slots = memory.num_slots(len(ids))
+                added.append(Chunk(ids, row, chunks[row], slots[row], num_slots))
+                tokens[row] += len(ids)
+                slots[row] += num_slots
             chunks[row] += 1
-            slots[row] += num_slots
     counts = {"tokens": tuple(tokens), "chunks": tuple(chunks), "slots": tuple(slots)}
     return added, dataclasses.replace(after, **counts)
 

@@ -28,9 +28,8 @@ from lcjax.generation.contexts import (
     context_chunk_size,
     embed_queries,
     encode,
-    passages,
     search,
-    split_into_chunks,
+    split_row,
 )
 from lcjax.generation.generate import Piece, Request
 from lcjax.generation.sampling import GeneratedText, Mixture, Sampling, join_pieces
@@ -276,6 +275,8 @@ class LanguageModel(Scorer):
             Every passage begins a chunk, and long ones are split into several. Where the memory
             stands before the text (Activation Beacon, AutoCompressor), the first text of a row gets
             BOS if the model expects one, and the text after it none; token ids stay as they are.
+            Where chunks of the text read passages of their own (RETRO), a row is a list with the
+            passages of each chunk, [] for none; `after` is followed by the next chunk.
           chunk: tokens of the chunks that long texts are split into; None: what the memory was
             trained with (CEPE: 256, SharedLLM: 1,024). Shorter texts are shorter chunks.
           batch_tokens: tokens that are encoded at once, which bounds the memory; None: a size that
@@ -296,11 +297,10 @@ class LanguageModel(Scorer):
         encode_text, vocab_size = self.tokenizer.encode, self.config.vocab_size
         bos = [self.tokenizer.bos_id] if memory.is_prefix and self.tokenizer.add_bos else []
         has_bos = [False] * num_rows if after is None else after.precede(num_rows)
-        texts = [
-            passages(row, encode_text, vocab_size, () if has_context else bos)
+        chunks = [
+            split_row(row, memory, size, encode_text, vocab_size, () if has_context else bos)
             for row, has_context in zip(contexts, has_bos, strict=True)
         ]
-        chunks = [[part for text in row for part in split_into_chunks(text, size)] for row in texts]
         if query is not None:
             query = embed_queries(self, query, num_rows) if memory.query_dependent else None
         rotation = self.rotation(size) if memory.is_prefix else None

@@ -15,12 +15,13 @@ from lcjax.memory.context_tree import (
 )
 from lcjax.memory.cross_attention import CrossAttentionMemory, init_reader
 from lcjax.memory.prefix import PrefixMemory
+from lcjax.memory.retro import Retro, RetroSection
 from lcjax.memory.shared_llm import SharedLlm, SharedLlmSection
 from lcjax.models.memory import EncodedContext, Memory
 
 __all__ = [
     "AutoCompressor", "AutoCompressorSection", "Beacon", "BeaconSection", "Cepe", "CepeSection",
     "CrossAttentionMemory", "EncodedContext", "FunctionPolicy", "Level", "Memory", "MemorySection",
-    "Policy", "PrefixMemory", "QueryAware", "Random", "Right", "SharedLlm", "SharedLlmSection",
-    "Tree", "add_to_readers", "init_on_mesh", "init_reader",
+    "Policy", "PrefixMemory", "QueryAware", "Random", "Retro", "RetroSection", "Right", "SharedLlm",
+    "SharedLlmSection", "Tree", "add_to_readers", "init_on_mesh", "init_reader",
 ]  # fmt: skip

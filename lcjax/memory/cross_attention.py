@@ -1,7 +1,9 @@
 """Memories that layers read by cross-attention, between self-attention and MLP."""
 
+import dataclasses
 import math
 import re
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,7 +13,7 @@ from jaxtyping import Array, Float
 
 from lcjax.errors import InputError
 from lcjax.models.config import ModelConfig
-from lcjax.models.layers import Linear, Norm
+from lcjax.models.layers import Context, Linear, Norm
 from lcjax.models.memory import EncodedContext, Memory, TensorRow, VisibleKeys
 from lcjax.parallel.sharding import LENGTH, attention_layout
 from pallas_kernels import flash
@@ -42,7 +44,7 @@ class CrossAttentionMemory(Memory):
                 branch = params[f"layers_{number}"]["memory"]
                 kernels = (branch[name]["kernel"].astype(states.dtype) for name in ("key", "value"))
                 layers.append(tuple(jnp.einsum("BME,EKH->BKMH", states, w) for w in kernels))
-        return EncodedContext(encoded.mask, layers=tuple(layers))
+        return dataclasses.replace(encoded, states=None, layers=tuple(layers))
 
     def weight_uses(self, path: str, length: int, context: tuple[int, int] | None) -> float:
         if path.startswith("encoder/head/"):
@@ -92,21 +94,14 @@ class CrossAttention(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], encoded: EncodedContext) -> Float[Array, "B T D"]:
-        c, mesh = self.config, self.mesh
+    def __call__(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+        c, mesh, encoded = self.config, self.mesh, context.memory
         with jax.named_scope("memory"):
             normed, shape = Norm(c, name="norm")(x), (c.num_heads, c.head_dim)
             q = Linear((c.width,), shape, c, self.query_bias, mesh, name="query")(normed)
             k, v = self.keys(encoded)
-            k_segments = encoded.mask.astype(jnp.int32)
-            y, _ = flash(
-                self.queries(q, encoded),
-                k,
-                v,
-                q_segments=jnp.ones(x.shape[:2], jnp.int32),
-                k_segments=k_segments,
-                layout=self._layout(x, k_segments),
-            )
+            visible, layout = self.visible_slots(context), self._layout(x, encoded.mask)
+            y, _ = flash(self.queries(q, encoded), k, v, **visible, layout=layout)
             return Linear(shape, (c.width,), c, mesh=mesh, name="out")(y)
 
     @property
@@ -131,6 +126,14 @@ class CrossAttention(nn.Module):
         return tuple(
             Linear(inputs, sizes, c, mesh=self.mesh, name=name)(states) for name in ("key", "value")
         )
+
+    def visible_slots(self, context: Context) -> dict[str, Any]:
+        """Returns the arguments of `flash` that say which slots a token sees: all filled ones."""
+        mask, length = context.memory.mask, context.positions.shape[1]
+        return {
+            "q_segments": jnp.ones((len(mask), length), jnp.int32),
+            "k_segments": mask.astype(jnp.int32),
+        }
 
     def _layout(self, x: jax.Array, mask: jax.Array):
         """Returns how text and context are sharded by length, where the devices divide both."""

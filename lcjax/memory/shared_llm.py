@@ -476,8 +476,6 @@ class SharedLlmSection(MemorySection):
         the released code forgets to load it). Queries and the norm before them are those of
         self-attention, whose keys they are to meet.
         """
-        # Layers of a decoder with this memory are never stacked.
-        lower_layers = [f"layers_{index}" for index in range(config.memory.layers)]
 
         def init_layer(layer):
             attention = layer["attention"]
@@ -488,13 +486,7 @@ class SharedLlmSection(MemorySection):
             }
             return {"memory": branch}
 
-        def init_lower(params):
-            layers = jax.tree.map(lambda *x: jnp.stack(x), *(params[name] for name in lower_layers))
-            rest = {name: jax.tree.map(jnp.copy, params[name]) for name in ("embed", "final_norm")}
-            return {"encoder": rest | {"layers": layers}}
-
-        source = {name: params[name] for name in ("embed", "final_norm", *lower_layers)}
-        lower = init_on_mesh(init_lower, source, mesh)
+        lower = lower_params(params, config.memory.layers, mesh)
         return add_to_readers(params, config, init_layer, mesh) | lower
 
     def to_dict(self) -> dict[str, Any]:
@@ -516,3 +508,22 @@ def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
         scan_layers=True,
         **default,
     )
+
+
+def lower_params(params: dict, layers: int, mesh: Mesh | None) -> dict:
+    """Returns a copy of a decoder's embedding, first layers and final norm: {"encoder": ...}.
+
+    Args:
+      params: of the decoder, its layers not stacked.
+      layers: the number of first layers.
+      mesh: the devices of the copy.
+    """
+    names = [f"layers_{index}" for index in range(layers)]
+
+    def init(params):
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *(params[name] for name in names))
+        rest = {name: jax.tree.map(jnp.copy, params[name]) for name in ("embed", "final_norm")}
+        return {"encoder": rest | {"layers": stacked}}
+
+    source = {name: params[name] for name in ("embed", "final_norm", *names)}
+    return init_on_mesh(init, source, mesh)

@@ -60,7 +60,7 @@ class SequentialBlock(nn.Module):
         if self.reads and context.memory is not None:
             reader = c.memory.reader(c, self.mesh, name="memory")
             if reader is not None:  # else self-attention has read it
-                x = keep_tokens(x + reader(x, context.memory), self.mesh)
+                x = keep_tokens(x + reader(x, context), self.mesh)
         x = x + MLP(c, self.mesh, name="mlp")(Norm(c, name="mlp_norm")(x))
         return keep_tokens(x, self.mesh), layer
 

@@ -32,7 +32,7 @@ HF_FIELD = "lcjax_memory"  # of config.json
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EncodedContext:
-    """An encoded context of M slots, which all tokens of a row see.
+    """An encoded context of M slots, which all tokens of a row see unless `index` is given.
 
     Either `states`, which every reader layer projects itself, or `layers`: the keys and values of
     each reader layer, the first one first.
@@ -44,6 +44,9 @@ class EncodedContext:
     num_chunks: Int[Array, " B"] | None = None  # chunks of each row that hold text
     # The decoder's hidden states of the chunks' own tokens, where training asks for them.
     hidden: Float[Array, "B C P D"] | None = None
+    # Where a token sees some slots only: the token of the text that each slot belongs to.
+    index: Int[Array, "B M"] | None = None  # its order index
+    segments: Int[Array, "B M"] | None = None  # its document, from 1; 0: none
 
     def with_layer(self, key_values: tuple[jax.Array, jax.Array]) -> "EncodedContext":
         """Returns a copy for the layer that reads these keys and values."""
@@ -68,8 +71,10 @@ class EncodedContext:
         layers = self.layers and tuple(
             tuple(pack(part, axis=2) for part in layer) for layer in self.layers
         )
-        states = None if self.states is None else pack(self.states, axis=1)
-        return EncodedContext(pack(self.mask, axis=1), states, layers, self.num_chunks)
+        slots = {"mask": self.mask, "states": self.states}
+        slots |= {"index": self.index, "segments": self.segments}
+        slots = {name: x if x is None else pack(x, axis=1) for name, x in slots.items()}
+        return dataclasses.replace(self, **slots, layers=layers, hidden=None)
 
 
 def token_axis(x: jax.Array) -> int:
@@ -137,6 +142,11 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return self
 
     @property
+    def by_chunk(self) -> bool:
+        """Whether a row of contexts is a list of passages for each chunk of the text."""
+        return False
+
+    @property
     def query_dependent(self) -> bool:
         """Whether the encoding depends on a question: the `query` of the encoder."""
         return False
@@ -166,7 +176,9 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         params: parameters of the decoder.
         rotation: the rotation of the text.
         after: the encoded context of earlier chunks.
-        numbers: int32 [B, C], the place of each chunk in its context.
+        numbers: int32 [B, C], the place of each chunk in its context (`by_chunk`: the chunk of the
+          text that reads it).
+        segments: int32 [B, T], documents of the text.
         tags: uint32 [B, C], a hash of each chunk.
         path: bool [B, C, h - 1], the choices in each chunk's tree.
         key: a random key, in training.
@@ -203,7 +215,7 @@ class Memory(draccus.ChoiceRegistry, abc.ABC):
         return all(self.reader_layers(num_layers))
 
     def reader(self, config: "ModelConfig", mesh: Mesh | None, **options: Any) -> nn.Module | None:
-        """Returns a module (x [B, T, D], EncodedContext) -> [B, T, D] between attention and MLP."""
+        """Returns a module (x [B, T, D], Context) -> [B, T, D] between attention and MLP."""
         return None
 
     @property
@@ -321,7 +333,7 @@ def check_memory(memory: Memory | None) -> None:
     if memory is None:
         raise InputError(
             "context: this model has no memory to read it with; put it in front of the text, or"
-            " load a model with one (model.memory.type=cepe, shared_llm, beacon, auto_compressor)"
+            f" load a model with one (model.memory.type={', '.join(Memory.get_known_choices())})"
         )
 
 

@@ -14,6 +14,7 @@ from lcjax.data.token_files import TeacherFiles
 from lcjax.errors import InputError
 from lcjax.models import ModelConfig, preset
 from lcjax.models.distill import check_top
+from lcjax.models.memory import Memory
 from lcjax.parallel.sharding import LENGTH, batch_sharding, process_rows
 from lcjax.training.config import TrainConfig
 
@@ -80,7 +81,7 @@ def check_context(config: TrainConfig, model: ModelConfig) -> None:
     if memory is None and chunks is not None:
         raise InputError(
             "data.chunks are read by a memory, and this model has none; set model.memory.type to"
-            " cepe, shared_llm, beacon or auto_compressor, or leave data.chunks out"
+            f" one of {', '.join(Memory.get_known_choices())}, or leave data.chunks out"
         )
     if memory is None:
         return

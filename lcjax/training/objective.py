@@ -145,6 +145,7 @@ def _encode(
     options = model.config.memory.select_inputs(
         key=jax.random.fold_in(key, 2),
         rotation=rotation,
+        segments=batch["segments"],
         collect_hidden="chunk_weights" in batch,
         query=embed_query,
         has_query=first_target > 0,

@@ -19,7 +19,13 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.generation import session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
-from lcjax.memory import AutoCompressorSection, BeaconSection, CepeSection, SharedLlmSection
+from lcjax.memory import (
+    AutoCompressorSection,
+    BeaconSection,
+    CepeSection,
+    RetroSection,
+    SharedLlmSection,
+)
 from lcjax.models import Decoder, preset
 from lcjax.rope import (
     E2LLM,
@@ -88,6 +94,7 @@ MEMORIES = {
     "shared_llm": SharedLlmSection(layers=1, chunk=16, ratios=(4, 2, 1), output_share=1.0),
     "beacon": BeaconSection(chunk=16, ratio=4, ratios=(2, 4)),
     "auto_compressor": AutoCompressorSection(chunk=16, summary=3),
+    "retro": RetroSection(encoder_layers=1, chunk=4, neighbour_tokens=16, output_share=1.0),
 }
 CONTEXT = [[ids(20, 39)], [], [ids(21, 16), ids(22, 7)], [ids(23, 5)]]
 

@@ -12,6 +12,7 @@ from lcjax.memory import (
     MemorySection,
     QueryAware,
     Random,
+    RetroSection,
     SharedLlmSection,
 )
 
@@ -21,6 +22,7 @@ SECTIONS = [
     SharedLlmSection(noise=None, policy=Random(), placement="top"),
     BeaconSection(chunk=64, ratio=8, ratios=(2, 4)),
     AutoCompressorSection(chunk=64, summary=4, gradient_segments=2),
+    RetroSection(chunk=32, layers=(6, 9)),
 ]
 
 

@@ -1,0 +1,282 @@
+"""RETRO: every chunk of the text reads the neighbours that were retrieved for the chunk before it.
+
+"Improving language models by retrieving from trillions of tokens" (Borgeaud et al. 2022, arXiv
+2112.04426, sec. 2). A text is split into chunks C_0, C_1, ... of m tokens. A datastore gives k
+neighbours for each finished chunk C_u, passages of r tokens (a chunk that is like C_u, and its
+continuation). A bidirectional encoder reads every neighbour by itself. Some layers, P = 6, 9, 12,
+... counted from 1, read the states E_u of the neighbours of C_u by chunked cross-attention, between
+self-attention and MLP:
+
+    h_i <- h_i + Wo softmax(Wq norm(h_i) (Wk E_u)^T / sqrt(H)) Wv E_u,  u = floor((i + 1) / m) - 1
+
+for token i of a document: the last token of C_u and the first m - 1 tokens of C_{u+1} read the
+neighbours of C_u, and the first m - 1 tokens of a document read none. As a mask this is
+block-diagonal, `chunks(m, shift=1)`, where all slots of E_u have the order index of the last token
+of C_u.
+
+This is the form that the paper calls RETRO-fitting: a trained decoder is frozen, and the encoder
+and the cross-attention are learned (`train.trainable: [memory]`). It differs from the paper:
+
+- The encoder is not conditioned on the decoder's states of C_u; it reads the neighbours alone. So
+  neighbours are encoded once, before the decoder reads anything, and may be stored.
+- The encoder begins as a copy of the decoder's embedding and first layers, which attend in both
+  directions, with the decoder's width and rotary positions. The paper trains a narrower one from
+  random weights.
+- Cross-attention begins as self-attention does, with an output projection of 0. Its logits have no
+  relative positions: the order of neighbours, and of tokens beyond what the encoder's states say of
+  it, does not count.
+- The neighbours of a chunk may be any number of passages of up to r tokens, and none.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
+
+from lcjax.attention import Bidirectional, Causal, order_indices
+from lcjax.errors import InputError, whole_number, whole_numbers
+from lcjax.memory.base import MemorySection, add_to_readers
+from lcjax.memory.cepe import ChunkEncoder
+from lcjax.memory.cross_attention import (
+    CrossAttention,
+    CrossAttentionMemory,
+    check_output_share,
+    init_reader,
+)
+from lcjax.memory.shared_llm import lower_config, lower_params
+from lcjax.models.config import ModelConfig
+from lcjax.models.layers import Context
+from lcjax.models.memory import EncodedContext, Memory, ReadConfig, VisibleKeys, WriteConfig
+from pallas_kernels import chunks
+
+_HF_FIELD = "lcjax_retro"
+
+
+@Memory.register_subclass("retro")
+@dataclasses.dataclass(frozen=True)
+class Retro(CrossAttentionMemory):
+    """The encoder of neighbours, the chunks of the text, and the layers that read."""
+
+    states: ModelConfig  # the encoder
+    chunk: int  # m, tokens of a chunk of the text
+    neighbours: int  # k, of a chunk
+    neighbour_tokens: int  # r, of a neighbour with its continuation
+    layers: tuple[int, ...]  # P, counted from 1
+
+    by_chunk: ClassVar[bool] = True  # a row of contexts has neighbours for each chunk
+
+    def check(self, config: ModelConfig) -> None:
+        whole_numbers("model.memory", self, 1, "chunk", "neighbours", "neighbour_tokens")
+        if not self.layers or not set(self.layers) <= {*range(1, config.num_layers + 1)}:
+            raise InputError(
+                f"model.memory.layers={list(self.layers)} must be layers of the decoder, some of"
+                f" 1 ... {config.num_layers}; null takes {list(default_layers(config.num_layers))}"
+            )
+        if config.block != "sequential" or config.position != "rope" or config.rope.learned:
+            raise InputError(
+                "model.memory.type=retro reads between attention and MLP, with an encoder made of"
+                f" the decoder's rotary layers, and this model has block={config.block}, position="
+                f"{config.position}, rope {config.rope.type}; choose a Llama-like decoder"
+            )
+
+    @property
+    def max_chunk_size(self) -> int:
+        return self.neighbour_tokens
+
+    def check_training_chunks(self, count: int, **options: bool) -> None:
+        super().check_training_chunks(count, **options)
+        if count % self.neighbours:
+            raise InputError(
+                f"data.chunks.count={count} must be a multiple of model.memory.neighbours="
+                f"{self.neighbours}: so many chunks of a row are read by each chunk of the text"
+            )
+
+    @property
+    def encoder_config(self) -> ModelConfig:
+        return self.states
+
+    def encoder(self, config: ModelConfig, mesh: Mesh | None) -> nn.Module:
+        changes = {name: getattr(config, name) for name in ("dtype", "param_dtype", "remat")}
+        return NeighbourEncoder(self.states.replace(**changes), mesh, self)
+
+    @property
+    def encoder_inputs(self) -> tuple[str, ...]:
+        return ("numbers", "segments")
+
+    def reader_layers(self, num_layers: int) -> tuple[bool, ...]:
+        return tuple(layer in self.layers for layer in range(1, num_layers + 1))
+
+    def uniform_layers(self, num_layers: int) -> bool:
+        """Always false: few layers read, and the first ones are copied to make the encoder."""
+        return False
+
+    def reader(self, config: ModelConfig, mesh: Mesh | None, **options) -> nn.Module:
+        return ChunkedCrossAttention(config.replace(lora=None), mesh, **options)
+
+    def with_num_readers(self, count: int) -> "Retro":
+        return dataclasses.replace(self, layers=tuple(range(1, count + 1)))
+
+    def attention_flops(
+        self, config: ModelConfig, length: int, context: tuple[int, int], visible_keys: VisibleKeys
+    ) -> tuple[float, float]:
+        inside, _ = super().attention_flops(config, length, context, visible_keys)
+        visible = min(self.neighbours, context[0]), context[1]
+        return inside, super().attention_flops(config, length, visible, visible_keys)[1]
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], where: str, read_config: ReadConfig) -> ModelConfig | None:
+        if (fields := hf.get(_HF_FIELD)) is None:
+            return None
+        try:
+            fields = fields | {"layers": tuple(fields["layers"])}
+            encoder = read_config(fields.pop("encoder"), f"{where}: {_HF_FIELD}.encoder")
+            memory = cls(_bidirectional(encoder), **fields)
+        except (AttributeError, KeyError, TypeError):
+            raise InputError(
+                f"{where}: {_HF_FIELD}={fields!r:.200} is not as this version writes it; copy"
+                " config.json again from where the model was saved"
+            ) from None
+        return read_config(hf, where).replace(memory=memory)
+
+    def to_hf(self, config: ModelConfig, write_config: WriteConfig) -> dict[str, Any]:
+        fields = {
+            "encoder": write_config(self.states.replace(pattern=Causal())),
+            "chunk": self.chunk,
+            "neighbours": self.neighbours,
+            "neighbour_tokens": self.neighbour_tokens,
+            "layers": list(self.layers),
+        }
+        return write_config(config.replace(memory=None)) | {_HF_FIELD: fields}
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Returns P = 6, 9, 12, ... up to `num_layers`; the last layer of a shallower decoder."""
+    return tuple(range(min(6, num_layers), num_layers + 1, 3))
+
+
+class NeighbourEncoder(ChunkEncoder):
+    """A bidirectional transformer over every neighbour by itself."""
+
+    memory: Retro | None = None
+
+    def __call__(
+        self,
+        chunks: Int[Array, "B U k r"] | Int[Array, "B C r"],
+        mask: Bool[Array, "B U k r"] | Bool[Array, "B C r"],
+        *,
+        numbers: Int[Array, "B C"] | None = None,
+        segments: Int[Array, "B T"] | None = None,
+    ) -> EncodedContext:
+        """Returns the states of neighbours, and the tokens of the text that read them first.
+
+        Args:
+          chunks: the neighbours of each chunk of the text, or all in one row with
+            `Retro.neighbours` for each chunk of the text.
+          mask: true where there is text.
+          numbers: the chunk of the text that each neighbour belongs to; None: 0, 0, .., 1, 1, ..
+            Only whole chunks count. In a packed row those of the second document follow those of
+            the first, and so on.
+          segments: documents of the text from 1, 0 is padding; None: one document.
+        """
+        per_chunk = self.memory.neighbours
+        if chunks.ndim == 4 and mask.shape == chunks.shape:
+            per_chunk = chunks.shape[2]
+            chunks, mask = (x.reshape(x.shape[0], -1, x.shape[3]) for x in (chunks, mask))
+        encoded = super().__call__(chunks, mask)
+        rows, count, length = chunks.shape
+        if numbers is None:
+            numbers = jnp.broadcast_to(jnp.arange(count) // per_chunk, (rows, count))
+        ends = last_tokens(numbers, self.memory.chunk, segments)
+        index, documents = (jnp.repeat(x, length, axis=1) for x in ends)
+        return dataclasses.replace(encoded, index=index, segments=documents)
+
+
+def last_tokens(
+    numbers: Int[Array, "B C"], size: int, segments: Int[Array, "B T"] | None
+) -> tuple[Int[Array, "B C"], Int[Array, "B C"]]:
+    """Returns order index and document of the last token of chunks `numbers` of the text.
+
+    Args:
+      numbers: count the whole chunks of a row.
+      size: tokens of a chunk.
+      segments: documents of the text; None: one document. The document of a chunk that the row does
+        not have is 0.
+    """
+    if segments is None:
+        return (numbers + 1) * size - 1, jnp.ones_like(numbers)
+    order = order_indices(segments)
+    is_last = (segments > 0) & ((order + 1) % size == 0)
+    tokens = jnp.argsort(~is_last, axis=1, stable=True)  # last tokens of chunks come first
+    tokens = jnp.take_along_axis(tokens, numbers, axis=1, mode="clip")
+    index, documents = (jnp.take_along_axis(x, tokens, axis=1) for x in (order, segments))
+    return index, jnp.where(numbers < is_last.sum(1, keepdims=True), documents, 0)
+
+
+class ChunkedCrossAttention(CrossAttention):
+    """Cross-attention of every token to the neighbours of the last chunk that is finished."""
+
+    def visible_slots(self, context: Context) -> dict[str, Any]:
+        metadata, encoded = context.attention_metadata(), context.memory
+        slots = super().visible_slots(context) | {
+            "mask": chunks(self.config.memory.chunk, shift=1),
+            "q_index": metadata.q_order,
+            "k_index": encoded.index,
+            "k_segments": jnp.where(encoded.mask, encoded.segments, 0),
+        }
+        if metadata.q_segments is not None:
+            slots["q_segments"] = metadata.q_segments
+        return slots
+
+
+@MemorySection.register_subclass("retro")
+@dataclasses.dataclass(frozen=True)
+class RetroSection(MemorySection):
+    """RETRO-fitting (arXiv 2112.04426): chunks of the text read neighbours of the chunk before.
+
+    The encoder begins as a copy of the first layers of the same checkpoint.
+    """
+
+    encoder_layers: int = 2
+    chunk: int = 64  # tokens of a chunk of the text
+    neighbours: int = 2  # of a chunk
+    neighbour_tokens: int = 128  # of a neighbour, with its continuation
+    # Layers that read, counted from 1; null: 6, 9, 12, ..., or the last one of fewer than 6
+    layers: tuple[int, ...] | None = None
+    # The output projection begins with so much of self-attention's: 0 leaves the decoder as it was.
+    output_share: float = 0.0
+
+    def __post_init__(self):
+        check_output_share(self.output_share)
+
+    def memory(self, config: ModelConfig, encoder: ModelConfig | None = None) -> Retro:
+        whole_number("model.memory.encoder_layers", self.encoder_layers, 1)
+        if self.encoder_layers > config.num_layers:
+            raise InputError(
+                f"model.memory.encoder_layers={self.encoder_layers} must lie in 1 ..."
+                f" {config.num_layers}, the layers of the decoder, of which the encoder is made"
+            )
+        return Retro(
+            states=_bidirectional(lower_config(config, self.encoder_layers)),
+            chunk=self.chunk,
+            neighbours=self.neighbours,
+            neighbour_tokens=self.neighbour_tokens,
+            layers=tuple(self.layers or default_layers(config.num_layers)),
+        )
+
+    def init_params(
+        self, params: dict, config: ModelConfig, encoder: dict | None, mesh: Mesh | None
+    ) -> dict:
+        """Adds the encoder, and cross-attention made of self-attention (`init_reader`)."""
+
+        def init_layer(layer: dict) -> dict:
+            return {"memory": init_reader(layer, self.output_share, config.width)}
+
+        lower = lower_params(params, self.encoder_layers, mesh)
+        return add_to_readers(params, config, init_layer, mesh) | lower
+
+
+def _bidirectional(config: ModelConfig) -> ModelConfig:
+    return config.replace(pattern=Bidirectional(), tie_embeddings=True)
