@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Returns the characters (start, end) of every token of `encode(text)`.
 
-        Tokens that hold parts of one character have the same span.
+        Of tokens that are parts of one character, each has its span, or some have an empty one.
         """
         ...
 
@@ -233,7 +233,7 @@ class SentencePieceTokenizer(_PublishedTokenizer):
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         check_text(text)
-        pieces = self._processor.encode(text, out_type="immutable_proto").pieces
+        pieces = self._processor.encode(text, out_type="proto").pieces
         return [(piece.begin, piece.end) for piece in pieces]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:

@@ -1,1 +1,24 @@
 """Retrieval: passages of a datastore, found by words or by vectors, for models that read them."""
+
+from lcjax.retrieval.build_store import BuildConfig, build, documents, finish
+from lcjax.retrieval.datastore import Datastore
+from lcjax.retrieval.passages import Chunking, Document, Passage
+from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
+from lcjax.retrieval.sparse import Sparse, SparseIndex
+
+__all__ = [
+    "BuildConfig",
+    "Chunking",
+    "Datastore",
+    "Document",
+    "Hit",
+    "Passage",
+    "Reranker",
+    "Retriever",
+    "Sparse",
+    "SparseIndex",
+    "build",
+    "check",
+    "documents",
+    "finish",
+]
