@@ -1,7 +1,7 @@
 """Retrieval: passages of a datastore, found by words or by vectors, for models that read them."""
 
 from lcjax.retrieval.build_store import BuildConfig, build, documents, finish
-from lcjax.retrieval.datastore import Datastore
+from lcjax.retrieval.datastore import Datastore, EncoderSection
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
 from lcjax.retrieval.sparse import Sparse, SparseIndex
@@ -11,6 +11,7 @@ __all__ = [
     "Chunking",
     "Datastore",
     "Document",
+    "EncoderSection",
     "Hit",
     "Passage",
     "Reranker",

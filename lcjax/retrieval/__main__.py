@@ -1,7 +1,7 @@
 """Datastores of passages: python -m lcjax.retrieval build|search|check|append|delete --help.
 
 build: cuts text into passages, from --data.path=TEXT to --out=FOLDER, for a search by words, and
-  with --encoder=MODEL by vectors. --part=i/n writes some shards, --finish completes the folder.
+  with --encoder.path=MODEL by vectors. --part=i/n writes some shards, --finish the rest.
 search FOLDER "question": prints the passages that fit best.
 check FOLDER: searches sentences of the passages themselves; with --files also compares checksums.
 append FOLDER --path=TEXT: adds passages.
@@ -94,6 +94,19 @@ def _add_search(parser: _Parser) -> None:
     parser.add_argument("--kind", choices=KINDS, help="default: hybrid, or what the folder has")
     parser.add_argument("--encoder", help="default: the one that built the datastore")
     parser.add_argument("--index", default="exact", help="exact, ivf, ivf_pq or hnsw")
+    parser.add_argument("--rerank", help="cross-encoder or ColBERT that ranks the best 100 again")
+
+
+def _open(store: str | Datastore, args: argparse.Namespace) -> Retriever:
+    rerank = None
+    if args.rerank is not None:
+        from lcjax.retrieval.encoder import open_encoder
+
+        rerank = open_encoder(args.rerank)
+        if not hasattr(rerank, "score"):
+            raise InputError(f"--rerank={args.rerank} is no cross-encoder or ColBERT")
+    options = {"encoder": args.encoder, "index": args.index, "rerank": rerank}
+    return Retriever.open(store, args.kind, **options)
 
 
 def _search(words: list[str], report: config_lib.ErrorReport) -> None:
@@ -103,7 +116,7 @@ def _search(words: list[str], report: config_lib.ErrorReport) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per passage")
     _add_search(parser)
     args = report.config = parser.parse_args(words)
-    retriever = Retriever.open(args.folder, args.kind, encoder=args.encoder, index=args.index)
+    retriever = _open(args.folder, args)
     for question, hits in zip(args.question, retriever.search(args.question, args.k)):
         if not args.json and len(args.question) > 1:
             print(f"# {question}")
@@ -131,7 +144,7 @@ def _check(words: list[str], report: config_lib.ErrorReport) -> None:
     store = Datastore(args.folder)
     if args.files:
         print(f"{args.folder}: {store.check_files()} checksums are right")
-    retriever = Retriever.open(store, args.kind, encoder=args.encoder, index=args.index)
+    retriever = _open(store, args)
     print(check(retriever, args.n, args.seed).table())
 
 

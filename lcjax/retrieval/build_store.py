@@ -36,15 +36,17 @@ from lcjax.data.jobs import (
 from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.files import atomic_file, check_path, read_json
 from lcjax.parallel.run_lock import RunLock
+from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.datastore import (
     DTYPES,
     FAISS_KINDS,
     FORMAT,
     INDEX,
     PLAN,
+    EncoderSection,
     encode_passages,
-    encoder_fields_of,
-    open_named_encoder,
+    encoder_entry,
+    encoder_fields,
     read_texts,
     vector_file,
     vector_header,
@@ -76,7 +78,8 @@ class BuildConfig:
     chunking: Chunking = dataclasses.field(default_factory=Chunking)
     # Search by words; null: only by vectors
     sparse: Sparse | None = dataclasses.field(default_factory=Sparse)
-    encoder: str = ""  # folder or name of the encoder; empty: search by words only
+    encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
+    mesh: Mesh | None = None  # devices that encode; null: one device
     dtype: str = "float32"  # of the stored vectors: float32 or bfloat16
     # An approximate index beside the vectors, built with FAISS: ivf, ivf_pq or hnsw; null: none
     faiss: str | None = None
@@ -100,10 +103,6 @@ class BuildConfig:
     def folder(self) -> Path:
         return Path(self.out).expanduser()
 
-    @property
-    def is_dense(self) -> bool:
-        return bool(self.encoder)
-
 
 def build(
     config: BuildConfig,
@@ -120,7 +119,7 @@ def build(
         storage of `config.out`. None: `config.workers` processes of this machine.
       part: `i/n` writes only the shards i, i + n, ... (i counts from 0), and leaves the indices to
         `finish`. Parts may run at the same time on machines that share the storage.
-      encoder: in place of the one that `config.encoder` names.
+      encoder: in place of the one that `config.encoder` names; sent to the executor with each job.
 
     Returns:
       The content of `index.json`; None with `part`.
@@ -132,7 +131,7 @@ def build(
     index, part_of = (0, 1) if part is None else _parse_part(part)
     check_path("out", config.folder)
     check_outside_data("out", config.folder, config.data)
-    encoder = encoder or open_named_encoder(config.encoder)
+    encoder = encoder or config.encoder.open(config.mesh)
     _check_settings(config, encoder)
     sources = _Sources(config)
     content = begin(config.folder, _identity(config, sources, encoder), INDEX, PLAN)
@@ -150,7 +149,7 @@ def finish(config: BuildConfig, *, encoder: "Encoder | None" = None) -> dict[str
     Raises:
       InputError: shards are missing.
     """
-    encoder = encoder or open_named_encoder(config.encoder)
+    encoder = encoder or config.encoder.open(config.mesh)
     _check_settings(config, encoder)
     sources = _Sources(config)
     if not (config.folder / PLAN).is_file() and not (config.folder / INDEX).is_file():
@@ -259,7 +258,7 @@ def _identity(config: BuildConfig, sources: _Sources, encoder: "Encoder | None")
         "text of the corpus": sources.fingerprints,
         **{key: getattr(data, key) for key in ("holdout", "on_bad_text", "on_bad_record")},
         "chunking": dataclasses.asdict(config.chunking),
-        "encoder": None if encoder is None else encoder_fields_of(encoder),
+        "encoder": None if encoder is None else encoder_fields(encoder),
         "dtype": config.dtype,
         "sparse": config.sparse and dataclasses.asdict(config.sparse),
         "faiss": config.faiss,
@@ -276,7 +275,7 @@ def _write_shards(
     num_workers = max(1, min(num_workers, len(jobs)))
     pool = None if executor else worker_pool(num_workers, int)
     # Processes open the encoder that the config names, which may be too large to send to them.
-    send = encoder if not config.encoder or (pool and num_workers == 1) else None
+    send = encoder if not config.encoder.path or (pool and num_workers == 1) else None
     write = functools.partial(_write_shard, config, send)
     depth = 2 * num_workers if pool else _TASKS_AHEAD
     progress, count = Progress(jobs, "passages", config.folder), 0
@@ -301,7 +300,7 @@ def _write_shard(
     with _writing:  # threads share the encoder and the open files
         key = f"{config} {encoder and encoder.fingerprint}"
         if _writer is None or _writer[0] != key:
-            _writer = key, _ShardWriter(config, encoder or open_named_encoder(config.encoder))
+            _writer = key, _ShardWriter(config, encoder or config.encoder.open(config.mesh))
         return _writer[1].write(job)
 
 
@@ -362,8 +361,8 @@ def _finish(config: BuildConfig, jobs: list[Job], encoder: "Encoder | None") -> 
             "asked": read_json(out / PLAN)["asked"],
         }
         if encoder is not None:
-            fields = encoder_fields_of(encoder) | {"path": config.encoder, "dtype": config.dtype}
-            index["encoders"][encoder.fingerprint] = fields | {"faiss": {}}
+            entry = encoder_entry(encoder, config.encoder, config.dtype)
+            index["encoders"][encoder.fingerprint] = entry
             _join_vectors(out, index, encoder)
         if config.sparse is not None:
             texts = (text for _, text in read_texts(out, shards))

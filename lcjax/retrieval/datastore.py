@@ -37,6 +37,7 @@ from lcjax.data.jobs import write_json
 from lcjax.errors import InputError, one_of
 from lcjax.files import atomic_file, check_path, read_json
 from lcjax.parallel.run_lock import RunLock
+from lcjax.parallel.sharding import Mesh
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.sparse import Sparse, SparseIndex
 
@@ -57,17 +58,56 @@ _SCHEMA = pyarrow.schema(
 )
 
 
-def open_named_encoder(name: str) -> "Encoder | None":
-    if not name:
-        return None
-    from lcjax.retrieval.encoder import open_encoder
+@dataclasses.dataclass(frozen=True)
+class EncoderSection:
+    """The encoder of a datastore; null: as its folder says."""
 
-    return open_encoder(name)
+    path: str = ""  # folder, hub id or name; empty: search by words only
+    query_folder: str | None = None  # of another encoder for questions (DPR)
+    pooling: str | None = None  # mean, cls or max; of a language model mean or last
+    normalize: bool | None = None  # whether vectors have unit length
+    query_prefix: str | None = None  # text before every question
+    passage_prefix: str | None = None  # text before every passage
+    max_tokens: int | None = None  # longest text
+    on_long: str | None = None  # longer texts: truncate (with a warning), or error
+    layer: int | None = None  # of a language model, whose output is the vector; null: the middle
+    dtype: str | None = None  # of its computation: float32 or bfloat16
+    batch_tokens: int | None = None  # tokens that are computed at once
+    allow_pickle: bool = False  # read .bin weights with a restricted reader
+
+    def open(self, mesh: Mesh | None = None) -> "Encoder | None":
+        """Opens the encoder; None without a path.
+
+        Args:
+          mesh: devices that share the texts; None: one device.
+
+        Raises:
+          InputError: there is no such encoder, or it gives no vectors.
+        """
+        if not self.path:
+            return None
+        from lcjax.retrieval.encoder import open_encoder
+
+        options = {"mesh": mesh} | dataclasses.asdict(self)
+        path = options.pop("path")
+        encoder = open_encoder(path, **{k: v for k, v in options.items() if v not in (None, False)})
+        if not hasattr(encoder, "encode_passages"):
+            raise InputError(
+                f"encoder.path={path} is a {type(encoder).__name__}, which scores pairs of texts:"
+                " name an encoder here, and search with this one as rerank"
+            )
+        return encoder
 
 
-def encoder_fields_of(encoder: "Encoder") -> dict[str, Any]:
+def encoder_fields(encoder: "Encoder") -> dict[str, Any]:
     names = ("name", "fingerprint", "pooling", "dim")
     return {name: getattr(encoder, name) for name in names}
+
+
+def encoder_entry(encoder: "Encoder", section: EncoderSection, dtype: str) -> dict[str, Any]:
+    """Returns the entry of an encoder in `index.json`."""
+    fields = {"section": dataclasses.asdict(section), "dtype": dtype, "faiss": {}}
+    return encoder_fields(encoder) | fields
 
 
 def write_passages(out: Path, name: str, passages: list[Passage]) -> dict[str, Any]:
@@ -292,9 +332,9 @@ class Datastore:
             )
         return encoders[encoder.fingerprint]
 
-    def open_encoder(self) -> "Encoder":
-        """Opens the encoder that made the vectors."""
-        return _open_known_encoder(self.folder, self.encoder_fields())
+    def open_encoder(self, mesh: Mesh | None = None) -> "Encoder":
+        """Opens the encoder that made the vectors; `mesh` are devices that share the texts."""
+        return _open_known_encoder(self.folder, self.encoder_fields(), mesh)
 
     def vectors(self, encoder: "Encoder | None" = None) -> np.ndarray:
         """Maps the vectors [rows, dim] of an encoder into memory, float32 or bfloat16."""
@@ -335,17 +375,18 @@ class Datastore:
             faiss = index["encoders"][fingerprint]["faiss"]
             faiss |= write_faiss(self.folder, index, fingerprint, kind)
 
-    def encode(self, encoder: "Encoder", *, dtype: str = "float32", path: str = "") -> None:
+    def encode(self, encoder: "Encoder | EncoderSection", *, dtype: str = "float32") -> None:
         """Adds the vectors of another encoder.
 
         Args:
-          encoder: the encoder.
+          encoder: the encoder; a section that names it lets searches open it again.
           dtype: of the stored vectors: float32 or bfloat16.
-          path: from which `open_encoder` opens it.
         """
+        section = encoder if isinstance(encoder, EncoderSection) else EncoderSection()
+        encoder = section.open() or encoder
         one_of("dtype", dtype, DTYPES)
         with self._changing() as index:
-            fields = encoder_fields_of(encoder) | {"path": path, "dtype": dtype, "faiss": {}}
+            fields = encoder_entry(encoder, section, dtype)
             with atomic_file(vector_file(self.folder, encoder.fingerprint), "wb") as file:
                 file.write(vector_header(fields))
                 for shard, start in zip(index["shards"], self._starts):
@@ -509,14 +550,17 @@ class Datastore:
             )
 
 
-def _open_known_encoder(folder: Path, fields: dict[str, Any]) -> "Encoder":
+def _open_known_encoder(
+    folder: Path, fields: dict[str, Any], mesh: Mesh | None = None
+) -> "Encoder":
     """Opens the encoder of an entry in `index.json`, and checks that it is the same."""
-    if not fields["path"]:
+    section = EncoderSection(**fields["section"])
+    if not section.path:
         raise InputError(f"{folder} was built by {fields['name']}, which has no path: give it")
-    encoder = open_named_encoder(fields["path"])
+    encoder = section.open(mesh)
     if encoder.fingerprint != fields["fingerprint"]:
         raise InputError(
-            f"encoder={fields['path']} is not the one that built {folder}: its weights or settings"
+            f"encoder={section.path} is not the one that built {folder}: its weights or settings"
             f" changed ({encoder.fingerprint[:12]}, and was {fields['fingerprint'][:12]})"
         )
     return encoder
@@ -573,7 +617,7 @@ def _is_index(index: dict[str, Any]) -> bool:
                 and type(fields["dim"]) is int
                 and fields["dim"] > 0
                 and isinstance(fields["name"], str)
-                and isinstance(fields["path"], str)
+                and isinstance(EncoderSection(**fields["section"]).path, str)
                 and fields["faiss"].keys() <= set(FAISS_KINDS)
             )
             if not is_encoder:

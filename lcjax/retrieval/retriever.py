@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lcjax.errors import InputError, is_finite_number, one_of, random_seed, whole_number
-from lcjax.retrieval.datastore import FAISS_KINDS, Datastore
+from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.retrieval.datastore import FAISS_KINDS, Datastore, EncoderSection
 from lcjax.retrieval.passages import Passage, sentences
 from lcjax.retrieval.sparse import SparseIndex, top_rows
 
@@ -92,7 +93,7 @@ class Retriever:
         rerank: Reranker | None = None,
         k_candidates: int = 100,
         rank_constant: float = 60.0,
-        mesh: Any = None,
+        mesh: Mesh | None = None,
     ) -> "Retriever":
         """Opens a datastore for searching.
 
@@ -104,8 +105,8 @@ class Retriever:
           rerank: scores the best candidates again, such as a `CrossEncoder`.
           k_candidates: passages of each search that are fused, or ranked again.
           rank_constant: of the fusion.
-          mesh: devices that hold the vectors of an exact search; None: vectors are streamed from
-            the memory map.
+          mesh: devices that share the vectors of an exact search, and the texts of the encoder;
+            None: one device.
 
         Raises:
           InputError: the folder is no datastore, it has no such index, or its vectors were made by
@@ -122,11 +123,8 @@ class Retriever:
             searches.append(_sparse_search(store))
         if kind != "sparse":
             if isinstance(encoder, str):
-                from lcjax.retrieval.encoder import open_encoder
-
-                encoder = open_encoder(encoder)
-            store.encoder_fields(encoder)  # before a long start
-            encoder = encoder or store.open_encoder()
+                encoder = EncoderSection(encoder).open(mesh)
+            encoder = encoder or store.open_encoder(mesh)
             searches.append(_dense_search(store, encoder, index, mesh))
         return cls(
             store,
@@ -224,11 +222,12 @@ def _sparse_search(store: Datastore) -> Search:
     return lambda queries, k: index.search(queries, k, valid=valid)
 
 
-def _dense_search(store: Datastore, encoder: "Encoder", index: str, mesh: Any) -> Search:
+def _dense_search(store: Datastore, encoder: "Encoder", index: str, mesh: Mesh | None) -> Search:
     if index == "exact":
         from lcjax.retrieval.search import ExactIndex
 
-        exact = ExactIndex(store.vectors(encoder), valid=store.valid, mesh=mesh)
+        devices = None if mesh is None else make_mesh(mesh)
+        exact = ExactIndex(store.vectors(encoder), valid=store.valid, mesh=devices)
         return lambda queries, k: exact.search(encoder.encode_queries(queries), k)
     faiss, valid = store.faiss(index, encoder), store.valid
 
