@@ -11,6 +11,7 @@ delete FOLDER ID ...: removes passages.
 import argparse
 import json
 import sys
+import warnings
 from typing import NoReturn
 
 from tqdm.auto import tqdm
@@ -145,7 +146,11 @@ def _check(words: list[str], report: config_lib.ErrorReport) -> None:
     if args.files:
         print(f"{args.folder}: {store.check_files()} checksums are right")
     retriever = _open(store, args)
-    print(check(retriever, args.n, args.seed).table())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        print(check(retriever, args.n, args.seed).table())
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
 
 
 def _append(words: list[str], report: config_lib.ErrorReport) -> None:

@@ -163,11 +163,10 @@ class Retriever:
             rows = zip(*(rows for _, rows in results))
             ranked = [fuse_ranks(lists, self._rank_constant) for lists in rows]
         if self._rerank is not None:
-            ranked = [self._rank_again(*pair) for pair in zip(queries, ranked)]
+            ranked = [self._rank_again(query, pairs[:num]) for query, pairs in zip(queries, ranked)]
         return [self._hits(pairs[:k]) for pairs in ranked]
 
     def _rank_again(self, query: str, pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        pairs = pairs[: self._k_candidates]
         if not pairs:
             return []
         rows = np.array([row for row, _ in pairs])
