@@ -17,6 +17,7 @@ changes no order, and replaces negative idf of robertson by 0.
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -241,4 +242,5 @@ def _bm25s() -> Any:
         import bm25s
     except ImportError:
         raise InputError("a search by words needs bm25s: pip install 'lcjax[retrieval]'") from None
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     return bm25s
