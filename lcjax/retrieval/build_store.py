@@ -115,8 +115,8 @@ def build(
 
     Args:
       config: settings.
-      executor: any executor, such as Dask's or Ray's, that writes the shards; its workers share the
-        storage of `config.out`. None: `config.workers` processes of this machine.
+      executor: any executor, such as Dask's, that writes the shards; its workers share the storage
+        of `config.out`. None: `config.workers` processes of this machine.
       part: `i/n` writes only the shards i, i + n, ... (i counts from 0), and leaves the indices to
         `finish`. Parts may run at the same time on machines that share the storage.
       encoder: in place of the one that `config.encoder` names; sent to the executor with each job.
@@ -129,7 +129,7 @@ def build(
         source cannot be read.
     """
     index, part_of = (0, 1) if part is None else _parse_part(part)
-    check_path("out", config.folder)
+    check_path("out", config.out)
     check_outside_data("out", config.folder, config.data)
     encoder = encoder or config.encoder.open(config.mesh)
     _check_settings(config, encoder)

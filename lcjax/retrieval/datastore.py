@@ -248,8 +248,8 @@ class Datastore:
         Raises:
           InputError: the folder is no complete datastore, or a file is missing or cut.
         """
+        check_path("folder", folder)
         self.folder = Path(folder).expanduser()
-        check_path("folder", self.folder)
         self._tables = LRUCache(_CACHE_BYTES, lambda table: table.nbytes)
         self._open()
 

@@ -1109,7 +1109,7 @@ tokenizer | build --out=o --data.path={corpus} --chunking.unit=tokens
 klingon | build --out=o --data.path={corpus} --sparse.stopwords=klingon
 question | search {store}
 datastore | search {corpus} question
-datastore | search {nul} question
+folder | search {nul} question
 k | search {store} question --k=0
 k | search {store} question --k={digits}
 vectors | search {store} question --kind=dense
