@@ -34,7 +34,7 @@ from lcjax.data.config import INDEX as INDICES
 from lcjax.data.config import PLAN as PLANS
 from lcjax.data.files import LRUCache
 from lcjax.data.jobs import write_json
-from lcjax.errors import InputError, one_of
+from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.files import atomic_file, check_path, read_json
 from lcjax.parallel.run_lock import RunLock
 from lcjax.parallel.sharding import Mesh
@@ -74,6 +74,9 @@ class EncoderSection:
     dtype: str | None = None  # of its computation: float32 or bfloat16
     batch_tokens: int | None = None  # tokens that are computed at once
     allow_pickle: bool = False  # read .bin weights with a restricted reader
+
+    def __post_init__(self):
+        whole_numbers("encoder", self, 1, "max_tokens", "layer", "batch_tokens")
 
     def open(self, mesh: Mesh | None = None) -> "Encoder | None":
         """Opens the encoder; None without a path.

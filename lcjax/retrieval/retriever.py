@@ -222,13 +222,15 @@ def _sparse_search(store: Datastore) -> Search:
 
 
 def _dense_search(store: Datastore, encoder: "Encoder", index: str, mesh: Mesh | None) -> Search:
+    valid = store.valid
     if index == "exact":
+        vectors = store.vectors(encoder)  # refuses another encoder
         from lcjax.retrieval.search import ExactIndex
 
         devices = None if mesh is None else make_mesh(mesh)
-        exact = ExactIndex(store.vectors(encoder), valid=store.valid, mesh=devices)
+        exact = ExactIndex(vectors, valid=valid, mesh=devices)
         return lambda queries, k: exact.search(encoder.encode_queries(queries), k)
-    faiss, valid = store.faiss(index, encoder), store.valid
+    faiss = store.faiss(index, encoder)
 
     def search(queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         return _search_valid(faiss, encoder.encode_queries(queries), k, valid)

@@ -149,12 +149,12 @@ def test_a_build_that_is_killed_anywhere_resumes_to_the_same_bytes(text, tmp_pat
     folders = [str(Path(lcjax.__file__).parent.parent), str(Path(__file__).parent)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     generator, kills = random.Random(0), 0
-    for _ in range(6):
+    for _ in range(5):
         run = subprocess.Popen(
             [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         run.stdout.readline()
-        if kills < 3:
+        if kills < 2:
             time.sleep(generator.uniform(0.1, 0.5))
             kills += run.poll() is None
             run.send_signal(signal.SIGKILL)
@@ -162,7 +162,7 @@ def test_a_build_that_is_killed_anywhere_resumes_to_the_same_bytes(text, tmp_pat
         if run.returncode == 0:
             break
         assert not (out / "index.json").exists()
-    assert run.returncode == 0 and kills >= 2
+    assert run.returncode == 0 and kills == 2
     assert content(out) == content(tmp_path / "whole")
 
 
