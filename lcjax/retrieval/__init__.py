@@ -1,6 +1,6 @@
 """Retrieval: passages of a datastore, found by words or by vectors, for models that read them."""
 
-from lcjax.retrieval.build_store import BuildConfig, build, documents, finish
+from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
 from lcjax.retrieval.datastore import Datastore, EncoderSection
 from lcjax.retrieval.passages import Chunking, Document, Passage
 from lcjax.retrieval.retriever import Hit, Reranker, Retriever, check
@@ -20,6 +20,6 @@ __all__ = [
     "SparseIndex",
     "build",
     "check",
-    "documents",
     "finish",
+    "read_documents",
 ]

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from lcjax import config as config_lib
 from lcjax.data.config import TextConfig
 from lcjax.errors import InputError, suggestion
-from lcjax.retrieval.build_store import BuildConfig, build, documents, finish
+from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
 from lcjax.retrieval.datastore import Datastore
 from lcjax.retrieval.passages import Chunking
 from lcjax.retrieval.retriever import KINDS, Retriever, check
@@ -159,7 +159,7 @@ def _append(words: list[str], report: config_lib.ErrorReport) -> None:
     args = report.config = parser.parse_args(words)
     store = Datastore(args.folder)
     chunking = Chunking(**store.index["chunking"])
-    texts = documents(TextConfig(path=args.path), chunking)
+    texts = read_documents(TextConfig(path=args.path), chunking)
     num_added = store.append(tqdm(texts, desc="append", unit="document", delay=1))
     print(f"{args.folder}: {num_added:,} passages more, {len(store):,} in all")
 

@@ -96,6 +96,8 @@ class BuildConfig:
                 raise InputError(
                     f"data.sources.{i}: rows of type teacher are no documents; name their text"
                 )
+            if isinstance(source, SeqioSource) and source.converter:
+                raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
             if source.upsample:
                 raise InputError(f"data.sources.{i}.upsample is for trainings: leave it out")
 
@@ -392,7 +394,7 @@ def _remove_drafts(out: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def documents(data: TextConfig, chunking: Chunking) -> Iterator[Document]:
+def read_documents(data: TextConfig, chunking: Chunking) -> Iterator[Document]:
     """Yields the documents of sources, as `build` reads them."""
     sources = _Sources(BuildConfig(data=data, chunking=chunking, out="."))
     for job in sources.jobs():

@@ -217,10 +217,10 @@ def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
     store = built(text, tmp_path / "out", encoder)
     reader, before = Datastore(tmp_path / "out"), len(store)
     old_vectors, old_index = reader.vectors(), reader.sparse()
-    from lcjax.retrieval import documents
+    from lcjax.retrieval import read_documents
 
     chunking = Chunking(**store.index["chunking"])
-    added = store.append(documents(TextConfig(path=more), chunking), encoders=[encoder])
+    added = store.append(read_documents(TextConfig(path=more), chunking), encoders=[encoder])
     assert added == len(store) - before > 10
     for opened in (store, Datastore(tmp_path / "out")):
         assert [p.id for p in opened.passages(range(len(opened)))] == [
@@ -238,7 +238,7 @@ def test_appended_passages_are_found_as_if_they_had_been_built(text, tmp_path):
     assert "lock.json" not in names
     saved = content(tmp_path / "out")
     with pytest.raises(InputError, match=r"passage 9.jsonl:1#.* exists in .*: delete it first"):
-        store.append(documents(TextConfig(path=more), chunking), encoders=[encoder])
+        store.append(read_documents(TextConfig(path=more), chunking), encoders=[encoder])
     assert content(tmp_path / "out").keys() == saved.keys()
     assert Datastore(tmp_path / "out").index == json.loads(saved["index.json"])
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lcjax.checkpoints import ByteTokenizer, load_tokenizer
-from lcjax.data import ChatSource, TextConfig, TextSource
+from lcjax.data import ChatSource, SeqioSource, TextConfig, TextSource
 from lcjax.data.prepare import PrepareConfig, prepare
 from lcjax.errors import InputError
-from lcjax.retrieval import Chunking, Document, documents
+from lcjax.retrieval import Chunking, Document, read_documents
 from lcjax.retrieval.passages import sentences
 
 TEXT = (
@@ -123,7 +123,7 @@ def test_bad_settings_are_one_line():
 
 def read(*sources, **fields):
     data = TextConfig(sources=list(sources))
-    return list(documents(data, Chunking(**fields)))
+    return list(read_documents(data, Chunking(**fields)))
 
 
 def test_documents_come_from_files_records_chats_and_tokens(tmp_path, byte_tokenizer):
@@ -156,10 +156,10 @@ def test_documents_come_from_files_records_chats_and_tokens(tmp_path, byte_token
     text = str(tmp_path / "t" / "a.txt")
     prepare(PrepareConfig(text, tokenizer=byte_tokenizer, out=ids, workers=1))
     data = TextConfig(path=ids)
-    (tokens,) = documents(data, Chunking(tokenizer=byte_tokenizer))
+    (tokens,) = read_documents(data, Chunking(tokenizer=byte_tokenizer))
     assert tokens.text == "One two."
     with pytest.raises(InputError, match="holds token ids: give chunking.tokenizer"):
-        list(documents(data, Chunking()))
+        list(read_documents(data, Chunking()))
 
 
 def test_documents_of_several_sources_have_different_names(tmp_path):
@@ -177,5 +177,35 @@ def test_documents_that_are_held_out_have_no_passages(tmp_path):
     from lcjax.data.corpus import open_split
 
     (rest,) = open_split(data, "train")
-    kept = [d.text for d in documents(data, Chunking())]
+    kept = [d.text for d in read_documents(data, Chunking())]
     assert kept == [text for _, text in rest] and 20 < len(kept) < 36
+
+
+def test_tasks_of_seqio_are_read_in_one_job():
+    seqio = pytest.importorskip("seqio", reason="seqio is not installed")
+    tf = pytest.importorskip("tensorflow")
+
+    def read_examples(split, shuffle_files, seed=None):
+        return tf.data.Dataset.from_tensor_slices({"q": ["why", "who"], "a": ["so", "me"]})
+
+    seqio.TaskRegistry.add(
+        "lcjax_passages",
+        source=seqio.FunctionDataSource(read_examples, splits=["train"]),
+        preprocessors=[
+            lambda data: seqio.preprocessors.rekey(data, {"inputs": "q", "targets": "a"}),
+            seqio.preprocessors.tokenize,
+        ],
+        output_features={
+            name: seqio.Feature(seqio.ByteVocabulary()) for name in ("inputs", "targets")
+        },
+    )
+    try:
+        (first, second) = read(SeqioSource("lcjax_passages"))
+        assert (first.name, first.text) == ("lcjax_passages:1", "so")
+        assert (second.name, second.source) == ("lcjax_passages:2", "seqio:lcjax_passages")
+        (pair, _) = read(SeqioSource("lcjax_passages", prompt="inputs"))
+        assert pair.text == "whyso"
+        with pytest.raises(InputError, match=r"sources.0.converter makes rows, no documents"):
+            read(SeqioSource("lcjax_passages", converter="chunks"))
+    finally:
+        seqio.TaskRegistry.remove("lcjax_passages")
