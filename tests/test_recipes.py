@@ -15,12 +15,14 @@ from lcjax.evaluation import study
 from lcjax.evaluation.config import EvalConfig
 from lcjax.models import ModelConfig, preset
 from lcjax.parallel.sharding import mesh_sizes
+from lcjax.retrieval import BuildConfig
 from lcjax.rope import Bf16Positions, Default, PlainPositions, Rope
 from lcjax.training import batches, estimate
 from lcjax.training.config import TrainConfig, trainable
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+DATASTORES = sorted((ROOT / "configs").glob("retrieval*.yaml"))
+RECIPES = sorted(set((ROOT / "configs").glob("*.yaml")) - set(DATASTORES))
 EVALUATIONS = [file for file in RECIPES if "\n# Command: python eval.py" in file.read_text()]
 TRAININGS = [file for file in RECIPES if file not in EVALUATIONS]
 PUBLISHED = [file for file in RECIPES if not file.stem.startswith(("quickstart", "study"))]
@@ -81,7 +83,7 @@ def ready(rope: Rope, model: ModelConfig = LLAMA) -> Rope:
     return rope.resolve(theta=10_000.0, length=model.max_length)
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=stem)
+@pytest.mark.parametrize("file", [*RECIPES, *DATASTORES], ids=stem)
 def test_a_recipe_says_what_it_promises(file):
     parts = header(file)
     assert [part for part in PARTS if len(parts.get(part, "")) < 10] == []
@@ -102,6 +104,14 @@ def test_the_command_of_a_recipe_runs_that_recipe(file):
     script = "eval.py" if file in EVALUATIONS else "train.py"
     name = file.relative_to(ROOT).as_posix()
     assert header(file)["Command"].startswith(f"python {script} --config {name}")
+
+
+@pytest.mark.parametrize("file", DATASTORES, ids=stem)
+def test_the_command_of_a_datastore_builds_it(file):
+    name = file.relative_to(ROOT).as_posix()
+    command = f"python -m lcjax.retrieval build --config {name}"
+    assert header(file)["Command"].startswith(command)
+    assert config.parse(BuildConfig, ["--config", name]).out in header(file)["Command"]
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)

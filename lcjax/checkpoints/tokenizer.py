@@ -50,6 +50,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]: ...
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Returns the characters (start, end) of every token of `encode(text)`.
+
+        Of tokens that are parts of one character, each has its span, or some have an empty one.
+        """
+        ...
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str: ...
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> str: ...
@@ -156,6 +163,10 @@ class JsonTokenizer(_PublishedTokenizer):
         check_text(text)
         return self._backend(allow_special).encode(text, add_special_tokens=False).ids
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        check_text(text)
+        return self._backend(False).encode(text, add_special_tokens=False).offsets
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         ids = [int(i) for i in ids]
         return self._backend(False).decode(ids, skip_special_tokens=skip_special)
@@ -219,6 +230,11 @@ class SentencePieceTokenizer(_PublishedTokenizer):
             special = self.special_ids.get(part)
             ids += self._processor.encode(part) if special is None else [special]
         return ids
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        check_text(text)
+        pieces = self._processor.encode(text, out_type="proto").pieces
+        return [(piece.begin, piece.end) for piece in pieces]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         runs = groupby((int(i) for i in ids), key=self._strings.__contains__)
@@ -289,6 +305,10 @@ class ByteTokenizer:
         for part in re.split(f"({'|'.join(_SPECIAL)})", text):
             ids += [_BYTES + _SPECIAL.index(part)] if part in _SPECIAL else part.encode()
         return ids
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        check_text(text)
+        return [(i, i + 1) for i, char in enumerate(text) for _ in char.encode()]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         out = bytearray()

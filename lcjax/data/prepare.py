@@ -1,32 +1,35 @@
 """`python -m lcjax.data prepare`: tokenises text once, for many trainings.
 
-The work is divided into jobs that depend on the text and the settings only. Each job writes one
-shard (`lcjax.data.token_files`) atomically. So any number of processes writes the same folder, and
-after a kill the same command writes the missing shards.
+Each job (`lcjax.data.jobs`) writes one shard (`lcjax.data.token_files`). So any number of processes
+writes the same folder, and after a kill the same command writes the missing shards.
 """
 
-import collections
 import dataclasses
+import functools
 import json
-import multiprocessing
 import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from lcjax.checkpoints import load_tokenizer
 from lcjax.data.config import INDEX, NOT_CONTENT, ON_BAD_TEXT, PLAN, Source, TextConfig, TextSource
 from lcjax.data.corpus import check_outside_data, derived_seed, order, source_files
-from lcjax.data.files import FileCache, FileList
+from lcjax.data.jobs import (
+    Job,
+    JobReader,
+    Progress,
+    begin,
+    make_jobs,
+    map_ahead,
+    read_shard,
+    worker_pool,
+    write_json,
+)
 from lcjax.data.readers import Document, SourceFiles
 from lcjax.data.token_files import DOCUMENT, DTYPES, FORMAT
 from lcjax.data.upsample import Selection
@@ -34,8 +37,6 @@ from lcjax.errors import InputError, one_of, whole_numbers
 from lcjax.files import atomic_file, check_path
 
 TOKENIZER = "tokenizer"  # folder beside the shards
-# Minimum and maximum bytes of a job, and the number of jobs that is aimed at within these limits
-_MIN_JOB_BYTES, _MAX_JOB_BYTES, _NUM_JOBS = 1 << 20, 1 << 26, 64
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,6 @@ class PrepareConfig:
         return Path(self.out).expanduser()
 
 
-class Job(NamedTuple):
-    """Part `part` of `parts` of some files of a source; files are indices in reading order."""
-
-    number: int
-    source: int
-    files: tuple[int, ...]
-    part: int
-    parts: int
-    size: int  # bytes on disk, for the progress bar
-
-
 def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Writes the missing shards of a token folder.
 
@@ -105,8 +95,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     check_outside_data("out", out, TextConfig(sources=tuple(config.text_sources())))
     files = [source.paths for source in config.open_sources()]
     identity = _identity(config, tokenizer.fingerprint, [paths.fingerprint for paths in files])
-    if (index := begin(out, identity, "prepare")) is None:
-        jobs = make_jobs(files, config)
+    if (index := begin(out, identity, INDEX["prepare"], PLAN["prepare"])) is None:
+        jobs = make_jobs(files, functools.partial(_order, config))
         _run(config, tokenizer, jobs)
         index = _finish(config, tokenizer, identity, len(jobs))
         (out / PLAN["prepare"]).unlink()
@@ -146,69 +136,7 @@ def _identity(config: PrepareConfig, tokenizer: str, text: list[str]) -> dict[st
     return json.loads(json.dumps(identity))
 
 
-def begin(out: Path, identity: dict[str, Any], command: str) -> dict[str, Any] | None:
-    """Creates a folder of shards, or checks that an existing one has the same identity.
-
-    Args:
-      out: the folder.
-      identity: everything that determines its content.
-      command: of `python -m lcjax.data`, `prepare` or `teacher`.
-
-    Returns:
-      The index of a complete folder, None for an incomplete one.
-
-    Raises:
-      InputError: the folder has another identity, or holds other files.
-    """
-    for file in (INDEX[command], PLAN[command]):
-        if (out / file).is_file():
-            content = json.loads((out / file).read_text(encoding="utf-8"))
-            saved = content.get("asked", {})
-            for key, value in identity.items():
-                if saved.get(key) != value:
-                    raise InputError(
-                        f"out={out} was made with {key} {saved.get(key)}, which is {value} now:"
-                        " name another folder, or delete this one"
-                    )
-            return content if file == INDEX[command] else None
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"out={out} exists and is not empty: name another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / PLAN[command], {"asked": identity})
-    except OSError as error:
-        raise InputError(f"out={out} cannot be written: {error}; name another folder") from None
-    return None
-
-
-def make_jobs(sources: list[FileList], config: PrepareConfig) -> list[Job]:
-    """Divides the files into jobs of similar size.
-
-    The jobs depend on the files and the settings, not on the number of processes.
-    """
-    total = sum(files.size for files in sources)
-    limit = min(max(total // _NUM_JOBS, _MIN_JOB_BYTES), _MAX_JOB_BYTES)
-    jobs: list[tuple] = []  # without their numbers
-    for source, files in enumerate(sources):
-        group, size = [], 0
-        for file in _order(len(files), config, source).tolist():
-            num_bytes, path = files.sizes[file], files[file][1]
-            if group and size + num_bytes > limit:
-                jobs.append((source, tuple(group), 0, 1, size))
-                group, size = [], 0
-            # A .gz has no random access: each part would unpack all of it.
-            parts = 1 if path.suffix.lower() == ".gz" else -(-num_bytes // (2 * limit))
-            if parts > 1:
-                share = num_bytes // parts
-                jobs += [(source, (file,), part, parts, share) for part in range(parts)]
-            else:
-                group, size = [*group, file], size + num_bytes
-        if group:
-            jobs.append((source, tuple(group), 0, 1, size))
-    return [Job(number, *job) for number, job in enumerate(jobs)]
-
-
-def _order(count: int, config: PrepareConfig, source: int, *tags: int) -> np.ndarray:
+def _order(config: PrepareConfig, count: int, source: int, *tags: int) -> np.ndarray:
     """The order of the first epoch of a stream with the same seed."""
     if not config.shuffle:
         return np.arange(count)
@@ -216,41 +144,14 @@ def _order(count: int, config: PrepareConfig, source: int, *tags: int) -> np.nda
 
 
 def _run(config: PrepareConfig, tokenizer: Any, jobs: list[Job]) -> None:
-    num_workers = config.workers or os.cpu_count() or 1
-    num_done = tokens = 0
-    if num_workers == 1:
-        _start_worker(config, tokenizer)
-        pool = ThreadPoolExecutor(1)
-    else:
-        pool = ProcessPoolExecutor(
-            min(num_workers, len(jobs)),
-            # Forking a process with threads, such as those of jax, may hang it.
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(config, tokenizer),
-        )
-    size = sum(job.size for job in jobs)
-    # In a log file one line a minute is enough.
-    interval = 0.1 if sys.stderr.isatty() else 60.0
-    bar = tqdm(total=size, unit="B", unit_scale=True, desc="tokenise", mininterval=interval)
-    try:
-        with bar:
-            tasks = _select_documents(pool, config, jobs)
-            for job, shard in _map_ahead(pool, _tokenise, tasks, 2 * num_workers):
-                num_done, tokens = num_done + 1, tokens + shard["tokens"]
-                bar.update(job.size)
-                bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"{num_done} of {len(jobs)} shards are in {config.out}; the same command resumes"
-        ) from None
-    except BrokenProcessPool:
-        raise InputError(
-            f"a process ended early, perhaps for lack of memory; {num_done} of {len(jobs)} shards"
-            " are written: run the same command again, with fewer workers"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    num_workers, tokens = config.workers or os.cpu_count() or 1, 0
+    pool = worker_pool(min(num_workers, len(jobs)), _start_worker, config, tokenizer)
+    progress = Progress(jobs, "tokenise", config.folder)
+    with progress.run(pool):
+        tasks = _select_documents(pool, config, jobs)
+        for job, shard in map_ahead(pool, _tokenise, tasks, 2 * num_workers):
+            tokens += shard["tokens"]
+            progress.update(job, f"{tokens:,} tokens")
 
 
 def _select_documents(
@@ -267,7 +168,7 @@ def _select_documents(
             continue
         selection = Selection(source.upsample)
         tasks = ((job, None) for job in source_jobs)
-        for job, (characters, labels) in _map_ahead(pool, _scan, tasks, 8):
+        for job, (characters, labels) in map_ahead(pool, _scan, tasks, 8):
             is_selected = np.zeros(len(characters), bool)
             for i, length in enumerate(characters.tolist()):
                 is_selected[i] = selection.keep(length, labels[i], source.path)
@@ -278,24 +179,6 @@ def _select_documents(
                 break
 
 
-def _map_ahead(
-    pool: Executor, function: Callable, tasks: Iterable[tuple[Job, Any]], depth: int
-) -> Iterator[tuple[Job, Any]]:
-    """Yields results in the order of the tasks, and runs up to `depth` tasks ahead.
-
-    Unlike `Executor.map` it draws the tasks lazily.
-    """
-    queue: collections.deque = collections.deque()
-    for job, argument in tasks:
-        queue.append((job, pool.submit(function, job, argument)))
-        if len(queue) >= depth:
-            job, future = queue.popleft()
-            yield job, future.result()
-    while queue:
-        job, future = queue.popleft()
-        yield job, future.result()
-
-
 _worker: "Worker"
 
 
@@ -303,11 +186,6 @@ def _start_worker(config: PrepareConfig, tokenizer: Any) -> None:
     """Initialises every process of the pool."""
     global _worker
     _worker = Worker(config, tokenizer)
-    if (parent := multiprocessing.parent_process()) is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends the workers
-        # A killed parent cannot end its workers, which would wait for work for ever.
-        watch = threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True)
-        watch.start()
 
 
 def _scan(job: Job, _: None) -> tuple[np.ndarray, list[str]]:
@@ -318,34 +196,20 @@ def _scan(job: Job, _: None) -> tuple[np.ndarray, list[str]]:
 
 def _tokenise(job: Job, is_selected: np.ndarray | None) -> dict[str, Any]:
     """Writes the shard of a job where it is missing, and returns its description."""
-    return _read_shard(_worker.config.folder, job.number) or _worker.write(job, is_selected)
-
-
-def _read_shard(out: Path, number: int) -> dict[str, Any] | None:
-    """Reads the description of a shard; None where the shard is incomplete."""
-    file = out / f"{number:06d}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return read_shard(_worker.config.folder, job.number) or _worker.write(job, is_selected)
 
 
 class Worker:
     """The state of a process between jobs."""
 
     def __init__(self, config: PrepareConfig, tokenizer: Any):
-        self.config, self._tokenizer, self._sources = config, tokenizer, config.open_sources()
-        self._reader: tuple[tuple[int, int] | None, Any] = (None, None)
+        self.config, self._tokenizer = config, tokenizer
+        self._reader = JobReader(config.open_sources(), functools.partial(_order, config))
 
     def documents(self, job: Job) -> Iterator[tuple[Document, float]]:
         """Yields (document, hash of its name) in reading order."""
-        files = self._sources[job.source]
-        for file in job.files:
-            if self._reader[0] != (job.source, file):  # the parts of a file share its index
-                self._reader = (job.source, file), files.open(file, FileCache())
-            reader = self._reader[1]
-            count = len(reader)
-            indices = _order(count, self.config, job.source, file)
-            first, last = (count * part // job.parts for part in (job.part, job.part + 1))
-            for index in indices[first:last].tolist():
-                yield files.document(reader, index), reader.split_hash(index)
+        for files, reader, index in self._reader.records(job):
+            yield files.document(reader, index), reader.split_hash(index)
 
     def write(self, job: Job, is_selected: np.ndarray | None) -> dict[str, Any]:
         """Writes the ids, the table of documents, and the description that completes the shard."""
@@ -374,18 +238,12 @@ class Worker:
         return self._tokenizer.encode(document.value) if document.value.strip() else []
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file atomically."""
-    with atomic_file(path) as file:
-        json.dump(value, file, indent=1)
-
-
 def _finish(
     config: PrepareConfig, tokenizer: Any, identity: dict[str, Any], num_jobs: int
 ) -> dict[str, Any]:
     """Writes the report, and last the index over all shards."""
     out = config.folder
-    shards = [shard for i in range(num_jobs) if (shard := _read_shard(out, i))]
+    shards = [shard for i in range(num_jobs) if (shard := read_shard(out, i))]
     index = {
         "format": FORMAT,
         "dtype": config.dtype,

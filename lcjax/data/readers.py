@@ -103,6 +103,14 @@ class Reader(abc.ABC):
     def location(self, index: int) -> str:
         return f"{self._path}{self._separator}{index + 1}"
 
+    def title(self, index: int, field: str) -> str:
+        """Returns the text in a field of a record; the name of a file that is one document."""
+        record = self.record(index) if field else None
+        if not isinstance(record, Mapping):
+            return ""
+        value = field_value(record, field, self.location(index), "chunking.title_field")
+        return "" if value is None else str(value)
+
     def split_hash(self, index: int) -> float:
         """The hash in [0, 1) that decides about the validation split."""
         return unit_hash(self.name(index).encode())
@@ -146,6 +154,9 @@ class TextReader(Reader):
         return 1
 
     def name(self, index: int) -> str:
+        return self._name
+
+    def title(self, index: int, field: str) -> str:
         return self._name
 
     def location(self, index: int) -> str:
@@ -527,7 +538,8 @@ def _text(record: Any, name: str, location: str) -> str:
 
 
 def _no_field(location: str, name: str, names: Iterable[str], setting: str) -> InputError:
+    key = setting if "." in setting else f"data.sources.0.{setting}"
     return InputError(
         f"{location} has no field {name!r}; it has {', '.join(sorted(names)) or 'none'}:"
-        f" name the right one with data.sources.0.{setting}"
+        f" name the right one with {key}"
     )

@@ -24,8 +24,8 @@ from lcjax.checkpoints.build import ModelSection, build, check_source
 from lcjax.checkpoints.run_folder import fingerprint
 from lcjax.data.config import INDEX, PLAN, DataConfig, TeacherSource
 from lcjax.data.corpus import check_sources
+from lcjax.data.jobs import begin, write_json
 from lcjax.data.loader import Loader, make_loader
-from lcjax.data.prepare import begin, write_json
 from lcjax.data.token_files import FORMAT, row_type
 from lcjax.errors import InputError, whole_numbers
 from lcjax.files import atomic_file
@@ -95,7 +95,7 @@ def teach(config: TeacherConfig) -> dict[str, Any]:
     loader = make_loader(config.data, tokenizer, config.batch_size)
     out, identity = Path(config.out).expanduser(), _identity(config, model, params, loader)
     if distributed.is_main_process():
-        begin(out, identity, "teacher")
+        begin(out, identity, INDEX["teacher"], PLAN["teacher"])
     distributed.barrier("teacher's folder ready")
     if (out / INDEX["teacher"]).is_file():
         index = json.loads((out / INDEX["teacher"]).read_text(encoding="utf-8"))

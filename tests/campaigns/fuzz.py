@@ -62,6 +62,8 @@ from lcjax.evaluation import cli
 from lcjax.evaluation.config import EvalConfig
 from lcjax.evaluation.run import _Runner
 from lcjax.parallel import distributed
+from lcjax.retrieval import BuildConfig
+from lcjax.retrieval import __main__ as retrieval_command
 from lcjax.rope import Linear, LongRope, Yarn
 from lcjax.training import TrainConfig, loop, run
 
@@ -107,8 +109,8 @@ class Place:
     def __init__(self, shared: Path, folder: Path, seed: str):
         self.shared, self.folder, self.random = shared, folder, random.Random(seed)
         self.model, self.gguf, self.corpus = shared / "model", shared / "m.gguf", shared / "corpus"
-        self.run, self.evaluation, self.tokens = (
-            shared / name for name in ("run", "evaluation", "tokens")
+        self.run, self.evaluation, self.tokens, self.store = (
+            shared / name for name in ("run", "evaluation", "tokens", "store")
         )
         folder.mkdir(parents=True)
         self.kept: dict[Path, str | None] = {}
@@ -355,6 +357,7 @@ def config_cases() -> Iterator[Case]:
         ("eval", EvalConfig, Place.evaluate),
         ("prepare", PrepareConfig, None),
         ("teacher", TeacherConfig, None),
+        ("retrieval", BuildConfig, None),
     ):
         for key, kind in fields_of(cls, ""):
             if label == "train" or not key.startswith(shared):
@@ -399,6 +402,7 @@ def _config_case(label, cls, start, key, kind, name, value) -> Case:
 PARSED = {
     PrepareConfig: {"path": "corpus", "tokenizer": "model", "out": "tokens"},
     TeacherConfig: {"out": "rows", "rows": 8, "data": {"chunks": {"count": 2, "length": 8}}},
+    BuildConfig: {"out": "store"},
 }
 
 
@@ -1085,6 +1089,38 @@ rows|data | teacher --out=o
 accepted | prepare --path={corpus} --tokenizer={model} --out=o --workers=1
 """
 
+RETRIEVAL = """
+command | ''
+nothing | nothing
+out | build
+path | build --out=o
+absent | build --out=o --data.path=absent
+mine.txt | build --out=mine.txt --data.path={corpus}
+thesis | build --out=thesis --data.path={corpus}
+out|corpus | build --out={corpus}/x --data.path={corpus}
+out|proc | build --out=/proc/x/y --data.path={corpus}
+out|xxx | build --out={long} --data.path={corpus}
+part | build --out=o --data.path={corpus} --part=4/4
+part | build --out=o --data.path={corpus} --part={surrogate}
+shards | build --out=o --data.path={corpus} --finish
+search by | build --out=o --data.path={corpus} --sparse=null
+encoder | build --out=o --data.path={corpus} --encoder.path=absent
+tokenizer | build --out=o --data.path={corpus} --chunking.unit=tokens
+klingon | build --out=o --data.path={corpus} --sparse.stopwords=klingon
+question | search {store}
+datastore | search {corpus} question
+folder | search {nul} question
+k | search {store} question --k=0
+k | search {store} question --k={digits}
+vectors | search {store} question --kind=dense
+n= | check {store} --n=0
+absent | append {store} --path=absent
+absent | delete {store} absent
+accepted | build --out=o --data.path={corpus} --workers=1
+accepted | search {store} 'the cat' {surrogate} {nul}
+accepted | check {store} --n=3 --files
+"""
+
 YAML = r"""
 train | train: hello | --train.steps=3
 key | - 1
@@ -1150,6 +1186,7 @@ def command_cases() -> Iterator[Case]:
     commands = {
         "convert": (convert.main, CONVERT), "train.py": (train, TRAIN), "eval.py": (cli.main, EVAL),
         "lcjax.data": (data_command.main, PREPARE),
+        "lcjax.retrieval": (retrieval_command.main, RETRIEVAL),
     }  # fmt: skip
     for name, (main, table) in commands.items():
         for says, words in lines(table):
@@ -1510,6 +1547,8 @@ def make_shared(folder: Path) -> None:
         "--workers=1",
     ]
     place.command(data_command.main, words)
+    store = ["build", f"--data.path={corpus}", f"--out={folder / 'store'}", "--workers=1"]
+    place.command(retrieval_command.main, [*store, "--chunking.size=20"])
     train = {"steps": 2, "save_every": 1}
     place.train({"train": train, "run": {"folder": str(folder / "run")}})
     place.evaluate({"max_windows": 2, "run": {"folder": str(folder / "evaluation")}})

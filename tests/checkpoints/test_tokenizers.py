@@ -53,6 +53,10 @@ def test_every_tokenizer_follows_the_protocol(any_tokenizer):
         assert any_tokenizer.decode(ids) == text
         assert all(0 <= i < any_tokenizer.vocab_size for i in ids)
         assert any_tokenizer.bos_id not in ids and any_tokenizer.eos_ids[0] not in ids
+        spans = any_tokenizer.spans(text)
+        assert len(spans) == len(ids) and all(a <= b for a, b in spans)
+        characters = {i for a, b in spans for i in range(a, b)}
+        assert characters == set(range(len(text)))
 
 
 def test_special_strings_in_a_text_are_text_unless_asked_otherwise():

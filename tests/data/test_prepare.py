@@ -16,7 +16,16 @@ from data_support import Bytes, assert_same, make_texts, split_documents, write_
 
 import lcjax
 from lcjax.checkpoints import load_tokenizer
-from lcjax.data import DataConfig, Share, TextSource, TokenSource, Upsample, make_loader, prepare
+from lcjax.data import (
+    DataConfig,
+    Share,
+    TextSource,
+    TokenSource,
+    Upsample,
+    jobs,
+    make_loader,
+    prepare,
+)
 from lcjax.data import __main__ as command
 from lcjax.data.corpus import check_outside_data, open_corpus
 from lcjax.errors import InputError
@@ -25,7 +34,7 @@ from lcjax.errors import InputError
 @pytest.fixture(autouse=True)
 def byte_tokenizer(monkeypatch):
     monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Bytes())
-    monkeypatch.setattr(prepare, "_MIN_JOB_BYTES", 400)  # several shards of tiny texts
+    monkeypatch.setattr(jobs, "_MIN_JOB_BYTES", 400)  # several shards of tiny texts
 
 
 @pytest.fixture
@@ -166,12 +175,12 @@ def runs(process):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_leaves_no_process_behind(text, tmp_path):
     code = (
-        "import time, data_support, lcjax.data.prepare as p\n"
+        "import time, data_support, lcjax.data.jobs as jobs, lcjax.data.prepare as p\n"
         "class Slow(data_support.Bytes):\n"
         "    def encode(self, text): time.sleep(0.02); return list(text.encode())\n"
         "if __name__ == '__main__':\n"
         "    p.load_tokenizer = lambda name: Slow()\n"
-        "    p._MIN_JOB_BYTES = 400\n"
+        "    jobs._MIN_JOB_BYTES = 400\n"
         f"    p.prepare(p.PrepareConfig(path={text!r}, out={str(tmp_path / 'out')!r},"
         " tokenizer='x', workers=2))\n"
     )

@@ -1,0 +1,232 @@
+"""Long work on the files of sources, divided into jobs that any number of processes can do.
+
+Jobs depend on the text and the settings only. Each writes one shard of a folder atomically. After a
+kill the same command does the missing jobs, and the folder is the one that an undisturbed run
+writes. `lcjax.data.prepare` (token ids) and `lcjax.retrieval.datastore` (passages) work like this.
+"""
+
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from lcjax.data.files import FileCache, FileList
+from lcjax.data.readers import Reader, SourceFiles
+from lcjax.errors import InputError
+from lcjax.files import atomic_file, read_json
+
+# Minimum and maximum bytes of a job, and the number of jobs that is aimed at within these limits
+_MIN_JOB_BYTES, _MAX_JOB_BYTES, _NUM_JOBS = 1 << 20, 1 << 26, 64
+
+# Returns the order int [count] in which `count` files of a source are read: order(count, source),
+# or the records of a file: order(count, source, file).
+Order = Callable[..., np.ndarray]
+
+
+class Job(NamedTuple):
+    """Part `part` of `parts` of some files of a source; files are indices in reading order."""
+
+    number: int
+    source: int
+    files: tuple[int, ...]
+    part: int
+    parts: int
+    size: int  # bytes on disk, for the progress bar
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file atomically."""
+    with atomic_file(path) as file:
+        json.dump(value, file, indent=1)
+
+
+def begin(out: Path, identity: dict[str, Any], index: str, plan: str) -> dict[str, Any] | None:
+    """Creates a folder of shards, or checks that an existing one has the same identity.
+
+    Several processes may begin the same folder at once.
+
+    Args:
+      out: the folder.
+      identity: everything that determines its content.
+      index: name of the file that completes the folder.
+      plan: name of the file of an incomplete folder.
+
+    Returns:
+      The index of a complete folder, None for an incomplete one.
+
+    Raises:
+      InputError: the folder has another identity, or holds other files.
+    """
+    # Listed before the plan is looked for, which another process may write at any moment.
+    drafts = f"{plan}."
+    others = [f for f in out.iterdir() if not f.name.startswith(drafts)] if out.is_dir() else []
+    for file in (index, plan):
+        if (out / file).is_file():
+            content = read_json(out / file)
+            saved = content.get("asked", {})
+            for key, value in identity.items():
+                if saved.get(key) != value:
+                    raise InputError(
+                        f"out={out} was made with {key} {saved.get(key)}, which is {value} now:"
+                        " name another folder, or delete this one"
+                    )
+            return content if file == index else None
+    if others or (out.exists() and not out.is_dir()):
+        raise InputError(f"out={out} exists and is not empty: name another folder")
+    try:
+        draft = out / f"{drafts}{uuid.uuid4().hex}"
+        write_json(draft, {"asked": identity})
+        draft.replace(out / plan)
+    except OSError as error:
+        raise InputError(f"out={out} cannot be written: {error}; name another folder") from None
+    return None
+
+
+def make_jobs(sources: Sequence[FileList], order: Order) -> list[Job]:
+    """Divides the files into jobs of similar size.
+
+    The jobs depend on the files and the order, not on the number of processes.
+    """
+    total = sum(files.size for files in sources)
+    limit = min(max(total // _NUM_JOBS, _MIN_JOB_BYTES), _MAX_JOB_BYTES)
+    jobs: list[tuple] = []  # without their numbers
+    for source, files in enumerate(sources):
+        group, size = [], 0
+        for file in order(len(files), source).tolist():
+            num_bytes, path = files.sizes[file], files[file][1]
+            if group and size + num_bytes > limit:
+                jobs.append((source, tuple(group), 0, 1, size))
+                group, size = [], 0
+            # A .gz has no random access: each part would unpack all of it.
+            parts = 1 if path.suffix.lower() == ".gz" else -(-num_bytes // (2 * limit))
+            if parts > 1:
+                share = num_bytes // parts
+                jobs += [(source, (file,), part, parts, share) for part in range(parts)]
+            else:
+                group, size = [*group, file], size + num_bytes
+        if group:
+            jobs.append((source, tuple(group), 0, 1, size))
+    return [Job(number, *job) for number, job in enumerate(jobs)]
+
+
+class JobReader:
+    """Reads the records of jobs; the parts of a file share its index."""
+
+    def __init__(self, sources: Sequence[SourceFiles], order: Order):
+        self._sources, self._order = sources, order
+        self._file: tuple[int, int] | None = None
+        self._reader: Reader | None = None
+
+    def records(self, job: Job) -> Iterator[tuple[SourceFiles, Reader, int]]:
+        """Yields (files of the source, reader of the file, number of the record) in order."""
+        files = self._sources[job.source]
+        for file in job.files:
+            if self._file != (job.source, file):
+                self._file, self._reader = (job.source, file), files.open(file, FileCache())
+            reader = self._reader
+            count = len(reader)
+            indices = self._order(count, job.source, file)
+            first, last = (count * part // job.parts for part in (job.part, job.part + 1))
+            for index in indices[first:last].tolist():
+                yield files, reader, index
+
+
+def read_shard(out: Path, number: int) -> dict[str, Any] | None:
+    """Reads the description of a shard; None where the shard is incomplete."""
+    file = out / f"{number:06d}.json"
+    return read_json(file) if file.is_file() else None
+
+
+def worker_pool(num_workers: int, start: Callable[..., None], *args: Any) -> Executor:
+    """Returns an executor whose processes call `start(*args)` first; a thread for one worker."""
+    if num_workers == 1:
+        start(*args)
+        return ThreadPoolExecutor(1)
+    return ProcessPoolExecutor(
+        num_workers,
+        # Forking a process with threads, such as those of jax, may hang it.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(start, args),
+    )
+
+
+def _start_worker(start: Callable[..., None], args: tuple) -> None:
+    """Initialises every process of the pool."""
+    start(*args)
+    if (parent := multiprocessing.parent_process()) is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends the workers
+        # A killed parent cannot end its workers, which would wait for work for ever.
+        watch = threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True)
+        watch.start()
+
+
+def map_ahead(
+    pool: Executor, function: Callable, tasks: Iterable[tuple[Job, Any]], depth: int
+) -> Iterator[tuple[Job, Any]]:
+    """Yields results in the order of the tasks, and runs up to `depth` tasks ahead.
+
+    Unlike `Executor.map` it draws the tasks lazily.
+    """
+    queue: collections.deque = collections.deque()
+    for job, argument in tasks:
+        queue.append((job, pool.submit(function, job, argument)))
+        if len(queue) >= depth:
+            job, future = queue.popleft()
+            yield job, future.result()
+    while queue:
+        job, future = queue.popleft()
+        yield job, future.result()
+
+
+class Progress:
+    """A progress bar over jobs, and the one line of an interrupted or broken run."""
+
+    def __init__(self, jobs: Sequence[Job], label: str, out: Path):
+        # In a log file one line a minute is enough.
+        interval = 0.1 if sys.stderr.isatty() else 60.0
+        size = sum(job.size for job in jobs)
+        self._bar = tqdm(total=size, unit="B", unit_scale=True, desc=label, mininterval=interval)
+        self._num_jobs, self._num_done, self._out = len(jobs), 0, out
+
+    def update(self, job: Job, note: str) -> None:
+        """Counts a finished job; `note` stands behind the bar."""
+        self._num_done += 1
+        self._bar.update(job.size)
+        self._bar.set_postfix_str(note, refresh=False)
+
+    @contextlib.contextmanager
+    def run(self, pool: Executor | None) -> Iterator[None]:
+        """Ends the pool with the block; says how many shards are written if it ends early.
+
+        None is a pool that belongs to the caller.
+        """
+        done = f"of {self._num_jobs} shards are"
+        try:
+            with self._bar:
+                yield
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"{self._num_done} {done} in {self._out}; the same command resumes"
+            ) from None
+        except BrokenProcessPool:
+            raise InputError(
+                f"a process ended early, perhaps for lack of memory; {self._num_done} {done}"
+                " written: run the same command again, with fewer workers"
+            ) from None
+        finally:
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,184 @@
+"""Datastores of passages: python -m lcjax.retrieval build|search|check|append|delete --help.
+
+build: cuts text into passages, from --data.path=TEXT to --out=FOLDER, for a search by words, and
+  with --encoder.path=MODEL by vectors. --part=i/n writes some shards, --finish the rest.
+search FOLDER "question": prints the passages that fit best.
+check FOLDER: searches sentences of the passages themselves; with --files also compares checksums.
+append FOLDER --path=TEXT: adds passages.
+delete FOLDER ID ...: removes passages.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from typing import NoReturn
+
+from tqdm.auto import tqdm
+
+from lcjax import config as config_lib
+from lcjax.data.config import TextConfig
+from lcjax.errors import InputError, suggestion
+from lcjax.retrieval.build_store import BuildConfig, build, finish, read_documents
+from lcjax.retrieval.datastore import Datastore
+from lcjax.retrieval.passages import Chunking
+from lcjax.retrieval.retriever import KINDS, Retriever, check
+
+_WIDTH = 100  # characters of a passage that `search` prints on a line
+
+
+def main(argv: list[str] | None = None) -> int:
+    command, *words = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    with config_lib.ErrorReport() as report:
+        if command not in _COMMANDS:
+            problem = f"{command} is not a command" if command else "no command"
+            raise InputError(f"{problem}; {suggestion(command, _COMMANDS)}")
+        _COMMANDS[command](words, report)
+    return report.code
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, command: str, description: str):
+        super().__init__(
+            prog=f"python -m lcjax.retrieval {command}",
+            description=description,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number")
+    return int(text)
+
+
+def _build(words: list[str], report: config_lib.ErrorReport) -> None:
+    part, is_last, rest = None, False, []
+    while words:
+        key, equals, value = words.pop(0).partition("=")
+        if key == "--part":
+            if not equals and not words:
+                raise InputError("--part has no value; write --part=i/n")
+            part = value if equals else words.pop(0)
+        elif key == "--finish" and not equals:
+            is_last = True
+        else:
+            rest.append(f"{key}{equals}{value}")
+    if part is not None and is_last:
+        raise InputError("--part and --finish: finish when all parts are written")
+    if {"-h", "--help"} & set(rest):
+        print("--part=i/n  write the shards i, i + n, ...; --finish  complete all parts\n")
+    report.config = settings = config_lib.parse(BuildConfig, rest)
+    index = finish(settings) if is_last else build(settings, part=part)
+    if index is None:
+        print(f"{settings.out}: part {part} is written; when all are, run --finish")
+        return
+    print(
+        f"{settings.out}: {index['passages']:,} passages of {index['documents']:,} documents;"
+        f' search them with python -m lcjax.retrieval search {settings.out} "question"'
+    )
+
+
+def _folder_parser(command: str, description: str) -> _Parser:
+    parser = _Parser(command, description)
+    parser.add_argument("folder", help="the datastore")
+    return parser
+
+
+def _add_search(parser: _Parser) -> None:
+    parser.add_argument("--kind", choices=KINDS, help="default: hybrid, or what the folder has")
+    parser.add_argument("--encoder", help="default: the one that built the datastore")
+    parser.add_argument("--index", default="exact", help="exact, ivf, ivf_pq or hnsw")
+    parser.add_argument("--rerank", help="cross-encoder or ColBERT that ranks the best 100 again")
+
+
+def _open(store: str | Datastore, args: argparse.Namespace) -> Retriever:
+    rerank = None
+    if args.rerank is not None:
+        from lcjax.retrieval.encoder import open_encoder
+
+        rerank = open_encoder(args.rerank)
+        if not hasattr(rerank, "score"):
+            raise InputError(f"--rerank={args.rerank} is no cross-encoder or ColBERT")
+    options = {"encoder": args.encoder, "index": args.index, "rerank": rerank}
+    return Retriever.open(store, args.kind, **options)
+
+
+def _search(words: list[str], report: config_lib.ErrorReport) -> None:
+    parser = _folder_parser("search", "Prints the passages that fit a question best.")
+    parser.add_argument("question", nargs="+", help="one or more questions")
+    parser.add_argument("--k", type=_whole, default=5, help="passages for each (5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per passage")
+    _add_search(parser)
+    args = report.config = parser.parse_args(words)
+    retriever = _open(args.folder, args)
+    for question, hits in zip(args.question, retriever.search(args.question, args.k)):
+        if not args.json and len(args.question) > 1:
+            print(f"# {question}")
+        for rank, hit in enumerate(hits, 1):
+            passage = hit.passage
+            if args.json:
+                fields = {"question": question, "rank": rank, "score": hit.score}
+                fields |= {"id": passage.id, "title": passage.title, "text": passage.text}
+                print(json.dumps(fields, ensure_ascii=False))
+                continue
+            text = " ".join(passage.text.split())
+            text = text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
+            print(f"{rank:>3}  {hit.score:9.4f}  {passage.id}\n     {text}")
+        if not hits and not args.json:
+            print("no passage has a word of the question")
+
+
+def _check(words: list[str], report: config_lib.ErrorReport) -> None:
+    parser = _folder_parser("check", "Searches sentences of the passages themselves.")
+    parser.add_argument("--n", type=_whole, default=100, help="number of sentences (100)")
+    parser.add_argument("--seed", type=_whole, default=0, help="of the sentences (0)")
+    parser.add_argument("--files", action="store_true", help="compare checksums of all files first")
+    _add_search(parser)
+    args = report.config = parser.parse_args(words)
+    store = Datastore(args.folder)
+    if args.files:
+        print(f"{args.folder}: {store.check_files()} checksums are right")
+    retriever = _open(store, args)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        print(check(retriever, args.n, args.seed).table())
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+
+
+def _append(words: list[str], report: config_lib.ErrorReport) -> None:
+    parser = _folder_parser("append", "Adds the passages of further text.")
+    parser.add_argument("--path", required=True, help="text, as data.path")
+    args = report.config = parser.parse_args(words)
+    store = Datastore(args.folder)
+    chunking = Chunking(**store.index["chunking"])
+    texts = read_documents(TextConfig(path=args.path), chunking)
+    num_added = store.append(tqdm(texts, desc="append", unit="document", delay=1))
+    print(f"{args.folder}: {num_added:,} passages more, {len(store):,} in all")
+
+
+def _delete(words: list[str], report: config_lib.ErrorReport) -> None:
+    parser = _folder_parser("delete", "Removes passages from all searches.")
+    parser.add_argument("id", nargs="+", help="ids of passages, as `search` prints them")
+    args = report.config = parser.parse_args(words)
+    store = Datastore(args.folder)
+    print(f"{args.folder}: {store.delete(args.id)} deleted, {len(store):,} passages remain")
+
+
+_COMMANDS = {
+    "build": _build,
+    "search": _search,
+    "check": _check,
+    "append": _append,
+    "delete": _delete,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

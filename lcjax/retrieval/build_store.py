@@ -1,0 +1,401 @@
+"""`python -m lcjax.retrieval build`: cuts text into passages and encodes them, shard by shard.
+
+Each job (`lcjax.data.jobs`) writes the passages of some files and their vectors. The last step
+joins the vectors, counts the words, and writes `index.json` (`lcjax.retrieval.datastore`).
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lcjax.data.config import SeqioSource, TeacherSource, TextConfig
+from lcjax.data.corpus import check_outside_data, open_corpus
+from lcjax.data.files import FileList
+from lcjax.data.jobs import (
+    Job,
+    JobReader,
+    Progress,
+    begin,
+    make_jobs,
+    map_ahead,
+    read_shard,
+    worker_pool,
+    write_json,
+)
+from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.files import atomic_file, check_path, read_json
+from lcjax.parallel.run_lock import RunLock
+from lcjax.parallel.sharding import Mesh
+from lcjax.retrieval.datastore import (
+    DTYPES,
+    FAISS_KINDS,
+    FORMAT,
+    INDEX,
+    PLAN,
+    EncoderSection,
+    encode_passages,
+    encoder_entry,
+    encoder_fields,
+    read_texts,
+    vector_file,
+    vector_header,
+    write_faiss,
+    write_passages,
+    write_sparse,
+)
+from lcjax.retrieval.passages import (
+    Chunking,
+    Document,
+    document_text,
+    open_files,
+    read_document,
+    tokenizer,
+)
+from lcjax.retrieval.sparse import Sparse, SparseIndex
+
+if TYPE_CHECKING:
+    from lcjax.retrieval.encoder import Encoder
+
+_TASKS_AHEAD = 256  # shards given at once to an executor of the caller
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildConfig:
+    """Settings of `python -m lcjax.retrieval build`."""
+
+    data: TextConfig = dataclasses.field(default_factory=TextConfig)  # text of the passages
+    chunking: Chunking = dataclasses.field(default_factory=Chunking)
+    # Search by words; null: only by vectors
+    sparse: Sparse | None = dataclasses.field(default_factory=Sparse)
+    encoder: EncoderSection = dataclasses.field(default_factory=EncoderSection)
+    mesh: Mesh | None = None  # devices that encode; null: one device
+    dtype: str = "float32"  # of the stored vectors: float32 or bfloat16
+    # An approximate index beside the vectors, built with FAISS: ivf, ivf_pq or hnsw; null: none
+    faiss: str | None = None
+    out: str = ""  # folder to write
+    workers: int = 0  # processes; 0: one for each core, but one in all with an encoder
+
+    def __post_init__(self):
+        one_of("dtype", self.dtype, DTYPES)
+        whole_numbers("", self, 0, "workers")
+        if not self.out:
+            raise InputError("out is empty: give --out=FOLDER")
+        for i, source in enumerate(self.data.sources):
+            if isinstance(source, TeacherSource):
+                raise InputError(
+                    f"data.sources.{i}: rows of type teacher are no documents; name their text"
+                )
+            if isinstance(source, SeqioSource) and source.converter:
+                raise InputError(f"data.sources.{i}.converter makes rows, no documents: set null")
+            if source.upsample:
+                raise InputError(f"data.sources.{i}.upsample is for trainings: leave it out")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out).expanduser()
+
+
+def build(
+    config: BuildConfig,
+    *,
+    executor: Executor | None = None,
+    part: str | None = None,
+    encoder: "Encoder | None" = None,
+) -> dict[str, Any] | None:
+    """Writes the missing shards of a datastore, and then its indices.
+
+    Args:
+      config: settings.
+      executor: any executor, such as Dask's, that writes the shards; its workers share the storage
+        of `config.out`. None: `config.workers` processes of this machine.
+      part: `i/n` writes only the shards i, i + n, ... (i counts from 0), and leaves the indices to
+        `finish`. Parts may run at the same time on machines that share the storage.
+      encoder: in place of the one that `config.encoder` names; sent to the executor with each job.
+
+    Returns:
+      The content of `index.json`; None with `part`.
+
+    Raises:
+      InputError: the folder belongs to other text or settings, the text has no passage, or a
+        source cannot be read.
+    """
+    index, part_of = (0, 1) if part is None else _parse_part(part)
+    check_path("out", config.out)
+    check_outside_data("out", config.folder, config.data)
+    encoder = encoder or config.encoder.open(config.mesh)
+    _check_settings(config, encoder)
+    sources = _Sources(config)
+    content = begin(config.folder, _identity(config, sources, encoder), INDEX, PLAN)
+    if content is not None:
+        _remove_drafts(config.folder)  # of a build that was killed after its last step
+        return content
+    jobs = sources.jobs()
+    _write_shards(config, jobs[index::part_of], executor, encoder)
+    return _finish(config, jobs, encoder) if part is None else None
+
+
+def finish(config: BuildConfig, *, encoder: "Encoder | None" = None) -> dict[str, Any]:
+    """Completes a datastore of which all parts are written (`build` with `part`).
+
+    Raises:
+      InputError: shards are missing.
+    """
+    encoder = encoder or config.encoder.open(config.mesh)
+    _check_settings(config, encoder)
+    sources = _Sources(config)
+    if not (config.folder / PLAN).is_file() and not (config.folder / INDEX).is_file():
+        raise InputError(f"out={config.out} holds no shards: write them with --part=i/n first")
+    content = begin(config.folder, _identity(config, sources, encoder), INDEX, PLAN)
+    if content is not None:
+        _remove_drafts(config.folder)
+        return content
+    return _finish(config, sources.jobs(), encoder)
+
+
+def _parse_part(part: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
+    if not match or not int(match[1]) < int(match[2]):
+        raise InputError(f"part={part} must be i/n with i in 0 ... n - 1, such as 0/4")
+    return int(match[1]), int(match[2])
+
+
+def _check_settings(config: BuildConfig, encoder: "Encoder | None") -> None:
+    """Raises an InputError for settings that do not fit together."""
+    if encoder is None and config.sparse is None:
+        raise InputError("sparse=null and no encoder leave nothing to search by: set one of them")
+    if encoder is None and config.faiss is not None:
+        raise InputError(f"faiss={config.faiss} is an index of vectors: name an encoder")
+    if config.faiss is not None:
+        one_of("faiss", config.faiss, FAISS_KINDS)
+    if config.sparse is not None:
+        SparseIndex.check(config.sparse)
+    _check_length(config.chunking, encoder)
+
+
+def _check_length(chunking: Chunking, encoder: "Encoder | None") -> None:
+    most = None if encoder is None else encoder.max_tokens
+    if most is not None and chunking.size > most:
+        raise InputError(
+            f"chunking.size={chunking.size} {'tokens' if chunking.unit == 'tokens' else 'words'}:"
+            f" passages would be longer than the {most} tokens that {encoder.name} reads; lower it"
+        )
+
+
+class _Sources:
+    """The sources of a build, opened."""
+
+    def __init__(self, config: BuildConfig):
+        self.config = config
+        # Tasks of seqio have no files: each is read in one job.
+        self.sources = config.data.resolved_sources()
+        self.files = [
+            None
+            if isinstance(source, SeqioSource)
+            else open_files(source, config.data, config.chunking)
+            for source in self.sources
+        ]
+        for source in self.sources:
+            if isinstance(source, TeacherSource):  # by its path
+                raise InputError(f"data.path={source.path}: teacher rows are no documents")
+        self._reader = JobReader(self.files, _in_order)
+
+    @property
+    def fingerprints(self) -> list[str]:
+        return [
+            source.reads if files is None else files.paths.fingerprint
+            for source, files in zip(self.sources, self.files)
+        ]
+
+    def jobs(self) -> list[Job]:
+        files = [FileList([]) if files is None else files.paths for files in self.files]
+        jobs = make_jobs(files, _in_order)
+        without_files = [i for i, files in enumerate(self.files) if files is None]
+        return jobs + [Job(len(jobs) + n, i, (), 0, 1, 1) for n, i in enumerate(without_files)]
+
+    def documents(self, job: Job) -> Iterator[Document]:
+        """Yields the documents of a job that are not held out, with names that differ."""
+        config, holdout = self.config, self.config.data.holdout
+        if self.files[job.source] is None:
+            documents = self._examples(job.source)
+        else:
+            documents = (
+                read_document(files, reader, index, config.chunking)
+                for files, reader, index in self._reader.records(job)
+                if not holdout or reader.split_hash(index) >= holdout
+            )
+        prefix = f"{job.source}/" if len(self.sources) > 1 else ""
+        for document in documents:
+            yield dataclasses.replace(document, name=prefix + document.name)
+
+    def _examples(self, number: int) -> Iterator[Document]:
+        source, data = self.sources[number], self.config.data
+        name = self.config.chunking.tokenizer
+        corpus = open_corpus(source, data, tokenizer(name) if name else None)
+        for i, (_, value) in enumerate(corpus.split(data.holdout, "train")):
+            label = f"{source.task}:{i + 1}"
+            yield Document(label, document_text(value, label, name), "", source.name)
+
+
+def _in_order(count: int, *_: int) -> np.ndarray:
+    return np.arange(count)
+
+
+def _identity(config: BuildConfig, sources: _Sources, encoder: "Encoder | None") -> dict[str, Any]:
+    """Returns everything that determines the datastore."""
+    data = config.data
+    identity = {
+        "sources": [source.name for source in sources.sources],
+        "fields of the sources": [source.reads for source in sources.sources],
+        "text of the corpus": sources.fingerprints,
+        **{key: getattr(data, key) for key in ("holdout", "on_bad_text", "on_bad_record")},
+        "chunking": dataclasses.asdict(config.chunking),
+        "encoder": None if encoder is None else encoder_fields(encoder),
+        "dtype": config.dtype,
+        "sparse": config.sparse and dataclasses.asdict(config.sparse),
+        "faiss": config.faiss,
+    }
+    if name := config.chunking.tokenizer:
+        identity["tokenizer"] = tokenizer(name).fingerprint
+    return json.loads(json.dumps(identity))
+
+
+def _write_shards(
+    config: BuildConfig, jobs: list[Job], executor: Executor | None, encoder: "Encoder | None"
+) -> None:
+    num_workers = config.workers or (1 if encoder else os.cpu_count() or 1)
+    num_workers = max(1, min(num_workers, len(jobs)))
+    pool = None if executor else worker_pool(num_workers, int)
+    # Processes open the encoder that the config names, which may be too large to send to them.
+    send = encoder if not config.encoder.path or (pool and num_workers == 1) else None
+    write = functools.partial(_write_shard, config, send)
+    depth = 2 * num_workers if pool else _TASKS_AHEAD
+    progress, count = Progress(jobs, "passages", config.folder), 0
+    with progress.run(pool):
+        tasks = ((job, None) for job in jobs)
+        for job, shard in map_ahead(executor or pool, write, tasks, depth):
+            count += shard["passages"]
+            progress.update(job, f"{count:,} passages")
+
+
+_writing = threading.Lock()
+_writer: tuple[str, "_ShardWriter"] | None = None
+
+
+def _write_shard(
+    config: BuildConfig, encoder: "Encoder | None", job: Job, _: None = None
+) -> dict[str, Any]:
+    """Writes the shard of a job where it is missing, and returns its description."""
+    global _writer
+    if shard := read_shard(config.folder, job.number):
+        return shard
+    with _writing:  # threads share the encoder and the open files
+        key = f"{config} {encoder and encoder.fingerprint}"
+        if _writer is None or _writer[0] != key:
+            _writer = key, _ShardWriter(config, encoder or config.encoder.open(config.mesh))
+        return _writer[1].write(job)
+
+
+class _ShardWriter:
+    """The state of a process between jobs."""
+
+    def __init__(self, config: BuildConfig, encoder: "Encoder | None"):
+        self._config, self._encoder = config, encoder
+        self._sources = _Sources(config)
+
+    def write(self, job: Job) -> dict[str, Any]:
+        """Writes the passages, their vectors, and the description that completes the shard."""
+        config, name = self._config, f"{job.number:06d}"
+        passages, num_documents = [], 0
+        for document in self._sources.documents(job):
+            num_passages = len(passages)
+            passages += config.chunking.passages(document)
+            num_documents += len(passages) > num_passages
+        shard = write_passages(config.folder, name, passages)
+        if self._encoder is not None and passages:
+            vectors = encode_passages(self._encoder, passages, config.dtype)
+            with atomic_file(config.folder / f"{name}.vec", "wb") as file:
+                file.write(vectors)
+            shard["vectors"] = {self._encoder.fingerprint: hashlib.sha256(vectors).hexdigest()}
+        shard["documents"] = num_documents
+        write_json(config.folder / f"{name}.json", shard)
+        return shard
+
+
+def _finish(config: BuildConfig, jobs: list[Job], encoder: "Encoder | None") -> dict[str, Any]:
+    """Writes vectors and indices over all shards, and last `index.json`."""
+    out = config.folder
+    with RunLock(out, "out"):
+        shards = [read_shard(out, job.number) for job in jobs]
+        if missing := [job.number for job, shard in zip(jobs, shards) if shard is None]:
+            raise InputError(
+                f"out={config.out}: {len(missing)} of {len(jobs)} shards are missing, such as"
+                f" {missing[0]}: run their parts (--part=i/n), or build without --part"
+            )
+        num_documents = sum(shard.pop("documents") for shard in shards)
+        for shard in shards:
+            if not shard["passages"]:
+                (out / f"{shard['name']}.parquet").unlink(missing_ok=True)
+        shards = [shard for shard in shards if shard["passages"]]
+        if not shards:
+            raise InputError(
+                f"the {len(jobs)} files or parts of files of the data hold no text: nothing was"
+                " built"
+            )
+        index = {
+            "format": FORMAT,
+            "passages": sum(shard["passages"] for shard in shards),
+            "documents": num_documents,
+            "chunking": dataclasses.asdict(config.chunking),
+            "encoders": {},
+            "sparse": None,
+            "shards": shards,
+            "asked": read_json(out / PLAN)["asked"],
+        }
+        if encoder is not None:
+            entry = encoder_entry(encoder, config.encoder, config.dtype)
+            index["encoders"][encoder.fingerprint] = entry
+            _join_vectors(out, index, encoder)
+        if config.sparse is not None:
+            texts = (text for _, text in read_texts(out, shards))
+            index["sparse"] = write_sparse(out, index["passages"], texts, config.sparse)
+        if config.faiss is not None:
+            faiss = write_faiss(out, index, encoder.fingerprint, config.faiss)
+            index["encoders"][encoder.fingerprint]["faiss"] = faiss
+        write_json(out / INDEX, index)
+        _remove_drafts(out)
+    return index
+
+
+def _join_vectors(out: Path, index: dict[str, Any], encoder: "Encoder") -> None:
+    """Concatenates the vectors of all shards."""
+    fields = index["encoders"][encoder.fingerprint]
+    with atomic_file(vector_file(out, encoder.fingerprint), "wb") as file:
+        file.write(vector_header(fields))
+        for shard in index["shards"]:
+            with (out / f"{shard['name']}.vec").open("rb") as part:
+                shutil.copyfileobj(part, file, 1 << 24)
+
+
+def _remove_drafts(out: Path) -> None:
+    """Removes the files of the build itself, which `index.json` makes superfluous."""
+    for file in out.iterdir():
+        if re.fullmatch(r"\d{6}\.(json|vec)|.*\.tmp|plan\.json(\..*)?", file.name):
+            file.unlink(missing_ok=True)
+
+
+def read_documents(data: TextConfig, chunking: Chunking) -> Iterator[Document]:
+    """Yields the documents of sources, as `build` reads them."""
+    sources = _Sources(BuildConfig(data=data, chunking=chunking, out="."))
+    for job in sources.jobs():
+        yield from sources.documents(job)

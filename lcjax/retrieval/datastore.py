@@ -1,0 +1,663 @@
+"""A datastore: a folder of passages that are searched by words and by vectors.
+
+    index.json            what the folder holds: shards, chunking, encoders, checksums
+    000000.parquet, ...   passages: id, text, title, source, document, start, end
+    vectors-<encoder>.bin a header of 128 bytes, then the vectors of all passages
+    sparse-<passages>/    the index of words (`SparseIndex`)
+    vectors-<encoder>.ivf-<passages>.faiss  an approximate index of the vectors, if one was built
+    deleted.npy           rows of the passages that were deleted
+
+`build` writes it shard by shard (`lcjax.data.jobs`). `append` adds shards and vectors behind those
+that exist, and `delete` marks passages. `index.json` is replaced last, so a killed command changes
+nothing. The index of words is made again by `append`, because every passage changes the
+frequencies that all scores depend on.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from lcjax.data.config import INDEX as INDICES
+from lcjax.data.config import PLAN as PLANS
+from lcjax.data.files import LRUCache
+from lcjax.data.jobs import write_json
+from lcjax.errors import InputError, one_of, whole_numbers
+from lcjax.files import atomic_file, check_path, read_json
+from lcjax.parallel.run_lock import RunLock
+from lcjax.parallel.sharding import Mesh
+from lcjax.retrieval.passages import Chunking, Document, Passage
+from lcjax.retrieval.sparse import Sparse, SparseIndex
+
+if TYPE_CHECKING:
+    from lcjax.retrieval.encoder import Encoder
+
+FORMAT = 1
+FAISS_KINDS = ("ivf", "ivf_pq", "hnsw")
+DTYPES = {"float32": np.dtype("<f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+INDEX, PLAN, _DELETED = INDICES["prepare"], PLANS["prepare"], "deleted.npy"
+_HEADER = 128  # bytes of a vector file before its vectors
+_ROW_GROUP = 1024  # passages that are read at once to return one of them
+_CACHE_BYTES = 1 << 28  # row groups held in memory
+_APPEND_CHARACTERS = 1 << 24  # of the passages of an appended shard
+_SCHEMA = pyarrow.schema(
+    [(name, pyarrow.string()) for name in ("id", "text", "title", "source", "document")]
+    + [(name, pyarrow.int64()) for name in ("start", "end")]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderSection:
+    """The encoder of a datastore; null: as its folder says."""
+
+    path: str = ""  # folder, hub id or name; empty: search by words only
+    query_folder: str | None = None  # of another encoder for questions (DPR)
+    pooling: str | None = None  # mean, cls or max; of a language model mean or last
+    normalize: bool | None = None  # whether vectors have unit length
+    query_prefix: str | None = None  # text before every question
+    passage_prefix: str | None = None  # text before every passage
+    max_tokens: int | None = None  # longest text
+    on_long: str | None = None  # longer texts: truncate (with a warning), or error
+    layer: int | None = None  # of a language model, whose output is the vector; null: the middle
+    dtype: str | None = None  # of its computation: float32 or bfloat16
+    batch_tokens: int | None = None  # tokens that are computed at once
+    allow_pickle: bool = False  # read .bin weights with a restricted reader
+
+    def __post_init__(self):
+        whole_numbers("encoder", self, 1, "max_tokens", "layer", "batch_tokens")
+
+    def open(self, mesh: Mesh | None = None) -> "Encoder | None":
+        """Opens the encoder; None without a path.
+
+        Args:
+          mesh: devices that share the texts; None: one device.
+
+        Raises:
+          InputError: there is no such encoder, or it gives no vectors.
+        """
+        if not self.path:
+            return None
+        from lcjax.retrieval.encoder import open_encoder
+
+        options = {"mesh": mesh} | dataclasses.asdict(self)
+        path = options.pop("path")
+        encoder = open_encoder(path, **{k: v for k, v in options.items() if v not in (None, False)})
+        if not hasattr(encoder, "encode_passages"):
+            raise InputError(
+                f"encoder.path={path} is a {type(encoder).__name__}, which scores pairs of texts:"
+                " name an encoder here, and search with this one as rerank"
+            )
+        return encoder
+
+
+def encoder_fields(encoder: "Encoder") -> dict[str, Any]:
+    names = ("name", "fingerprint", "pooling", "dim")
+    return {name: getattr(encoder, name) for name in names}
+
+
+def encoder_entry(encoder: "Encoder", section: EncoderSection, dtype: str) -> dict[str, Any]:
+    """Returns the entry of an encoder in `index.json`."""
+    fields = {"section": dataclasses.asdict(section), "dtype": dtype, "faiss": {}}
+    return encoder_fields(encoder) | fields
+
+
+def write_passages(out: Path, name: str, passages: list[Passage]) -> dict[str, Any]:
+    """Writes a Parquet file, and returns the description of the shard."""
+    columns = {field: [getattr(p, field) for p in passages] for field in _SCHEMA.names}
+    path = out / f"{name}.parquet"
+    with atomic_file(path, "wb") as file:
+        table = pyarrow.table(columns, schema=_SCHEMA)
+        pyarrow.parquet.write_table(table, file, row_group_size=_ROW_GROUP, compression="zstd")
+    size, digest = path.stat().st_size, _sha256(path)
+    shard = {"name": name, "passages": len(passages), "bytes": size, "sha256": digest}
+    return shard | {"vectors": {}}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def encode_passages(encoder: "Encoder", passages: list[Passage], dtype: str) -> bytes:
+    """Returns the bytes of the vectors of passages."""
+    texts, titles = ([getattr(p, name) for p in passages] for name in ("text", "title"))
+    vectors = encoder.encode_passages(texts, titles if any(titles) else None)
+    vectors = np.asarray(vectors, np.float32)
+    if vectors.shape != (len(passages), encoder.dim):
+        raise InputError(
+            f"{encoder.name} gives vectors {list(vectors.shape)}, not"
+            f" {[len(passages), encoder.dim]}: one of its `dim` for each passage"
+        )
+    is_bad = ~np.isfinite(vectors).all(1)
+    if is_bad.any():
+        raise InputError(
+            f"{encoder.name} gives a vector that is not finite for passage"
+            f" {passages[int(is_bad.argmax())].id}: check its weights, or leave the text out"
+        )
+    return vectors.astype(DTYPES[dtype]).tobytes()
+
+
+def vector_file(out: Path, fingerprint: str) -> Path:
+    return out / f"vectors-{fingerprint[:16]}.bin"
+
+
+def vector_header(fields: dict[str, Any]) -> bytes:
+    """Returns the first bytes of a vector file, for fields of an encoder in `index.json`."""
+    names = ("fingerprint", "dim", "dtype")
+    values = {"format": FORMAT} | {name: fields[name] for name in names}
+    return json.dumps(values).encode().ljust(_HEADER - 1)[: _HEADER - 1] + b"\n"
+
+
+def _open_vectors(out: Path, fields: dict[str, Any], num_rows: int) -> np.ndarray:
+    """Maps the vectors [rows, dim] of an encoder into memory."""
+    path, dtype, dim = (
+        vector_file(out, fields["fingerprint"]),
+        DTYPES[fields["dtype"]],
+        fields["dim"],
+    )
+    expected = _HEADER + num_rows * dim * dtype.itemsize
+    size = path.stat().st_size if path.is_file() else 0
+    way_out = "copy it again, or build the datastore again"
+    # A killed append leaves more bytes than the index counts.
+    if size < expected:
+        raise InputError(
+            f"{path} has {size:,} bytes, and {num_rows:,} vectors of {dim} take {expected:,}:"
+            f" {way_out}"
+        )
+    with path.open("rb") as file:
+        if file.read(_HEADER) != vector_header(fields):
+            raise InputError(f"{path} is damaged: it has another header; {way_out}")
+    return np.memmap(path, dtype, "r", _HEADER, (num_rows, dim))
+
+
+def read_texts(out: Path, shards: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yields (id, title and text) of all passages in order."""
+    for shard in shards:
+        table = _read_table(out / f"{shard['name']}.parquet", None, ["id", "text", "title"])
+        for row in table.to_pylist():
+            yield row["id"], Passage(row["id"], row["text"], row["title"], "").full_text
+
+
+def _read_table(path: Path, group: int | None, columns: list[str]) -> pyarrow.Table:
+    try:
+        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        return file.read(columns) if group is None else file.read_row_group(group, columns)
+    except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path} is damaged ({reason}): copy it again, or build the datastore again"
+        ) from None
+
+
+def write_sparse(
+    out: Path, num_rows: int, texts: Iterable[str], settings: Sparse
+) -> dict[str, Any]:
+    """Builds the index of words in a folder of its own; returns its entry in `index.json`."""
+    folder, draft = out / f"sparse-{num_rows}", out / "sparse.tmp"
+    index = SparseIndex.build(texts, progress=sys.stderr.isatty(), **dataclasses.asdict(settings))
+    for leftover in (folder, draft):
+        shutil.rmtree(leftover, ignore_errors=True)
+    index.save(draft)
+    draft.rename(folder)
+    files = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
+    return {"settings": dataclasses.asdict(settings), "files": files}
+
+
+def _faiss_file(out: Path, fingerprint: str, kind: str, num_rows: int) -> Path:
+    return vector_file(out, fingerprint).with_suffix(f".{kind}-{num_rows}.faiss")
+
+
+def write_faiss(
+    out: Path, index: dict[str, Any], fingerprint: str, kind: str, old: Path | None = None
+) -> dict[str, str]:
+    """Builds or extends an approximate index; returns {kind: checksum}."""
+    from lcjax.retrieval.search import FaissIndex
+
+    num_rows = index["passages"]
+    vectors = _open_vectors(out, index["encoders"][fingerprint], num_rows)
+    if old is None:
+        faiss = FaissIndex.build(vectors, kind=kind)
+    else:
+        faiss = FaissIndex.load(old)
+        faiss.add(vectors[len(faiss) :])
+    path = _faiss_file(out, fingerprint, kind, num_rows)
+    draft = path.with_name(path.name + ".tmp")
+    faiss.save(draft)
+    draft.replace(path)
+    return {kind: _sha256(path)}
+
+
+class Datastore:
+    """A datastore that is open for searching; `append` and `delete` change the folder.
+
+    Passages are numbered by rows 0, 1, ... in the order in which they were added, for ever.
+    """
+
+    def __init__(self, folder: str | Path):
+        """Opens a folder, and checks that its files are there and have the right sizes.
+
+        Raises:
+          InputError: the folder is no complete datastore, or a file is missing or cut.
+        """
+        check_path("folder", folder)
+        self.folder = Path(folder).expanduser()
+        self._tables = LRUCache(_CACHE_BYTES, lambda table: table.nbytes)
+        self._open()
+
+    def _open(self) -> None:
+        out = self.folder
+        self.index = _read_index(out)
+        self._starts = np.cumsum([0, *(shard["passages"] for shard in self.index["shards"])])
+        for shard in self.index["shards"]:
+            path = out / f"{shard['name']}.parquet"
+            size = path.stat().st_size if path.is_file() else 0
+            if size != shard["bytes"]:
+                raise InputError(
+                    f"{path} has {size:,} bytes, and {shard['bytes']:,} were written: copy it"
+                    " again, or build the datastore again"
+                )
+        for fields in self.index["encoders"].values():
+            _open_vectors(out, fields, self.num_rows)
+        self.valid = _read_deleted(out, self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of passages, deleted ones included."""
+        return int(self._starts[-1])
+
+    def __len__(self) -> int:
+        """Number of passages that are not deleted."""
+        return self.num_rows if self.valid is None else int(self.valid.sum())
+
+    def passages(self, rows: Sequence[int]) -> list[Passage]:
+        """Returns the passages in these rows."""
+        return [self._passage(int(row)) for row in rows]
+
+    def _passage(self, row: int) -> Passage:
+        if not 0 <= row < self.num_rows:
+            raise InputError(f"row={row} must be in 0 ... {self.num_rows - 1}")
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        group, place = divmod(row - int(self._starts[shard]), _ROW_GROUP)
+        path = self.folder / f"{self.index['shards'][shard]['name']}.parquet"
+        table = self._tables.get(
+            (shard, group), lambda: _read_table(path, group, list(_SCHEMA.names))
+        )
+        return Passage(**table.slice(place, 1).to_pylist()[0])
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Yields (id, title and text) of all rows, deleted ones included."""
+        return read_texts(self.folder, self.index["shards"])
+
+    def rows(self, ids: Iterable[str]) -> dict[str, int]:
+        """Finds the rows of passages that are not deleted, by id; reads the ids of all passages."""
+        ids, found = set(ids), {}
+        for shard, start in zip(self.index["shards"], self._starts):
+            table = _read_table(self.folder / f"{shard['name']}.parquet", None, ["id"])
+            for i, passage in enumerate(table.column("id").to_pylist()):
+                row = int(start) + i
+                if passage in ids and (self.valid is None or self.valid[row]):
+                    found[passage] = row
+        return found
+
+    def encoder_fields(self, encoder: "Encoder | None" = None) -> dict[str, Any]:
+        """Returns the entry of an encoder in `index.json`; None: of the only one.
+
+        Raises:
+          InputError: the datastore has no vectors of this encoder.
+        """
+        encoders = self.index["encoders"]
+        if not encoders:
+            raise InputError(
+                f"{self.folder} has no vectors: build it with an encoder, or search by words"
+            )
+        names = ", ".join(f"{e['name']} ({fp[:12]})" for fp, e in encoders.items())
+        if encoder is None:
+            if len(encoders) > 1:
+                raise InputError(f"{self.folder} has vectors of {names}: name one of them")
+            return next(iter(encoders.values()))
+        if encoder.fingerprint not in encoders:
+            raise InputError(
+                f"{self.folder} was built by the encoder {names}, and encoder={encoder.name}"
+                f" ({encoder.fingerprint[:12]}) is another: search with the same, or add its"
+                " vectors with Datastore.encode"
+            )
+        return encoders[encoder.fingerprint]
+
+    def open_encoder(self, mesh: Mesh | None = None) -> "Encoder":
+        """Opens the encoder that made the vectors; `mesh` are devices that share the texts."""
+        return _open_known_encoder(self.folder, self.encoder_fields(), mesh)
+
+    def vectors(self, encoder: "Encoder | None" = None) -> np.ndarray:
+        """Maps the vectors [rows, dim] of an encoder into memory, float32 or bfloat16."""
+        return _open_vectors(self.folder, self.encoder_fields(encoder), self.num_rows)
+
+    def sparse(self) -> SparseIndex:
+        """Opens the index of words."""
+        if self.index["sparse"] is None:
+            raise InputError(
+                f"{self.folder} has no index of words (sparse=null): search by vectors, or build it"
+                " again"
+            )
+        index = SparseIndex.load(self.folder / f"sparse-{self.num_rows}")
+        if len(index) != self.num_rows:
+            raise InputError(
+                f"{self.folder}: its index of words has {len(index):,} passages, and there are"
+                f" {self.num_rows:,}; build the datastore again"
+            )
+        return index
+
+    def faiss(self, kind: str, encoder: "Encoder | None" = None) -> Any:
+        """Opens an approximate index of the vectors, a `FaissIndex`."""
+        from lcjax.retrieval.search import FaissIndex
+
+        fields = self.encoder_fields(encoder)
+        if kind not in fields["faiss"]:
+            raise InputError(
+                f"{self.folder} has no index {kind}, but {', '.join(fields['faiss']) or 'none'}:"
+                f" build it with Datastore.build_faiss({kind!r}), or search exactly"
+            )
+        return FaissIndex.load(_faiss_file(self.folder, fields["fingerprint"], kind, self.num_rows))
+
+    def build_faiss(self, kind: str, encoder: "Encoder | None" = None) -> None:
+        """Builds an approximate index of the vectors: ivf, ivf_pq or hnsw."""
+        one_of("kind", kind, FAISS_KINDS)
+        with self._changing() as index:
+            fingerprint = self.encoder_fields(encoder)["fingerprint"]
+            faiss = index["encoders"][fingerprint]["faiss"]
+            faiss |= write_faiss(self.folder, index, fingerprint, kind)
+
+    def encode(self, encoder: "Encoder | EncoderSection", *, dtype: str = "float32") -> None:
+        """Adds the vectors of another encoder.
+
+        Args:
+          encoder: the encoder; a section that names it lets searches open it again.
+          dtype: of the stored vectors: float32 or bfloat16.
+        """
+        section = encoder if isinstance(encoder, EncoderSection) else EncoderSection()
+        encoder = section.open() or encoder
+        one_of("dtype", dtype, DTYPES)
+        with self._changing() as index:
+            fields = encoder_entry(encoder, section, dtype)
+            with atomic_file(vector_file(self.folder, encoder.fingerprint), "wb") as file:
+                file.write(vector_header(fields))
+                for shard, start in zip(index["shards"], self._starts):
+                    rows = range(int(start), int(start) + shard["passages"])
+                    vectors = encode_passages(encoder, self.passages(rows), dtype)
+                    shard["vectors"][encoder.fingerprint] = hashlib.sha256(vectors).hexdigest()
+                    file.write(vectors)
+            index["encoders"][encoder.fingerprint] = fields
+
+    def append(self, documents: Iterable[Document], *, encoders: Sequence["Encoder"] = ()) -> int:
+        """Adds the passages of documents behind all others.
+
+        Args:
+          documents: names must be new, or those of deleted passages.
+          encoders: that made the vectors; those which are left out are opened by their path.
+
+        Returns:
+          The number of passages added.
+
+        Raises:
+          InputError: an id exists, or an encoder is another one.
+        """
+        with self._changing() as index:
+            by_fingerprint = {encoder.fingerprint: encoder for encoder in encoders}
+            for encoder in encoders:
+                self.encoder_fields(encoder)
+            opened = [
+                by_fingerprint.get(fingerprint) or _open_known_encoder(self.folder, fields)
+                for fingerprint, fields in index["encoders"].items()
+            ]
+            chunking, num_rows = Chunking(**index["chunking"]), self.num_rows
+            ids: set[str] = set()
+            for passages, num_documents in _append_groups(documents, chunking):
+                self._check_new(passages, ids)
+                name = f"{int(index['shards'][-1]['name']) + 1:06d}"
+                shard = write_passages(self.folder, name, passages)
+                for encoder in opened:
+                    fields = index["encoders"][encoder.fingerprint]
+                    vectors = encode_passages(encoder, passages, fields["dtype"])
+                    self._append_vectors(fields, index["passages"], vectors)
+                    shard["vectors"][encoder.fingerprint] = hashlib.sha256(vectors).hexdigest()
+                index["shards"].append(shard)
+                index["passages"] += len(passages)
+                index["documents"] += num_documents
+            added = index["passages"] - num_rows
+            if added:
+                self._extend_indices(index)
+        return added
+
+    def _check_new(self, passages: list[Passage], ids: set[str]) -> None:
+        """Raises an InputError for ids that exist; adds those of `passages` to `ids`."""
+        exists = self.rows(passage.id for passage in passages)
+        for passage in passages:
+            if passage.id in exists or passage.id in ids:
+                raise InputError(
+                    f"passage {passage.id} exists in {self.folder}: delete it first, or give the"
+                    " document another name"
+                )
+            ids.add(passage.id)
+
+    def _append_vectors(self, fields: dict[str, Any], num_rows: int, vectors: bytes) -> None:
+        with vector_file(self.folder, fields["fingerprint"]).open("r+b") as file:
+            offset = _HEADER + num_rows * fields["dim"] * DTYPES[fields["dtype"]].itemsize
+            file.truncate(offset)  # what a killed append left
+            file.seek(offset)
+            file.write(vectors)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _extend_indices(self, index: dict[str, Any]) -> None:
+        """Makes the indices of more passages; the old ones stay until `index.json` is replaced."""
+        if index["sparse"] is not None:
+            settings = Sparse(**index["sparse"]["settings"])
+            texts = (text for _, text in read_texts(self.folder, index["shards"]))
+            index["sparse"] = write_sparse(self.folder, index["passages"], texts, settings)
+        for fingerprint, fields in index["encoders"].items():
+            for kind in list(fields["faiss"]):
+                old = _faiss_file(self.folder, fingerprint, kind, self.num_rows)
+                fields["faiss"] |= write_faiss(self.folder, index, fingerprint, kind, old)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[dict[str, Any]]:
+        """Locks the folder; yields a copy of the index, which replaces the old one at the end."""
+        with RunLock(self.folder, "folder"):
+            self._open()  # another process may have changed it
+            index = json.loads(json.dumps(self.index))
+            old_rows = self.num_rows
+            yield index
+            write_json(self.folder / INDEX, index)
+            if index["passages"] != old_rows:
+                shutil.rmtree(self.folder / f"sparse-{old_rows}", ignore_errors=True)
+                for fingerprint, fields in index["encoders"].items():
+                    for kind in fields["faiss"]:
+                        file = _faiss_file(self.folder, fingerprint, kind, old_rows)
+                        file.unlink(missing_ok=True)
+            self._tables = LRUCache(_CACHE_BYTES, lambda table: table.nbytes)
+            self._open()
+
+    def delete(self, ids: Iterable[str]) -> int:
+        """Marks passages as deleted: no search returns them. Scores of words still count them.
+
+        Returns:
+          The number of passages deleted.
+
+        Raises:
+          InputError: an id does not exist; nothing is deleted then.
+        """
+        ids = list(dict.fromkeys(ids))
+        with RunLock(self.folder, "folder"):
+            self._open()
+            rows = self.rows(ids)
+            if unknown := [i for i in ids if i not in rows]:
+                raise InputError(
+                    f"{self.folder} has no passage {unknown[0]}"
+                    + (f" (nor {len(unknown) - 1} others)" if unknown[1:] else "")
+                )
+            deleted = np.zeros(self.num_rows, bool) if self.valid is None else ~self.valid
+            deleted[list(rows.values())] = True
+            if deleted.all():
+                raise InputError(f"{self.folder} would be empty: delete the folder instead")
+            with atomic_file(self.folder / _DELETED, "wb") as file:
+                np.save(file, np.flatnonzero(deleted).astype("<i8"))
+            self.valid = ~deleted
+        return len(ids)
+
+    def check_files(self) -> int:
+        """Compares all files with their checksums.
+
+        Returns:
+          The number of checksums compared.
+
+        Raises:
+          InputError: names the first file that differs.
+        """
+        out, num_sums = self.folder, 0
+        sums = {out / f"{s['name']}.parquet": s["sha256"] for s in self.index["shards"]}
+        if self.index["sparse"]:
+            folder = out / f"sparse-{self.num_rows}"
+            sums |= {folder / name: sum for name, sum in self.index["sparse"]["files"].items()}
+        for fingerprint, fields in self.index["encoders"].items():
+            for kind, sum in fields["faiss"].items():
+                sums[_faiss_file(out, fingerprint, kind, self.num_rows)] = sum
+            vectors = _open_vectors(out, fields, self.num_rows)
+            for shard, start in zip(self.index["shards"], self._starts):
+                part = np.ascontiguousarray(vectors[start : start + shard["passages"]])
+                self._compare(
+                    f"{vector_file(out, fingerprint)} (passages {start:,} and following)",
+                    hashlib.sha256(part.view(np.uint8)).hexdigest(),
+                    shard["vectors"].get(fingerprint),
+                )
+                num_sums += 1
+        for path, sum in sums.items():
+            self._compare(path, _sha256(path) if path.is_file() else "", sum)
+        return num_sums + len(sums)
+
+    def _compare(self, label: str | Path, actual: str, expected: str) -> None:
+        if actual != expected:
+            raise InputError(
+                f"{label} is not as it was written: another SHA-256 sum; copy it again, or build"
+                " the datastore again"
+            )
+
+
+def _open_known_encoder(
+    folder: Path, fields: dict[str, Any], mesh: Mesh | None = None
+) -> "Encoder":
+    """Opens the encoder of an entry in `index.json`, and checks that it is the same."""
+    section = EncoderSection(**fields["section"])
+    if not section.path:
+        raise InputError(f"{folder} was built by {fields['name']}, which has no path: give it")
+    encoder = section.open(mesh)
+    if encoder.fingerprint != fields["fingerprint"]:
+        raise InputError(
+            f"encoder={section.path} is not the one that built {folder}: its weights or settings"
+            f" changed ({encoder.fingerprint[:12]}, and was {fields['fingerprint'][:12]})"
+        )
+    return encoder
+
+
+def _append_groups(
+    documents: Iterable[Document], chunking: Chunking
+) -> Iterator[tuple[list[Passage], int]]:
+    """Yields the passages of each appended shard, and the number of their documents."""
+    passages, num_documents, size = [], 0, 0
+    for document in documents:
+        more = list(chunking.passages(document))
+        passages += more
+        num_documents += bool(more)
+        size += len(document.text)
+        if size >= _APPEND_CHARACTERS:
+            yield passages, num_documents
+            passages, num_documents, size = [], 0, 0
+    if passages:
+        yield passages, num_documents
+
+
+def _read_index(out: Path) -> dict[str, Any]:
+    if not (out / INDEX).is_file():
+        if (out / PLAN).is_file():
+            raise InputError(
+                f"{out} is not finished: run the same `python -m lcjax.retrieval build` once more"
+            )
+        raise InputError(
+            f"{out} holds no datastore: give a folder of `python -m lcjax.retrieval build`"
+        )
+    index = read_json(out / INDEX)
+    if index.get("format") != FORMAT or not _is_index(index):
+        raise InputError(
+            f"{out / INDEX} is no index of a datastore of format {FORMAT}: build it again"
+        )
+    return index
+
+
+def _is_index(index: dict[str, Any]) -> bool:
+    """Whether the fields are those that `build` writes; file names are made of them."""
+    try:
+        Chunking(**index["chunking"])
+        if index["sparse"] is not None:
+            Sparse(**index["sparse"]["settings"])
+            names = index["sparse"]["files"]
+            if not all(isinstance(s, str) and Path(n).name == n for n, s in names.items()):
+                return False
+        for fingerprint, fields in index["encoders"].items():
+            is_encoder = (
+                re.fullmatch(r"[0-9a-f]{8,128}", fingerprint)
+                and fields["fingerprint"] == fingerprint
+                and fields["dtype"] in DTYPES
+                and type(fields["dim"]) is int
+                and fields["dim"] > 0
+                and isinstance(fields["name"], str)
+                and isinstance(EncoderSection(**fields["section"]).path, str)
+                and fields["faiss"].keys() <= set(FAISS_KINDS)
+            )
+            if not is_encoder:
+                return False
+        shards = index["shards"]
+        return (
+            bool(shards)
+            and all(map(_is_shard, shards))
+            and index["passages"] == sum(shard["passages"] for shard in shards)
+        )
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return False
+
+
+def _is_shard(shard: dict[str, Any]) -> bool:
+    counts = ("passages", "bytes")
+    return (
+        bool(re.fullmatch(r"\d{6,9}", shard["name"]))
+        and all(type(shard[name]) is int and shard[name] > 0 for name in counts)
+        and isinstance(shard["sha256"], str)
+        and isinstance(shard["vectors"], dict)
+    )
+
+
+def _read_deleted(out: Path, num_rows: int) -> np.ndarray | None:
+    """Returns bool [rows]: whether a passage is not deleted; None: all of them are."""
+    path = out / _DELETED
+    if not path.is_file():
+        return None
+    try:
+        rows = np.load(path, allow_pickle=False)
+        valid = np.ones(num_rows, bool)
+        if rows.dtype.kind != "i" or rows.ndim != 1 or (rows < 0).any():
+            raise ValueError("it holds no rows")
+        valid[rows] = False
+    except (OSError, ValueError, IndexError, EOFError) as error:
+        raise InputError(
+            f"{path} is damaged ({error}): copy it again, or remove it to undo all deletions"
+        ) from None
+    return valid

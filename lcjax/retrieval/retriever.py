@@ -1,0 +1,382 @@
+"""Retrievers: the passages of a datastore that fit a question best.
+
+    retriever = Retriever.open("stores/plays", kind="hybrid")
+    hits = retriever.search(["Who is Ophelia's brother?"], k=5)[0]
+
+Sparse search compares words, dense search compares vectors. Hybrid search adds both ranks up
+(reciprocal rank fusion, Cormack et al. 2009). Any of them can be ranked again by a slower model.
+"""
+
+import dataclasses
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from lcjax.errors import InputError, is_finite_number, one_of, random_seed, whole_number
+from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.retrieval.datastore import FAISS_KINDS, Datastore, EncoderSection
+from lcjax.retrieval.passages import Passage, sentences
+from lcjax.retrieval.sparse import SparseIndex, top_rows
+
+if TYPE_CHECKING:
+    from lcjax.retrieval.encoder import Encoder
+
+KINDS = ("sparse", "dense", "hybrid")
+_DROPPED = 0.2  # share of the words that the sanity test leaves out of a sentence
+_WORDS = (6, 40)  # words of the sentences that the sanity test takes
+_LEAST = 0.9  # verbatim sentences must be found at least as often
+
+# Scores float32 [q, k] and rows int64 [q, k] of queries, best first; row -1 where there are fewer
+Search = Callable[[Sequence[str], int], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hit:
+    """A passage that was found, and its score."""
+
+    passage: Passage
+    score: float
+
+
+class Reranker(Protocol):
+    """A model that reads a question together with passages."""
+
+    def score(self, query: str, passages: Sequence[str]) -> np.ndarray:
+        """Returns float [passages]; higher is better."""
+        ...
+
+
+class Retriever:
+    """Finds passages of a datastore.
+
+    The datastore is searched as it was when the retriever was made: open it again after `append`
+    or `delete`.
+    """
+
+    def __init__(
+        self,
+        store: Datastore,
+        searches: Sequence[Search],
+        *,
+        rerank: Reranker | None = None,
+        k_candidates: int = 100,
+        rank_constant: float = 60.0,
+    ):
+        """Combines searches; most callers use `open`.
+
+        Args:
+          store: holds the passages.
+          searches: one, or several whose ranks are added up.
+          rerank: scores the best candidates again.
+          k_candidates: passages of each search that are fused, or ranked again.
+          rank_constant: a passage of rank r, counted from 1, adds 1 / (rank_constant + r).
+        """
+        whole_number("k_candidates", k_candidates, 1)
+        if not is_finite_number(rank_constant) or rank_constant < 0:
+            raise InputError(f"rank_constant={rank_constant} must be a number of at least 0")
+        self.store, self._searches, self._rerank = store, list(searches), rerank
+        self._k_candidates, self._rank_constant = k_candidates, rank_constant
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path | Datastore,
+        kind: str | None = None,
+        *,
+        encoder: "Encoder | str | None" = None,
+        index: str = "exact",
+        rerank: Reranker | None = None,
+        k_candidates: int = 100,
+        rank_constant: float = 60.0,
+        mesh: Mesh | None = None,
+    ) -> "Retriever":
+        """Opens a datastore for searching.
+
+        Args:
+          folder: the datastore.
+          kind: sparse, dense or hybrid; None: hybrid if the datastore has words and vectors.
+          encoder: of the queries, or its path; None: the one that made the vectors.
+          index: of the vectors: exact, or one that was built: ivf, ivf_pq or hnsw.
+          rerank: scores the best candidates again, such as a `CrossEncoder`.
+          k_candidates: passages of each search that are fused, or ranked again.
+          rank_constant: of the fusion.
+          mesh: devices that share the vectors of an exact search, and the texts of the encoder;
+            None: one device.
+
+        Raises:
+          InputError: the folder is no datastore, it has no such index, or its vectors were made by
+            another encoder.
+        """
+        store = folder if isinstance(folder, Datastore) else Datastore(folder)
+        has = {"sparse": store.index["sparse"] is not None, "dense": bool(store.index["encoders"])}
+        if kind is None:
+            kind = "hybrid" if all(has.values()) else "sparse" if has["sparse"] else "dense"
+        one_of("kind", kind, KINDS)
+        one_of("index", index, ("exact", *FAISS_KINDS))
+        searches: list[Search] = []
+        if kind != "dense":
+            searches.append(_sparse_search(store))
+        if kind != "sparse":
+            if isinstance(encoder, str):
+                encoder = EncoderSection(encoder).open(mesh)
+            encoder = encoder or store.open_encoder(mesh)
+            searches.append(_dense_search(store, encoder, index, mesh))
+        return cls(
+            store,
+            searches,
+            rerank=rerank,
+            k_candidates=k_candidates,
+            rank_constant=rank_constant,
+        )
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """Finds passages for each query.
+
+        Args:
+          queries: questions.
+          k: number of passages for each.
+
+        Returns:
+          Hits of each query, best first: at most k, and fewer where fewer fit. Scores are those of
+          the search (BM25, or the product of vectors), sums of 1 / (60 + rank) for hybrid search,
+          or those of the re-ranking.
+
+        Raises:
+          InputError: an argument is of another type.
+        """
+        whole_number("k", k, 1)
+        queries = _check_queries(queries)
+        if not queries:
+            return []
+        is_simple = len(self._searches) == 1 and self._rerank is None
+        num = k if is_simple else max(k, self._k_candidates)
+        num = min(num, self.store.num_rows)
+        results = [search(queries, num) for search in self._searches]
+        if len(results) == 1:
+            ranked = [_pairs(*row) for row in zip(*results[0])]
+        else:
+            rows = zip(*(rows for _, rows in results))
+            ranked = [fuse_ranks(lists, self._rank_constant) for lists in rows]
+        if self._rerank is not None:
+            ranked = [self._rank_again(query, pairs[:num]) for query, pairs in zip(queries, ranked)]
+        return [self._hits(pairs[:k]) for pairs in ranked]
+
+    def _rank_again(self, query: str, pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        if not pairs:
+            return []
+        rows = np.array([row for row, _ in pairs])
+        passages = [passage.full_text for passage in self.store.passages(rows)]
+        scores = np.asarray(self._rerank.score(query, passages), np.float64)
+        if scores.shape != (len(rows),) or not np.isfinite(scores).all():
+            raise InputError(
+                f"rerank.score gives {list(scores.shape)}, not {len(rows)} finite numbers: one for"
+                " each passage"
+            )
+        return [(int(rows[i]), float(scores[i])) for i in top_rows(scores, len(scores))]
+
+    def _hits(self, pairs: list[tuple[int, float]]) -> list[Hit]:
+        passages = self.store.passages([row for row, _ in pairs])
+        return [Hit(passage, score) for passage, (_, score) in zip(passages, pairs)]
+
+
+def _check_queries(queries: Sequence[str]) -> list[str]:
+    if isinstance(queries, str):
+        raise InputError("queries must be a list of texts: write search([question], k)")
+    queries = list(queries)
+    for i, query in enumerate(queries):
+        if not isinstance(query, str):
+            raise InputError(f"queries[{i}]={query!r:.60} must be a text")
+    return queries
+
+
+def _pairs(scores: np.ndarray, rows: np.ndarray) -> list[tuple[int, float]]:
+    return [(int(row), float(score)) for row, score in zip(rows, scores) if row >= 0]
+
+
+def fuse_ranks(lists: Iterable[np.ndarray], constant: float) -> list[tuple[int, float]]:
+    """Fuses ranked lists: the sum over the lists of 1 / (constant + rank).
+
+    Args:
+      lists: rows of each list, best first; negative ones are padding.
+      constant: added to ranks, which count from 1.
+
+    Returns:
+      (row, score), best first; equal scores by row.
+    """
+    scores: dict[int, float] = {}
+    for rows in lists:
+        for rank, row in enumerate(rows[rows >= 0].tolist(), 1):
+            scores[row] = scores.get(row, 0.0) + 1 / (constant + rank)
+    return sorted(scores.items(), key=lambda pair: (-pair[1], pair[0]))
+
+
+def _sparse_search(store: Datastore) -> Search:
+    index: SparseIndex = store.sparse()
+    valid = store.valid
+    return lambda queries, k: index.search(queries, k, valid=valid)
+
+
+def _dense_search(store: Datastore, encoder: "Encoder", index: str, mesh: Mesh | None) -> Search:
+    valid = store.valid
+    if index == "exact":
+        vectors = store.vectors(encoder)  # refuses another encoder
+        from lcjax.retrieval.search import ExactIndex
+
+        devices = None if mesh is None else make_mesh(mesh)
+        exact = ExactIndex(vectors, valid=valid, mesh=devices)
+        return lambda queries, k: exact.search(encoder.encode_queries(queries), k)
+    faiss = store.faiss(index, encoder)
+
+    def search(queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
+        return _search_valid(faiss, encoder.encode_queries(queries), k, valid)
+
+    return search
+
+
+def _search_valid(
+    index: Any, queries: np.ndarray, k: int, valid: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Searches an index that cannot leave out rows; asks for more until k are valid."""
+    if valid is None:
+        return index.search(queries, k)
+    num = k
+    while True:
+        num = min(2 * num, len(valid))
+        scores, rows = index.search(queries, num)
+        is_valid = (rows >= 0) & valid[rows]
+        # An approximate index may find fewer than it is asked for.
+        if num == len(valid) or (is_valid.sum(1) >= k).all():
+            break
+    order = np.argsort(~is_valid, axis=1, kind="stable")[:, :k]
+    scores, rows = (np.take_along_axis(x, order, 1) for x in (scores, rows))
+    is_valid = np.take_along_axis(is_valid, order, 1)
+    return np.where(is_valid, scores, -np.inf), np.where(is_valid, rows, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SanityTest:
+    """How often sentences of the indexed passages lead to their passages.
+
+    `rates` maps verbatim, dropped words and swapped words to hit@1, hit@10 and MRR (of ten hits).
+    """
+
+    num_sentences: int
+    rates: dict[str, dict[str, float]]
+
+    @property
+    def passed(self) -> bool:
+        return all(rate >= _LEAST for rate in self.rates["verbatim"].values())
+
+    def table(self) -> str:
+        """Returns the rates as Markdown."""
+        names = list(self.rates["verbatim"])
+        lines = [f"| {self.num_sentences} sentences | {' | '.join(names)} |"]
+        lines.append("|---|" + "---:|" * len(names))
+        for variant, rates in self.rates.items():
+            lines.append(f"| {variant} | {' | '.join(f'{rate:.3f}' for rate in rates.values())} |")
+        return "\n".join(lines)
+
+
+def check(retriever: Retriever, n: int = 100, seed: int = 0) -> SanityTest:
+    """Searches sentences of the passages: verbatim, with words left out, and with words swapped.
+
+    A hit is a passage that contains the sentence, since passages may overlap. Warns if a rate of
+    verbatim sentences is below 0.9.
+
+    Args:
+      retriever: to be tested.
+      n: number of sentences, each from another passage where there are enough.
+      seed: of the sentences, and of the words that are left out or swapped.
+
+    Raises:
+      InputError: no passage has a sentence of 6 to 40 words.
+    """
+    whole_number("n", n, 1)
+    random_seed("seed", seed)
+    generator = random.Random(seed)
+    samples = _sample_sentences(retriever.store, n, generator)
+    variants = {
+        "verbatim": lambda words: words,
+        "dropped words": lambda words: _drop(words, generator),
+        "swapped words": lambda words: _swap(words, generator),
+    }
+    rates = {}
+    for name, change in variants.items():
+        queries = [" ".join(change(sample.split())) for sample in samples]
+        ranks = [
+            next(
+                (rank for rank, hit in enumerate(hits, 1) if sample in _plain(hit.passage.text)), 0
+            )
+            for sample, hits in zip(samples, retriever.search(queries, 10))
+        ]
+        ranks = np.array(ranks)
+        rates[name] = {
+            "hit@1": float((ranks == 1).mean()),
+            "hit@10": float((ranks > 0).mean()),
+            "MRR": float(np.where(ranks > 0, 1 / np.maximum(ranks, 1), 0).mean()),
+        }
+    result = SanityTest(len(samples), rates)
+    if not result.passed:
+        low = {name: round(rate, 3) for name, rate in rates["verbatim"].items() if rate < _LEAST}
+        warnings.warn(
+            f"sentences of the passages themselves are found too rarely ({low}, below {_LEAST}):"
+            " check the chunking, the encoder's pooling and prefixes, or the index",
+            stacklevel=2,
+        )
+    return result
+
+
+def _rank(sample: str, hits: list[Hit]) -> int:
+    """Returns the rank of the first passage that contains a sentence; 0: none does."""
+    contains = (sample in _plain(hit.passage.text) for hit in hits)
+    return next((rank for rank, is_hit in enumerate(contains, 1) if is_hit), 0)
+
+
+def _sample_sentences(store: Datastore, n: int, generator: random.Random) -> list[str]:
+    rows = np.arange(store.num_rows) if store.valid is None else np.flatnonzero(store.valid)
+    samples: list[str] = []
+    # Passages without a sentence of the right length are passed over.
+    for row in generator.sample(range(len(rows)), min(len(rows), 20 * n)):
+        (passage,) = store.passages([rows[row]])
+        fitting = [
+            plain
+            for sentence in sentences(passage.text)
+            if _WORDS[0] <= len((plain := _plain(sentence)).split()) <= _WORDS[1]
+        ]
+        if fitting:
+            samples.append(generator.choice(fitting))
+        if len(samples) == n:
+            break
+    if not samples:
+        raise InputError(
+            f"{store.folder}: no passage has a sentence of {_WORDS[0]} to {_WORDS[1]} words to test"
+            " the search with"
+        )
+    return samples
+
+
+def _plain(text: str) -> str:
+    """Returns a text with single spaces."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _drop(words: list[str], generator: random.Random) -> list[str]:
+    num_dropped = max(1, round(_DROPPED * len(words)))
+    dropped = set(generator.sample(range(len(words)), num_dropped))
+    return [word for i, word in enumerate(words) if i not in dropped]
+
+
+def _swap(words: list[str], generator: random.Random) -> list[str]:
+    """Exchanges every second word, on average, with the next one."""
+    words, i = list(words), 0
+    while i + 1 < len(words):
+        if generator.random() < 0.5:
+            words[i], words[i + 1] = words[i + 1], words[i]
+            i += 1
+        i += 1
+    return words

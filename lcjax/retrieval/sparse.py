@@ -1,0 +1,246 @@
+"""Search by words: BM25 in five variants and tf-idf, through the package `bm25s`.
+
+For a term with frequency tf in a document of length L (mean length A), which occurs in df of N
+documents, the score of a document is the sum over the terms of a query of (Kamphuis et al. 2020)
+
+    lucene      ln(1 + (N - df + 0.5) / (df + 0.5))     * tf / (tf + K)
+    robertson   max(0, ln((N - df + 0.5) / (df + 0.5))) * tf / (tf + K)
+    atire       ln(N / df)                              * tf (k1 + 1) / (tf + K)
+    bm25l       ln((N + 1) / (df + 0.5))                * (k1 + 1) (c + delta) / (k1 + c + delta)
+    bm25+       ln((N + 1) / df)                        * (tf (k1 + 1) / (tf + K) + delta)
+    tfidf       ln(N / df)                              * tf
+
+with K = k1 (1 - b + b L / A) and c = tf / (1 - b + b L / A). `bm25s` computes them when the index
+is built, so a search only adds numbers. It leaves k1 + 1 out of robertson, as Lucene does, which
+changes no order, and replaces negative idf of robertson by 0.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lcjax.errors import InputError, is_finite_number, one_of, whole_number
+from lcjax.files import atomic_file, read_json
+
+METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+", "tfidf")
+_SETTINGS = "sparse.json"
+_DELTA = {"bm25+": 1.0}  # of the papers; 0.5 for bm25l, others have none
+# ATIRE's score for b = 0 and k1 -> infinity is tf * ln(N / df)
+_INFINITE_K1 = 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """Settings of a search by words."""
+
+    method: str = "lucene"  # lucene, robertson, atire, bm25l, bm25+ or tfidf
+    k1: float = 1.5  # how soon more occurrences of a word stop to count; Pyserini has 0.9
+    b: float = 0.75  # how much the length of a passage counts, 0 ... 1; Pyserini has 0.4
+    delta: float | None = None  # of bm25l and bm25+; null: 0.5 and 1
+    # Words that are left out: a language that bm25s knows, such as english; null: none
+    stopwords: str | None = "english"
+    # Language of the Snowball stemmer, such as english (pip install PyStemmer); null: whole words
+    stemmer: str | None = None
+
+    def __post_init__(self):
+        one_of("sparse.method", self.method, METHODS)
+        for key, most in (("k1", 1e6), ("b", 1.0), ("delta", 1e6)):
+            value = getattr(self, key)
+            if key == "delta" and value is None:
+                continue
+            if not is_finite_number(value) or not 0 <= value <= most:
+                raise InputError(f"sparse.{key}={value} must be a number in 0 ... {most:g}")
+
+
+class SparseIndex:
+    """An inverted index of texts, in the order in which they were added."""
+
+    def __init__(self, settings: Sparse, bm25: Any):
+        """`bm25` is a `bm25s.BM25` with scores."""
+        self.settings, self._bm25 = settings, bm25
+        self._words = _Words(settings)
+
+    @classmethod
+    def build(
+        cls, texts: Iterable[str], *, progress: bool = False, **settings: Any
+    ) -> "SparseIndex":
+        """Counts the words of texts.
+
+        Args:
+          texts: the documents; may be an iterator.
+          progress: whether to show a progress bar.
+          **settings: fields of `Sparse`.
+
+        Raises:
+          InputError: bm25s is not installed, or no text has a word.
+        """
+        settings = Sparse(**settings)
+        words = _Words(settings)
+        tokens = words.tokenize(texts, progress)
+        if not tokens.vocab:
+            raise InputError("no passage has a word to search for: choose other text or stopwords")
+        is_tfidf = settings.method == "tfidf"
+        delta = _DELTA.get(settings.method, 0.5) if settings.delta is None else settings.delta
+        bm25 = _bm25s().BM25(
+            method="atire" if is_tfidf else settings.method,
+            k1=_INFINITE_K1 if is_tfidf else settings.k1,
+            b=0.0 if is_tfidf else settings.b,
+            delta=delta,
+        )
+        bm25.index(tokens, create_empty_token=False, show_progress=progress)
+        return cls(settings, bm25)
+
+    @staticmethod
+    def check(settings: Sparse) -> None:
+        """Raises an InputError if bm25s, the stop words or the stemmer are not there."""
+        _Words(settings)
+
+    def __len__(self) -> int:
+        return int(self._bm25.scores["num_docs"])
+
+    def scores(self, query: str) -> tuple[np.ndarray, np.ndarray]:
+        """Scores all texts.
+
+        Args:
+          query: a question.
+
+        Returns:
+          float32 [n] scores, and bool [n]: whether a text has one of the query's words.
+        """
+        bm25, vocabulary = self._bm25, self._bm25.vocab_dict
+        ids = [vocabulary[word] for word in self._words(query) if word in vocabulary]
+        has_word = np.zeros(len(self), bool)
+        if not ids:
+            return np.zeros(len(self), np.float32), has_word
+        starts, texts = bm25.scores["indptr"], bm25.scores["indices"]
+        for i in set(ids):
+            has_word[texts[starts[i] : starts[i + 1]]] = True
+        return bm25.get_scores_from_ids(ids), has_word
+
+    def search(
+        self, queries: Sequence[str], k: int, *, valid: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the texts with the highest scores among those that have a word of the query.
+
+        Args:
+          queries: questions.
+          k: number of texts for each.
+          valid: bool [n], texts that may be found; None: all.
+
+        Returns:
+          float32 [queries, k] scores and int64 [queries, k] rows, best first, equal scores by row;
+          -inf and -1 where fewer than k texts have a word of the query.
+        """
+        whole_number("k", k, 1)
+        scores = np.full((len(queries), k), -np.inf, np.float32)
+        rows = np.full((len(queries), k), -1, np.int64)
+        for i, query in enumerate(queries):
+            text_scores, candidates = self.scores(query)
+            candidates = np.flatnonzero(candidates if valid is None else candidates & valid)
+            best = top_rows(text_scores[candidates], k)
+            rows[i, : len(best)] = candidates[best]
+            scores[i, : len(best)] = text_scores[candidates[best]]
+        return scores, rows
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the index into a folder; `sparse.json` is its last file."""
+        self._bm25.save(str(folder), show_progress=False)
+        with atomic_file(Path(folder) / _SETTINGS) as file:
+            json.dump(dataclasses.asdict(self.settings), file)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "SparseIndex":
+        """Opens an index; its arrays are memory-mapped.
+
+        Raises:
+          InputError: a file is missing or damaged, or bm25s is not installed.
+        """
+        settings = read_json(Path(folder) / _SETTINGS)
+        library = _bm25s()
+        try:
+            bm25 = library.BM25.load(str(folder), mmap=True)
+            arrays = {name: bm25.scores[name] for name in ("data", "indices", "indptr")}
+            num_entries = int(arrays["indptr"][-1])
+            is_whole = len(arrays["data"]) == len(arrays["indices"]) == num_entries
+            if not is_whole or len(bm25.vocab_dict) > len(arrays["indptr"]) - 1:
+                raise ValueError("its files do not fit together")
+            # bm25s would read a missing count as None.
+            if not isinstance(bm25.scores["num_docs"], int):
+                raise ValueError("params.index.json has no num_docs")
+            return cls(Sparse(**settings), bm25)
+        except (OSError, ValueError, TypeError, KeyError, IndexError, EOFError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"{folder} is no readable index of words ({reason}); build the datastore again"
+            ) from None
+
+
+def top_rows(scores: np.ndarray, k: int) -> np.ndarray:
+    """Returns the places of the k highest scores, best first, equal ones in order: int [<= k]."""
+    places = np.arange(len(scores))
+    if len(scores) > k:
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        places = np.flatnonzero(scores >= least)
+    return places[np.argsort(-scores[places], kind="stable")[:k]]
+
+
+class _Words:
+    """Splits texts into words as bm25s does: lower case, two characters or more."""
+
+    def __init__(self, settings: Sparse):
+        self._stopwords, self._stem = settings.stopwords, _stemmer(settings.stemmer)
+        try:
+            self("")
+        except ValueError as error:
+            raise InputError(f"sparse.stopwords={self._stopwords}: {error}") from None
+
+    def __call__(self, text: str) -> list[str]:
+        (words,) = self._tokenize([text], False, return_ids=False)
+        return self._stem(words) if self._stem else words
+
+    def tokenize(self, texts: Iterable[str], progress: bool) -> Any:
+        """Returns the `Tokenized` ids of texts; ids count words in the order of the texts.
+
+        bm25s numbers stems in an order that differs between processes.
+        """
+        tokens = self._tokenize(texts, progress)
+        if not self._stem:
+            return tokens
+        vocabulary: dict[str, int] = {}
+        ids = [vocabulary.setdefault(s, len(vocabulary)) for s in self._stem(list(tokens.vocab))]
+        return type(tokens)([[ids[i] for i in text] for text in tokens.ids], vocabulary)
+
+    def _tokenize(self, texts: Iterable[str], progress: bool, **options: Any) -> Any:
+        return _bm25s().tokenize(
+            texts, stopwords=self._stopwords, show_progress=progress, **options
+        )
+
+
+def _stemmer(language: str | None) -> Callable[[list[str]], list[str]] | None:
+    if language is None:
+        return None
+    try:
+        import Stemmer
+    except ImportError:
+        raise InputError(
+            f"sparse.stemmer={language} needs PyStemmer: pip install PyStemmer, or set null"
+        ) from None
+    try:
+        return Stemmer.Stemmer(language).stemWords
+    except KeyError:
+        known = ", ".join(Stemmer.algorithms())
+        raise InputError(f"sparse.stemmer={language} is none of {known}") from None
+
+
+def _bm25s() -> Any:
+    try:
+        import bm25s
+    except ImportError:
+        raise InputError("a search by words needs bm25s: pip install 'lcjax[retrieval]'") from None
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
+    return bm25s

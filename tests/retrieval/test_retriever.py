@@ -1,0 +1,324 @@
+"""Retrievers: sparse, dense, fused and ranked again; the sanity test; the command."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from retrieval_support import WordEncoder, content, write_corpus
+
+from lcjax.data import TextConfig
+from lcjax.errors import InputError
+from lcjax.retrieval import (
+    BuildConfig,
+    Chunking,
+    Datastore,
+    Document,
+    Passage,
+    Retriever,
+    build,
+    check,
+    datastore,
+)
+from lcjax.retrieval import __main__ as command
+from lcjax.retrieval.retriever import _search_valid, fuse_ranks
+
+pytest.importorskip("bm25s")
+
+
+@pytest.fixture
+def encoder():
+    return WordEncoder(dim=32)
+
+
+@pytest.fixture
+def needs_search():
+    pytest.importorskip("lcjax.retrieval.search")
+
+
+@pytest.fixture
+def store(tmp_path, encoder):
+    text = write_corpus(tmp_path / "text", files=2)
+    chunking = Chunking("sentences", 22, title_field="title")
+    out = str(tmp_path / "store")
+    build(BuildConfig(TextConfig(path=text), chunking, out=out, workers=1), encoder=encoder)
+    return Datastore(out)
+
+
+def rows_of(store, hits):
+    rows = {p.id: row for row, p in enumerate(store.passages(range(store.num_rows)))}
+    return [[rows[hit.passage.id] for hit in line] for line in hits]
+
+
+QUERIES = ["quiet harbour letter", "Item33", "silver horse market bridge", "unknowable"]
+
+
+def test_sparse_hits_are_those_of_the_index_of_words(store):
+    hits = Retriever.open(store, "sparse").search(QUERIES, 5)
+    scores, rows = store.sparse().search(QUERIES, 5)
+    assert rows_of(store, hits) == [[r for r in line.tolist() if r >= 0] for line in rows]
+    assert [hit.score for hit in hits[0]] == scores[0].tolist()
+    assert "Item33" in hits[1][0].passage.text and hits[3] == []
+    assert Retriever.open(store.folder, "sparse").search(QUERIES, 5) == hits
+    assert Retriever.open(store, "sparse").search([], 5) == []
+
+
+def test_dense_hits_are_the_largest_products(needs_search, store, encoder):
+    hits = Retriever.open(store, "dense", encoder=encoder).search(QUERIES, 5)
+    products = encoder.encode_queries(QUERIES).astype(np.float64) @ store.vectors().T
+    assert rows_of(store, hits) == np.argsort(-products, 1, kind="stable")[:, :5].tolist()
+    np.testing.assert_allclose([hit.score for hit in hits[0]], np.sort(products[0])[::-1][:5], 1e-5)
+
+
+def test_fused_ranks_are_sums_of_reciprocals(needs_search, store, encoder):
+    assert fuse_ranks([np.array([4, 7, -1]), np.array([7, 2, 4])], 60.0) == [
+        (7, 1 / 62 + 1 / 61),
+        (4, 1 / 61 + 1 / 63),
+        (2, 1 / 62),
+    ]
+    assert fuse_ranks([np.array([5, 1]), np.array([1, 5])], 0.0) == [(1, 1.5), (5, 1.5)]
+    n = store.num_rows
+    hits = Retriever.open(store, encoder=encoder, k_candidates=n).search(QUERIES, 7)
+    sparse = Retriever.open(store, "sparse").search(QUERIES, n)
+    dense = Retriever.open(store, "dense", encoder=encoder).search(QUERIES, n)
+    for query_hits, *lists in zip(hits, rows_of(store, sparse), rows_of(store, dense)):
+        expected = fuse_ranks([np.array(rows, int) for rows in lists], 60.0)[:7]
+        assert [
+            (row, hit.score) for row, hit in zip(*rows_of(store, [query_hits]), query_hits)
+        ] == (expected)
+    few = Retriever.open(store, encoder=encoder, k_candidates=3, rank_constant=1.0)
+    assert len(few.search(QUERIES[:1], 2)[0]) == 2
+
+
+class Lengths:
+    """Prefers short passages."""
+
+    queries = ()
+
+    def score(self, query, passages):
+        self.queries += (query,)
+        return np.array([-len(passage) for passage in passages])
+
+
+def test_the_best_candidates_are_ranked_again(store):
+    rerank = Lengths()
+    retriever = Retriever.open(store, "sparse", rerank=rerank, k_candidates=6)
+    hits = retriever.search(QUERIES, 3)
+    first = Retriever.open(store, "sparse").search(QUERIES, 6)
+    for query_hits, candidates in zip(hits, first):
+        lengths = sorted(len(hit.passage.full_text) for hit in candidates)[:3]
+        assert [len(hit.passage.full_text) for hit in query_hits] == lengths
+        assert [hit.score for hit in query_hits] == [-length for length in lengths]
+    assert rerank.queries == tuple(QUERIES[:3])  # the last one has no candidate
+    # where more hits are asked for than candidates, all of them are ranked again
+    assert len(retriever.search(QUERIES[:1], 9)[0]) == 9
+    rerank.score = lambda query, passages: np.zeros(2)
+    with pytest.raises(InputError, match=r"rerank.score gives \[2\], not 6 finite numbers"):
+        retriever.search(QUERIES[:1], 3)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense", "hybrid"])
+def test_changes_of_the_datastore_change_no_other_hit(needs_search, kind, store, encoder):
+    def search(k=8):
+        opened = Retriever.open(store.folder, kind, encoder=encoder)
+        return [[hit.passage.id for hit in hits] for hits in opened.search(QUERIES[:3], k)]
+
+    before = search(30)
+    store.append([Document("other", "Nothing to see but a zebra here")], encoders=[encoder])
+    appended = Retriever.open(store, kind, encoder=encoder)
+    assert appended.search(["Nothing to see but a zebra here"], 1)[0][0].passage.document == "other"
+    if kind == "dense":
+        assert [[i for i in line if "other" not in i][:20] for line in search(30)] == [
+            line[:20] for line in before
+        ]
+    first = [line[0] for line in search()]
+    store.delete(first)
+    after = search()
+    assert not {i for line in after for i in line} & set(first)
+    if kind == "dense":
+        assert all(len(line) == 8 for line in after)
+
+
+def test_an_index_of_faiss_is_kept_beside_the_vectors(needs_search, store, encoder):
+    pytest.importorskip("faiss")
+    with pytest.raises(InputError, match="has no index hnsw, but none: build it with"):
+        Retriever.open(store, "dense", encoder=encoder, index="hnsw")
+    store.build_faiss("hnsw")
+
+    def ids(index):
+        opened = Retriever.open(store.folder, "dense", encoder=encoder, index=index)
+        return [[hit.passage.id for hit in hits] for hits in opened.search(QUERIES[:3], 5)]
+
+    assert ids("hnsw") == ids("exact")
+    store.append([Document("other", "Nothing to see but a zebra here")], encoders=[encoder])
+    store.delete([ids("exact")[0][0]])
+    assert ids("hnsw") == ids("exact") and store.check_files()
+    assert len(list(store.folder.glob("*.faiss"))) == 1
+
+
+def test_more_is_asked_of_an_index_that_cannot_leave_out_rows():
+    class Index:
+        def search(self, queries, k):
+            self.k = k
+            rows = np.tile(np.arange(k), (len(queries), 1))
+            return -rows.astype(np.float32), np.where(rows < 50, rows, -1)
+
+    index, valid = Index(), np.arange(100) % 10 == 9
+    scores, rows = _search_valid(index, np.zeros((2, 3)), 4, valid)
+    assert rows.tolist() == [[9, 19, 29, 39]] * 2 and index.k == 64
+    assert scores.tolist() == [[-9, -19, -29, -39]] * 2
+    scores, rows = _search_valid(index, np.zeros((1, 3)), 6, valid)  # fewer than six exist
+    assert rows.tolist() == [[9, 19, 29, 39, 49, -1]] and np.isneginf(scores[0, 5])
+
+
+def test_bad_arguments_are_one_line(store, encoder):
+    with pytest.raises(InputError, match="was built by the encoder words"):
+        Retriever.open(store, "dense", encoder=WordEncoder(seed=2))
+    for fields, match in [
+        ({"kind": "fuzzy"}, "kind='fuzzy' is none of sparse, dense, hybrid"),
+        ({"index": "flat"}, "index='flat' is none of exact, ivf"),
+        ({"kind": "sparse", "k_candidates": 0}, "k_candidates=0 must be"),
+        ({"kind": "sparse", "rank_constant": -1}, "rank_constant=-1 must be"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            Retriever.open(store, **fields)
+    retriever = Retriever.open(store, "sparse")
+    for queries, k, match in [
+        ("question", 3, "queries must be a list of texts"),
+        ([3], 3, r"queries\[0\]=3 must be a text"),
+        (["a"], 0, "k=0 must be a whole number"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            retriever.search(queries, k)
+    with pytest.raises(InputError, match="n=0 must be"):
+        check(retriever, 0)
+
+
+def test_sentences_of_the_passages_are_found_and_a_broken_index_is_noticed(store):
+    retriever = Retriever.open(store, "sparse")
+    result = check(retriever, 20, seed=1)
+    assert result.num_sentences == 20 and result.passed
+    assert result.rates["verbatim"] == {"hit@1": 1.0, "hit@10": 1.0, "MRR": 1.0}
+    assert result.rates["dropped words"]["hit@10"] > 0.9
+    assert result.rates["swapped words"] == result.rates["verbatim"]  # words have no order
+    assert check(retriever, 20, seed=1) == result
+    assert "| verbatim | 1.000 | 1.000 | 1.000 |" in result.table()
+    # passages of other rows
+    retriever.store.passages = lambda rows: [
+        Passage(p.id, "Six words that nobody wrote here.", "", "")
+        for p in Datastore.passages(store, rows)
+    ]
+    with pytest.warns(UserWarning, match="found too rarely .*'hit@1': 0.0,.*check the chunking"):
+        samples = check(retriever, 20)
+    assert not samples.passed
+
+
+def test_text_without_sentences_cannot_be_tested(tmp_path):
+    (tmp_path / "a.txt").write_text("one two")
+    build(BuildConfig(TextConfig(path=str(tmp_path / "a.txt")), out=str(tmp_path / "o"), workers=1))
+    with pytest.raises(InputError, match="no passage has a sentence of 6 to 40 words"):
+        check(Retriever.open(tmp_path / "o"))
+
+
+# The command
+
+
+def run(capsys, *words):
+    code = command.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_builds_searches_checks_appends_and_deletes(tmp_path, capsys):
+    text, out = write_corpus(tmp_path / "text", files=2), tmp_path / "out"
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"data: {{path: {text}}}\nchunking: {{unit: sentences, size: 22, title_field: title}}\n"
+    )
+    build_words = ("build", "--config", config, f"--out={out}", "--workers=1")
+    code, printed, _ = run(capsys, *build_words, "--part=0/2")
+    assert code == 0 and "part 0/2 is written; when all are, run --finish" in printed
+    run(capsys, *build_words, "--part", "1/2")
+    code, printed, _ = run(capsys, *build_words, "--finish")
+    assert code == 0 and "60 passages of 20 documents" in printed
+    before = content(out)
+    assert run(capsys, *build_words)[0] == 0 and content(out) == before
+    code, printed, _ = run(capsys, "search", out, "Item33 letter", "unknowable", "--k", 2)
+    assert code == 0 and "Item33" in printed and "no passage has a word" in printed
+    assert "  1  " in printed and "  2  " in printed and "  3  " not in printed
+    code, printed, _ = run(capsys, "search", out, "Item33", "--json")
+    (hit,) = map(json.loads, printed.splitlines())
+    assert hit["rank"] == 1 and "Item33" in hit["text"] and hit["title"].startswith("Title")
+    code, printed, _ = run(capsys, "check", out, "--n", 5, "--files")
+    assert code == 0 and "checksums are right" in printed and "| 5 sentences | hit@1" in printed
+    (tmp_path / "new.jsonl").write_text('{"text": "A zebra.", "title": "Z"}\n')
+    code, printed, _ = run(capsys, "append", out, "--path", tmp_path / "new.jsonl")
+    assert code == 0 and "1 passages more, 61 in all" in printed
+    code, printed, _ = run(capsys, "delete", out, hit["id"])
+    assert code == 0 and "1 deleted, 60 passages remain" in printed
+    code, printed, _ = run(capsys, "search", out, "Item33", "zebra")
+    assert "no passage has" in printed and "new.jsonl:1#0-8" in printed
+
+
+def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
+    text, out = write_corpus(tmp_path / "text", files=1, lines=2), tmp_path / "out"
+    build(BuildConfig(TextConfig(path=text), out=str(out), workers=1))
+    capsys.readouterr()
+    for words, match in [
+        ((), "error: no command; known: append, build, check, delete, search"),
+        (("bild",), "error: bild is not a command; did you mean build?"),
+        (("build",), "error: out is empty: give --out=FOLDER"),
+        (("build", f"--out={out}x"), "error: data.path is empty"),
+        (("build", f"--out={out}x", f"--data.path={text}", "--part=2/2"), "part=2/2 must be i/n"),
+        (("build", "--part"), "--part has no value"),
+        (("build", "--part=0/2", "--finish"), "finish when all parts are written"),
+        (("build", f"--out={out}", "--chunking.size=x"), "chunking.size"),
+        (("search", tmp_path, "x"), "holds no datastore: give a folder"),
+        (("search", out), "the following arguments are required: question"),
+        (("search", out, "x", "--k=many"), "--k: many must be a whole number"),
+        (("search", out, "x", "--k=0"), "k=0 must be"),
+        (("search", out, "x", "--kind=dense"), "has no vectors: build it with an encoder"),
+        (("search", out, "x", "--index=flat"), "index='flat' is none of"),
+        (("check", out, "--n=0"), "n=0 must be"),
+        (("append", out), "required: --path"),
+        (("append", out, "--path=nothing.txt"), "data.path=nothing.txt does not exist"),
+        (("delete", out, "nothing"), "has no passage nothing"),
+        (("delete", out), "required: id"),
+    ]:
+        code, _, error = run(capsys, *words)
+        assert code == 2 and match in error and error.count("\n") == 1, (words, error)
+    assert run(capsys, "--help")[0] == 0
+    for name in command._COMMANDS:
+        with pytest.raises(SystemExit):
+            command.main([name, "--help"])
+    assert "--chunking.size" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    code, _, error = run(capsys, "search", out, "x")
+    assert code == 2 and "pip install 'lcjax[retrieval]'" in error
+
+
+def test_an_encoder_is_opened_by_the_section_that_built_the_vectors(
+    needs_search, tmp_path, monkeypatch, capsys
+):
+    opened = []
+
+    def open_section(section, mesh=None):
+        if not section.path:
+            return None
+        opened.append(section)
+        return WordEncoder(seed=len(section.path))
+
+    monkeypatch.setattr(datastore.EncoderSection, "open", open_section)
+    text, out = write_corpus(tmp_path / "text", files=1), tmp_path / "out"
+    words = ("build", f"--data.path={text}", f"--out={out}", "--encoder.path=abc")
+    assert run(capsys, *words, "--encoder.pooling=mean")[0] == 0
+    code, printed, _ = run(capsys, "search", out, "Item3 letter", "--kind=dense", "--k=1")
+    assert code == 0 and "  1  " in printed
+    assert opened[-1] == datastore.EncoderSection("abc", pooling="mean")
+    code, _, error = run(capsys, "search", out, "x", "--kind=dense", "--encoder=abcd")
+    assert code == 2 and "is another: search with the same" in error
+    monkeypatch.setattr(
+        datastore.EncoderSection, "open", lambda section, mesh=None: WordEncoder(seed=9)
+    )
+    code, _, error = run(capsys, "search", out, "x", "--kind=hybrid")
+    assert code == 2 and "encoder=abc is not the one that built" in error
