@@ -24,7 +24,14 @@ from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights
 from lcjax.checkpoints.torch_pickle import TorchFolder, bin_files, pickle_error
 from lcjax.checkpoints.weights import DTYPES, TensorInfo, WeightSource, check, describe_faults
 from lcjax.errors import InputError, is_finite_number
-from lcjax.files import FolderFormat, atomic_folder, check_destination, read_json, write_json
+from lcjax.files import (
+    CHECKSUMS,
+    FolderFormat,
+    atomic_folder,
+    check_destination,
+    read_json,
+    write_json,
+)
 from lcjax.models.config import ModelConfig
 from lcjax.parallel import distributed
 from lcjax.rope import Default, DynamicNTK, Linear, Rope
@@ -44,7 +51,7 @@ _MERGE_FIRST = "merge them with peft (merge_and_unload, save_pretrained) and giv
 _SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PEFT_FOLDER = FolderFormat(
     name="an adapter folder",
-    files=("adapter_config.json", "adapter_model.safetensors"),
+    files=("adapter_config.json", "adapter_model.safetensors", CHECKSUMS),
     config="adapter_config.json",
     keys=frozenset({"peft_type", "target_modules"}),
     foreign_keys=frozenset({"modules_to_save"}),  # every version of peft writes it
@@ -363,6 +370,7 @@ def save_peft(
     *,
     base: str | None,
     overwrite: bool = False,
+    checksums: bool = False,
 ) -> Path:
     """Writes `adapter_model.safetensors` and `adapter_config.json`, float32.
 
@@ -374,6 +382,7 @@ def save_peft(
         `PeftModel.from_pretrained(model, folder)`.
       overwrite: whether to replace a folder that this function wrote; one with any other file is
         refused.
+      checksums: as of `save_hf`.
     """
     if config.lora is None:
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
@@ -395,7 +404,7 @@ def save_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    with atomic_folder(folder, PEFT_FOLDER, overwrite) as partial:
+    with atomic_folder(folder, PEFT_FOLDER, overwrite, checksums=checksums) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         write_json(partial / "adapter_config.json", settings)
     return folder

@@ -214,7 +214,12 @@ class LanguageModel(Scorer):
         return other
 
     def save(
-        self, folder: str | Path, *, dtype: str | None = None, overwrite: bool = False
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        checksums: bool = False,
     ) -> Path:
         """Writes a Hugging Face folder: weights, tokenizer and the method; returns its path.
 
@@ -225,6 +230,7 @@ class LanguageModel(Scorer):
           folder: is created.
           dtype: of the weights; None: as they are.
           overwrite: whether to replace a folder that lcjax wrote.
+          checksums: whether to add the SHA-256 sums of all files, which `load` then compares.
 
         Raises:
           InputError: no Hugging Face config describes this method (most patterns), or `folder`
@@ -235,9 +241,8 @@ class LanguageModel(Scorer):
                 f"length={self.length} of with_method cannot be saved: the rotation of a checkpoint"
                 " follows the length of each request; save lm.with_method(length=None)"
             )
-        return save_hf(
-            folder, self.params, self.config, self.tokenizer, dtype=dtype, overwrite=overwrite
-        )
+        options = {"dtype": dtype, "overwrite": overwrite, "checksums": checksums}
+        return save_hf(folder, self.params, self.config, self.tokenizer, **options)
 
     def rotation(self, length: int) -> Rotation:
         """The rotation of queries and keys in a request of `length` tokens."""

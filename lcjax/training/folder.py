@@ -61,7 +61,7 @@ _FREE = ("run.", "eval.", "track.", "mesh.", "distributed.", "data.threads", "da
 _FREE += ("data.scan",)
 _FREE += ("data.path", "data.sources", "model.remat", "train.accumulation", "train.on_nan")
 _FREE += ("train.loss_chunk", "train.log_every", "train.save_every", "train.keep")
-_FREE += ("train.export", "train.profile", "train.offload")
+_FREE += ("train.export", "train.checksums", "train.profile", "train.offload")
 
 
 def check(config: TrainConfig) -> Path:

@@ -365,13 +365,14 @@ class Training:
 
         config, trained = self.config, self._final_params()
         folder = self.folder / folder_lib.MODEL
+        options = {"overwrite": True, "checksums": config.train.checksums}
         announce(f"writing {folder}")
         if all(map(is_adapter, flatten(trained))):
             base = config.model.path or str(config.model.preset)
             adapter = self.folder / folder_lib.ADAPTER
-            save_peft(adapter, trained, self.model, base=base, overwrite=True)
+            save_peft(adapter, trained, self.model, base=base, **options)
         params, dtype = union(trained, self.frozen), config.train.export_dtype
-        save_hf(folder, params, self.model, self.tokenizer, dtype=dtype, overwrite=True)
+        save_hf(folder, params, self.model, self.tokenizer, dtype=dtype, **options)
 
 
 def _is_finite(state: TrainState) -> bool:

@@ -209,6 +209,15 @@ def test_a_method_that_needs_no_training_is_saved_with_the_model(alone, tmp_path
     assert lm.save(tmp_path / "model", dtype="bfloat16", overwrite=True).is_dir()
 
 
+def test_a_model_that_is_saved_with_checksums_is_compared_with_them(alone, tmp_path):
+    folder = alone.save(tmp_path / "model", checksums=True)
+    tokens = np.array([_ids(1, 20)])
+    np.testing.assert_allclose(LanguageModel.load(folder).nll(tokens), alone.nll(tokens), atol=5e-5)
+    (folder / "generation_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"generation_config\.json is not as it was written"):
+        LanguageModel.load(folder)
+
+
 def test_what_no_config_describes_is_not_saved(alone, tmp_path):
     for method, message in (
         ({"pattern": LMInfinite(window=6, sinks=2)}, "cannot be exported"),

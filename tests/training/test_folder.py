@@ -8,6 +8,7 @@ from training_support import tiny
 
 from lcjax.attention import Longformer
 from lcjax.errors import InputError
+from lcjax.files import CHECKSUMS
 from lcjax.models.lora import LoRA
 from lcjax.parallel.run_lock import RunLock
 from lcjax.training import folder as folder_lib
@@ -25,13 +26,22 @@ def short(folder, corpus, **sections):
 def complete(tmp_path_factory, corpus):
     """A run with a model and adapters."""
     folder = tmp_path_factory.mktemp("complete") / "run"
-    run(short(folder, corpus))
+    run(short(folder, corpus, checksums=True))
     return folder
 
 
 @pytest.fixture
 def folder(complete, tmp_path):
     return shutil.copytree(complete, tmp_path / "run")
+
+
+def test_exported_folders_have_checksums_on_request(folder, corpus):
+    for name in ("model", "adapter"):
+        lines = (folder / name / CHECKSUMS).read_text().splitlines()
+        names = {line.split("  ")[1] for line in lines}
+        assert names == set(os.listdir(folder / name)) - {CHECKSUMS}
+    run(short(folder, corpus))  # exports again, without them
+    assert not list(folder.rglob(CHECKSUMS))
 
 
 def snapshot(folder):
