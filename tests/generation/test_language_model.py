@@ -187,10 +187,18 @@ def test_logits_give_the_scores_of_each_row_alone(alone, spread, method):
     assert logits[1, 39].any() and not logits[1, 40:].any() and not logits[2].any()
 
 
-def test_logits_of_a_model_with_landmarks_are_refused(alone):
-    landmark = alone.with_method(pattern=Landmark(block=8, top_k=1, train_length=32, token=258))
-    with pytest.raises(InputError, match="logits: a model with landmarks"):
-        landmark.logits([_ids(1, 20)])
+@pytest.mark.parametrize("loss", ["predict", "skip"])
+def test_logits_of_a_model_with_landmarks_give_its_scores(alone, loss):
+    pattern = Landmark(block=8, top_k=1, train_length=32, token=258, loss=loss)
+    lm, tokens = alone.with_method(pattern=pattern), np.array([_ids(1, 64), _ids(2, 64)])
+    lengths = np.array([63, 28])  # blocks of seven tokens: both end with a full one
+    logits = lm.logits(tokens[:, :63], lengths=lengths)
+    assert logits.dtype == np.float32 and logits.shape == (2, 63, lm.config.vocab_size)
+    log_p = np.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
+    nll = lm.nll(tokens, lengths=lengths + 1)[:, 1:]  # reads all but the last token
+    np.testing.assert_allclose(-log_p[0], nll[0], atol=5e-5)
+    np.testing.assert_allclose(-log_p[1, :28], nll[1, :28], atol=5e-5)
+    assert logits[1, 27].any() and not logits[1, 28:].any()
 
 
 @pytest.mark.parametrize(
