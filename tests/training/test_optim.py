@@ -12,6 +12,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.training import optim
 from lcjax.training.config import Rate, RunSection, TrainConfig, TrainSection
+from lcjax.tree import flatten, nest
 
 
 def rates(*steps, **settings):
@@ -152,3 +153,28 @@ def test_float16_is_refused_in_one_line(key):
 def test_a_run_without_a_folder_is_refused():
     with pytest.raises(InputError, match="run.folder='' must name a folder"):
         RunSection(folder="")
+
+
+@pytest.mark.parametrize("should_update", [True, False])
+def test_layers_are_updated_one_after_another_in_the_shapes_of_a_layer(should_update):
+    shapes = {"layers/up/kernel": (3, 4, 6), "layers/norm/scale": (3, 4), "norm/scale": (4,)}
+    params = nest({path: jnp.ones(shape) for path, shape in shapes.items()})
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    grads = nest(
+        {path: jax.random.normal(key, shapes[path]) for path, key in zip(shapes, keys, strict=True)}
+    )
+    updated = set()
+
+    def update(old, grads):
+        params, count, average = old
+        for tree in (params, grads, average):
+            updated.update((path, leaf.shape) for path, leaf in flatten(tree).items())
+        params = jax.tree.map(jnp.subtract, params, grads)
+        return params, count + 1, jax.tree.map(jnp.add, average, grads)
+
+    old = params, jnp.int32(7), grads
+    new = optim.layerwise_update(update, jnp.bool_(should_update), old, grads)
+    layer = {path: shape[1:] if "layers" in path else shape for path, shape in shapes.items()}
+    assert updated == set(layer.items())
+    expected = update(old, grads) if should_update else old
+    jax.tree.map(np.testing.assert_array_equal, new, expected)
