@@ -76,7 +76,7 @@ class Adapters:
 
     path: str
     low_rank: dict[str, LowRank]
-    whole: dict[str, tuple[WeightSource, str]]  # the file and the name of the tensor in it
+    full_tensors: dict[str, tuple[WeightSource, str]]  # the file and the name of the tensor in it
     has_trainable: bool  # whether it has LongLoRA's second file
     saved_modules: tuple[str, ...]  # peft's modules_to_save: copies beside those of the base
 
@@ -102,7 +102,7 @@ def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
             f"{folder}: {CONFIG} is there, but no {ADAPTERS}.safetensors or .bin; download it"
         )
     halves: dict[str, dict[str, np.ndarray]] = {}
-    whole: dict[str, tuple[WeightSource, str]] = {}
+    full_tensors: dict[str, tuple[WeightSource, str]] = {}
     unknown = []
     for source in filter(None, sources):
         for stored, info in source.tensors.items():
@@ -116,17 +116,17 @@ def read_adapters(folder: Path, *, allow_pickle: bool = False) -> Adapters:
             elif "lora_" in name:
                 unknown.append(stored)
             else:
-                whole[name] = source, stored
+                full_tensors[name] = source, stored
     if unknown:
         raise InputError(
             f"{folder}: {len(unknown)} tensors are not of plain LoRA ({', '.join(unknown[:5])}); "
             f"{_MERGE_FIRST}"
         )
     low_rank = {f"{m}.weight": _pair(folder, settings, m, h) for m, h in halves.items()}
-    if not low_rank and not whole:
+    if not low_rank and not full_tensors:
         raise InputError(f"{folder}: its files hold no adapters; download them again")
     saved_modules = tuple(settings.get("modules_to_save") or ())
-    return Adapters(str(folder), low_rank, whole, sources[1] is not None, saved_modules)
+    return Adapters(str(folder), low_rank, full_tensors, sources[1] is not None, saved_modules)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class AdaptedSource:
         self._base, self._adapters = base, adapters
         self._means: dict[str, np.ndarray] = {}
         self.tensors = dict(base.tensors)
-        for name, (source, stored) in adapters.whole.items():
+        for name, (source, stored) in adapters.full_tensors.items():
             self.tensors[name] = source.tensors[stored]
         for name in _BY_TOKEN:
             info = self.tensors.get(name)
@@ -232,7 +232,7 @@ class AdaptedSource:
             self.tensors[name] = TensorInfo(self.tensors[name].shape, "float32")
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        source, stored = self._adapters.whole.get(name, (self._base, name))
+        source, stored = self._adapters.full_tensors.get(name, (self._base, name))
         count = source.tensors[stored].shape[0]
         block = source.rows(stored, min(start, count), min(stop, count))
         if stop > count:
@@ -265,7 +265,8 @@ def adapted_config(
     """
     check(base, config)
     whole = {
-        name: source.tensors[stored].shape for name, (source, stored) in adapters.whole.items()
+        name: source.tensors[stored].shape
+        for name, (source, stored) in adapters.full_tensors.items()
     }
     tied = config.tie_embeddings and _HEAD not in whole
     if tied and _EMBEDDING in whole and "embed_tokens" in adapters.saved_modules:

@@ -198,7 +198,7 @@ class TrainSection:
         if self.spike is not None and not self.spike > 1:
             raise InputError(
                 f"train.spike={self.spike} must be above 1, such as 5, or null: it is a multiple of"
-                " the gradient's usual norm"
+                " the average gradient norm"
             )
         for name in ("trainable", "no_decay"):
             matcher(getattr(self, name), f"train.{name}")

@@ -245,8 +245,8 @@ class Training:
                 self._handle_nonfinite(pending, info)
             if info["spike"]:
                 self.progress.write(
-                    f"skipped step {step}: gradient norm {info['grad_norm']:.3g} against the usual"
-                    f" {info['usual_norm']:.3g} (train.spike={train.spike})"
+                    f"skipped step {step}: gradient norm {info['grad_norm']:.3g} against an"
+                    f" average of {info['grad_norm_ema']:.3g} (train.spike={train.spike})"
                 )
             self.meter.add(info, len(self.pending))
             self.progress.advance(step)
