@@ -24,10 +24,12 @@ def qkv(rows=1, length=T):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(rows, length, n, SIZE)) for n in (HEADS, 2, 2))
     q[..., 0], k[:, 100:104, :, 0] = 6.0, 6.0
+    # Only the query before the last 64, which choose, attends to a key of its own.
+    q[..., 1], q[:, -65, :, 1], k[:, 230, :, 1] = 0.0, 12.0, 12.0
     return [x.astype(np.float32) for x in (q, k, v)]
 
 
-def run(pattern, q, k, v, segments=None):
+def run(pattern, q, k, v, segments=None, row_indices=True):
     at = jnp.arange(k.shape[1])[None].repeat(len(q), 0)
     first = k.shape[1] - q.shape[1]
     index = at if segments is None else order_indices(jnp.asarray(segments))
@@ -39,7 +41,7 @@ def run(pattern, q, k, v, segments=None):
         k_index=index,
         q_segments=None if segments is None else jnp.asarray(segments)[:, first:],
         k_segments=None if segments is None else jnp.asarray(segments),
-        row_indices=(jnp.arange(first, k.shape[1]), None),
+        row_indices=(at[0, first:], at[0]) if row_indices else None,
     )
     # One program: each of many operations alone takes longer to compile.
     return np.asarray(jax.jit(lambda *arrays: pattern.attend(*arrays, metadata))(q, k, v))
@@ -60,8 +62,8 @@ def naive(q, k, v, vertical, slash):
         columns[:30] = np.inf
         diagonals = np.array([p[head][away[-64:] == d].sum() for d in range(keys)])
         diagonals[:100] = np.inf
-        seen[head][:, np.argsort(-columns)[:vertical]] = True
-        for d in np.argsort(-diagonals)[:slash]:
+        seen[head][:, np.argsort(-columns, kind="stable")[:vertical]] = True
+        for d in np.argsort(-diagonals, kind="stable")[:slash]:
             for start in range(0, length, 64):
                 low = first + start - d
                 for block in range(max(low // 64, 0), (low + 63) // 64 + 1):
@@ -84,6 +86,20 @@ def test_a_prompt_sees_the_chosen_columns_and_diagonals(queries):
     np.testing.assert_allclose(got, want, **golden.TOLERANCE)
     for other in (Causal(), VerticalSlash(vertical=45, slash=120), VerticalSlash(40, 200)):
         assert np.abs(run(other, q, k, v)[0] - got).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("queries", "budgets", "least", "row_indices"),
+    [
+        (64, (40, 101), (40, 101), False),  # one diagonal is chosen beside the nearest 100
+        (145, (1, 1), (30, 50), True),  # the least budgets; whole blocks of keys end at 49
+    ],
+)
+def test_budgets_are_counted_exactly(queries, budgets, least, row_indices):
+    q, k, v = qkv()
+    q = q[:, T - queries :]
+    got = run(VerticalSlash(*budgets), q, k, v, row_indices=row_indices)[0]
+    np.testing.assert_allclose(got, naive(q, k, v, *least)[0], **golden.TOLERANCE)
 
 
 def test_padding_on_either_side_changes_nothing():
@@ -111,6 +127,7 @@ def test_few_queries_see_everything():
 def test_budgets_out_of_range_are_refused(field):
     with pytest.raises(InputError, match=f"pattern.{field}=0 must be a whole number of at least 1"):
         VerticalSlash(**{field: 0})
+    assert VerticalSlash() == VerticalSlash(vertical=1000, slash=6096)  # of the released code
 
 
 def test_no_loss_is_taken_under_a_pattern_that_looks_ahead():

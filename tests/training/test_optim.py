@@ -156,25 +156,32 @@ def test_a_run_without_a_folder_is_refused():
 
 
 @pytest.mark.parametrize("should_update", [True, False])
-def test_layers_are_updated_one_after_another_in_the_shapes_of_a_layer(should_update):
-    shapes = {"layers/up/kernel": (3, 4, 6), "layers/norm/scale": (3, 4), "norm/scale": (4,)}
-    params = nest({path: jnp.ones(shape) for path, shape in shapes.items()})
-    keys = jax.random.split(jax.random.key(0), len(shapes))
+@pytest.mark.parametrize("groups", [["layers", "norm"], ["layers_0", "layers_1", "norm"]])
+def test_layers_are_updated_one_after_another_in_the_shapes_of_a_layer(should_update, groups):
+    layer = {"up/kernel": (4, 6), "norm/scale": (4,)}
+    shapes = {f"{group}/{name}": layer[name] for group in groups[:-1] for name in layer}
+    stacks = {
+        path: (3, *shape) if groups[0] == "layers" else shape for path, shape in shapes.items()
+    }
+    shapes["norm/scale"] = stacks["norm/scale"] = (4,)
+    keys = jax.random.split(jax.random.key(0), len(stacks))
+    params = nest({path: jnp.ones(shape) for path, shape in stacks.items()})
     grads = nest(
-        {path: jax.random.normal(key, shapes[path]) for path, key in zip(shapes, keys, strict=True)}
+        {path: jax.random.normal(key, stacks[path]) for path, key in zip(stacks, keys, strict=True)}
     )
     updated = set()
 
     def update(old, grads):
         params, count, average = old
         for tree in (params, grads, average):
-            updated.update((path, leaf.shape) for path, leaf in flatten(tree).items())
+            updated.add(tuple((path, leaf.shape) for path, leaf in sorted(flatten(tree).items())))
         params = jax.tree.map(jnp.subtract, params, grads)
         return params, count + 1, jax.tree.map(jnp.add, average, grads)
 
     old = params, jnp.int32(7), grads
     new = optim.layerwise_update(update, jnp.bool_(should_update), old, grads)
-    layer = {path: shape[1:] if "layers" in path else shape for path, shape in shapes.items()}
-    assert updated == set(layer.items())
-    expected = update(old, grads) if should_update else old
-    jax.tree.map(np.testing.assert_array_equal, new, expected)
+    assert updated == {
+        tuple(item for item in sorted(shapes.items()) if item[0].startswith(f"{group}/"))
+        for group in groups
+    }
+    jax.tree.map(np.testing.assert_array_equal, new, update(old, grads) if should_update else old)
