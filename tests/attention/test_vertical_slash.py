@@ -24,8 +24,10 @@ def qkv(rows=1, length=T):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(rows, length, n, SIZE)) for n in (HEADS, 2, 2))
     q[..., 0], k[:, 100:104, :, 0] = 6.0, 6.0
-    # Only the query before the last 64, which choose, attends to a key of its own.
-    q[..., 1], q[:, -65, :, 1], k[:, 230, :, 1] = 0.0, 12.0, 12.0
+    # The last 64 queries choose: the first of them a far key and the last its own, the one before
+    # them another far key, which does not count.
+    for feature, (query, key) in enumerate(((-64, -216), (-1, -1), (-65, -220)), 1):
+        q[..., feature], q[:, query, :, feature], k[:, key, :, feature] = 0.0, 12.0, 12.0
     return [x.astype(np.float32) for x in (q, k, v)]
 
 
@@ -104,12 +106,13 @@ def test_budgets_are_counted_exactly(queries, budgets, least, row_indices):
 
 def test_padding_on_either_side_changes_nothing():
     q, k, v = qkv(2)
-    alone = run(PATTERN, *(x[:1, :300] for x in (q, k, v)))[0]
+    q, k, v = (x[:, -300:] for x in (q, k, v))
+    alone = run(PATTERN, *(x[:1] for x in (q, k, v)))[0]
     segments = np.zeros((2, 364), np.int32)
     segments[0, :300] = segments[1, 64:] = 1  # whole blocks: those of the slashes stay the same
     rows = [np.zeros((2, 364, *x.shape[2:]), np.float32) for x in (q, k, v)]
     for padded, x in zip(rows, (q, k, v), strict=True):
-        padded[0, :300] = padded[1, 64:] = x[0, :300]
+        padded[0, :300] = padded[1, 64:] = x[0]
     out = run(PATTERN, *rows, segments)
     for row in range(2):
         np.testing.assert_allclose(out[row][segments[row] != 0], alone, rtol=1e-5, atol=2e-6)
